@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
+from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.opinfo.base import Baseline
+from triton_dist.testing.assertions import assert_allclose
+from triton_dist.testing.opinfo.base import Baseline, Operands, OpInfo
 from triton_dist.testing.overlap import overlap_limit
-from triton_dist.testing.timing import Samples
+from triton_dist.testing.timing import Samples, captured, interleaved
 from triton_dist.tune import AutoTuner
 from triton_dist.utils import dist_print, is_cuda
 
 NO_TIMES = "interpreted: times mean nothing, they only show that everything runs"
 """Stands above times on CPU ranks, in place of rates and ratios."""
+
+
+def check_by_turns(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Compare results, one rank after the other. Collective."""
+    for turn in range(dist.get_world_size()):
+        dist.barrier()
+        if turn == dist.get_rank():
+            assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def profile(name: str, wanted: bool, *calls: Callable[[], object]) -> None:
+    """Write a trace of 20 rounds of ``calls`` to prof/, if ``wanted``. Collective."""
+    with group_profile(name, wanted):
+        for call in calls:
+            for _ in range(20 if wanted else 0):
+                call()
+
+
+def report_perf(
+    info: OpInfo[Any],
+    ours: Callable[[], torch.Tensor],
+    data: Operands,
+    ctx: Any,
+    args: argparse.Namespace,
+    title: str,
+    rounds: int,
+    warmup: int,
+    trace: str = "",
+) -> None:
+    """Time the op, its parts and its baselines in CUDA graphs; then profile it, if asked to.
+
+    trace: name of the profile; default: that of the op.
+    """
+    candidates = {info.name: Baseline("own", ours), **info.baselines(data, ctx)}
+    calls = {name: captured(each.call) for name, each in candidates.items()}
+    samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
+    ranks = f"{args.dtype} on {dist.get_world_size()} ranks"
+    report_times(f"{title} {ranks}", candidates, samples, info.serial, info.transfer)
+    profile(trace or f"{info.name}_perf", args.profile, ours)
 
 
 def report_passed(details: str) -> None:

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.nvidia.gemm import get_config_space
-from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import report_passed, report_times, report_tuning
-from triton_dist.test.utils import ScriptParser, assert_allclose, at_least, dtype_named
-from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.test.report import check_by_turns, report_passed, report_perf, report_tuning
+from triton_dist.test.utils import ScriptParser, at_least, dtype_named
+from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.gemm import Shape, SummedGEMMOpInfo
-from triton_dist.testing.timing import captured, interleaved
 
 CPU_SCALE = 128
 """By which sizes are divided for the interpreter."""
@@ -79,11 +77,7 @@ def check(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) ->
     """Compare one call with the reference, one rank after the other."""
     C = run(script, args, data, ctx)
     expected = script.info.reference(data)
-    tolerance = script.info.tolerance(C.dtype, dist.get_world_size())
-    for turn in range(dist.get_world_size()):
-        dist.barrier()
-        if turn == dist.get_rank():
-            assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+    check_by_turns(C, expected, script.info.tolerance(C.dtype, dist.get_world_size()))
 
 
 def report_check(args: argparse.Namespace, shape: Shape) -> None:
@@ -94,19 +88,11 @@ def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> 
     """Times of the op, its parts and its peers, after one checked call."""
     check(script, args, data, ctx)
     report_config(script, args, data, ctx)
-
-    def ours() -> torch.Tensor:
-        return run(script, args, data, ctx)
-
-    candidates = {script.info.name: Baseline("own", ours), **script.info.baselines(data, ctx)}
-    calls = {name: captured(each.call) for name, each in candidates.items()}
-    samples = interleaved(calls, rounds=max(2, args.iters), warmup_rounds=args.warmup)
     (M, K), N, size = data["A"].shape, data["B"].shape[1], dist.get_world_size()
-    title = f"{M}x{N}x{K * size} {args.dtype} on {size} ranks"
-    report_times(title, candidates, samples, script.info.serial, script.info.transfer)
-    with group_profile(f"{script.info.name}_perf", args.profile):
-        for _ in range(20 if args.profile else 0):
-            ours()
+    report_perf(
+        script.info, lambda: run(script, args, data, ctx), data, ctx, args, f"{M}x{N}x{K * size}",
+        max(2, args.iters), args.warmup,
+    )  # fmt: skip
 
 
 def report_config(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:

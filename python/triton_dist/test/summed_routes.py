@@ -11,20 +11,13 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import report_passed, report_times, report_tuning
-from triton_dist.test.utils import ScriptParser, assert_allclose, dtype_named
-from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.test.report import check_by_turns, report_passed, report_perf, report_tuning
+from triton_dist.test.utils import ScriptParser, dtype_named, on_ranks
+from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo
-from triton_dist.testing.timing import captured, interleaved
-from triton_dist.utils import (
-    finalize_distributed,
-    init_seed,
-    initialize_distributed,
-    is_cuda,
-)
+from triton_dist.utils import is_cuda
 
 CPU_SCALE, CPU_EXPERTS_SCALE = 64, 8
 """By which sizes, and the number of experts, are divided for the interpreter."""
@@ -101,17 +94,14 @@ class Script:
         """Compare one call with the reference; and one in chunks, and one without overlap."""
         operands, _ = self.info.arguments(data, self.ctx)
         tiles = grouped_tiles()[0]
-        expected, size = self.info.reference(data), dist.get_world_size()
-        tolerance = self.info.tolerance(expected.dtype, size)
+        expected = self.info.reference(data)
+        tolerance = self.info.tolerance(expected.dtype, dist.get_world_size())
         for C in (
             self.run(data),
             self.info.op.fn(*operands, n_chunks=_CHUNKS, config=tiles),
             self.alone(*operands[:4], n_chunks=_CHUNKS, config=tiles),
         ):
-            for turn in range(size):
-                dist.barrier()
-                if turn == dist.get_rank():
-                    assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+            check_by_turns(C, expected, tolerance)
 
     def report_tuning(self, data: Operands) -> None:
         """Say which config is in use and where it came from."""
@@ -121,35 +111,25 @@ class Script:
 
     def perf(self, data: Operands, shape: GroupedShape) -> None:
         """Times of the op, its parts and its peers."""
-        candidates = {
-            self.info.name: Baseline("own", lambda: self.run(data)),
-            **self.info.baselines(data, self.ctx),
-        }
-        calls = {name: captured(each.call) for name, each in candidates.items()}
         rounds, warmup = max(2, self.args.iters), self.args.warmup
         if not is_cuda():
             rounds, warmup = min(rounds, _CPU_ROUNDS), min(warmup, 1)
-        samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
-        title = f"{shape} {self.args.dtype} on {dist.get_world_size()} ranks"
-        report_times(title, candidates, samples, self.info.serial, self.info.transfer)
-        with group_profile(f"{self.info.name}_perf", self.args.profile):
-            for _ in range(20 if self.args.profile else 0):
-                self.run(data)
+        report_perf(
+            self.info, lambda: self.run(data), data, self.ctx, self.args, str(shape), rounds, warmup
+        )
 
 
 def main(
     info: MoEReduceOpInfo, alone: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
     """All of a script."""
-    initialize_distributed(args.seed)
-    init_seed(args.seed + dist.get_rank())
-    shape = shape_of(args)
-    with info.context(shape, dtype_named(args.dtype)) as ctx:
-        script = Script(info, alone, args, ctx)
-        data = script.operands(shape)
-        script.check(data)
-        script.report_tuning(data)
-        report_passed(f"{args.dtype}, {shape}")
-        if args.case == "perf" or args.profile:
-            script.perf(data, shape)
-    finalize_distributed()
+    with on_ranks(args.seed):
+        shape = shape_of(args)
+        with info.context(shape, dtype_named(args.dtype)) as ctx:
+            script = Script(info, alone, args, ctx)
+            data = script.operands(shape)
+            script.check(data)
+            script.report_tuning(data)
+            report_passed(f"{args.dtype}, {shape}")
+            if args.case == "perf" or args.profile:
+                script.perf(data, shape)

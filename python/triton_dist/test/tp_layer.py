@@ -15,10 +15,9 @@ import torch.distributed as dist
 from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.models.llama import Block, LlamaConfig
 from triton_dist.models.utils import few
-from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES, report_passed
-from triton_dist.test.utils import ScriptParser, assert_allclose, dtype_named
+from triton_dist.test.report import NO_TIMES, check_by_turns, profile, report_passed
+from triton_dist.test.utils import ScriptParser, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, is_cuda
 
@@ -110,11 +109,7 @@ def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None
     """Compare each form with what it must give; then, unless it was for that alone, time all."""
     limit = _TOLERANCES[dtype_named(args.dtype)]
     for form in forms.values():
-        found = form.call()
-        for turn in range(dist.get_world_size()):
-            dist.barrier()
-            if turn == dist.get_rank():
-                assert_allclose(found, form.expected, rtol=limit, atol=limit)
+        check_by_turns(form.call(), form.expected, limit)
     report_passed(f"{args.dtype}, {title}")
     if args.case != "perf":
         return
@@ -130,10 +125,7 @@ def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None
     for name, sample in samples.items():
         ratio = f"{base / sample.median:10.2f} x {next(iter(samples))}" if is_cuda() else ""
         dist_print(f"{name:32}{sample.median:10.3f} ms{ratio}")
-    with group_profile("tp_layer", args.profile):
-        for form in forms.values():
-            for _ in range(20 if args.profile else 0):
-                form.call()
+    profile("tp_layer", args.profile, *(form.call for form in forms.values()))
 
 
 def no_grad(module: Any) -> Callable[..., Any]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from triton_dist import knobs
+from triton_dist.runtime.distributed import finalize_distributed, initialize_distributed
+from triton_dist.runtime.random import init_seed
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal, bitwise_equal
 
 __all__ = [
@@ -37,6 +41,15 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+@contextmanager
+def on_ranks(seed: int) -> Iterator[None]:
+    """Run the body of a script on all ranks, each with its own random numbers."""
+    initialize_distributed(seed)
+    init_seed(seed + dist.get_rank())
+    yield
+    finalize_distributed()
 
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
-from triton_dist.layers.nvidia.functional import in_autocast, is_plain
+from triton_dist.layers.nvidia.functional import dispatched, in_autocast
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, named
 
 
@@ -44,22 +44,14 @@ def ag_group_gemm(
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    A, B = _accepted("ag_group_gemm", A, B, ids, ranks)
-    if is_plain(A, B):
-        return ranks.ag_group_gemm(A, B, ids)
-    product: torch.Tensor = torch.ops.triton_dist.ag_group_gemm(A, B, ids, ranks.name)
-    return product
+    return _called("ag_group_gemm", A, B, ids, ranks)
 
 
 def group_gemm(
     A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
 ) -> torch.Tensor:
     """The same for an A [M, K] that all ranks have; its gradient is summed over ranks."""
-    A, B = _accepted("group_gemm", A, B, ids, ranks)
-    if is_plain(A, B):
-        return ranks.group_gemm(A, B, ids)
-    product: torch.Tensor = torch.ops.triton_dist.group_gemm(A, B, ids, ranks.name)
-    return product
+    return _called("group_gemm", A, B, ids, ranks)
 
 
 def moe_reduce_rs(
@@ -79,11 +71,7 @@ def moe_reduce_rs(
     Returns:
         [m, N]. Errors: as of ``ag_group_gemm``.
     """
-    x, weights = _accepted("moe_reduce_rs", x, weights, ids, ranks)
-    if is_plain(x, weights, scales):
-        return ranks.moe_reduce_rs(x, weights, ids, scales)
-    rows: torch.Tensor = torch.ops.triton_dist.moe_reduce_rs(x, weights, ids, scales, ranks.name)
-    return rows
+    return _called("moe_reduce_rs", x, weights, ids, ranks, scales)
 
 
 def moe_reduce_ar(
@@ -95,24 +83,25 @@ def moe_reduce_ar(
 ) -> torch.Tensor:
     """The same of all tokens, on every rank, [M, N]; all ranks have the same loss, and the gradient
     of ``scales`` is summed over them."""
-    x, weights = _accepted("moe_reduce_ar", x, weights, ids, ranks)
-    if is_plain(x, weights, scales):
-        return ranks.moe_reduce_ar(x, weights, ids, scales)
-    total: torch.Tensor = torch.ops.triton_dist.moe_reduce_ar(x, weights, ids, scales, ranks.name)
-    return total
+    return _called("moe_reduce_ar", x, weights, ids, ranks, scales)
 
 
-def _accepted(
-    function: str, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operands, in autocast's dtype where it is on."""
+def _called(
+    function: str,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ids: torch.Tensor,
+    ranks: Collectives,
+    *scales: torch.Tensor,
+) -> torch.Tensor:
+    """Check the operands, convert them to autocast's dtype, and call the method of ``ranks``."""
     if B.ndim != 3 or ids.ndim != 2:
         shapes = tuple(B.shape), tuple(ids.shape)
         expected = "weights [E, K, N] and ids [M, topk]"
         raise InvalidArgument(function, "shapes of weights and ids", shapes, expected)
     A, B = in_autocast(A, B, ranks)
     check_operand(function, "A", A, B[0], ranks)
-    return A, B
+    return dispatched(function, (A, B, ids, *scales), ranks)
 
 
 def expert_sums(

@@ -58,11 +58,7 @@ def ag_gemm(
 def gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     """This rank's rows of the sum over ranks of ``A @ B``, differentiable: [M, k] and [k, N] to
     [m, N]. Arguments and errors: as of ``ag_gemm``; M is a multiple of the ranks."""
-    A, B = _accepted("gemm_rs", A, B, ranks)
-    if is_plain(A, B):
-        return ranks.gemm_rs(A, B)
-    rows: torch.Tensor = torch.ops.triton_dist.gemm_rs(A, B, ranks.name)
-    return rows
+    return dispatched("gemm_rs", _accepted("gemm_rs", A, B, ranks), ranks)
 
 
 def gemm(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
@@ -80,19 +76,12 @@ def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     """The sum over ranks of ``A @ B``, on every rank, differentiable: [M, k] and [k, N] to [M, N].
     All ranks must have the same loss, so the same gradient comes back. Arguments and errors: as of
     ``ag_gemm``."""
-    A, B = _accepted("gemm_ar", A, B, ranks)
-    if is_plain(A, B):
-        return ranks.gemm_ar(A, B)
-    total: torch.Tensor = torch.ops.triton_dist.gemm_ar(A, B, ranks.name)
-    return total
+    return dispatched("gemm_ar", _accepted("gemm_ar", A, B, ranks), ranks)
 
 
 def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     """[m, …] of each rank to [M, …], by the group's library, differentiable; also for integers."""
-    if is_plain(shard):
-        return ranks.all_gather(shard)
-    rows: torch.Tensor = torch.ops.triton_dist.all_gather(shard, ranks.name)
-    return rows
+    return dispatched("all_gather", (shard,), ranks)
 
 
 def _accepted(
@@ -123,6 +112,17 @@ def is_plain(*operands: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in operands))
+
+
+def dispatched(
+    function: str, operands: tuple[torch.Tensor, ...], ranks: Collectives
+) -> torch.Tensor:
+    """Call the method of ``ranks``, or the custom op where a gradient or a graph needs it."""
+    if is_plain(*operands):
+        result: torch.Tensor = getattr(ranks, function)(*operands)
+    else:
+        result = getattr(torch.ops.triton_dist, function)(*operands, ranks.name)
+    return result
 
 
 # What torch sees. ``ranks`` is the name of a ``Collectives``.

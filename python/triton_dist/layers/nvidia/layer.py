@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.layers.nvidia import functional
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.runtime.ranks import Group
 
@@ -85,6 +87,28 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             self.ranks, self._is_owner = None, False
             ranks.finalize()
 
+    def _pair(
+        self,
+        x: torch.Tensor,
+        first: torch.Tensor,
+        between: Callable[[torch.Tensor], torch.Tensor],
+        last: torch.Tensor,
+        ranks: Collectives,
+        is_spread: bool,
+    ) -> torch.Tensor:
+        """Multiply rows by the transposes of ``first``, sharded by columns, and ``last``, by rows.
+
+        between: what happens to the first product. is_spread: sequence-parallel, else all-reduce.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        if is_spread:
+            keeps = self.keep_gathered
+            product = functional.ag_gemm(rows, first.T, ranks, keep_gathered=keeps)
+        else:
+            product = functional.gemm(rows, first.T, ranks)
+        multiply = functional.gemm_rs if is_spread else functional.gemm_ar
+        return multiply(between(product), last.T, ranks)
+
     def _across(self) -> Collectives:
         if self.ranks is None:
             raise self._refusal("ranks", None, "a TensorParallel; call _init_ctx(max_M) before")
@@ -140,3 +164,34 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if verbose:
             shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in self.named_parameters())
             print(f"[rank {self.rank}] {type(self).__name__}: {shapes}")
+
+
+class TokenLayer(TensorParallelLayer):
+    """A layer whose result for a token depends on this token alone."""
+
+    @abstractmethod
+    def _run(self, x: torch.Tensor, ranks: Collectives, is_spread: bool) -> torch.Tensor:
+        """Compute x [..., hidden] to the same, sequence-parallel if ``is_spread``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden] to the same, in the layer's mode. Tuned at the first call of a shape.
+
+        Raises:
+            InvalidArgument, ContextFinalized: before anything is launched.
+            RankDisagreement: at the first call of a shape, if ranks chose other experts.
+        """
+        return self._run(x, self._across(), self.sequence_parallel)
+
+    @torch.no_grad()
+    def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self.library, False)
+
+    @torch.no_grad()
+    def dist_triton_fwd(self, x: torch.Tensor, *unused: Any, **also_unused: Any) -> torch.Tensor:
+        return self._run(x, self._across(), True)
+
+    @torch.no_grad()
+    def dist_triton_AR_fwd(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self._across(), False)
+
+    dist_triton_gemm_ar_fwd = dist_triton_AR_fwd

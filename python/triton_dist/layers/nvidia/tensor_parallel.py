@@ -179,7 +179,8 @@ class TensorParallel(Collectives):
         if max_M < 1:
             raise InvalidArgument("TensorParallel", "max_M", max_M, "at least 1")
         super().__init__(group)
-        self.max_M = max_M
+        self.max_M, self.whole_M = max_M, -(-max_M // self.num_ranks) * self.num_ranks
+        self.sizes = self.rank, self.num_ranks, self.num_ranks  # of a context: one host has all
         self._contexts: dict[Hashable, OpContext[Any]] | None = {}
 
     def ag_gemm(
@@ -207,15 +208,10 @@ class TensorParallel(Collectives):
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         (E, K, columns), topk = B.shape, ids.shape[1]
-        most = -(-self.max_M // self.num_ranks) * self.num_ranks
-
-        def create() -> Any:
-            return create_ag_group_gemm_context(
-                most, columns, K, E, topk, A.dtype, self.rank, self.num_ranks, self.num_ranks,
-                group=self.group,
-            )  # fmt: skip
-
-        context = self.context(("ag_group_gemm", columns, K, E, topk, A.dtype), create)
+        context = self.context(
+            ("ag_group_gemm", columns, K, E, topk, A.dtype), create_ag_group_gemm_context,
+            self.whole_M, columns, K, E, topk, A.dtype, *self.sizes, group=self.group,
+        )  # fmt: skip
         product: torch.Tensor = ag_group_gemm(
             A.contiguous(), B, context, ids, autotune_pg=self.group
         )
@@ -243,52 +239,34 @@ class TensorParallel(Collectives):
         self, name: str, creator: Callable[..., Any], weights: torch.Tensor, ids: torch.Tensor
     ) -> Any:
         (E, _, N), topk, dtype = weights.shape, ids.shape[1], weights.dtype
-        routes = -(-self.max_M // self.num_ranks) * self.num_ranks * topk
-
-        def create() -> Any:
-            return creator(
-                self.rank, self.num_ranks, self.num_ranks, routes, N, E, topk, dtype,
-                tp_group=self.group,
-            )  # fmt: skip
-
-        return self.context((name, N, E, topk, dtype), create)
+        return self.context(
+            (name, N, E, topk, dtype), creator,
+            *self.sizes, self.whole_M * topk, N, E, topk, dtype, tp_group=self.group,
+        )  # fmt: skip
 
     def ag_context(self, columns: int, K: int, dtype: torch.dtype) -> Any:
         """The context of ``ag_gemm`` for a B [K, columns]."""
-        most = -(-self.max_M // self.num_ranks) * self.num_ranks
-
-        def create() -> Any:
-            return create_ag_gemm_context(
-                most, columns * self.num_ranks, K, dtype, self.rank, self.num_ranks,
-                self.num_ranks, group=self.group,
-            )  # fmt: skip
-
-        return self.context(("ag_gemm", columns, K, dtype), create)
+        return self.context(
+            ("ag_gemm", columns, K, dtype), create_ag_gemm_context,
+            self.whole_M, columns * self.num_ranks, K, dtype, *self.sizes, group=self.group,
+        )  # fmt: skip
 
     def rs_context(self, N: int, dtype: torch.dtype) -> Any:
         """The context of ``gemm_rs`` for results of N columns."""
-        most = -(-self.max_M // self.num_ranks) * self.num_ranks
-
-        def create() -> Any:
-            return create_gemm_rs_context(
-                most, N, self.rank, self.num_ranks, self.num_ranks, dtype, tp_group=self.group
-            )
-
-        return self.context(("gemm_rs", N, dtype), create)
+        return self.context(
+            ("gemm_rs", N, dtype), create_gemm_rs_context,
+            self.whole_M, N, *self.sizes, dtype, tp_group=self.group,
+        )  # fmt: skip
 
     def ar_context(self, N: int, dtype: torch.dtype) -> Any:
         """The context of ``gemm_ar`` for results of N columns."""
+        return self.context(
+            ("gemm_ar", N, dtype), create_gemm_ar_context,
+            self.max_M, N, *self.sizes, dtype, tp_group=self.group,
+        )  # fmt: skip
 
-        def create() -> Any:
-            return create_gemm_ar_context(
-                self.max_M, N, self.rank, self.num_ranks, self.num_ranks, dtype,
-                tp_group=self.group,
-            )  # fmt: skip
-
-        return self.context(("gemm_ar", N, dtype), create)
-
-    def context(self, key: Hashable, create: Callable[[], Any]) -> Any:
-        """The context of that key; ``create`` makes it if there is none.
+    def context(self, key: Hashable, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return the context of ``key``. If there is none, ``create(*args, **options)`` makes it.
 
         Raises:
             ContextFinalized: all of them were.
@@ -298,7 +276,7 @@ class TensorParallel(Collectives):
         found = self._contexts.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():  # it outlives the call
-                found = self._contexts[key] = create()
+                found = self._contexts[key] = create(*args, **options)
         return found
 
     def finalize(self) -> None:

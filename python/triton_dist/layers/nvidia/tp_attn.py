@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from triton_dist.errors import TritonDistWarning
-from triton_dist.layers.nvidia import functional
 from triton_dist.layers.nvidia.layer import TensorParallelLayer
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.device import current_device
@@ -219,15 +218,11 @@ class TP_Attn(TensorParallelLayer):
         attend: Attend,
     ) -> torch.Tensor:
         """``tokens``: of each sequence, over all ranks. cos, sin: broadcast over heads."""
-        rows = x.reshape(-1, x.shape[-1])
-        if is_spread:
-            keeps = self.keep_gathered
-            qkv = functional.ag_gemm(rows, self.wqkv.T, ranks, keep_gathered=keeps)
-        else:
-            qkv = functional.gemm(rows, self.wqkv.T, ranks)
-        seen = self._between(qkv, tokens, cos, sin, attend)
-        last = functional.gemm_rs if is_spread else functional.gemm_ar
-        y = last(seen, self.wo.T, ranks)
+
+        def between(qkv: torch.Tensor) -> torch.Tensor:
+            return self._between(qkv, tokens, cos, sin, attend)
+
+        y = self._pair(x, self.wqkv, between, self.wo, ranks, is_spread)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
     def _between(
@@ -316,8 +311,9 @@ class TP_Attn(TensorParallelLayer):
             cos_sin_cache: [positions, head_dim] from ``_set_cos_sin_cache``.
             kv_cache: a ``triton_dist.models.kv_cache.KV_Cache``, or the like.
         """
-        rest = (position_ids, cos_sin_cache, kv_cache, layer_idx)
-        return self._with_cache(x, *rest, self.library, False)
+        return self._with_cache(
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self.library, False
+        )
 
     @torch.no_grad()
     def dist_triton_fwd(
@@ -331,8 +327,9 @@ class TP_Attn(TensorParallelLayer):
         **also_unused: Any,
     ) -> torch.Tensor:
         """The same of this rank's sequences, [batch / ranks, tokens, hidden]."""
-        rest = (position_ids, cos_sin_cache, kv_cache, layer_idx)
-        return self._with_cache(x, *rest, self._across(), True)
+        return self._with_cache(
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._across(), True
+        )
 
     @torch.no_grad()
     def dist_triton_AR_fwd(
@@ -344,8 +341,9 @@ class TP_Attn(TensorParallelLayer):
         layer_idx: int,
     ) -> torch.Tensor:
         """As ``torch_fwd``."""
-        rest = (position_ids, cos_sin_cache, kv_cache, layer_idx)
-        return self._with_cache(x, *rest, self._across(), False)
+        return self._with_cache(
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._across(), False
+        )
 
     dist_triton_gemm_ar_fwd = dist_triton_AR_fwd
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from triton_dist.layers.nvidia import functional
-from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.layer import TokenLayer
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 
 
-class TP_MLP(TensorParallelLayer):
+class TP_MLP(TokenLayer):
     """The feed-forward layer of LLaMA, Qwen and others: gate and up by columns, down by rows.
 
     Arguments, modes and call forms: ``TensorParallelLayer``.
@@ -52,42 +51,14 @@ class TP_MLP(TensorParallelLayer):
         self.act_fn: Any = source.act_fn
         self._tell(verbose)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden] to the same, in the layer's mode. Tuned at the first call of a shape.
-
-        Raises:
-            InvalidArgument, ContextFinalized: before anything is launched.
-        """
-        return self._run(x, self._across(), self.sequence_parallel)
-
     def _run(self, x: torch.Tensor, ranks: Collectives, is_spread: bool) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if is_spread:
-            weight, keeps = self.gate_up_proj.T, self.keep_gathered
-            both = functional.ag_gemm(rows, weight, ranks, keep_gathered=keeps)
-        else:
-            both = functional.gemm(rows, self.gate_up_proj.T, ranks)
-        last = functional.gemm_rs if is_spread else functional.gemm_ar
-        return last(self._between(both), self.down_proj.T, ranks).view(x.shape)
+        weights = self.gate_up_proj, self._between, self.down_proj
+        return self._pair(x, *weights, ranks, is_spread).view(x.shape)
 
     def _between(self, both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, -1)
         hidden: torch.Tensor = self.act_fn(gate) * up
         return hidden
-
-    @torch.no_grad()
-    def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self.library, False)
-
-    @torch.no_grad()
-    def dist_triton_fwd(self, x: torch.Tensor, *unused: Any, **also_unused: Any) -> torch.Tensor:
-        return self._run(x, self._across(), True)
-
-    @torch.no_grad()
-    def dist_triton_AR_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self._across(), False)
-
-    dist_triton_gemm_ar_fwd = dist_triton_AR_fwd
 
     @torch.no_grad()
     def torch_ag_gemm(self, x: torch.Tensor) -> torch.Tensor:

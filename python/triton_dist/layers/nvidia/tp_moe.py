@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, one_hot
 
 from triton_dist.layers.nvidia import experts, functional
-from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.layer import TokenLayer
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
 
@@ -17,7 +17,7 @@ _NAMES = ("gate_proj", "up_proj", "down_proj")
 _CORRECTION = "e_score_correction_bias"
 
 
-class TP_MoE(TensorParallelLayer):
+class TP_MoE(TokenLayer):
     """The experts of Qwen, Mixtral and others: a token's ``top_k`` best by a softmax over all, each
     ``down(act(gate(x)) * up(x))``.
 
@@ -117,15 +117,6 @@ class TP_MoE(TensorParallelLayer):
         for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
             yield (*both.chunk(2), down)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden] to the same, in the layer's mode. Tuned at the first call of a shape.
-
-        Raises:
-            InvalidArgument, ContextFinalized: before anything is launched.
-            RankDisagreement: at the first call of a shape, if ranks chose other experts.
-        """
-        return self._run(x, self._across(), self.sequence_parallel)
-
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts, int32, and their weights, fp32, of each row: [rows, top_k]."""
         chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
@@ -145,10 +136,6 @@ class TP_MoE(TensorParallelLayer):
         return last(hidden, self.down_proj, ids, scales, ranks).view(x.shape)
 
     @torch.no_grad()
-    def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self.library, False)
-
-    @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
         """The same by products of all tokens with all experts, without a loop over them."""
         rows = x.reshape(-1, x.shape[-1])
@@ -158,13 +145,3 @@ class TP_MoE(TensorParallelLayer):
         chosen = one_hot(ids.long(), self.num_experts) * scales[..., None]
         total = torch.einsum("emh,mke->mh", each.float(), chosen).to(x.dtype)
         return self.library.all_reduce(total).view(x.shape)
-
-    @torch.no_grad()
-    def dist_triton_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self._across(), True)
-
-    @torch.no_grad()
-    def dist_triton_AR_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self._across(), False)
-
-    dist_triton_gemm_ar_fwd = dist_triton_AR_fwd

@@ -17,8 +17,14 @@ from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, ag_gemm
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
-from triton_dist.profiler_utils import group_profile, perf_func
-from triton_dist.test.report import report_passed, report_times, report_tuning
+from triton_dist.profiler_utils import perf_func
+from triton_dist.test.report import (
+    check_by_turns,
+    profile,
+    report_passed,
+    report_times,
+    report_tuning,
+)
 from triton_dist.test.utils import LAYER_CONFIGS, ScriptParser, assert_allclose, dtype_named
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 from triton_dist.testing.opinfo.base import Baseline, Operands
@@ -109,10 +115,7 @@ def check(args: argparse.Namespace) -> None:
                 ctx.own_rows(A.shape[0]).copy_(A)
             C = run_ag_gemm(args, A, B, ctx, round_number % num_ranks if args.debug else None)
             expected, tolerance = AG_GEMM.reference(operands), AG_GEMM.tolerance(dtype, num_ranks)
-            for turn in range(num_ranks):
-                dist.barrier()
-                if turn == dist.get_rank():
-                    assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+            check_by_turns(C, expected, tolerance)
         report_config(args, A, B, ctx)
     report_passed(f"{args.dtype}, {shape}")
 
@@ -150,9 +153,7 @@ def perf(args: argparse.Namespace) -> None:
             report_times(
                 f"{title}, CUDA graphs", candidates, graphs, AG_GEMM.serial, AG_GEMM.transfer
             )
-        with group_profile("ag_gemm_perf", args.profile):
-            for _ in range(20 if args.profile else 0):
-                ours()
+        profile("ag_gemm_perf", args.profile, ours)
 
 
 def report_config(

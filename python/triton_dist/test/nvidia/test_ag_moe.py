@@ -13,19 +13,12 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
-from triton_dist.profiler_utils import group_profile
-from triton_dist.test.report import report_passed, report_times, report_tuning
-from triton_dist.test.utils import ScriptParser, assert_allclose, dtype_named
+from triton_dist.test.report import check_by_turns, report_passed, report_perf, report_tuning
+from triton_dist.test.utils import ScriptParser, dtype_named, on_ranks
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
-from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
-from triton_dist.testing.timing import captured, interleaved
-from triton_dist.utils import (
-    finalize_distributed,
-    init_seed,
-    initialize_distributed,
-    is_cuda,
-)
+from triton_dist.utils import is_cuda
 
 # N and K of all ranks, experts, and how many a token goes to.
 LAYERS = {
@@ -71,18 +64,6 @@ def run(
     return output
 
 
-def compare(output: torch.Tensor, data: Operands) -> None:
-    """Compare with the reference, one rank after the other."""
-    expected, limit = (
-        AG_GROUP_GEMM.reference(data),
-        AG_GROUP_GEMM.tolerance(output.dtype, dist.get_world_size()),
-    )
-    for turn in range(dist.get_world_size()):
-        dist.barrier()
-        if turn == dist.get_rank():
-            assert_allclose(output, expected, rtol=limit, atol=limit)
-
-
 def check(
     args: argparse.Namespace,
     layer: str,
@@ -95,7 +76,8 @@ def check(
             data["full_topk_ids"][number::7] = -1  # as ids that pad a batch
         before = ag_group_gemm.tuning_count
         output = run(args, data, ctx)
-        compare(output, data)
+        limit = AG_GROUP_GEMM.tolerance(output.dtype, dist.get_world_size())
+        check_by_turns(output, AG_GROUP_GEMM.reference(data), limit)
         if number == 0:
             operands, options = AG_GROUP_GEMM.arguments(data, ctx)
             tuned_now = ag_group_gemm.tuning_count > before
@@ -110,18 +92,12 @@ def perf(
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
 ) -> None:
     check(args, layer, data, ctx)
-    candidates = {
-        AG_GROUP_GEMM.name: Baseline("own", lambda: run(args, data, ctx)),
-        **AG_GROUP_GEMM.baselines(data, ctx),
-    }
-    calls = {name: captured(each.call) for name, each in candidates.items()}
-    rounds = max(1, args.iters) if is_cuda() else 1
-    samples = interleaved(calls, rounds=rounds, warmup_rounds=args.warmup if is_cuda() else 0)
-    title = f"{layer}: {shape_of(layer, args.M)} {args.dtype} on {dist.get_world_size()} ranks"
-    report_times(title, candidates, samples, AG_GROUP_GEMM.serial, AG_GROUP_GEMM.transfer)
-    with group_profile("ag_moe_perf", args.profile):
-        for _ in range(20 if args.profile else 0):
-            run(args, data, ctx)
+    rounds, warmup = (max(1, args.iters), args.warmup) if is_cuda() else (1, 0)
+    title = f"{layer}: {shape_of(layer, args.M)}"
+    report_perf(
+        AG_GROUP_GEMM, lambda: run(args, data, ctx), data, ctx, args, title, rounds, warmup,
+        "ag_moe_perf",
+    )  # fmt: skip
 
 
 CASES = {"check": check, "perf": perf}
@@ -129,16 +105,14 @@ CASES = {"check": check, "perf": perf}
 
 def main() -> None:
     args = get_args()
-    initialize_distributed(args.seed)
-    init_seed(args.seed + dist.get_rank())
-    dtype = dtype_named(args.dtype)
-    for layer in LAYERS if args.layer is None else [args.layer]:
-        shape = shape_of(layer, args.M)
-        data = AG_GROUP_GEMM.operands(shape, dtype, dist.get_world_size())
-        with AG_GROUP_GEMM.context(shape, dtype) as ctx:
-            CASES[args.case](args, layer, data, ctx)
-        del data
-    finalize_distributed()
+    with on_ranks(args.seed):
+        dtype = dtype_named(args.dtype)
+        for layer in LAYERS if args.layer is None else [args.layer]:
+            shape = shape_of(layer, args.M)
+            data = AG_GROUP_GEMM.operands(shape, dtype, dist.get_world_size())
+            with AG_GROUP_GEMM.context(shape, dtype) as ctx:
+                CASES[args.case](args, layer, data, ctx)
+            del data
 
 
 if __name__ == "__main__":

@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import argparse
 
-import torch.distributed as dist
-
 from triton_dist.kernels.nvidia import AllGatherContext, GatherMethod, all_gather
 from triton_dist.runtime.device import current_device
 from triton_dist.test.report import NO_TIMES, report_passed
-from triton_dist.test.utils import ScriptParser, assert_bitwise_equal, dtype_named
+from triton_dist.test.utils import ScriptParser, assert_bitwise_equal, dtype_named, on_ranks
 from triton_dist.testing.opinfo.collectives import ALL_GATHER, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved
-from triton_dist.utils import (
-    dist_print,
-    finalize_distributed,
-    init_seed,
-    initialize_distributed,
-    is_cuda,
-    rand_tensor,
-)
+from triton_dist.utils import dist_print, is_cuda, rand_tensor
 
 _CPU_SCALE = 512
 
@@ -70,25 +61,20 @@ def perf(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None
 
 def main() -> None:
     args = get_args()
-    initialize_distributed(args.seed)
-    init_seed(args.seed + dist.get_rank())
-    if args.case != "check":
-        dist_print(
-            "median of the slowest rank; x: how many times as fast as the library's"
-            if is_cuda()
-            else NO_TIMES
-        )
-    with ALL_GATHER.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
-        elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize
-        while elements > 16:
-            if args.case != "perf":
-                check(args, ctx, elements)
-            if args.case != "check" and args.iters:
-                perf(args, ctx, elements)
-            elements //= 4
-    if args.case != "perf":
-        report_passed(args.dtype)
-    finalize_distributed()
+    with on_ranks(args.seed):
+        if args.case != "check":
+            heading = "median of the slowest rank; x: how many times as fast as the library's"
+            dist_print(heading if is_cuda() else NO_TIMES)
+        with ALL_GATHER.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
+            elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize
+            while elements > 16:
+                if args.case != "perf":
+                    check(args, ctx, elements)
+                if args.case != "check" and args.iters:
+                    perf(args, ctx, elements)
+                elements //= 4
+        if args.case != "perf":
+            report_passed(args.dtype)
 
 
 if __name__ == "__main__":

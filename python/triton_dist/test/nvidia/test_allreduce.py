@@ -22,26 +22,19 @@ from triton_dist.kernels.nvidia import (
     get_allreduce_methods,
     to_allreduce_method,
 )
-from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES, report_passed
+from triton_dist.test.report import NO_TIMES, profile, report_passed
 from triton_dist.test.utils import (
     ScriptParser,
     assert_allclose,
     assert_bitwise_equal,
     at_least,
     dtype_named,
+    on_ranks,
 )
 from triton_dist.testing.opinfo.collectives import ALL_REDUCE, IN_PLACE, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved
-from triton_dist.utils import (
-    dist_print,
-    finalize_distributed,
-    init_seed,
-    initialize_distributed,
-    is_cuda,
-    rand_tensor,
-)
+from triton_dist.utils import dist_print, is_cuda, rand_tensor
 
 _CPU_SCALE = 256
 _FIRST_BYTES = 128
@@ -167,9 +160,7 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
         dist_print(
             f"{x.nbytes:10}{own:10.1f}{compared if measured else ''}  {_config(args, x, ctx)}"
         )
-    with group_profile("allreduce_perf", args.profile):
-        for _ in range(20 if args.profile else 0):
-            run_all_reduce(args, x, ctx)
+    profile("allreduce_perf", args.profile, lambda: run_all_reduce(args, x, ctx))
 
 
 def _config(args: argparse.Namespace, x: torch.Tensor, ctx: AllReduceContext) -> object:
@@ -181,11 +172,11 @@ def _config(args: argparse.Namespace, x: torch.Tensor, ctx: AllReduceContext) ->
 
 def main() -> None:
     args = get_args()
-    initialize_distributed(args.seed)
-    init_seed(args.seed + dist.get_rank())
-    with ALL_REDUCE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
+    with (
+        on_ranks(args.seed),
+        ALL_REDUCE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx,
+    ):
         (check if args.case == "check" else perf)(args, ctx)
-    finalize_distributed()
 
 
 if __name__ == "__main__":

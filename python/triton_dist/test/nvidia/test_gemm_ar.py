@@ -18,10 +18,10 @@ from triton_dist.kernels.nvidia import GEMMAllReduceMethod, GEMMAllReduceTensorP
 from triton_dist.runtime.device import current_device
 from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
-from triton_dist.test.utils import dtype_named
+from triton_dist.test.utils import dtype_named, on_ranks
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.gemm_allreduce import GEMM_AR
-from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
+from triton_dist.utils import is_cuda
 
 _LATE_CYCLES = 17_000_000  # 10 ms
 _CPU_ROWS = 64  # not scaled
@@ -83,16 +83,14 @@ def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParall
 
 def main() -> None:
     args = get_args()
-    initialize_distributed(args.seed)
-    init_seed(args.seed + dist.get_rank())
-    shape = shape_of(args)
-    with GEMM_AR.context(shape, dtype_named(args.dtype)) as ctx:
-        if args.case == "check":
-            check(args, shape, ctx)
-        else:
-            data = make_operands(script(args), args, shape)
-            summed_gemm.perf(script(args), args, data, ctx)
-    finalize_distributed()
+    with on_ranks(args.seed):
+        shape = shape_of(args)
+        with GEMM_AR.context(shape, dtype_named(args.dtype)) as ctx:
+            if args.case == "check":
+                check(args, shape, ctx)
+            else:
+                data = make_operands(script(args), args, shape)
+                summed_gemm.perf(script(args), args, data, ctx)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia import GEMMReduceScatterTensorParallelContext
 from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
-from triton_dist.test.utils import dtype_named
+from triton_dist.test.utils import dtype_named, on_ranks
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.gemm_reduce_scatter import GEMM_RS
-from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
+from triton_dist.utils import is_cuda
 
 
 def get_args() -> argparse.Namespace:
@@ -84,14 +84,12 @@ def perf(
 
 def main() -> None:
     args = get_args()
-    initialize_distributed(args.seed)
-    init_seed(args.seed + dist.get_rank())
-    asked = shapes(args)
-    largest = max(asked, key=lambda shape: shape.M)
-    with GEMM_RS.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
-        for shape in asked:
-            (check if args.case == "check" else perf)(args, shape, ctx)
-    finalize_distributed()
+    with on_ranks(args.seed):
+        asked = shapes(args)
+        largest = max(asked, key=lambda shape: shape.M)
+        with GEMM_RS.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
+            for shape in asked:
+                (check if args.case == "check" else perf)(args, shape, ctx)
 
 
 if __name__ == "__main__":
