@@ -36,8 +36,7 @@ from overlap.workload import TUNED, TUNED_AGAIN, Choice
 from rich.table import Table
 
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES
-from triton_dist.test.utils import dtype_named
+from triton_dist.test.utils import NO_TIMES, dtype_named
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.collectives import IN_PLACE, LIBRARY, CollectiveOpInfo, Size
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda

@@ -39,8 +39,7 @@ from triton_dist.layers.nvidia import TP_MLP, Collectives, TensorParallel, TP_At
 from triton_dist.models.llama import Block, LlamaConfig, RotaryEmbedding
 from triton_dist.models.utils import few
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES
-from triton_dist.test.utils import dtype_named
+from triton_dist.test.utils import NO_TIMES, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from triton_dist.test.report import NO_TIMES
+from triton_dist.test.utils import NO_TIMES
 
 from .workload import TUNED
 

@@ -23,7 +23,7 @@ from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
 from triton_dist._tuning.store.layout import with_checksum
-from triton_dist.cli import judge, subject, text
+from triton_dist.cli import judge, text
 from triton_dist.cli.main import VERBS, main
 from triton_dist.errors import NoSuchFunction, TuningWarning
 from triton_dist.tune import autotune
@@ -197,7 +197,7 @@ def test_a_module_that_fails_when_it_is_imported_is_said(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / f"{name}.py").write_text(f"{text}\n")
     with pytest.raises(NoSuchFunction, match=said):
-        subject.module(str(tmp_path / f"{name}.py"))
+        judge.load_module(str(tmp_path / f"{name}.py"))
 
 
 def test_what_the_locale_cannot_write_is_escaped(run, tmp_path, monkeypatch):

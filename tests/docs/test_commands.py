@@ -19,7 +19,7 @@ from tests import commands
 from tests.docs.markdown import ROOT, all_blocks
 from tests.docs.run_blocks import run_program
 from triton_dist.cli.main import main
-from triton_dist.test.report import NO_TIMES
+from triton_dist.test.utils import NO_TIMES
 
 NOT_RUN = {
     r"make |(TRITON_VERSION=\S+ )?bash scripts/test\.sh": "the test suite, of which this is a part",

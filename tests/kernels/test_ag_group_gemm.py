@@ -10,7 +10,7 @@ import torch
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
-from triton_dist.kernels.common.moe.same_ids import ids_as_text
+from triton_dist.kernels.common.moe.routing import ids_as_text
 from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
 from triton_dist.kernels.nvidia.allgather_group_gemm import ways
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey

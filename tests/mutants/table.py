@@ -18,7 +18,6 @@ _SUMMING = "kernels/common/scatter/call.py"
 _GATHERED = "kernels/common/slots/gathered.py"
 _SHARDED = "kernels/common/gemm/sharded.py"
 _ROUTING = "kernels/common/moe/routing.py"
-_SAME_IDS = "kernels/common/moe/same_ids.py"
 _PRODUCT = "kernels/common/moe/product.py"
 _PUSHES = "kernels/nvidia/gemm_reduce_scatter/ways.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
@@ -363,7 +362,7 @@ MUTANTS = (
     ),
     Mutant(
         "agreement: ranks come with the same experts",
-        _SAME_IDS,
+        _ROUTING,
         "{hashlib.sha256(numbers).hexdigest()[:16]}",
         "{hashlib.sha256(numbers).hexdigest()[:0]}",
         MOE_SUMS,

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch.distributed as dist
 
-from triton_dist.test import report
+from triton_dist.test import utils
 from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.testing.timing import Samples
 
@@ -21,9 +21,9 @@ TIMES = {"op": 2.5, "GEMM alone": 2.0, "all-gather alone": 1.0, "serial": 3.0}
 
 
 def printed_times(monkeypatch, capsys, on_gpus):
-    monkeypatch.setattr(report, "is_cuda", lambda: on_gpus)
+    monkeypatch.setattr(utils, "is_cuda", lambda: on_gpus)
     samples = {name: Samples((time - 0.1, time, time + 0.1)) for name, time in TIMES.items()}
-    report.report_times("8x8x8", CANDIDATES, samples, "serial", "all-gather")
+    utils.report_times("8x8x8", CANDIDATES, samples, "serial", "all-gather")
     return capsys.readouterr().out
 
 
@@ -33,12 +33,12 @@ def test_times_on_gpus_have_ratios_and_a_legend(monkeypatch, capsys):
     assert row.split() == ["op", "2.500", "2.400-2.600", "1.20", "1.25"]
     assert "limit max(GEMM, all-gather)          2.000" in printed
     assert "x serial: how many times as fast as serial; / limit: time over the limit" in printed
-    assert report.NO_TIMES not in printed
+    assert utils.NO_TIMES not in printed
 
 
 def test_interpreted_times_have_a_warning_and_no_ratios(monkeypatch, capsys):
     printed = printed_times(monkeypatch, capsys, on_gpus=False)
-    assert report.NO_TIMES in printed
+    assert utils.NO_TIMES in printed
     (row,) = [line for line in printed.splitlines() if line.startswith("op ")]
     assert row.split() == ["op", "2.500"]
     assert "limit" not in printed
@@ -60,7 +60,7 @@ def test_where_a_config_came_from(monkeypatch, capsys, autotune, variable, tuned
             return {"n": n}
 
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", variable)
-    report.report_tuning(Op(), autotune, tuned_now, 7)
+    utils.report_tuning(Op(), autotune, tuned_now, 7)
     assert capsys.readouterr().out == said
 
 
@@ -69,6 +69,6 @@ def test_the_mark_stands_where_it_can_be_encoded(monkeypatch, encoding, mark):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)
-    report.report_passed("float16, 8x8x8")
+    utils.report_passed("float16, 8x8x8")
     printed = stream.buffer.getvalue().decode(encoding)
     assert printed == f"{mark}check passed: 2 ranks, cpu, float16, 8x8x8\n"

@@ -13,8 +13,15 @@ import torch.distributed as dist
 
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import check_by_turns, report_passed, report_perf, report_tuning
-from triton_dist.test.utils import ScriptParser, at_least, dtype_named
+from triton_dist.test.utils import (
+    ScriptParser,
+    at_least,
+    check_by_turns,
+    dtype_named,
+    report_passed,
+    report_perf,
+    report_tuning,
+)
 from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.gemm import Shape, SummedGEMMOpInfo
 

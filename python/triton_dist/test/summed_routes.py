@@ -12,8 +12,15 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import check_by_turns, report_passed, report_perf, report_tuning
-from triton_dist.test.utils import ScriptParser, dtype_named, on_ranks
+from triton_dist.test.utils import (
+    ScriptParser,
+    check_by_turns,
+    dtype_named,
+    on_ranks,
+    report_passed,
+    report_perf,
+    report_tuning,
+)
 from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo

@@ -16,8 +16,14 @@ from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.models.llama import Block, LlamaConfig
 from triton_dist.models.utils import few
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES, check_by_turns, profile, report_passed
-from triton_dist.test.utils import ScriptParser, dtype_named
+from triton_dist.test.utils import (
+    NO_TIMES,
+    ScriptParser,
+    check_by_turns,
+    dtype_named,
+    profile,
+    report_passed,
+)
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, is_cuda
 

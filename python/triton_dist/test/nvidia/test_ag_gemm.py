@@ -18,14 +18,17 @@ from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, ag_ge
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import perf_func
-from triton_dist.test.report import (
+from triton_dist.test.utils import (
+    LAYER_CONFIGS,
+    ScriptParser,
+    assert_allclose,
     check_by_turns,
+    dtype_named,
     profile,
     report_passed,
     report_times,
     report_tuning,
 )
-from triton_dist.test.utils import LAYER_CONFIGS, ScriptParser, assert_allclose, dtype_named
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 from triton_dist.testing.opinfo.base import Baseline, Operands
 from triton_dist.testing.opinfo.gemm import Shape

@@ -13,8 +13,15 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
-from triton_dist.test.report import check_by_turns, report_passed, report_perf, report_tuning
-from triton_dist.test.utils import ScriptParser, dtype_named, on_ranks
+from triton_dist.test.utils import (
+    ScriptParser,
+    check_by_turns,
+    dtype_named,
+    on_ranks,
+    report_passed,
+    report_perf,
+    report_tuning,
+)
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape

@@ -11,8 +11,14 @@ import argparse
 
 from triton_dist.kernels.nvidia import AllGatherContext, GatherMethod, all_gather
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES, report_passed
-from triton_dist.test.utils import ScriptParser, assert_bitwise_equal, dtype_named, on_ranks
+from triton_dist.test.utils import (
+    NO_TIMES,
+    ScriptParser,
+    assert_bitwise_equal,
+    dtype_named,
+    on_ranks,
+    report_passed,
+)
 from triton_dist.testing.opinfo.collectives import ALL_GATHER, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, is_cuda, rand_tensor

@@ -23,14 +23,16 @@ from triton_dist.kernels.nvidia import (
     to_allreduce_method,
 )
 from triton_dist.runtime.device import current_device
-from triton_dist.test.report import NO_TIMES, profile, report_passed
 from triton_dist.test.utils import (
+    NO_TIMES,
     ScriptParser,
     assert_allclose,
     assert_bitwise_equal,
     at_least,
     dtype_named,
     on_ranks,
+    profile,
+    report_passed,
 )
 from triton_dist.testing.opinfo.collectives import ALL_REDUCE, IN_PLACE, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved

@@ -20,7 +20,7 @@ from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
 from triton_dist.test.utils import dtype_named, on_ranks
 from triton_dist.testing.opinfo.gemm import Shape
-from triton_dist.testing.opinfo.gemm_allreduce import GEMM_AR
+from triton_dist.testing.opinfo.summed_gemm import GEMM_AR
 from triton_dist.utils import is_cuda
 
 _LATE_CYCLES = 17_000_000  # 10 ms

@@ -9,10 +9,9 @@ from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.base import OpInfo
 from triton_dist.testing.opinfo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo
-from triton_dist.testing.opinfo.gemm_allreduce import GEMM_AR
-from triton_dist.testing.opinfo.gemm_reduce_scatter import GEMM_RS
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
+from triton_dist.testing.opinfo.summed_gemm import GEMM_AR, GEMM_RS
 
 GEMM_OPINFOS: dict[str, GEMMOpInfo] = {info.name: info for info in (AG_GEMM, GEMM_AR, GEMM_RS)}
 """GEMMs across ranks, by the name of the op."""

@@ -34,8 +34,13 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, columns_of
 from triton_dist.kernels.common.moe.product import weights_layout
-from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK
-from triton_dist.kernels.common.moe.same_ids import compare_ids, every_call_compares, ids_as_text
+from triton_dist.kernels.common.moe.routing import (
+    MOST_EXPERTS,
+    MOST_TOPK,
+    compare_ids,
+    every_call_compares,
+    ids_as_text,
+)
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum

@@ -25,8 +25,12 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.moe.product import weights_layout
-from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, check_ids
-from triton_dist.kernels.common.moe.same_ids import every_call_compares
+from triton_dist.kernels.common.moe.routing import (
+    MOST_EXPERTS,
+    MOST_TOPK,
+    check_ids,
+    every_call_compares,
+)
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 

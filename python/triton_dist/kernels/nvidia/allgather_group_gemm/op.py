@@ -28,7 +28,7 @@ Which tile when
 
 Routing
     All of it is on the device: a captured graph serves any ids. All ranks must have the same; they
-    are compared at the first call of a key, or at every call (``common/moe/same_ids.py``). Routes
+    are compared at the first call of a key, or at every call (``common/moe/routing.py``). Routes
     of nobody give rows of zeros.
 
 Built this way because
@@ -48,7 +48,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.moe.same_ids import ids_as_text
+from triton_dist.kernels.common.moe.routing import ids_as_text
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.spaces import most_rows
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
-from triton_dist.kernels.common.moe.routing import MOST_GROUPS, BlockMap, block_map
+from triton_dist.kernels.common.moe.routing import MOST_GROUPS, BlockMap, block_map, compare_ids
 from triton_dist.kernels.common.moe.rows import (
     WHOLE_EXPERT,
     fits_library,
@@ -29,7 +29,6 @@ from triton_dist.kernels.common.moe.rows import (
     rows_put_back,
     suits_library,
 )
-from triton_dist.kernels.common.moe.same_ids import compare_ids
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
 from triton_dist.kernels.common.op import OpCall, Way, Ways, check_straggler, check_tiles
 from triton_dist.kernels.common.peers import GatheredShards
