@@ -11,11 +11,11 @@ from triton_dist.kernels.common.exchange.sums import ONE_SHOT_BYTES, PACKET_BYTE
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
 from triton_dist.kernels.common.scatter.partials import (
     Products,
-    ReducedPartials,
     SummingContext,
     create,
     row_block_rows,
 )
+from triton_dist.kernels.common.scatter.reduced import ReducedPartials
 from triton_dist.runtime.ranks import Group
 
 SUMMED_BYTES = 32 << 20

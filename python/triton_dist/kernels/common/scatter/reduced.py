@@ -1,0 +1,80 @@
+"""Slots of a GEMM-AllReduce.
+
+Beside what ``partials.py`` says, a slot has
+    sums [max_M * N], like the output, and sum_arrivals int64 [tile, owner], their flags: by each
+        row block's owner.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.kernels.common.scatter.partials import Scattering, Slot, room_for, row_block_rows
+from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+
+
+class ReducedPartials(InSlots):
+    """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective."""
+
+    def __init__(
+        self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
+    ) -> None:
+        size = group_for(group).size
+        self.slot_stride, tiles = room_for(row_block_rows(max_M, size), N)
+        regions = {
+            "partials": ((size * self.slot_stride,), dtype),
+            "sums": ((max_M * N,), dtype),
+            "arrivals": ((tiles * size,), torch.int64),
+            "sum_arrivals": ((tiles * size,), torch.int64),
+            "deferred": ((current_device().num_sms,), torch.int32),
+        }
+        if size == 1:  # a plain product needs none of it
+            regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
+        flags = ("arrivals", "sum_arrivals", "deferred")
+        kernels = "the GEMM that adds over ranks"
+        found = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
+        self._N = N
+        # Beforehand: what is made in a capture is no good outside of its graph.
+        self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
+
+    def describe(self) -> Scattering:
+        """Targets of the tiles of a GEMM in the current slot."""
+        return self._scatterings[self.slots.index]
+
+    def sums(self, M: int) -> torch.Tensor:
+        """[M, N] of the current slot, to which owners send what they added."""
+        return self.slots["sums"].local[: M * self._N].view(M, self._N)
+
+    def spare_sums(self, M: int) -> torch.Tensor:
+        """[M, N] of the next call's slot, for a call that uses no slot: what the call before gave
+        stays."""
+        sums = self.slots.of_slot(self.slots.following, "sums").local
+        return sums[: M * self._N].view(M, self._N)
+
+    def expected(self, tiles: int) -> dict[str, list[int]]:
+        """The flags that a call with so many tiles of a row block waits for."""
+        of_peers = self.flags_of_peers(tiles)
+        return {"arrivals": of_peers, "sum_arrivals": of_peers}
+
+    def free(self) -> None:
+        self._scatterings.clear()
+        super().free()
+
+    def _scattering(self, slot: int) -> Scattering:
+        partials, arrivals, sums, sum_arrivals = (
+            self.slots.of_slot(slot, name)
+            for name in ("partials", "arrivals", "sums", "sum_arrivals")
+        )
+        own_part = self.rank * self.slot_stride * partials.local.element_size()
+        to = Slot(
+            partials.local, self.slot_stride, partials.pointers + own_part, arrivals.pointers,
+            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
+        )  # fmt: skip
+        return Scattering(
+            "all", self.rank, self.num_ranks, to, sums.pointers, sum_arrivals.pointers
+        )
