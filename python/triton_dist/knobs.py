@@ -69,51 +69,37 @@ def _folder(raw: str) -> Path:
     return Path(path) if path.startswith("~") else _absolute(path)
 
 
-def _flag(raw: str) -> bool:
-    word = raw.strip().lower()
-    if word not in _YES | _NO:
-        raise ValueError(raw)
-    return word in _YES
+def _checked(read: Callable[[str], T], is_good: Callable[[T], bool]) -> Callable[[str], T]:
+    """Return a parser that raises ``ValueError`` for a value that is not good."""
 
-
-def _positive(raw: str) -> float:
-    if not _not_negative(raw):
-        raise ValueError(raw)
-    return float(raw)
-
-
-def _not_negative(raw: str) -> float:
-    value = float(raw)
-    if not 0 <= value < math.inf:
-        raise ValueError(raw)
-    return value
-
-
-def _count(raw: str) -> int | None:
-    value = int(raw)
-    if value < 1:
-        raise ValueError(raw)
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(raw: str) -> str:
-        if raw.strip().lower() not in choices:
+    def parse(raw: str) -> T:
+        value = read(raw)
+        if not is_good(value):
             raise ValueError(raw)
-        return raw.strip().lower()
+        return value
 
     return parse
 
 
+def _word(raw: str) -> str:
+    return raw.strip().lower()
+
+
+_positive = _checked(float, lambda value: 0 < value < math.inf)
+_not_negative = _checked(float, lambda value: 0 <= value < math.inf)
+_count = _checked(int, lambda value: value >= 1)
+
+
+def _flag(raw: str) -> bool:
+    return _checked(_word, (_YES | _NO).__contains__)(raw) in _YES
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    return _checked(_word, choices.__contains__)
+
+
 def _folders(raw: str) -> tuple[Path, ...]:
     return tuple(_folder(folder) for folder in raw.split(os.pathsep) if folder.strip())
-
-
-def _levels(raw: str) -> tuple[str, ...]:
-    named = tuple(word.strip() for word in raw.split(","))
-    if not set(named) <= set(_LEVELS):
-        raise ValueError(raw)
-    return named
 
 
 def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
@@ -126,15 +112,16 @@ def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
     return tuple(found)
 
 
-def _range(raw: str) -> tuple[int, int]:
-    first, last = (int(each) for each in raw.split(":"))
-    if not 0 <= first < last:
-        raise ValueError(raw)
-    return first, last
-
-
 _YES, _NO = {"1", "true", "on", "yes"}, {"0", "false", "off", "no"}
 _LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin", "sass")
+_levels = _checked(
+    lambda raw: tuple(word.strip() for word in raw.split(",")), frozenset(_LEVELS).issuperset
+)
+
+
+def _range(raw: str) -> tuple[int, int]:
+    first, last = map(int, raw.split(":"))
+    return _checked(lambda _: (first, last), lambda ends: 0 <= ends[0] < ends[1])(raw)
 
 
 def words(raw: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ value of a kernel is touched, so results are those of the interpreter as it is.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def share_shapes() -> None:
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def shape_of(type: Any) -> tuple[Any, Any, Any]:
-        shape = tuple(map(_number, type.shape)) if type.is_block() else ()
+        sizes = type.shape if type.is_block() else ()
+        shape = tuple(getattr(size, "value", size) for size in sizes)
         known = made.get(shape)
         if known is None:
             constants = tl.tuple([tl.constexpr(size) for size in shape])
@@ -54,11 +56,6 @@ def share_shapes() -> None:
             self.dtype, self.numel, self.shape = shape_of(type)
 
     tl.tensor.__init__ = init
-
-
-def _number(size: Any) -> int:
-    value: int = getattr(size, "value", size)
-    return value
 
 
 def keep_dtypes(upstream: Any) -> None:
@@ -113,16 +110,7 @@ def share_block_types(upstream: Any) -> None:
 
 def keep_promotions() -> None:
     """Keep the type that an operation on two scalar types is done in."""
-    unmended = TritonSemantic.computation_type_impl
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def promoted(self: Any, *arguments: Any) -> Any:
-        found = known.get(arguments)
-        if found is None:
-            found = known[arguments] = unmended(self, *arguments)
-        return found
-
-    TritonSemantic.computation_type_impl = promoted
+    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
 
 
 def leave_what_agrees() -> None:

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
+from triton_dist._tuning.search.racing import Requesting
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
 LAPS = (1, 1, 1, 2)
@@ -24,7 +25,7 @@ measure of the noise, and nobody leaves who is less behind."""
 _STANDARD_ERRORS = 2.0
 
 
-class Brief:
+class Brief(Requesting):
     """A race of ``candidates``, the most promising first.
 
     No clock and no randomness, as of any search.
@@ -35,21 +36,12 @@ class Brief:
             and whom it ends before is not tried.
     """
 
-    runs_user_code = False
-
     def __init__(self, candidates: Sequence[Config], policy: Policy, milliseconds: float) -> None:
         self._field, self._policy, self._milliseconds = list(candidates), policy, milliseconds
         self._samples: dict[str, list[float]] = {}
         self._spent = 0.0
         self._requests = self._race()
-        self._ahead: Sequence[Config] = self._field
-
-    def ask(self) -> Request | None:
-        return next(self._requests, None)
-
-    def ahead(self) -> Sequence[Config]:
-        named, self._ahead = self._ahead, ()
-        return named
+        self._ahead = self._field
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest

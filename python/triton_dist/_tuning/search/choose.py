@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search.racing import Racing
+from triton_dist._tuning.search.racing import Racing, Requesting
 from triton_dist._tuning.values import (
     Candidates,
     Config,
@@ -43,7 +43,7 @@ class Proposer(Protocol):
         """Configs that :meth:`ask` may return from now on and that were not named before."""
 
 
-class Exploring:
+class Exploring(Requesting):
     """A search through ``candidates`` by what ``proposer`` proposes.
 
     Args:
@@ -66,16 +66,12 @@ class Exploring:
         self._tries = policy.most_tried(len(candidates))
         self._times: dict[Config, float] = {}
         self._final: Racing | None = None
-        self._ahead: list[Config] = list(self._seeded)
+        self._ahead = self._seeded
         self._requests = self._search()
         self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_users
 
-    def ask(self) -> Request | None:
-        return next(self._requests, None)
-
     def ahead(self) -> Sequence[Config]:
-        new, self._ahead = [*self._ahead, *self._proposer.ahead()], []
-        return new
+        return [*super().ahead(), *self._proposer.ahead()]
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         if self._final is not None:
@@ -189,24 +185,15 @@ class Plugged:
         return self._known.get(config.digest)
 
 
-class Exhaustive:
+class Exhaustive(Requesting):
     """The search that cannot miss the best config and needs no outcome to go on."""
-
-    runs_user_code = False
 
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:
         """``incumbent``, if a candidate, is tried like any other."""
-        self._ahead: Sequence[Config] = candidates[: policy.max_trials]
-        self._remaining = iter([Request(config, policy.repeat) for config in self._ahead])
-
-    def ask(self) -> Request | None:
-        return next(self._remaining, None)
-
-    def ahead(self) -> Sequence[Config]:
-        named, self._ahead = self._ahead, ()
-        return named
+        self._ahead = candidates[: policy.max_trials]
+        self._requests = iter([Request(config, policy.repeat) for config in self._ahead])
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         """Nothing to learn."""

@@ -135,7 +135,22 @@ _FEW = 5
 """Samples of fewer have no middle half worth the name."""
 
 
-class Racing:
+class Requesting:
+    """A search whose requests come from an iterator, ``_requests``."""
+
+    runs_user_code = False
+    _requests: Iterator[Request]
+    _ahead: Sequence[Config]
+
+    def ask(self) -> Request | None:
+        return next(self._requests, None)
+
+    def ahead(self) -> Sequence[Config]:
+        named, self._ahead = self._ahead, ()
+        return named
+
+
+class Racing(Requesting):
     """A race of the candidates.
 
     No clock and no randomness: with the same outcomes it asks for the same. Each request is
@@ -147,8 +162,6 @@ class Racing:
             ``max_trials`` candidates take part.
         incumbent: winner of an earlier tuning; takes part if it is a candidate.
     """
-
-    runs_user_code = False
 
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
@@ -166,14 +179,7 @@ class Racing:
         self._step = 1 + 2 * policy.warmup
         self._direction = 1  # of the next lap
         self._requests = self._race()
-        self._ahead: Sequence[Config] = self._field
-
-    def ask(self) -> Request | None:
-        return next(self._requests, None)
-
-    def ahead(self) -> Sequence[Config]:
-        named, self._ahead = self._ahead, ()
-        return named
+        self._ahead = self._field
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest

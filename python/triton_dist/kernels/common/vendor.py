@@ -27,8 +27,7 @@ class VendorMethod(enum.Enum):
     ASYNC_TP = "async_tp"
     """The op's operator of async tensor parallelism; on GPUs, in builds of torch that have it."""
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = enum.Enum.__str__
 
 
 def methods_here(operator: str) -> list[VendorMethod]:

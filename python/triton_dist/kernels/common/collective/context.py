@@ -54,13 +54,13 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """Bytes that a slot has to hold."""
+    def slot_bytes(nbytes: int, num_ranks: int) -> int:
+        """Return the bytes of a slot, for tensors of ``nbytes`` bytes."""
 
-    @classmethod
-    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+    @staticmethod
+    def packet_bytes(nbytes: int, num_ranks: int) -> int:
         """The largest tensor that travels in packets; 0: none does."""
         return 0
 

@@ -52,8 +52,7 @@ class AllGatherMethod(enum.Enum):
     """One launch of our all-gather brings all shards, then ``torch.matmul``: nothing is hidden. For
     few rows, whose transfer takes less than hiding it."""
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = enum.Enum.__str__
 
     @property
     def is_fused(self) -> bool:

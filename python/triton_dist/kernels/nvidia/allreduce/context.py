@@ -29,8 +29,7 @@ class AllReduceMethod(enum.Enum):
     TwoShot_Multimem = "two_shot_multimem"
     TwoShot_Multimem_ST = "two_shot_multimem_st"
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = enum.Enum.__str__
 
     @property
     def instead(self) -> AllReduceMethod | None:
@@ -72,13 +71,8 @@ class AllReduceContext(collective_context.CollectiveContext):
 
     name = "all_reduce"
 
-    @classmethod
-    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        return sums.slot_bytes(workspace_nbytes, num_ranks)
-
-    @classmethod
-    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        return sums.packet_bytes(workspace_nbytes, num_ranks)
+    slot_bytes = staticmethod(sums.slot_bytes)
+    packet_bytes = staticmethod(sums.packet_bytes)
 
     def piece_elements(
         self, method: AllReduceMethod, item_bytes: int, in_packets: bool = False

@@ -35,8 +35,7 @@ class GEMMAllReduceMethod(enum.Enum):
     COLLECTIVE = "collective"
     """``torch.matmul``, then the group's all-reduce: NCCL, gloo on CPU ranks."""
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = enum.Enum.__str__
 
 
 class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):

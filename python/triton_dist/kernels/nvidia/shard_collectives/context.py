@@ -26,10 +26,10 @@ class PushingContext(collective_context.CollectiveContext):
             found = self.buffer.disagreements
             self._pushed = own(PushedShards(shard_nbytes, group, self.name, found))
 
-    @classmethod
-    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+    @staticmethod
+    def slot_bytes(nbytes: int, num_ranks: int) -> int:
         """Return the bytes of a shard, or of a part of one, from each rank."""
-        return num_ranks * shard_bytes(workspace_nbytes, num_ranks)
+        return num_ranks * shard_bytes(nbytes, num_ranks)
 
     @property
     def pushed(self) -> PushedShards:

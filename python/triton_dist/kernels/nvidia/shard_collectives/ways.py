@@ -52,8 +52,7 @@ _PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for piece
 class PushMethod(enum.Enum):
     """Base of both ops' enumerations, whose values are names of ways."""
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = enum.Enum.__str__
 
 
 class GatherMethod(PushMethod):
