@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 Undo = Callable[[], None]
 
@@ -55,11 +57,23 @@ class Observer(Protocol):
     def after(self, access: Access, values: Any) -> None: ...
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
-    """Put ``make(original)`` in place of ``owner.name``, until undone."""
+def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
+    """Let ``owner.name(...)`` call ``call(original, ...)``, until undone."""
     original = getattr(owner, name)
-    setattr(owner, name, make(original))
+
+    @wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
     return lambda: setattr(owner, name, original)
+
+
+ALLOCATIONS = (
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
+    *((torch.Tensor, name) for name in ("new_empty", "new_empty_strided")),
+)
+"""The ``torch.empty`` family."""
 
 
 def undo_all(undos: Sequence[Undo]) -> Undo:
@@ -85,62 +99,49 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
             observer.after(access, getattr(result, "data", None))
         return result
 
-    def load(original: Any) -> Any:
-        def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-            semantic = "volatile" if named.get("is_volatile", rest[-1] if rest else False) else ""
-            access = Access("load", ptrs.data, _array(mask), ptrs.get_element_ty(), semantic)
-            return observed(access, lambda: original(self, ptrs, mask, *rest, **named))
+    def load(original: Any, self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        semantic = "volatile" if named.get("is_volatile", rest[-1] if rest else False) else ""
+        access = Access("load", ptrs.data, _array(mask), ptrs.get_element_ty(), semantic)
+        return observed(access, lambda: original(self, ptrs, mask, *rest, **named))
 
-        return masked_load
+    def store(
+        original: Any, self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
+    ) -> Any:
+        access = Access("store", ptrs.data, _array(mask), ptrs.get_element_ty())
+        return observed(access, lambda: original(self, ptrs, value, mask, *rest, **named))
 
-    def store(original: Any) -> Any:
-        def masked_store(
-            self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
-        ) -> Any:
-            access = Access("store", ptrs.data, _array(mask), ptrs.get_element_ty())
-            return observed(access, lambda: original(self, ptrs, value, mask, *rest, **named))
+    def modify(
+        original: Any, self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any
+    ) -> Any:
+        element, semantic = ptr.get_element_ty(), rest[0].name.lower()
+        access = Access("atomic", ptr.data, _array(mask), element, semantic)
+        return observed(access, lambda: original(self, op, ptr, value, mask, *rest))
 
-        return masked_store
+    def exchange(original: Any, self: Any, ptr: Any, *rest: Any) -> Any:
+        element, semantic = ptr.get_element_ty(), rest[2].name.lower()
+        access = Access("atomic", ptr.data, None, element, semantic)
+        return observed(access, lambda: original(self, ptr, *rest))
 
-    def modify(original: Any) -> Any:
-        def rmw(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            element, semantic = ptr.get_element_ty(), rest[0].name.lower()
-            access = Access("atomic", ptr.data, _array(mask), element, semantic)
-            return observed(access, lambda: original(self, op, ptr, value, mask, *rest))
-
-        return rmw
-
-    def exchange(original: Any) -> Any:
-        def cas(self: Any, ptr: Any, *rest: Any) -> Any:
-            element, semantic = ptr.get_element_ty(), rest[2].name.lower()
-            access = Access("atomic", ptr.data, None, element, semantic)
-            return observed(access, lambda: original(self, ptr, *rest))
-
-        return cas
-
-    def of_block(kind: str, place: int) -> Callable[[Any], Any]:
+    def of_block(kind: str, place: int) -> Callable[..., Any]:
         """A descriptor's operation, whose indices are its argument number ``place``."""
 
-        def wrap(original: Any) -> Any:
-            def copy(self: Any, *args: Any, **named: Any) -> Any:
-                desc = args[1] if kind == "atomic" else args[0]
-                try:
-                    pointers, mask = desc.materialize_pointers(args[place])
-                except AssertionError:  # an alignment that the operation itself explains
-                    return original(self, *args, **named)
-                mask, unused = _array(mask), _unused_rows(desc, args[place])
-                if unused is None:
-                    element, by_tma = pointers.get_element_ty(), kind == "store"
-                    access = Access(kind, pointers.data, mask, element, by_tma=by_tma)
-                    return observed(access, lambda: original(self, *args, **named))
-                access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
-                result = observed(access, lambda: original(self, *args, **named))
-                fill(result.data, access.element, np.broadcast_to(unused, result.data.shape))
-                return result
+        def copy(original: Any, self: Any, *args: Any, **named: Any) -> Any:
+            desc = args[1] if kind == "atomic" else args[0]
+            try:
+                pointers, mask = desc.materialize_pointers(args[place])
+            except AssertionError:  # an alignment that the operation itself explains
+                return original(self, *args, **named)
+            mask, unused = _array(mask), _unused_rows(desc, args[place])
+            if unused is None:
+                element, by_tma = pointers.get_element_ty(), kind == "store"
+                access = Access(kind, pointers.data, mask, element, by_tma=by_tma)
+                return observed(access, lambda: original(self, *args, **named))
+            access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
+            result = observed(access, lambda: original(self, *args, **named))
+            fill(result.data, access.element, np.broadcast_to(unused, result.data.shape))
+            return result
 
-            return copy
-
-        return wrap
+        return copy
 
     undos = [
         replace(builder, "create_masked_load", load),

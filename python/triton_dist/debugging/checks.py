@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,20 +65,14 @@ def checking(*checks: str) -> Iterator[None]:
         undo()
 
 
-def _with_site(original: Any) -> Callable[..., None]:
-    def create_assert(self: Any, condition: Any, message: Any) -> None:
-        try:
-            original(self, condition, message)
-        except AssertionError as failed:
-            raise KernelAssertion(f"{site()}: {failed}") from failed
-
-    return create_assert
+def _with_site(original: Any, self: Any, condition: Any, message: Any) -> None:
+    try:
+        original(self, condition, message)
+    except AssertionError as failed:
+        raise KernelAssertion(f"{site()}: {failed}") from failed
 
 
-def _noted(original: Any) -> Callable[..., None]:
-    def run_grid(executor: Any, *rest: Any) -> None:
-        grid = executor.grid if isinstance(executor.grid, tuple) else ()
-        rank_status.note_launch(executor.fn.__name__, grid)
-        original(executor, *rest)
-
-    return run_grid
+def _noted(original: Any, executor: Any, *rest: Any) -> None:
+    grid = executor.grid if isinstance(executor.grid, tuple) else ()
+    rank_status.note_launch(executor.fn.__name__, grid)
+    original(executor, *rest)

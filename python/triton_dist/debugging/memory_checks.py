@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 
 from triton_dist.debugging.accesses import (
+    ALLOCATIONS,
     FLOATS,
     INTEGERS,
     Access,
@@ -125,46 +125,34 @@ def track_origins(upstream: Any) -> Undo:
     origin, until undone."""
     builder = upstream.InterpreterBuilder
 
-    def argument(original: Any) -> Any:
-        def convert(arg: Any) -> Any:
-            value, tensor = original(arg), getattr(arg, "base", arg)
-            if isinstance(arg, torch.Tensor):
-                tensor = arg
-            if hasattr(arg, "data_ptr") and isinstance(tensor, torch.Tensor):
-                value.handle.data = _with_origin(value.handle.data, of_tensor(tensor))
-            return value
+    def argument(original: Any, arg: Any) -> Any:
+        value, tensor = original(arg), getattr(arg, "base", arg)
+        if isinstance(arg, torch.Tensor):
+            tensor = arg
+        if hasattr(arg, "data_ptr") and isinstance(tensor, torch.Tensor):
+            value.handle.data = _with_origin(value.handle.data, of_tensor(tensor))
+        return value
 
-        return convert
-
-    def keeping(place: int) -> Callable[[Any], Any]:
+    def keeping(place: int) -> Callable[..., Any]:
         """The result of what numpy does not hand the class on in; ``place`` of the operand."""
 
-        def wrap(original: Any) -> Any:
-            def made(self: Any, *args: Any) -> Any:
-                result = original(self, *args)
-                result.data = _with_origin(result.data, _origin_of(args[place].data))
-                return result
-
-            return made
-
-        return wrap
-
-    def from_number(original: Any) -> Any:
-        def made(self: Any, src: Any, dst_type: Any) -> Any:
-            result = original(self, src, dst_type)
-            if _origin_of(src.data) is None:
-                result.data = _with_origin(result.data, _of_addresses(src.data))
+        def made(original: Any, self: Any, *args: Any) -> Any:
+            result = original(self, *args)
+            result.data = _with_origin(result.data, _origin_of(args[place].data))
             return result
 
         return made
 
-    def pointers(original: Any) -> Any:
-        def materialize(self: Any, *args: Any) -> Any:
-            result, mask = original(self, *args)
-            result.data = _with_origin(result.data, _origin_of(self.base.data))
-            return result, mask
+    def from_number(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
+        result = original(self, src, dst_type)
+        if _origin_of(src.data) is None:
+            result.data = _with_origin(result.data, _of_addresses(src.data))
+        return result
 
-        return materialize
+    def pointers(original: Any, self: Any, *args: Any) -> Any:
+        result, mask = original(self, *args)
+        result.data = _with_origin(result.data, _origin_of(self.base.data))
+        return result, mask
 
     undos = [
         replace(upstream, "_implicit_cvt", argument),
@@ -175,12 +163,6 @@ def track_origins(upstream: Any) -> Undo:
         replace(upstream.TensorDescHandle, "materialize_pointers", pointers),
     ]
     return undo_all(undos)
-
-
-_ALLOCATIONS = (
-    (torch, ("empty", "empty_like", "empty_strided")),
-    (torch.Tensor, ("new_empty", "new_empty_strided")),
-)
 
 
 class Uninitialised:
@@ -207,18 +189,13 @@ class Uninitialised:
 def poison_empty() -> Undo:
     """Fill what the ``torch.empty`` family returns with the pattern, until undone."""
 
-    def poisoned(allocate: Any) -> Any:
-        @wraps(allocate)
-        def filled(*args: Any, **named: Any) -> Any:
-            tensor = allocate(*args, **named)
-            is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-            if is_plain and tensor.element_size() > 1:
-                floats = tensor.is_floating_point() or tensor.is_complex()
-                words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
-                words.fill_(FLOATS if floats else INTEGERS)
-            return tensor
+    def poisoned(allocate: Any, *args: Any, **named: Any) -> Any:
+        tensor = allocate(*args, **named)
+        is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if is_plain and tensor.element_size() > 1:
+            floats = tensor.is_floating_point() or tensor.is_complex()
+            words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
+            words.fill_(FLOATS if floats else INTEGERS)
+        return tensor
 
-        return filled
-
-    undos = [replace(owner, name, poisoned) for owner, names in _ALLOCATIONS for name in names]
-    return undo_all(undos)
+    return undo_all([replace(owner, name, poisoned) for owner, name in ALLOCATIONS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -78,25 +78,19 @@ def tell_ranks(upstream: Any) -> Undo:
     """Let ``print`` and ``tl.device_print`` in kernels say who prints; of ``upstream``, the module
     ``triton.runtime.interpreter``. Until undone."""
 
-    def of_python(original: Callable[..., None]) -> Callable[..., None]:
-        def printed(*values: Any, **named: Any) -> None:
-            if is_of_program(sys._getframe(1)) and (at := site()).kernel != "?":
-                values = (f"{at}:", *values)
-            original(*values, **named)
+    def of_python(original: Any, *values: Any, **named: Any) -> None:
+        if is_of_program(sys._getframe(2)) and (at := site()).kernel != "?":
+            values = (f"{at}:", *values)
+        original(*values, **named)
 
-        return printed
-
-    def of_device(_: Callable[..., None]) -> Callable[..., None]:
-        def create_print(self: Any, prefix: str, hex: bool, values: Any, *signs: Any) -> None:
-            texts = (
-                np.array2string(value.data, formatter=_HEX)
-                if hex
-                else _described(value, [] if value.data.size == 1 else [*value.data.shape])
-                for value in values
-            )
-            _print_all(prefix.strip(" :"), texts)  # Triton puts them there
-
-        return create_print
+    def of_device(_: Any, self: Any, prefix: str, hex: bool, values: Any, *signs: Any) -> None:
+        texts = (
+            np.array2string(value.data, formatter=_HEX)
+            if hex
+            else _described(value, [] if value.data.size == 1 else [*value.data.shape])
+            for value in values
+        )
+        _print_all(prefix.strip(" :"), texts)  # Triton puts them there
 
     return undo_all(
         [

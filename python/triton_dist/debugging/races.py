@@ -194,73 +194,56 @@ class Races:
     def track(self) -> Undo:
         """Note what copy streams do, and what collectives bring into an order, until undone."""
 
-        def together(original: Any) -> Any:
-            def meet(*args: Any, **named: Any) -> Any:
-                self._clocks.publish()
-                result = original(*args, **named)
-                self._clocks.learn(self._clocks.board())
-                return result
+        def together(original: Any, *args: Any, **named: Any) -> Any:
+            self._clocks.publish()
+            result = original(*args, **named)
+            self._clocks.learn(self._clocks.board())
+            return result
 
-            return meet
+        def queued(original: Any, stream: Any, step: Callable[[], object]) -> None:
+            frame = kernel_frame()
+            assert frame is not None
+            known, caller = self._clocks.move_on(), (frame.f_code.co_filename, frame.f_lineno)
 
-        def queued(original: Any) -> Any:
-            def queue(stream: Any, step: Callable[[], object]) -> None:
-                frame = kernel_frame()
-                assert frame is not None
-                known, caller = self._clocks.move_on(), (frame.f_code.co_filename, frame.f_lineno)
+            def copying() -> None:
+                self._clocks.copying.file, self._clocks.copying.line = caller
+                self._clocks.learn(known)
+                step()
 
-                def copying() -> None:
-                    self._clocks.copying.file, self._clocks.copying.line = caller
-                    self._clocks.learn(known)
-                    step()
+            original(stream, copying)
 
-                original(stream, copying)
+        def joined(original: Any, stream: Any) -> None:
+            original(stream)
+            self._clocks.learn(self._clocks.move_on(copying=True))
 
-            return queue
+        def launched(original: Any, *args: Any) -> None:
+            self._order.begin(int(self._clocks.move_on()[self._clocks.own]))
+            try:
+                original(*args)
+            finally:
+                while self._unpublished:  # the kernel is done
+                    self._complete(self._unpublished.popitem()[1])
 
-        def joined(original: Any) -> Any:
-            def join(stream: Any) -> None:
-                original(stream)
-                self._clocks.learn(self._clocks.move_on(copying=True))
+        def awaited(original: Any, flags: torch.Tensor, index: int, *rest: Any) -> None:
+            original(flags, index, *rest)
+            self.after(_of_flag(flags, index, "acquire"), None)
 
-            return join
+        def written(
+            original: Any, stream: Any, flags: torch.Tensor, index: int, value: int
+        ) -> None:
+            stream._queue(lambda: self.before(_of_flag(flags, index, "release")))
+            original(stream, flags, index, value)
 
-        def launched(original: Any) -> Any:
-            def run_grid(*args: Any) -> None:
-                self._order.begin(int(self._clocks.move_on()[self._clocks.own]))
-                try:
-                    original(*args)
-                finally:
-                    while self._unpublished:  # the kernel is done
-                        self._complete(self._unpublished.popitem()[1])
-
-            return run_grid
-
-        def awaited(original: Any) -> Any:
-            def wait(flags: torch.Tensor, index: int, *rest: Any) -> None:
-                original(flags, index, *rest)
-                self.after(_of_flag(flags, index, "acquire"), None)
-
-            return wait
-
-        def written(original: Any) -> Any:
-            def write(stream: Any, flags: torch.Tensor, index: int, value: int) -> None:
-                stream._queue(lambda: self.before(_of_flag(flags, index, "release")))
-                original(stream, flags, index, value)
-
-            return write
-
-        def copied(original: Any) -> Any:
-            def copy(stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
-                if destination.numel() == 1:  # a flag, which may be copied from another
-                    accesses = [_of_flag(destination, 0, "release")]
-                else:
-                    accesses = [_of_rows(source, "load"), _of_rows(destination, "store")]
-                for access in accesses:
-                    stream._queue(functools.partial(self.before, access))
-                original(stream, destination, source)
-
-            return copy
+        def copied(
+            original: Any, stream: Any, destination: torch.Tensor, source: torch.Tensor
+        ) -> None:
+            if destination.numel() == 1:  # a flag, which may be copied from another
+                accesses = [_of_flag(destination, 0, "release")]
+            else:
+                accesses = [_of_rows(source, "load"), _of_rows(destination, "store")]
+            for access in accesses:
+                stream._queue(functools.partial(self.before, access))
+            original(stream, destination, source)
 
         return undo_all(
             [
@@ -271,9 +254,9 @@ class Races:
                 replace(cpu.CpuCopyStream, "copy", copied),
                 replace(cpu.CpuCopyStream, "_queue", queued),
                 replace(cpu.CpuCopyStream, "join_current", joined),
-                replace(symmetric, "regions_of", lambda _: with_shadows),
+                replace(symmetric, "regions_of", lambda _, regions: with_shadows(regions)),
                 replace(interpreter, "_run_grid", launched),
-                replace(waits, "on_publish", lambda _: self.publish),
+                replace(waits, "on_publish", lambda _: self.publish()),
             ]
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
+
+from triton_dist.debugging.accesses import ALLOCATIONS, replace, undo_all
 
 
 def assert_allclose(
@@ -125,29 +126,15 @@ def poisoned_empty() -> Iterator[None]:
     value there. With NaN the mistake shows in each run. Integer tensors are left alone: they have
     no value that spreads.
     """
-    originals = [
-        (owner, name, getattr(owner, name))
-        for owner, names in (
-            (torch, ("empty", "empty_like", "empty_strided")),
-            (torch.Tensor, ("new_empty", "new_empty_strided")),
-        )
-        for name in names
-    ]
-    for owner, name, allocate in originals:
-        setattr(owner, name, _poisoned(allocate))
+    undo = undo_all([replace(owner, name, _poisoned) for owner, name in ALLOCATIONS])
     try:
         yield
     finally:
-        for owner, name, allocate in originals:
-            setattr(owner, name, allocate)
+        undo()
 
 
-def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @wraps(allocate)
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = allocate(*args, **kwargs)
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.detach().fill_(float("nan"))
-        return tensor
-
-    return poisoned
+def _poisoned(allocate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    tensor = allocate(*args, **kwargs)
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.detach().fill_(float("nan"))
+    return tensor
