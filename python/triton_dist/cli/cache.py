@@ -58,8 +58,11 @@ def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
             yield stored
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
-    """The options that choose among a function's records: see :func:`chosen`."""
+def add_choice(parser: argparse.ArgumentParser, metavar: str = "", about: str = "") -> None:
+    """Add the options that choose among a function's records, see :func:`chosen`; before them, if
+    it has a ``metavar``, the argument that names the function."""
+    if metavar:
+        parser.add_argument("function", metavar=metavar, help=about)
     parser.add_argument("--key", metavar="TEXT", help="records whose key has TEXT in it")
     parser.add_argument(
         "--on", metavar="TEXT", help="records whose hardware, or settings, have TEXT in them"

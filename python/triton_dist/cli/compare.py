@@ -32,8 +32,7 @@ def add_to(verbs: Any) -> None:
             "compare gemm_rs --ranks --key 7168",
         ],
     )
-    parser.add_argument("function", metavar="FUNCTION", help="its name, or with its module")
-    cache.add_choice(parser)
+    cache.add_choice(parser, "FUNCTION", "its name, or with its module")
     parser.add_argument(
         "--cache", type=folder, action="append", default=[], metavar="DIR",
         help="a folder of records to look into besides; any number of times",

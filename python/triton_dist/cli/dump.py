@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import triton_dist
 from triton_dist import _files, knobs
 from triton_dist.cli import site
 from triton_dist.cli.verb import add_verb, counted
@@ -64,16 +62,13 @@ def _run(arguments: argparse.Namespace) -> int:
     _files.check_writable(folder / "kernel")
     before = set(folder.glob("*/*.json"))
     wanted = _levels(arguments.levels) if arguments.levels else knobs.dump_levels.default
-    known = knobs.environment()
-    package = str(Path(triton_dist.__file__).parents[1])
-    paths = [str(Path(str(site.__file__)).parent), known.get("PYTHONPATH", ""), package]
+    interpret = knobs.triton_interpret.variable
     variables = {
         knobs.dump_dir.variable: str(folder),
         knobs.dump_levels.variable: ",".join(wanted),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        knobs.triton_interpret.variable: known.get(knobs.triton_interpret.variable) or "0",
+        interpret: knobs.environment().get(interpret) or "0",
     }
-    status = subprocess.run(arguments.command, env=known | variables).returncode
+    status = site.run(arguments.command, variables)
     sides = sorted(folder.glob("*/*.json"))
     rows = [_row(side, _SASS in wanted) for side in sides]
     if rows:

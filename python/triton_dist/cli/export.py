@@ -45,8 +45,7 @@ def add_to(verbs: Any) -> None:
             "export matmul --key 8192 --format t4 --out matmul_T4.json",
         ],
     )
-    parser.add_argument("function", metavar="FUNCTION|FILE", help="its name, or a record's file")
-    cache.add_choice(parser)
+    cache.add_choice(parser, "FUNCTION|FILE", "its name, or a record's file")
     parser.add_argument("--format", choices=sorted(_FORMATS), default="csv", help="default: csv")
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="short for --format json"

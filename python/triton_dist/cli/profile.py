@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import triton_dist
 from triton_dist import _files, knobs
 from triton_dist._warn import printable
 from triton_dist.cli import site
@@ -82,17 +79,13 @@ def _run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         expected = f"{knobs.profile_calls.expected}, FIRST below LAST"
         raise InvalidArgument("profile", "--calls", calls, expected) from error
-    known = knobs.environment()
-    package = str(Path(triton_dist.__file__).parents[1])
-    paths = [str(Path(str(site.__file__)).parent), known.get("PYTHONPATH", ""), package]
     with tempfile.TemporaryDirectory(prefix="triton_dist-profile-") as folder:
         told = {
             knobs.profile_dir.variable: folder,
             knobs.profile_calls.variable: calls,
             knobs.profile_marks.variable: str(int(arguments.marks)),
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
-        status = subprocess.run(arguments.command, env=known | told).returncode
+        status = site.run(arguments.command, told)
         from triton_dist.timelines import recording
 
         files = recording.files_of_ranks(Path(folder), recording.ENDING)

@@ -33,10 +33,7 @@ def add_to(verbs: Any) -> None:
             "replay space_T4.json.gz --search racing,surrogate --json",
         ],
     )
-    parser.add_argument(
-        "function", metavar="FUNCTION|FILE", help="its name, a record's file, or one in T4 format"
-    )
-    cache.add_choice(parser)
+    cache.add_choice(parser, "FUNCTION|FILE", "its name, a record's file, or one in T4 format")
     parser.add_argument(
         "--search",
         type=_searches,

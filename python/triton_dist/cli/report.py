@@ -28,8 +28,7 @@ def add_to(verbs: Any) -> None:
             "report matmul --against old.json --out matmul-report",
         ],
     )
-    parser.add_argument("function", metavar="FUNCTION|FILE", help="its name, or a record's file")
-    cache.add_choice(parser)
+    cache.add_choice(parser, "FUNCTION|FILE", "its name, or a record's file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="an older record")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--json", action="store_true", help="print what it shows, for programs")

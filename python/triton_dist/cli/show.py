@@ -32,8 +32,7 @@ def add_to(verbs: Any) -> None:
             "show matmul --json | jq",
         ],
     )
-    parser.add_argument("function", metavar="FUNCTION|FILE", help="its name, or a record's file")
-    cache.add_choice(parser)
+    cache.add_choice(parser, "FUNCTION|FILE", "its name, or a record's file")
     parser.add_argument("--top", type=int, default=_TOP, metavar="N", help=f"rows; default {_TOP}")
     parser.add_argument("--code", action="store_true", help="the winners alone, to be pasted")
     parser.add_argument("--json", action="store_true", help="all of it, for programs")

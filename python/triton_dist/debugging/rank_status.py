@@ -53,11 +53,9 @@ class Memory(Protocol):
     def standing(self) -> dict[str, Any]:
         """``name``; ``epochs``: by name of a counter, that of each rank (None: cannot be read);
         ``late``: flags that are awaited, as ``flag``, ``expected``, ``seen``, ``writer``."""
-        ...
 
     def writer_of(self, address: int) -> int | None:
         """Rank that sets the flag at ``address``; ``None``: no flag of this memory."""
-        ...
 
 
 Read = Callable[[torch.Tensor], torch.Tensor | None]

@@ -25,7 +25,7 @@ from triton_dist.test.utils import (
     report_passed,
 )
 from triton_dist.testing.timing import captured, interleaved
-from triton_dist.utils import dist_print, is_cuda
+from triton_dist.utils import dist_print, finalize_distributed, is_cuda
 
 CPU_SCALE = 64
 """By which sizes are divided for the interpreter."""
@@ -111,8 +111,25 @@ def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
 
 
-def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None:
-    """Compare each form with what it must give; then, unless it was for that alone, time all."""
+def batch_and_tokens(
+    args: argparse.Namespace, most_batch: int, most_tokens: int
+) -> tuple[int, int]:
+    """Return the sequences, a multiple of the ranks, and their tokens: fewer on CPU ranks."""
+    size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
+    if not is_cuda():
+        batch, tokens = min(batch, most_batch), min(tokens, most_tokens)
+    return max(1, batch // size) * size, tokens
+
+
+def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form], layer: Any) -> None:
+    """Compare each form with what it must give; then, unless it was for that alone, time all.
+    Finalize ``layer`` in the end."""
+    _run(args, title, forms)
+    layer.finalize()
+    finalize_distributed()
+
+
+def _run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None:
     limit = _TOLERANCES[dtype_named(args.dtype)]
     for form in forms.values():
         check_by_turns(form.call(), form.expected, limit)

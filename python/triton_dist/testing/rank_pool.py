@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
 from multiprocessing.process import _children  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ _server_settings: dict[str, str] | None = None
 
 
 @dataclass
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """``world_size`` ranks, started by the first call. Use as a context manager, or call ``close``.
 
     A call that fails on some rank ends them all, and the next one starts new ones.
@@ -109,9 +109,6 @@ class RankPool:
             rank.leave()
         if ranks:
             self._folder.cleanup()
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

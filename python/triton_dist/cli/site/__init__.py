@@ -1,1 +1,18 @@
-"""A folder for ``PYTHONPATH``, by which ``triton-dist dump`` sees what a program compiles."""
+"""A folder for ``PYTHONPATH``, by which ``triton-dist`` sees what a program compiles and calls."""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import triton_dist
+from triton_dist import knobs
+
+
+def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run ``command`` with ``variables`` and this folder first in ``PYTHONPATH``; its status."""
+    known = knobs.environment()
+    package = str(Path(triton_dist.__file__).parents[1])
+    paths = [str(Path(__file__).parent), known.get("PYTHONPATH", ""), package]
+    path = {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
+    return subprocess.run(command, env={**known, **variables, **path}).returncode

@@ -192,6 +192,13 @@ def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | N
     return None
 
 
+def refuse(function: str, checks: Iterable[Check]) -> None:
+    """Raise the error of the first check that fails, an ``InvalidArgument``."""
+    refusal = first_refusal(function, checks)
+    if refusal is not None:
+        raise refusal
+
+
 def int_checks(**sizes: object) -> Iterator[Check]:
     """Checks that arguments are whole numbers, made before they are compared to any."""
     for name, size in sizes.items():
@@ -313,9 +320,7 @@ def accept(
     """
     known: K | None = accepted.get(signature)
     if known is None:
-        refusal = first_refusal(function, checks())
-        if refusal is not None:
-            raise refusal
+        refuse(function, checks())
         known = accepted[signature] = make()
     return known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from triton_dist.runtime.ranks import group_for
 _TILE_NAMES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "EPILOGUE_SUBTILE")
 
 
-class GemmARLayer(torch.nn.Module):
+class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
     """``sum over ranks of input @ weight.T + bias``, returned on every rank. For inference only.
 
     The weight is passed with each call, or held by the layer (``has_weight=True``). The first call
@@ -214,9 +215,6 @@ class GemmARLayer(torch.nn.Module):
         self.ctx.finalize()
         if self._reducer is not None:
             self._reducer.finalize()
-
-    def __enter__(self) -> GemmARLayer:
-        return self
 
     def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
         self.ctx.__exit__(failure, *rest)

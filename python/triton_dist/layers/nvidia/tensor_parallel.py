@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class Collectives:
         """Nothing: there is nothing to free."""
 
 
-class TensorParallel(Collectives):
+class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
     """The same products by ``ag_gemm``, ``gemm_rs`` and ``gemm_ar``. A context manager.
 
     Their contexts are made at the first call that needs one, collectively, one for each op, sizes
@@ -284,9 +285,6 @@ class TensorParallel(Collectives):
         contexts, self._contexts = self._contexts or {}, None
         for context in contexts.values():
             context.finalize()
-
-    def __enter__(self) -> TensorParallel:
-        return self
 
     def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
         if failure is None:

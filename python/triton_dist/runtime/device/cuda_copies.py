@@ -110,25 +110,24 @@ class CudaTransfer:
     def fork(self, current: int) -> None:
         """Let the streams go on only after what stream ``current`` holds now."""
         self._current.value = current
-        self._run(self._fork)
+        _run(self._fork, "queue a transfer")
 
     def queue(self) -> None:
         """Queue the steps. Apart from ``fork`` where a step awaits a flag that a kernel sets which
         is launched in between: with one hardware queue the kernel would be stuck behind the wait.
         If it is not launched, this is not called."""
-        self._run(self._steps)
-
-    def _run(self, calls: list[_Call]) -> None:
-        for function, arguments in calls:
-            if status := function(*arguments):
-                cuda_driver.check(status, "queue a transfer")
+        _run(self._steps, "queue a transfer")
 
     def join(self, current: int) -> None:
         """Let stream ``current`` go on only after all that was queued."""
         self._current.value = current
-        for function, arguments in self._join:
-            if status := function(*arguments):
-                cuda_driver.check(status, "wait for a transfer")
+        _run(self._join, "wait for a transfer")
+
+
+def _run(calls: list[_Call], purpose: str) -> None:
+    for function, arguments in calls:
+        if status := function(*arguments):
+            cuda_driver.check(status, purpose)
 
 
 def _call(name: str, *values: Any) -> _Call:

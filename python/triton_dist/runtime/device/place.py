@@ -85,53 +85,51 @@ def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUn
     on_gpu = Counter((place.machine, place.bus) for place in places)
     for rank, place in enumerate(places):
         pair = f"rank {named(0)} and rank {named(rank)}"
-        if place.machine != first.machine:
-            return DeviceUnavailable(
-                "cuda",
+        reasons = (
+            (
+                place.machine != first.machine,
                 f"{pair} are on different hosts, {first.host} and {place.host}, and ranks that "
                 "share GPUs have to be on one",
                 "Start all ranks on one host, or one rank per GPU.",
-            )
-        if place.namespaces != first.namespaces:
-            return DeviceUnavailable(
-                "cuda",
+            ),
+            (
+                place.namespaces != first.namespaces,
                 f"{pair} are in containers that do not see one another's processes and memory",
                 "Start all ranks in one container, or these with --ipc=host --pid=host.",
-            )
-        if place.is_gpu_of(first) and place.gpu != first.gpu:
-            return DeviceUnavailable(
-                "cuda",
+            ),
+            (
+                place.is_gpu_of(first) and place.gpu != first.gpu,
                 f"{pair} are on different MIG instances of one GPU, which share no memory",
                 "Give all ranks of the host the same instance, or the GPU without MIG.",
-            )
-        if place.visible != first.visible:
-            return DeviceUnavailable(
-                "cuda",
+            ),
+            (
+                place.visible != first.visible,
                 f"{pair} see different GPUs, the former {len(first.visible)}, the latter "
                 f"{len(place.visible)} of them",
                 "Give all ranks of the host the same CUDA_VISIBLE_DEVICES.",
-            )
-        if on_gpu[place.machine, place.bus] > place.ranks_per_gpu:
-            return DeviceUnavailable(
-                "cuda",
+            ),
+            (
+                on_gpu[place.machine, place.bus] > place.ranks_per_gpu,
                 f"rank {named(rank)} is not alone on its GPU, and sharing was not asked for",
                 "Start one rank per GPU; or let ranks share the GPUs that there are: launch.sh "
                 "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",
-            )
-        if place.is_exclusive:
-            return DeviceUnavailable(
-                "cuda",
+            ),
+            (
+                place.is_exclusive,
                 f"the GPU of rank {named(rank)} takes one process only: its compute mode is not "
                 "'Default'",
                 "Let it take several: nvidia-smi --compute-mode=DEFAULT.",
-            )
-        if place.is_mps:
-            return DeviceUnavailable(
-                "cuda",
+            ),
+            (
+                place.is_mps,
                 f"rank {named(rank)} uses its GPU through MPS, where kernels that wait for one "
                 "another may take each other's multiprocessors for ever",
                 "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
-            )
+            ),
+        )
+        for holds, why, remedy in reasons:
+            if holds:
+                return DeviceUnavailable("cuda", why, remedy)
     return None
 
 

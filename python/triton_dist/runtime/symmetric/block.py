@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class Region:
     pointers: torch.Tensor
 
 
-class SymmetricMemory(ABC):
+class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
     """Named regions over the raw bytes of every rank. Use as a context manager, or call
     ``free``."""
 
@@ -105,9 +106,6 @@ class SymmetricMemory(ABC):
             for peer in region.peers:
                 addresses.forget(peer.data_ptr())
         self._regions.clear()
-
-    def __enter__(self) -> SymmetricMemory:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.free()

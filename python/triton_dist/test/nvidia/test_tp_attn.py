@@ -21,7 +21,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.test import tp_layer
 from triton_dist.test.tp_layer import Form, rows_of_rank
 from triton_dist.test.utils import dtype_named
-from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+from triton_dist.utils import initialize_distributed, is_cuda
 
 _CPU_BATCH, _CPU_TOKENS = 4, 8
 _MORE = 128  # places in the cache behind the prompt
@@ -40,8 +40,7 @@ def main() -> None:
     args = get_args()
     group = initialize_distributed(args.seed)
     size, device = dist.get_world_size(), current_device().torch_device
-    batch = max(1, (args.bsz if is_cuda() else min(args.bsz, _CPU_BATCH)) // size) * size
-    prompt = args.seq_len if is_cuda() else min(args.seq_len, _CPU_TOKENS)
+    batch, prompt = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
     is_decoding = args.run_type == "decode"
     first, tokens = (prompt, 1) if is_decoding else (0, prompt)
     block, config = tp_layer.block_of(args)
@@ -75,9 +74,7 @@ def main() -> None:
     else:
         forms["all-reduce"] = Form(lambda: layer.dist_triton_AR_fwd(x, *rest), golden)
     shape = f"{args.run_type} of {batch} x {prompt} tokens, {config.num_attention_heads} heads"
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
-    layer.finalize()
-    finalize_distributed()
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, layer)
 
 
 if __name__ == "__main__":

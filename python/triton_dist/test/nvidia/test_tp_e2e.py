@@ -21,7 +21,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.test import tp_layer
 from triton_dist.test.tp_layer import Form, rows_of_rank
 from triton_dist.test.utils import dtype_named
-from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+from triton_dist.utils import initialize_distributed
 
 _CPU_BATCH, _CPU_TOKENS = 4, 4
 _MODES = {
@@ -45,8 +45,7 @@ def main() -> None:
     group = initialize_distributed(args.seed)
     seed_everything(args.seed)
     size, device = dist.get_world_size(), current_device().torch_device
-    batch = max(1, (args.bsz if is_cuda() else min(args.bsz, _CPU_BATCH)) // size) * size
-    prompt = args.seq_len if is_cuda() else min(args.seq_len, _CPU_TOKENS)
+    batch, prompt = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         name = tp_layer.smaller(args.model, args.num_layers, folder)
         config = ModelConfig(name, prompt + 4, dtype_named(args.dtype), True, dist.get_rank(), size)
@@ -80,9 +79,7 @@ def main() -> None:
     model.init_triton_dist_ctx(max_M=batch * (end - begin))
     forms = {"torch": form("torch"), args.mode: form(_MODES[args.mode])}
     shape = f"{args.run_type} of {batch} x {prompt} tokens, {model.num_layers} layers"
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
-    model.finalize()
-    finalize_distributed()
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, model)
 
 
 if __name__ == "__main__":

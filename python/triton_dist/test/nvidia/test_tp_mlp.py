@@ -17,7 +17,7 @@ from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.layers.nvidia.tp_mlp import TP_MLP
 from triton_dist.test import tp_layer
 from triton_dist.test.tp_layer import CPU_SCALE, Form, rows_of_rank
-from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+from triton_dist.utils import initialize_distributed, is_cuda
 
 
 def get_args() -> argparse.Namespace:
@@ -60,9 +60,7 @@ def main() -> None:
         }
     forms["all-reduce"] = Form(lambda: layer.dist_triton_AR_fwd(x), golden)
     shape = f"{M} tokens, {config.hidden_size} x {config.intermediate_size}"
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
-    layer.finalize()
-    finalize_distributed()
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, layer)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.tp_moe import TP_MoE
 from triton_dist.test import tp_layer
 from triton_dist.test.tp_layer import Form, rows_of_rank
-from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+from triton_dist.utils import initialize_distributed
 
 _CPU_BATCH, _CPU_TOKENS = 4, 4
 
@@ -33,8 +33,7 @@ def main() -> None:
     args = get_args()
     group = initialize_distributed(args.seed)
     size = dist.get_world_size()
-    batch = max(1, (args.bsz if is_cuda() else min(args.bsz, _CPU_BATCH)) // size) * size
-    tokens = args.seq_len if is_cuda() else min(args.seq_len, _CPU_TOKENS)
+    batch, tokens = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
     block, config = tp_layer.block_of(args)
     if not config.num_experts:
         raise InvalidArgument("test_tp_moe", "model", args.model, "one with experts")
@@ -50,9 +49,7 @@ def main() -> None:
     }
     shape = f"{batch} x {tokens} tokens, {config.num_experts} experts of {config.hidden_size} x "
     shape += str(config.moe_intermediate_size)
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
-    layer.finalize()
-    finalize_distributed()
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, layer)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from triton_dist.kernels.common.context import (
     Check,
     OpContext,
     agree_to_create,
-    first_refusal,
     gradient_check,
     group_checks,
     int_checks,
+    refuse,
 )
 from triton_dist.kernels.common.exchange.buffer import (
     VECTOR_BYTES,
@@ -133,9 +133,7 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
     if tensor.numel() == 0:
         raise InvalidArgument(function, f"{argument}.shape", tuple(tensor.shape), "some elements")
     if tensor.requires_grad:
-        refusal = first_refusal(function, [gradient_check(argument, tensor)])
-        if refusal is not None:
-            raise refusal
+        refuse(function, [gradient_check(argument, tensor)])
 
 
 def check_output(

@@ -8,7 +8,6 @@ source rank], the flags of their pieces: both written by the source's copy engin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +20,13 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
-from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements
-from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots
-from triton_dist.runtime.device import current_device
+from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
-_STREAMS = 2  # the gap between two copies of one is filled by the other
 
-
-class PushedShards(InSlots):
+class PushedShards(PushedSlots):
     """Slots for a shard of up to ``shard_bytes`` bytes from each rank. Creation is collective."""
 
     def __init__(
@@ -50,9 +46,6 @@ class PushedShards(InSlots):
             found=found,
         )  # fmt: skip
         super().__init__(slots)
-        self._device = current_device()
-        self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
-        self._transfers: Bounded[Any, Any] = Bounded()
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of what adds or copies the shards that come."""
@@ -75,10 +68,11 @@ class PushedShards(InSlots):
         slots.take(exchange.size, copied=True)
         stream = self._device.current_stream()
         try:
-            transfer = self._transfer(exchange, x)
+            key = (slots.index, exchange, x.dtype)
+            transfer = self.transfer(key, lambda: self._push(exchange, x.dtype))
             transfer.start(x.view(-1, 1), stream)
             slots.launcher.run(
-                (slots.index, exchange, x.dtype),
+                key,
                 lambda: self.launch(exchange, x, out),
                 {"x_ptr": x, "out_ptr": out},
             )
@@ -88,31 +82,16 @@ class PushedShards(InSlots):
                 transfer.join(stream)
             slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
 
-    def free(self) -> None:
-        for stream in self._streams:
-            stream.close()
-        self._streams.clear()
-        self._transfers.clear()
-        super().free()
-
     def _expected(self, exchange: Exchange, item_bytes: int) -> dict[str, list[int]]:
         pieces = len(list(_pieces(exchange, item_bytes)))
         return {"arrivals": self.flags_of_peers(pieces)}
-
-    def _transfer(self, exchange: Exchange, x: torch.Tensor) -> Any:
-        key = (self.slots.index, exchange, x.dtype)
-        known = self._transfers.get(key)
-        if known is None:
-            steps = list(self._push(exchange, x.dtype))
-            known = self._transfers[key] = self._device.transfer(steps, self._streams)
-        return known
 
     def _push(self, exchange: Exchange, dtype: torch.dtype) -> Iterable[Step]:
         own = self.rank * shard_elements(exchange.elements)
         scatters = exchange.kernel is kernel_add_pushed
         for number, (first, end) in enumerate(_pieces(exchange, dtype.itemsize)):
             for step in range(1, self.num_ranks):
-                stream = (number * (self.num_ranks - 1) + step) % _STREAMS
+                stream = (number * (self.num_ranks - 1) + step) % PUSH_STREAMS
                 peer = (self.rank + step) % self.num_ranks
                 target = self.slots["shards"].peers[peer].view(dtype)[own + first : own + end]
                 begin = peer * exchange.elements if scatters else 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,12 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.buffer import shard_elements
 from triton_dist.kernels.common.exchange.protocol import behind
 from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
-from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements, flag_of
-from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots
-from triton_dist.runtime.device import current_device
+from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 from triton_dist.runtime.ranks import group_for
 
-_STREAMS = 2  # the gap between two copies of one is filled by the other
 _ELEMENTS, _WIDEST = 2048, 1024
 _PROGRAMS = 4
 
@@ -112,7 +110,7 @@ def kernel_add_columns(
             )
 
 
-class PushedColumns(InSlots):
+class PushedColumns(PushedSlots):
     """Slots for a slab of up to ``max_rows`` rows of ``N`` columns from each rank, in up to
     ``max_chunks`` chunks. Creation is collective."""
 
@@ -134,9 +132,6 @@ class PushedColumns(InSlots):
         found = Disagreements(f"the tokens of {name}", group)
         kernels = "the kernel that adds chunks of columns"
         super().__init__(EpochSlots(name, regions, ("arrivals",), kernels, group, found=found))
-        self._device = current_device()
-        self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
-        self._transfers: Bounded[Any, Any] = Bounded()
 
     def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
         """The launch that adds slabs of x, as they come, into out [rows, N]."""
@@ -183,7 +178,9 @@ class PushedColumns(InSlots):
         try:
             for chunk, (first, end) in enumerate(columns):
                 compute(first, end)
-                transfer = self._transfer(columns, chunk)
+                transfer = self.transfer(
+                    (slots.index, columns, chunk), partial(self._push, columns, chunk)
+                )
                 transfer.start(x.view(-1, 1), stream)
             slots.launcher.run(
                 (slots.index, columns, size),
@@ -197,29 +194,14 @@ class PushedColumns(InSlots):
             of_peers = self.flags_of_peers(len(columns))
             slots.finish(awaited, expected=lambda: {"arrivals": of_peers})
 
-    def free(self) -> None:
-        for stream in self._streams:
-            stream.close()
-        self._streams.clear()
-        self._transfers.clear()
-        super().free()
-
-    def _transfer(self, columns: Columns, chunk: int) -> Any:
-        """The transfer that pushes a chunk of each peer's slab."""
-        key = (self.slots.index, columns, chunk)
-        known = self._transfers.get(key)
-        if known is None:
-            steps = list(self._push(columns, chunk))
-            known = self._transfers[key] = self._device.transfer(steps, self._streams)
-        return known
-
     def _push(self, columns: Columns, chunk: int) -> Iterable[Step]:
+        """Push a chunk of each peer's slab."""
         first, end = list(columns)[chunk]
         begin, end = columns.rows * first, columns.rows * end
         own, slab = self.rank * self._room, columns.rows * columns.N
         arrivals, flag = self.slots["arrivals"], chunk * self.num_ranks + self.rank
         for step in range(1, self.num_ranks):
-            stream = (chunk * (self.num_ranks - 1) + step) % _STREAMS
+            stream = (chunk * (self.num_ranks - 1) + step) % PUSH_STREAMS
             peer = (self.rank + step) % self.num_ranks
             target = self.slots["shards"].peers[peer][own + begin : own + end]
             source = OwnRows(peer * slab + begin, peer * slab + end)

@@ -21,13 +21,13 @@ from triton_dist.kernels.common.context import (
     accept,
     agree_to_create,
     buffer_of,
-    first_refusal,
     from_1_to,
     gradient_check,
     group_checks,
     int_checks,
     kernel_checks,
     kind_checks,
+    refuse,
     signature_of,
     tensor_checks,
 )
@@ -429,11 +429,7 @@ def summed_routes(
         InvalidArgument: before anything is launched.
     """
     E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
-    refusal = first_refusal(
-        function, route_checks(x, weights, chosen_experts, expert_weight, E, None)
-    )
-    if refusal is not None:
-        raise refusal
+    refuse(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))
     check_config(function, config)
     if config is None:
         products = multiply(x, weights, chosen_experts)

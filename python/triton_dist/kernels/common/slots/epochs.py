@@ -22,7 +22,7 @@ All ranks must make the same sequence of calls, and replay graphs equally often;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.debugging import rank_status
-from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.common.launch import Bounded, Launch, Launcher
 from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.kernels.common.peers import (
     GUARD,
@@ -50,6 +50,7 @@ from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.transfer import Step
 from triton_dist.runtime.garbage import weak
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import Region
@@ -361,3 +362,30 @@ class InSlots:
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
         self.slots.free()
+
+
+PUSH_STREAMS = 2  # the gap between two copies of one is filled by the other
+
+
+class PushedSlots(InSlots):
+    """Slots whose shards copy engines push to the peers."""
+
+    def __init__(self, slots: EpochSlots) -> None:
+        super().__init__(slots)
+        self._device = current_device()
+        self._streams: list[Any] = [self._device.copy_stream() for _ in range(PUSH_STREAMS)]
+        self._transfers: Bounded[Any, Any] = Bounded()
+
+    def transfer(self, key: Hashable, steps: Callable[[], Iterable[Step]]) -> Any:
+        """Return the transfer of ``key``. The first time, ``steps()`` are its steps."""
+        known = self._transfers.get(key)
+        if known is None:
+            known = self._transfers[key] = self._device.transfer(list(steps()), self._streams)
+        return known
+
+    def free(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+        self._transfers.clear()
+        super().free()

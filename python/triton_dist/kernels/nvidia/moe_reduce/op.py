@@ -48,7 +48,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.context import first_refusal
+from triton_dist.kernels.common.context import refuse
 from triton_dist.kernels.common.moe.summing import agreed, summed_routes, varied
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
@@ -138,9 +138,7 @@ def run_moe_reduce_rs_triton_non_overlap(
     """
     function, routing = "run_moe_reduce_rs_triton_non_overlap", (chosen_experts, expert_weight)
     M, size = len(chosen_experts), dist.get_world_size()
-    refusal = first_refusal(function, [MoEReduceRSContext.tokens_check("M", M, size)])
-    if refusal is not None:
-        raise refusal
+    refuse(function, [MoEReduceRSContext.tokens_check("M", M, size)])
     total = summed_routes(function, grouped_gemm, x, weights, *routing, config)
     return vendor.reduce_scatter(total, None)
 
