@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from packaging.specifiers import SpecifierSet
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime import interpreter as upstream
 from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -42,7 +41,7 @@ from triton_dist.runtime import (
     interpreter_speed,
 )
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
-from triton_dist.runtime.triton_compat import check_versions, triton_version
+from triton_dist.runtime.triton_compat import HostDriver, check_versions, triton_version
 
 __all__ = ["MENDS", "Mend", "install", "pause"]
 
@@ -287,21 +286,8 @@ def descriptor_reduce() -> None:
     interpreter_descriptors.apply_reduce(upstream)
 
 
-class _HostDriver(DriverBase):
+class _InterpretingDriver(HostDriver):
     """Triton's active driver in a process without a GPU, for what asks for one anyway."""
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError("kernels are interpreted, none is compiled")
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
         def benchmark(
@@ -323,4 +309,4 @@ def autotune_without_gpu() -> None:
     """``@triton.autotune`` asks the active driver how to time, and without a GPU there is none: "0
     active drivers". Give it one that times by the wall clock, unless the process has set one."""
     if triton.runtime.driver._active is None:
-        triton.runtime.driver.set_active(_HostDriver())
+        triton.runtime.driver.set_active(_InterpretingDriver(GPUTarget("cuda", 90, 32)))

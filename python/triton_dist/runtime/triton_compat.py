@@ -19,9 +19,39 @@ import torch
 import triton
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
 
 from triton_dist import knobs
 from triton_dist.errors import DeviceUnavailable, UnsupportedVersion
+
+
+class HostDriver(DriverBase):
+    """A Triton driver of a process that launches no kernel on a GPU."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        super().__init__()
+        self._target = target
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched here")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing is launched here")
+
 
 SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
 _NEWER_TORCH = "Install a torch that brings such a triton, 2.10 or later: pip install 'torch>=2.10'"

@@ -21,10 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime.interpreter import InterpretedFunction
 
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
@@ -107,7 +105,7 @@ class _Utils:
         return None, next(self._handles), registers, stack // 4, MAX_THREADS_PER_BLOCK
 
 
-class CompileOnlyDriver(DriverBase):
+class CompileOnlyDriver(triton_compat.HostDriver):
     """A Triton driver for an architecture that need not be present.
 
     The device index is the architecture: Triton caches compiled kernels, and the shared-memory
@@ -116,7 +114,7 @@ class CompileOnlyDriver(DriverBase):
     """
 
     def __init__(self, arch: int, hardware: Hardware) -> None:
-        super().__init__()
+        super().__init__(GPUTarget("cuda", arch, 32))
         self.arch = arch
         self.hardware = hardware
         self.utils = _Utils(hardware)
@@ -133,20 +131,10 @@ class CompileOnlyDriver(DriverBase):
 
         return launch
 
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
     def map_python_to_cpp_type(self, ty: str) -> str:
         from triton.backends.nvidia.driver import ty_to_cpp
 
         return str(ty_to_cpp(ty))
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def get_current_device(self) -> int:
         return self.arch

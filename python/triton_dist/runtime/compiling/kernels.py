@@ -123,31 +123,4 @@ def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
 def without_gpu(target: GPUTarget) -> None:
     """From now on this process compiles for ``target`` and asks no GPU what it is: a kernel may
     ask what it is compiled for."""
-    triton.runtime.driver.set_active(_TargetOnly(target))
-
-
-class _TargetOnly(triton.backends.driver.DriverBase):
-    """Answers what the compiler asks of a driver."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        super().__init__()
-        self._target = target
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError("nothing is launched here")
-
-    def get_active_torch_device(self) -> Any:
-        raise NotImplementedError("nothing is launched here")
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing is launched here")
+    triton.runtime.driver.set_active(triton_compat.HostDriver(target))

@@ -77,9 +77,6 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         def expected() -> torch.Tensor:
             return self.reference(operands, group)
 
-        def async_tp() -> torch.Tensor:
-            return vendor.async_tp_matmul(A, B, group)
-
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: torch.matmul(rows, B)),
             "all-gather alone": Baseline(
