@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import triton_dist
+from triton_dist.autotuner import contextual_autotune
 
 
 @triton_dist.jit
@@ -68,6 +69,24 @@ def total(kernel: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     n = x.numel()
     kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](x, out, n)
     return out
+
+
+def scaling(
+    *blocks: int,
+    fails: Sequence[int] = (),
+    n_repeat: int = 1,
+    n_warmup: int = 1,
+    kernel: Any = scale_kernel,
+    **options: Any,
+) -> Any:
+    """A contextual function that doubles its argument by a kernel with these ``blocks``.
+
+    Its ``kernel`` and its ``spy``, which fails with the blocks ``fails``, are attributes.
+    """
+    tuner = autotuned(kernel, configs(*blocks), **options)
+    function = contextual_autotune(n_repeat=n_repeat, n_warmup=n_warmup)(lambda x: scale(tuner, x))
+    function.kernel, function.spy = tuner, Spy(tuner, *fails)
+    return function
 
 
 class Spy:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
+from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel, scaling
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TuningWarning
 
@@ -133,9 +133,7 @@ def test_another_thread_is_not_seen():
 
 
 def test_two_threads_call_the_same_function():
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    function = contextual_autotune(**ONCE)(lambda x: scale(kernel, x))
-    results = {}
+    function, results = scaling(16, 32), {}
     threads = [
         threading.Thread(target=lambda n=n: results.update({n: function(X[:n])}))
         for n in (40, 50, 60, 60)
@@ -145,7 +143,7 @@ def test_two_threads_call_the_same_function():
     for thread in threads:
         thread.join()
     assert all(torch.equal(results[n], 2 * X[:n]) for n in (40, 50, 60))
-    assert len(kernel.cache) == 3
+    assert len(function.kernel.cache) == 3
     assert Autotuner.run is RUN
 
 
@@ -228,22 +226,19 @@ def test_keys_that_change_in_every_call_do_not_go_on_for_ever():
 
 
 def test_a_kernel_that_triton_has_tuned_keeps_its_config():
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    kernel.cache[64, "torch.float32", "torch.float32"] = kernel.configs[1]
-    spy = Spy(kernel)
-    function = contextual_autotune()(lambda: scale(kernel, X))
-    function()
-    assert spy.blocks == [32]
+    function = scaling(16, 32)
+    function.kernel.cache[64, "torch.float32", "torch.float32"] = function.kernel.configs[1]
+    function(X)
+    assert function.spy.blocks == [32]
 
 
 def test_clear_forgets():
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    function = contextual_autotune(**ONCE)(lambda: scale(kernel, X))
-    function()
+    function = scaling(16, 32)
+    function(X)
     function.clear()
-    assert not kernel.cache
+    assert not function.kernel.cache
     assert not function.choices()
-    assert torch.equal(function(), 2 * X)
+    assert torch.equal(function(X), 2 * X)
     assert function.tuning_calls == 4  # the second time it was on disk
 
 

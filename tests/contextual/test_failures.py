@@ -7,7 +7,16 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from tests.contextual.kernels import Spy, add, add_kernel, autotuned, configs, scale, scale_kernel
+from tests.contextual.kernels import (
+    Spy,
+    add,
+    add_kernel,
+    autotuned,
+    configs,
+    scale,
+    scale_kernel,
+    scaling,
+)
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import NoValidConfig, TuningTimeout, TuningWarning, WaitTimeout
 from triton_dist.runtime import waits
@@ -24,56 +33,38 @@ def tuned_block(kernel, n=64):
 @pytest.mark.filterwarnings("ignore:.*configs failed:triton_dist.errors.TuningWarning")
 @pytest.mark.parametrize("fails", [(16,), (32,), (64,), (16, 32), (32, 64), (16, 64)])
 def test_a_config_that_fails_is_left_out_wherever_it_stands(fails):
-    kernel = autotuned(scale_kernel, configs(16, 32, 64))
-    spy = Spy(kernel, *fails)
-
-    @contextual_autotune(n_repeat=2, n_warmup=1)
-    def function(x):
-        return scale(kernel, x)
-
-    x = torch.arange(64.0)
+    function = scaling(16, 32, 64, fails=fails, n_repeat=2)
+    x, blocks = torch.arange(64.0), function.spy.blocks
     assert torch.equal(function(x), 2 * x)
-    assert tuned_block(kernel) not in fails
-    assert all(spy.blocks.count(block) == 1 for block in fails)
+    assert tuned_block(function.kernel) not in fails
+    assert all(blocks.count(block) == 1 for block in fails)
     assert torch.equal(function(x), 2 * x)
-    assert spy.blocks[-1] == tuned_block(kernel)
+    assert blocks[-1] == tuned_block(function.kernel)
 
 
 def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised():
-    kernel = autotuned(scale_kernel, configs(16, 32, 64))
-    spy = Spy(kernel, 16, 64)
-
-    @contextual_autotune(n_repeat=1, n_warmup=1)
-    def function(x):
-        return scale(kernel, x)
-
+    function = scaling(16, 32, 64, fails=(16, 64))
     said = (
         r"scale_kernel key \(64, .* 2 of 3 configs failed, the first, .*'BLOCK': 16.*OutOfResources"
     )
     with pytest.raises(TuningWarning, match=said):  # pytest makes warnings errors
         function(torch.arange(64.0))
-    number = len(spy.blocks)
+    function.spy.blocks.clear()
     function.clear()
     function(torch.arange(64.0))
-    assert spy.blocks[number:] == [32]
+    assert function.spy.blocks == [32]
 
 
 def test_all_fail_then_the_next_call_starts_cleanly():
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    spy = Spy(kernel, 16, 32)
-
-    @contextual_autotune(n_repeat=1, n_warmup=1)
-    def function(x):
-        return scale(kernel, x)
-
+    function = scaling(16, 32, fails=(16, 32))
     x = torch.arange(64.0)
     for _ in range(2):
         with pytest.raises(NoValidConfig, match="OutOfResources") as failure:
             function(x)
         assert len(failure.value.causes) == 2
         assert Autotuner.run is RUN
-    assert not kernel.cache
-    spy.fails = ()
+    assert not function.kernel.cache
+    function.spy.fails = ()
     assert torch.equal(function(x), 2 * x)
 
 
@@ -168,24 +159,15 @@ def test_pruning_that_leaves_nothing():
     def none(configs, nargs, **kwargs):
         return []
 
-    kernel = autotuned(scale_kernel, configs(16, 32), prune_configs_by={"early_config_prune": none})
-
-    @contextual_autotune()
-    def function(x):
-        return scale(kernel, x)
-
+    function = scaling(16, 32, prune_configs_by={"early_config_prune": none})
     with pytest.raises(triton.runtime.errors.AutotunerError):
         function(torch.ones(64))
     assert Autotuner.run is RUN
 
 
 def test_a_config_that_the_device_does_not_finish_is_not_tried_again(monkeypatch):
-    kernel = autotuned(scale_kernel, configs(16, 32, 64))
-    spy = Spy(kernel)
-
-    @contextual_autotune(n_repeat=1, n_warmup=0)
-    def function(x):
-        return scale(kernel, x)
+    function = scaling(16, 32, 64, n_warmup=0)
+    spy = function.spy
 
     def wait(device, seconds=None):
         if spy.blocks == [16, 32]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
+from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel, scaling
 from triton_dist import knobs, tune
 from triton_dist.autotuner import contextual_autotune
 
@@ -27,43 +27,40 @@ def switch_on(monkeypatch):
 
 
 def test_a_whole_run_can_go_without_tuning(off, monkeypatch, logs):
-    kernel = autotuned(scale_kernel, configs(32, 16, 64))
-    spy = Spy(kernel)
-    function = contextual_autotune(**ONCE)(lambda x: scale(kernel, x))
+    function = scaling(32, 16, 64)
     for _ in range(2):
         assert torch.equal(function(X), 2 * X)
-    assert spy.blocks == [32, 32]
-    assert (function.tuning_calls, function.choices(), dict(kernel.cache)) == (0, {}, {})
+    assert function.spy.blocks == [32, 32]
+    assert (function.tuning_calls, function.choices(), dict(function.kernel.cache)) == (0, {}, {})
     assert Autotuner.run is RUN
     assert not list(knobs.cache_dir.get().rglob("*.json"))
     assert not logs.exists()
     switch_on(monkeypatch)
     function(X)
     assert function.tuning_calls == 6
-    assert len(kernel.cache) == 1
+    assert len(function.kernel.cache) == 1
 
 
 def test_a_settled_function_goes_on_and_takes_the_first_config_for_a_new_key(off):
-    kernel = autotuned(scale_kernel, configs(32, 16))
-    function = contextual_autotune(**ONCE)(lambda x: scale(kernel, x))
+    function = scaling(32, 16)
     with tune.autotuning():  # as if the variables were not set
         function(X)
-    spy, cached = Spy(kernel), len(kernel.cache)
+    cached = len(function.kernel.cache)
+    function.spy.blocks.clear()
     for _ in range(2):
         function(torch.arange(128.0))
-    assert (spy.blocks, len(kernel.cache)) == ([32, 32], cached)
+    assert (function.spy.blocks, len(function.kernel.cache)) == ([32, 32], cached)
     assert function.tuning_calls == 4
     function(X)  # what is known stays known
 
 
 def test_a_function_that_calls_itself_and_another(off):
-    outer_kernel, inner_kernel = (autotuned(scale_kernel, configs(32, 16)) for _ in range(2))
-    spies = [Spy(outer_kernel), Spy(inner_kernel)]
-    inner = contextual_autotune(**ONCE)(lambda x: scale(inner_kernel, x))
+    kernel, inner = autotuned(scale_kernel, configs(32, 16)), scaling(32, 16)
+    spies = [Spy(kernel), inner.spy]
 
     @contextual_autotune(**ONCE)
     def outer(x, depth=1):
-        y = scale(outer_kernel, inner(x))
+        y = scale(kernel, inner(x))
         return outer(y, depth - 1) if depth else y
 
     assert torch.equal(outer(X), 16 * X)
@@ -71,9 +68,7 @@ def test_a_function_that_calls_itself_and_another(off):
 
 
 def test_an_error_leaves_nothing_replaced(off):
-    kernel = autotuned(scale_kernel, configs(32, 16))
-    Spy(kernel, 32)
-    function = contextual_autotune(**ONCE)(lambda x: scale(kernel, x))
+    function = scaling(32, 16, fails=(32,))
     with pytest.raises(Exception, match="out of resource"):
         function(X)
     assert Autotuner.run is RUN

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import triton_dist
-from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
+from tests.contextual.kernels import autotuned, configs, scale, scale_kernel, scaling
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import TuningFrozen
@@ -23,13 +23,9 @@ X = torch.arange(64.0)
 
 def start(*blocks, kernel=scale_kernel, x=X, **options):
     """(extra calls, blocks launched) of a first call in what stands for a new process."""
-    tuner = autotuned(kernel, configs(*blocks))
-    spy = Spy(tuner)
-    function = contextual_autotune(**{"n_repeat": 1, "n_warmup": 1, **options})(
-        lambda: scale(tuner, x)
-    )
-    assert torch.equal(function(), 2 * x)
-    return function.tuning_calls, spy.blocks
+    function = scaling(*blocks, kernel=kernel, **options)
+    assert torch.equal(function(x), 2 * x)
+    return function.tuning_calls, function.spy.blocks
 
 
 def records() -> list[Path]:
@@ -152,22 +148,20 @@ def test_verbose_prints_what_is_chosen(capsys, monkeypatch):
 
 @pytest.mark.parametrize("always", [False, True])
 def test_frozen_a_record_is_used_and_without_one_nothing_is_launched(monkeypatch, always):
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    spy = Spy(kernel)
+    function = scaling(16, 32)
+    blocks = function.spy.blocks
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", str(int(always)))
-    function = contextual_autotune(n_repeat=1, n_warmup=1)(lambda x: scale(kernel, x))
-    x = torch.arange(64.0)
     with pytest.raises(TuningFrozen, match=r"scale_kernel, key \(64, .*no record"):
-        function(x)
-    assert spy.blocks == []
+        function(X)
+    assert blocks == []
     monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")
-    function(x)
+    function(X)
     function.clear()
-    spy.blocks.clear()
+    blocks.clear()
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
-    assert torch.equal(function(x), 2 * x)
-    assert len(spy.blocks) == 1
+    assert torch.equal(function(X), 2 * X)
+    assert len(blocks) == 1
 
 
 def keep_up_to(candidates, nargs, limit, **_):
