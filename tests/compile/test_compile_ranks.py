@@ -8,7 +8,7 @@ import os
 import torch
 
 from tests.compile import kernels
-from tests.tuning.spent import counted, spend
+from tests.tuning.ops import counted, spend
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.testing import spawn_ranks
 from triton_dist.testing.compile_only import install

@@ -9,8 +9,16 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from tests.contextual.kernels import Spy, configs, scale, scale_kernel
-from tests.contextual.own_runs import LoneTuner, SuperTuner, TableTuner, tuned_by
+from tests.contextual.kernels import (
+    LoneTuner,
+    Spy,
+    SuperTuner,
+    TableTuner,
+    configs,
+    scale,
+    scale_kernel,
+    tuned_by,
+)
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import TuningWarning
 
@@ -66,7 +74,7 @@ def test_one_that_comes_to_nothing_of_tritons_is_left_alone_with_one_warning():
         assert torch.equal(function(X), 4 * X)
         assert torch.equal(function(X[:40]), 4 * X[:40])
     (warning,) = [each for each in caught if issubclass(each.category, TuningWarning)]
-    assert "own_runs.LoneTuner, such as of scale_kernel, tunes in a run() of its own" in str(
+    assert "kernels.LoneTuner, such as of scale_kernel, tunes in a run() of its own" in str(
         warning.message
     )
     assert function.tuning_calls == 0

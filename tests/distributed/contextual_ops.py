@@ -11,8 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
-from tests.contextual.own_runs import TableTuner, tuned_by
+from tests.contextual.kernels import (
+    Spy,
+    TableTuner,
+    autotuned,
+    configs,
+    scale,
+    scale_kernel,
+    tuned_by,
+)
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.common.vendor import all_gather_matmul

@@ -1,4 +1,5 @@
-"""Symmetric memory: the same regions everywhere, each seen by all, and nothing left behind."""
+"""Symmetric memory: equal regions on all ranks, each mapped by all ranks, freed without a rest, and
+named by address."""
 
 from __future__ import annotations
 
@@ -11,13 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.exact_memory import exact_memory
+from triton_dist import knobs
+from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument, RankDisagreement, SymmetricMemoryFull
 from triton_dist.runtime import symmetric
-from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.addresses import describe_address, forget, register
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import host
 
+exact_memory = pytest.mark.skipif(
+    "race" in checks_of(knobs.debug.get()),
+    reason="interp:race adds its notes to symmetric memory, and they are listed with the rest",
+)
+"""A mark of tests that say exactly which regions there are, and how large."""
 REGIONS = {
     "rows": ((3, 5), torch.float16),
     "flags": ((7,), torch.int32),
@@ -190,3 +197,47 @@ def leave_nothing():
 
 def test_memory_has_no_name_and_goes_when_freed(spawn_ranks):
     assert max(spawn_ranks(2, leave_nothing)) <= 1
+
+
+@pytest.fixture
+def flags():
+    register(0x1000, 64, 4, "context.flags")
+    register(0x2000, 32, 2, "context.rows")
+    register(0x3000, 192, 8, "context.words", (2, 3, 4))
+    yield
+    forget(0x1000)
+    forget(0x2000)
+    forget(0x3000)
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        (0x1000, "context.flags[0]"),
+        (0x1003, "context.flags[0]"),
+        (0x1004, "context.flags[1]"),
+        (0x103F, "context.flags[15]"),
+        (0x1040, "0x1040"),
+        (0x0FFF, "0xfff"),
+        (0x2002, "context.rows[1]"),
+        (0x2020, "0x2020"),
+        (0x3000, "context.words[0, 0, 0]"),
+        (0x3000 + 8 * (12 + 2 * 4 + 3), "context.words[1, 2, 3]"),
+    ],
+)
+def test_an_address_is_named_by_region_and_index(flags, address, name):
+    assert describe_address(address) == name
+
+
+def test_a_forgotten_address_is_a_number(flags):
+    forget(0x1000)
+    assert describe_address(0x1004) == "0x1004"
+    assert describe_address(0x2000) == "context.rows[0]"
+    forget(0x1000)
+
+
+def test_memory_that_was_dropped_leaves_no_name_to_what_takes_its_place(flags):
+    register(0x1010, 16, 4, "context.later")
+    assert describe_address(0x1010) == "context.later[0]"
+    assert describe_address(0x1004) == "0x1004"
+    forget(0x1010)

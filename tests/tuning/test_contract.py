@@ -12,7 +12,7 @@ import torch
 
 import triton_dist.tune
 from tests.tuning import ops
-from tests.tuning.spent import counted, spend
+from tests.tuning.ops import counted, spend
 from triton_dist import errors
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.runtime.triton_compat import software_versions

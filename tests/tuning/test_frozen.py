@@ -1,4 +1,5 @@
-"""Where tuning is forbidden: a valid record of any rank is used, else there is an error on all."""
+"""Calls that may not tune: frozen ones use a valid record of any rank or raise on all ranks, and
+calls in a CUDA graph capture use a record or the default."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.tuning import ops
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from triton_dist import tune
 from triton_dist._tuning.store import MemoryStore
-from triton_dist.errors import TritonDistError, TuningFrozen
+from triton_dist.errors import CaptureInProgress, TritonDistError, TuningFrozen, TuningWarning
 
 SPACE = [{"n": n} for n in (2, 1)]
 
@@ -159,3 +160,49 @@ def test_over_real_ranks_one_of_which_is_frozen(spawn_ranks, tmp_path):
     assert spawn_ranks(2, ops.tune_in_rank, folders, False) == [(2, 1, 1)] * 2
     for shared in (folders, [folders[0], str(tmp_path / "empty")]):
         assert spawn_ranks(2, ops.frozen_on_rank_1, shared) == ["2, tunings: 0"] * 2
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """One rank in a capture, in which the device must be left alone."""
+    (rank,) = some(1)
+    rank.device.capturing = True
+
+    def touched(*_, **__):
+        raise AssertionError("the device is touched during a capture")
+
+    for word in ("synchronize", "timer", "hold", "flush_cache"):
+        monkeypatch.setattr(rank.device, word, touched)
+    return rank
+
+
+def test_the_default_with_one_warning_a_key(capturing):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert capturing.tuned(1) == (1, {"n": 2})
+        assert capturing.tuned(5) == (5, {"n": 2})
+    assert [str(warning.message).split(":")[0] for warning in caught] == [
+        "ops.run, key 1", "ops.run, key 5"
+    ]  # fmt: skip
+    assert {warning.category for warning in caught} == {TuningWarning}
+    assert {warning.filename for warning in caught} == {__file__}
+    assert capturing.calls == [{"n": 2}] * 4
+    assert capturing.tuned.tuning_count == 0
+
+
+def test_a_hit_asks_nobody(capturing):
+    capturing.device.capturing = False
+    (rank,) = some(1, disk=capturing.disk)
+    rank.tuned(1)
+    assert capturing.tuned(1) == (1, {"n": 1})  # from the record
+    capturing.device.is_capturing = None
+    assert capturing.tuned(1) == (1, {"n": 1})
+
+
+def test_tune_refuses(capturing):
+    with (
+        pytest.warns(TuningWarning),
+        pytest.raises(CaptureInProgress, match=r"Call its tune\(\)"),
+    ):
+        capturing.tuned.tune(1)
