@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import triton_dist.tune
 from tests.tuning import ops
 from tests.tuning.ops import counted, spend
 from triton_dist import errors
-from triton_dist._tuning.store.layout import with_checksum
-from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.tune import AutoTuner, autotune, to_hashable
 
 A, B = torch.ones(2, 3), torch.ones(3, 4)
@@ -255,59 +252,6 @@ def test_always_tune_replaces_the_record(monkeypatch):
     tuned(1)
     assert tuned.tuning_count == 2
     assert cache_files()[0].stat().st_ino != before
-
-
-def change_recorded(group, name, value):
-    (path,) = cache_files()
-    tree = json.loads(path.read_text())
-    tree["fingerprint"][group][name] = value
-    path.write_text(with_checksum(tree))
-
-
-def patch_of(version):
-    return ".".join([*version.split("+")[0].split(".")[:2], "99"])
-
-
-@pytest.mark.parametrize(
-    ("group", "name", "value", "lenient", "strict"),
-    [
-        ("software", "torch", patch_of(software_versions()["torch"]), 0, 1),
-        ("software", "triton", patch_of(software_versions()["triton"]), 0, 1),
-        ("software", "triton", "3.0.0", 1, 1),
-        ("software", "cuda", "11.8", 1, 1),
-        ("hardware", "gpu", "NVIDIA A100 (interpreter)", 1, 1),
-        ("topology", "world_size", "8", 1, 1),
-        ("policy", "repeat", "1", 1, 1),
-        ("source", "run", "0000", 1, 1),
-    ],
-)
-def test_version_policy(group, name, value, lenient, strict, monkeypatch, capsys):
-    tuned = make([{"n": 1}])
-    tuned(1)
-    change_recorded(group, name, value)
-    tuned.clear()
-    tuned(1, autotune_verbose=True)
-    assert tuned.tuning_count == 1 + lenient
-    assert f"{group}: {name}" in capsys.readouterr().err
-    change_recorded(group, name, value)
-    tuned.clear()
-    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_VERSION_CHECK", "1")
-    tuned(1)
-    assert tuned.tuning_count == 1 + lenient + strict
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 1}'])
-def test_a_damaged_file_is_tuned_again(text):
-    tuned = make([{"n": 1}])
-    tuned(1)
-    cache_files()[0].write_text(text)
-    tuned.clear()
-    with pytest.warns(errors.CacheWarning, match="is tuned again"):
-        assert tuned(1) == (1, 1)
-    assert tuned.tuning_count == 2
-    tuned.clear()
-    tuned(1)
-    assert tuned.tuning_count == 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tuning.test_ordinary_programs import programs
 from triton_dist._tuning.engine import agreement
 from triton_dist.errors import InvalidArgument, TuningWarning
 from triton_dist.tune import AutoTuner, autotune
@@ -64,59 +65,52 @@ def program(tmp_path, monkeypatch):
     sys.modules.pop("program", None)
 
 
-SEVERAL = {
-    "functions of a factory": """
-        def make(scale):
-            def op(x, n): return x * scale
-            return tuned(op)
-        ops = [make(2.0), make(3.0), make(4.0)]
-    """,
-    "a factory that binds a function": """
-        def make(inner):
-            def op(x, n): return inner(x)
-            return tuned(op)
-        def add(k): return lambda x: x + k
-        ops = [make(add(1)), make(add(2)), make(abs)]
-    """,
-    "a factory with options in a dict": """
-        def make(options):
-            def op(x, n): return options["scale"] * x
-            return tuned(op)
-        ops = [make({"scale": 2}), make({"scale": 3})]
-    """,
-    "a factory with a default": """
-        def make(scale):
-            def op(x, n, s=scale): return x * s
-            return tuned(op)
-        ops = [make(2), make(3)]
-    """,
-    "two definitions of one name": """
-        def make(fast):
-            if fast:
-                def op(x, n): return x
-            else:
-                def op(x, n): return x * x
-            return tuned(op)
-        ops = [make(True), make(False)]
-    """,
-    "lambdas": "ops = [tuned(lambda x, n: x + 1), tuned(lambda x, n: x + 2)]",
-    "partials": """
-        def impl(size, x, n): return x + size
-        ops = [tuned(functools.partial(impl, 64)), tuned(functools.partial(impl, 128))]
-    """,
-    "callable objects": """
-        class Scale:
-            def __init__(self, factor): self.factor = factor
-            def __call__(self, x, n): return x * self.factor
-        ops = [tuned(Scale(2)), tuned(Scale(3))]
-    """,
-    "bound methods": """
-        class Scale:
-            def __init__(self, factor): self.factor = factor
-            def run(self, x, n): return x * self.factor
-        ops = [tuned(Scale(2).run), tuned(Scale(3).run)]
-    """,
-}
+SEVERAL = programs("""
+=== functions of a factory
+def make(scale):
+    def op(x, n): return x * scale
+    return tuned(op)
+ops = [make(2.0), make(3.0), make(4.0)]
+=== a factory that binds a function
+def make(inner):
+    def op(x, n): return inner(x)
+    return tuned(op)
+def add(k): return lambda x: x + k
+ops = [make(add(1)), make(add(2)), make(abs)]
+=== a factory with options in a dict
+def make(options):
+    def op(x, n): return options["scale"] * x
+    return tuned(op)
+ops = [make({"scale": 2}), make({"scale": 3})]
+=== a factory with a default
+def make(scale):
+    def op(x, n, s=scale): return x * s
+    return tuned(op)
+ops = [make(2), make(3)]
+=== two definitions of one name
+def make(fast):
+    if fast:
+        def op(x, n): return x
+    else:
+        def op(x, n): return x * x
+    return tuned(op)
+ops = [make(True), make(False)]
+=== lambdas
+ops = [tuned(lambda x, n: x + 1), tuned(lambda x, n: x + 2)]
+=== partials
+def impl(size, x, n): return x + size
+ops = [tuned(functools.partial(impl, 64)), tuned(functools.partial(impl, 128))]
+=== callable objects
+class Scale:
+    def __init__(self, factor): self.factor = factor
+    def __call__(self, x, n): return x * self.factor
+ops = [tuned(Scale(2)), tuned(Scale(3))]
+=== bound methods
+class Scale:
+    def __init__(self, factor): self.factor = factor
+    def run(self, x, n): return x * self.factor
+ops = [tuned(Scale(2).run), tuned(Scale(3).run)]
+""")
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
@@ -125,43 +119,6 @@ def test_several_functions_of_one_name_keep_a_record_each(program, kind):
     assert first == [1] * len(first)
     for _ in range(2):
         assert program.start(SEVERAL[kind]) == [0] * len(first)
-
-
-CHANGED = {
-    "an argument of a partial": """
-def impl(k, x, n): pass
-ops = [tuned(functools.partial(impl, {}))]
-""",
-    "a keyword of a partial prune_fn": """
-def keep(config, x, limit): return config["n"] <= limit
-ops = [tuned(lambda x, n: x, prune_fn=functools.partial(keep, limit={} + 5))]
-""",
-    "the state of a prune_fn": """
-class Keep:
-    def __init__(self, limit): self.limit = limit
-    def __call__(self, config, x): return config["n"] <= self.limit
-ops = [tuned(lambda x, n: x, prune_fn=Keep({} + 5))]
-""",
-    "a literal": "SIZE = {}\ndef op(x, n): return x * SIZE\nops = [tuned(op)]",
-    "an expression of literals": """
-A = {}
-SIZE = 2 * A
-def op(x, n): return SIZE
-ops = [tuned(op)]
-""",
-    "a marked constant": """
-SIZE = tune.constant(int(os.environ["SIZE"]) * {})
-def op(x, n): return SIZE
-ops = [tuned(op)]
-""",
-}
-
-
-@pytest.mark.parametrize("kind", CHANGED)
-def test_a_changed_constant_tunes_again(program, kind):
-    assert program.start(CHANGED[kind].format(1), SIZE="7") == [1]
-    assert program.start(CHANGED[kind].format(1), SIZE="7") == [0]
-    assert program.start(CHANGED[kind].format(2), SIZE="7") == [1]
 
 
 def test_a_literal_that_the_environment_chooses_counts_and_so_does_a_marked_value(program):
@@ -522,14 +479,3 @@ def test_a_change_in_place_without_restore_is_named_once():
         call(size)
     op.clear()
     call(2)
-
-
-@pytest.mark.parametrize(
-    "options", [{"restore": "x"}, {"reset_fn": lambda x: x.zero_()}], ids=["restore", "reset_fn"]
-)
-def test_a_change_in_place_that_is_undone_is_not_warned_of(options):
-    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: 1, **options)
-    def op(x, n):
-        return x.add_(1)
-
-    assert op(torch.zeros(2)).tolist() == [1.0, 1.0]

@@ -450,11 +450,14 @@ def test_a_patch_level_is_accepted_and_said_unless_versions_are_strict(
         monkeypatch.setattr(CpuDevice, "facts", facts(**change))
     else:
         monkeypatch.setattr(shared, "software_versions", versions(**change))
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_PRINT", "1")
     assert f"  used\n  accepted: {field}\n" in package.explain()[1]
     assert package.call() == 0
+    assert field in package.capsys.readouterr().err
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_VERSION_CHECK", "1")
     assert f"  not used: {field}\n" in package.explain()[1]
     assert package.call() == 1
+    assert field in package.capsys.readouterr().err
 
 
 NEUTRAL = {

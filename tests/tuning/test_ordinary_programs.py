@@ -22,6 +22,7 @@ import torch, triton
 import triton.language as tl
 from triton_dist.tune import autotune
 S, K = [{"n": 1}, {"n": 2}], lambda *a: 0
+def h(x): return VALUE
 """
 
 
@@ -37,7 +38,7 @@ def programs(text: str) -> dict[str, str]:
 
 
 RETURNS = "@autotune(S, K)\ndef op(x, n): return "
-# ``VALUE`` is what changes.
+# ``VALUE`` is what changes, also in ``h`` of each program.
 PROGRAMS = programs("""
 === a table of another module
 TILES = {"tile": VALUE}
@@ -151,7 +152,6 @@ class Op:
     def go(self, x, y, n): return self.width
 op = autotune(S, K)(functools.partial(Op(VALUE).go, 1))
 === code inside a list of a closure
-def h(x): return VALUE
 def make():
     steps = [("scale", {"b": h})]
     @autotune(S, K)
@@ -312,7 +312,6 @@ def h(x): return 0
 def _(x: int): return VALUE
 return h(x)
 === a function inside a value of a config
-def h(x): return VALUE
 @autotune([{"n": (h, 1)}, {"n": (h, 2)}], K)
 def op(x, n): return n[0](x)
 === a kernel that is a value of a triton.Config
@@ -371,14 +370,12 @@ class Op:
     @autotune(S, K)
     def op(self, x, n): return self.CHUNK
 === code in a slot
-def h(x): return VALUE
 class Op:
     __slots__ = ("kernel",)
     def __init__(self): self.kernel = h
     @autotune(S, K)
     def op(self, x, n): return self.kernel(x)
 === code that a method puts into a table
-def h(x): return VALUE
 class Op:
     def __init__(self):
         self.kernels = {}
@@ -386,7 +383,6 @@ class Op:
     @autotune(S, K)
     def op(self, x, n): return self.kernels["h"](x)
 === code that a method has under another name
-def h(x): return VALUE
 class Op:
     def __init__(self):
         kernel = h
@@ -394,7 +390,6 @@ class Op:
     @autotune(S, K)
     def op(self, x, n): return self.kernel(x)
 === code that the base is given
-def h(x): return VALUE
 class Base:
     def __init__(self, kernel): self.kernel = kernel
 class Op(Base):
@@ -427,14 +422,12 @@ def make(spec):
     return op
 op = autotune(S, K)(make(Spec(kernel)))
 === a function in a dataclass that is a value of a config
-def h(x): return VALUE
 @dataclasses.dataclass(frozen=True)
 class Variant:
     run: object
 @autotune([{"n": Variant(h)}], K)
 def op(x, n): return n.run(x)
 === code in a frozenset
-def h(x): return VALUE
 ACTS = frozenset({h})
 return [act(x) for act in ACTS]
 === what a class in a function closes over
@@ -568,6 +561,20 @@ import sys; sys.modules.setdefault("program", sys.modules[__name__])
 def helper(x): return 0
 return helper(x)
 import elsewhere
+=== an expression of literals
+A = VALUE
+SIZE = 2 * A
+return SIZE
+=== a keyword of a partial prune_fn
+def keep(config, x, limit): return config["n"] <= limit
+@autotune(S, K, functools.partial(keep, limit=VALUE + 5))
+def op(x, n): return x
+=== the state of a prune_fn
+class Keep:
+    def __init__(self, limit): self.limit = limit
+    def __call__(self, config, x): return config["n"] <= self.limit
+@autotune(S, K, Keep(VALUE + 5))
+def op(x, n): return x
 === a constant that another module sets
 import program
 program.SCALE = VALUE
@@ -848,9 +855,9 @@ def fingerprint(tmp_path, monkeypatch):
         count += 1
         folder = tmp_path / str(count)
         folder.mkdir()
-        *other, program = text.replace("VALUE", str(value)).split("---\n")
-        (folder / "elsewhere.py").write_text("".join(other))
-        (folder / "program.py").write_text(HEAD + program)
+        *other, program = text.split("---\n")
+        for name, source in {"elsewhere": "".join(other), "program": HEAD + program}.items():
+            (folder / f"{name}.py").write_text(source.replace("VALUE", str(value)))
         with monkeypatch.context() as patched:
             patched.syspath_prepend(str(folder))
             patched.delitem(sys.modules, "elsewhere", raising=False)

@@ -90,9 +90,30 @@ def test_max_trials_counts_configs(search):
     assert {request.config["n"] for request, _ in played} == {0, 1}
 
 
-def test_clear_losers_leave_after_one_sample():
-    counts = samples_of(play(Racing(configs(4), POLICY), constant([5.0, 1.0, 1.1, 3.1])))
-    assert counts == {0: 5 + FINAL, 1: 5 + FINAL, 2: 2, 3: 1}
+IN_FINAL = ROUNDS[-1] + FINAL
+"""Samples of a config that reached the final."""
+# Times, policy, place of the incumbent in a larger space, and samples by config.
+RACES = {
+    "clear losers leave after one sample":
+        ([5.0, 1.0, 1.1, 3.1], POLICY, None, {0: IN_FINAL, 1: IN_FINAL, 2: 2, 3: 1}),
+    "without noise, who is behind by more than the zone leaves next":
+        ([1.0, 1.009, 1.011], POLICY, None, {0: IN_FINAL, 1: IN_FINAL, 2: 2}),
+    "who is left alone need not go on": ([1.0, 3.5, None], POLICY, None, {0: ROUNDS[-1], 1: 1}),
+    "the incumbent is in the final whatever the limit":
+        ([1.0] * 5 + [9.0], Policy(warmup=0, max_trials=3), 5, dict.fromkeys((0, 1, 5), IN_FINAL)),
+    "an incumbent that is no candidate any more is not raced":
+        ([1.0, 1.0], POLICY, 7, {0: IN_FINAL, 1: IN_FINAL}),
+    "rounds and final are the policy's":
+        ([1.0, 1.0, 1.02, 3.0], Policy(rounds=(2, 3), repeat=4), None, {0: 7, 1: 7, 2: 2, 3: 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_samples_of_a_race_without_noise(race):
+    times, policy, incumbent, expected = RACES[race]
+    known = None if incumbent is None else Config({"n": incumbent})
+    search = Racing(configs(len(times)), policy, incumbent=known)
+    assert samples_of(play(search, constant(times))) == expected
 
 
 def test_of_many_only_those_that_are_close_get_a_second_sample():
@@ -102,11 +123,6 @@ def test_of_many_only_those_that_are_close_get_a_second_sample():
     tellers = 3 * math.ceil(100 / 16)
     assert sum(count > 1 for count in counts.values()) <= 25 + tellers
     assert all(counts[n] > 1 for n in range(6))
-
-
-def test_without_noise_who_is_behind_by_more_than_the_zone_leaves_next():
-    counts = samples_of(play(Racing(configs(3), POLICY), constant([1.0, 1.009, 1.011])))
-    assert counts == {0: 5 + FINAL, 1: 5 + FINAL, 2: 2}
 
 
 def test_noise_keeps_equals_in_the_race():
@@ -216,29 +232,6 @@ def test_few_meet_in_the_final():
     counts = samples_of(play(Racing(configs(21), POLICY), constant(times)))
     finalists = {n for n, count in counts.items() if count > ROUNDS[-1]}
     assert finalists == {0, *range(1, FINALISTS + 1)}
-
-
-def test_who_is_left_alone_need_not_go_on():
-    counts = samples_of(play(Racing(configs(3), POLICY), constant([1.0, 3.5, None])))
-    assert counts == {0: ROUNDS[-1], 1: 1}
-
-
-def test_the_incumbent_is_in_the_final_whatever_the_limit():
-    space = configs(6)
-    search = Racing(space, Policy(warmup=0, max_trials=3), incumbent=space[5])
-    counts = samples_of(play(search, constant([1.0, 1.0, 1.0, 1.0, 1.0, 9.0])))
-    assert counts == {0: 5 + FINAL, 1: 5 + FINAL, 5: 5 + FINAL}
-
-
-def test_an_incumbent_that_is_no_candidate_any_more_is_not_raced():
-    search = Racing(configs(2), POLICY, incumbent=Config({"n": 7}))
-    assert set(samples_of(play(search, constant([1.0, 1.0])))) == {0, 1}
-
-
-def test_rounds_and_final_are_the_policys():
-    policy = Policy(rounds=(2, 3), repeat=4)
-    counts = samples_of(play(Racing(configs(4), policy), constant([1.0, 1.0, 1.02, 3.0])))
-    assert counts == {0: 3 + 4, 1: 3 + 4, 2: 2, 3: 2}
 
 
 def test_whom_a_failure_put_out_of_the_race_is_called_back():

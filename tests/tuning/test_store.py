@@ -47,6 +47,14 @@ def store(request, tmp_path):
     }[request.param]()
 
 
+@pytest.fixture
+def kept(tmp_path) -> FileStore:
+    """Has the record."""
+    kept = FileStore(tmp_path)
+    kept.put(RECORD)
+    return kept
+
+
 def found(store, key=RECORD.key) -> list[TuningRecord]:
     return [stored.record for stored in store.find(key)]
 
@@ -122,7 +130,7 @@ def test_a_damaged_file_is_a_miss_with_one_warning_and_set_aside(tmp_path, damag
     path = store.path(RECORD.key)
     path.parent.mkdir(parents=True)
     path.write_text(damaged_texts()[damage])
-    with pytest.warns(CacheWarning) as caught:
+    with pytest.warns(CacheWarning, match="its key is tuned again") as caught:
         assert found(store) == []
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
@@ -134,12 +142,10 @@ def test_a_damaged_file_is_a_miss_with_one_warning_and_set_aside(tmp_path, damag
     assert path.with_name(path.name + ".damaged").read_text() == damaged_texts()[damage]
 
 
-def test_a_file_that_was_mended_meanwhile_is_not_set_aside(tmp_path):
-    store = FileStore(tmp_path)
-    store.put(RECORD)
+def test_a_file_that_was_mended_meanwhile_is_not_set_aside(kept):
     with pytest.warns(CacheWarning):
-        store._damaged(store.path(RECORD.key), "it was damaged a moment ago")
-    assert found(store) == [RECORD]
+        kept._damaged(kept.path(RECORD.key), "it was damaged a moment ago")
+    assert found(kept) == [RECORD]
 
 
 def test_a_folder_in_place_of_the_file_is_a_miss(tmp_path):
@@ -160,17 +166,15 @@ def test_a_disk_that_refuses_is_said_once_and_memory_keeps_the_record(tmp_path):
         assert found(store) == [RECORD]
 
 
-def test_a_write_that_fails_leaves_the_old_record_and_no_litter(tmp_path, monkeypatch):
-    store = FileStore(tmp_path)
-    store.put(RECORD)
+def test_a_write_that_fails_leaves_the_old_record_and_no_litter(kept, tmp_path, monkeypatch):
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(CacheWarning, match="No space left"):
-        store.put(record(Measurement((0.5,), 3)))
-    assert found(store) == [RECORD]
+        kept.put(record(Measurement((0.5,), 3)))
+    assert found(kept) == [RECORD]
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -202,13 +206,11 @@ def test_readers_never_see_half_a_record_while_others_write(tmp_path):
     assert all(each in variants for each in seen)
 
 
-def test_records_leaves_out_what_cannot_be_read(tmp_path):
-    store = FileStore(tmp_path)
-    store.put(RECORD)
-    damaged = store.path(RECORD.key).parent / f"{'ab' * 16}-12345678.json"
+def test_records_leaves_out_what_cannot_be_read(kept):
+    damaged = kept.path(RECORD.key).parent / f"{'ab' * 16}-12345678.json"
     damaged.write_text("{")
     with pytest.warns(CacheWarning, match=damaged.name):
-        assert [stored.record for stored in store.records()] == [RECORD]
+        assert [stored.record for stored in kept.records()] == [RECORD]
     assert not damaged.exists()
 
 
@@ -220,14 +222,12 @@ def test_a_file_that_is_larger_than_any_record_is_a_miss(tmp_path):
         assert found(store) == []
 
 
-def test_records_leaves_files_of_others_alone(tmp_path):
+def test_records_leaves_files_of_others_alone(kept):
     """Another library may keep files in a folder that it shares with ours."""
-    store = FileStore(tmp_path)
-    store.put(RECORD)
-    others = [store.path(RECORD.key).with_name(name) for name in ("tuned.json", "0.json")]
+    others = [kept.path(RECORD.key).with_name(name) for name in ("tuned.json", "0.json")]
     for other in others:
         other.write_text('{"best": [64, 128]}')
-    assert [stored.record for stored in store.records()] == [RECORD]
+    assert [stored.record for stored in kept.records()] == [RECORD]
     assert [other.read_text() for other in others] == ['{"best": [64, 128]}'] * 2
 
 
@@ -329,15 +329,13 @@ def test_a_record_of_the_first_schema_is_found_and_loads(tmp_path):
     assert found(store, key)[0] == read
 
 
-def test_a_stale_file_of_a_killed_writer_is_removed_by_a_later_one(tmp_path):
-    store = FileStore(tmp_path)
-    store.put(RECORD)
-    folder = store.path(RECORD.key).parent
+def test_a_stale_file_of_a_killed_writer_is_removed_by_a_later_one(kept):
+    folder = kept.path(RECORD.key).parent
     stale, fresh = folder / ".old.1.ab.tmp", folder / ".new.1.ab.tmp"
     for path in (stale, fresh):
         path.write_text("{")
     os.utime(stale, (time.time() - 4000,) * 2)
-    store.put(RECORD)
+    kept.put(RECORD)
     assert not stale.exists()
     assert fresh.exists()
 
@@ -359,20 +357,16 @@ def test_where_locks_do_not_work_records_are_written_and_damaged_files_stay(
     assert store.path(RECORD.key).read_text() == "{"
 
 
-def test_a_writer_that_is_stopped_with_the_lock_held_stops_nobody(tmp_path, monkeypatch):
+def test_a_writer_that_is_stopped_with_the_lock_held_stops_nobody(kept, monkeypatch):
     monkeypatch.setattr("triton_dist._tuning.store.file._LOCK_SECONDS", 0.1)
-    store = FileStore(tmp_path)
-    store.put(RECORD)
-    with filelock.FileLock(store.path(RECORD.key).parent / ".lock"):
-        thread = threading.Thread(target=store.put, args=(record(Measurement((0.5,), 3)),))
+    with filelock.FileLock(kept.path(RECORD.key).parent / ".lock"):
+        thread = threading.Thread(target=kept.put, args=(record(Measurement((0.5,), 3)),))
         thread.start()
         thread.join(60)
-    assert found(store) == [record(Measurement((0.5,), 3))]
+    assert found(kept) == [record(Measurement((0.5,), 3))]
 
 
-def test_a_file_that_is_replaced_on_nfs_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    store = FileStore(tmp_path)
-    store.put(RECORD)
+def test_a_file_that_is_replaced_on_nfs_while_it_is_read_is_read_again(kept, monkeypatch):
     read_bytes, calls = readonly.read_bytes, []
 
     def stale_once(path):
@@ -382,7 +376,7 @@ def test_a_file_that_is_replaced_on_nfs_while_it_is_read_is_read_again(tmp_path,
         return read_bytes(path)
 
     monkeypatch.setattr(readonly, "read_bytes", stale_once)
-    assert found(store) == [RECORD]
+    assert found(kept) == [RECORD]
     assert len(calls) == 2
 
 

@@ -19,17 +19,8 @@ def measured(*samples: float) -> Measurement:
     return Measurement(samples, 0)
 
 
-def test_of_equals_the_earliest_wins():
-    assert winner([FAILED, measured(2.0), measured(1.0), measured(1.0)], 0.0) == 2
-
-
 def noisy(median: float, noise: float = 0.02) -> Measurement:
     return measured(*(median * (1 + noise * step) for step in (-2, 1, 0, 2, -1, 0, 1, -2)))
-
-
-def test_a_difference_that_was_measured_is_not_given_away():
-    times = [measured(each, each) for each in (1.011, 1.0099, 1.0, 1.0)]
-    assert winner(times, 0.01) == winner(times, 0.0) == winner(times, 0.02) == 2
 
 
 def test_of_those_that_noise_does_not_tell_apart_the_earliest_wins():
@@ -61,24 +52,26 @@ def test_laps_that_one_was_not_in_do_not_count_for_it():
     assert winner([stayed, left], 0.01) == winner([left, stayed], 0.01) - 1 == 0
 
 
-def test_late_samples_do_not_count():
-    late = (1.0, 3.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0)
-    assert winner([noisy(1.01, 0.0), measured(*late)], 0.01) == 1
+SLOW_CLOCKS = (1.0, 3.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0)
+CLOSE = [measured(each, each) for each in (1.011, 1.0099, 1.0, 1.0)]
+WINNERS = {
+    "of equals the earliest": ([FAILED, measured(2.0), measured(1.0), measured(1.0)], 0.0, 2),
+    "a measured difference is not given away, without a zone": (CLOSE, 0.0, 2),
+    "nor with one": (CLOSE, 0.01, 2),
+    "nor with a wide one": (CLOSE, 0.02, 2),
+    "late samples do not count": ([noisy(1.01, 0.0), measured(*SLOW_CLOCKS)], 0.01, 1),
+    "few samples do not count": ([measured(*[1.0] * 5), measured(0.9, 0.9)], 0.01, 0),
+    "three do": ([measured(*[1.0] * 5), measured(0.9, 0.9, 0.9)], 0.01, 1),
+    "a clock that was set back": ([measured(1.0), measured(-3.0)], 0.01, 1),
+    "none without an outcome": ([], 0.01, None),
+    "none without a measurement": ([FAILED, FAILED], 0.01, None),
+}
 
 
-def test_who_was_dropped_after_few_samples_does_not_count():
-    lucky, finalist = measured(0.9, 0.9), measured(*[1.0] * 5)
-    assert winner([finalist, lucky], 0.01) == 0
-    assert winner([finalist, measured(0.9, 0.9, 0.9)], 0.01) == 1
-
-
-def test_a_clock_that_was_set_back_still_has_a_winner():
-    assert winner([Measurement((1.0,), 0), Measurement((-3.0,), 0)], 0.01) == 1
-
-
-def test_no_winner_without_a_measurement():
-    assert winner([], 0.01) is None
-    assert winner([FAILED, FAILED], 0.01) is None
+@pytest.mark.parametrize("case", WINNERS)
+def test_who_wins(case):
+    outcomes, zone, expected = WINNERS[case]
+    assert winner(outcomes, zone) == expected
 
 
 @pytest.mark.parametrize("indifference", [-0.01, 1.0, math.nan, math.inf])
