@@ -163,9 +163,7 @@ class DeadlockCheck:
                 with suppress(OSError, RuntimeError):  # or changed meanwhile: the next time
                     folder, state = made_folder(), self._state()
                     path = folder / f"{_rank()}.json"
-                    new = path.with_suffix(f".{os.getpid()}")
-                    new.write_text(json.dumps(state), encoding="utf-8")
-                    new.replace(path)
+                    rank_status.write_state(path, state)
                     answered = rank_status.answer_if_asked(folder, answered, state)
         if path is not None:
             with suppress(OSError):

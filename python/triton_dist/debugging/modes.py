@@ -66,10 +66,6 @@ def _instrumented(finds: str, name: str, nearest: str, lacks: Mapping[str, str])
     return Mode(finds, nearest, lacks, {_INSTRUMENTATION: name})
 
 
-def _tool(finds: str, nearest: str) -> Mode:
-    return Mode(finds, nearest, tool=True)
-
-
 MODES: Mapping[str, Mode] = {
     # Interpreted, assertions always hold a program up.
     "assert": Mode(
@@ -106,10 +102,10 @@ MODES: Mapping[str, Mode] = {
         "interp:race",
         _lacks(_UNKNOWN, "3.6", "3.7") | _lacks(_FOREIGN, "3.8", "3.9"),
     ),
-    "memcheck": _tool("accesses outside of allocations", "interp:bounds"),
-    "initcheck": _tool("reads of memory that nobody wrote", "interp:init"),
-    "racecheck": _tool("races on shared memory", "interp"),
-    "synccheck": _tool("barriers that not all threads reach", "interp:waits"),
+    "memcheck": Mode("accesses outside of allocations", "interp:bounds", tool=True),
+    "initcheck": Mode("reads of memory that nobody wrote", "interp:init", tool=True),
+    "racecheck": Mode("races on shared memory", "interp", tool=True),
+    "synccheck": Mode("barriers that not all threads reach", "interp:waits", tool=True),
 }
 
 

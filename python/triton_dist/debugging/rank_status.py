@@ -179,11 +179,15 @@ def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
             frame = frame.f_back
         known = state | {"question": question, "stack": lines[::-1], "launches": list(_launches)}
         known["memories"] = [_standing_of(memory) for memory in list(_memories)]
-        path = folder / f"where-{state['rank']}.json"
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(known), encoding="utf-8")
-        new.replace(path)
+        write_state(folder / f"where-{state['rank']}.json", known)
     return question
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state`` to ``path`` in one step."""
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(state), encoding="utf-8")
+    new.replace(path)
 
 
 def _standing_of(memory: Memory) -> dict[str, Any]:
@@ -228,11 +232,8 @@ def remove_signal_handler() -> None:
 
 def _start_in_child() -> None:
     """The pipe of a fork's parent is not for the child to write to, nor has it the thread."""
-    global _write_end
     if _write_end >= 0:
-        faulthandler.unregister(SIGNAL)
-        os.close(_write_end)
-        _write_end = -1
+        remove_signal_handler()
         install_signal_handler()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
@@ -19,20 +20,17 @@ class LayeredStore:
         self._layers = tuple(layers)
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        for layer in self._layers:
-            yield from layer.find(key)
+        return chain.from_iterable(layer.find(key) for layer in self._layers)
 
     def put(self, record: TuningRecord) -> str:
         places = [layer.put(record) for layer in self._layers]
         return next(filter(None, reversed(places)), "")
 
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        for layer in self._layers:
-            yield from layer.records_of(key)
+        return chain.from_iterable(layer.records_of(key) for layer in self._layers)
 
     def records(self) -> Iterator[StoredRecord]:
-        for layer in self._layers:
-            yield from layer.records()
+        return chain.from_iterable(layer.records() for layer in self._layers)
 
 
 _WHERE = "memory"

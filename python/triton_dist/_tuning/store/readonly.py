@@ -18,7 +18,7 @@ import dataclasses
 import errno
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
@@ -69,14 +69,11 @@ class ReadOnlyStore:
 
     def records(self) -> Iterator[StoredRecord]:
         for folder in self._names_in(self.root):
-            yield from self._records_in(self.root / folder)
+            yield from self._records_in(self.root / folder, self._read)
 
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        folder = self.folder(key.function_name)
-        for name in self._names_in(folder):
-            record = self._unchanged(folder / name) if name.endswith(".json") else None
-            if record is not None and record.key.function == key.function:
-                yield StoredRecord(record, str(folder / name))
+        found = self._records_in(self.folder(key.function_name), self._unchanged)
+        return (each for each in found if each.record.key.function == key.function)
 
     def _unchanged(self, path: Path) -> TuningRecord | None:
         """The record in ``path``, read again only if the file is another one: a function may have
@@ -94,10 +91,12 @@ class ReadOnlyStore:
             self._known[path] = state, record
         return record
 
-    def _records_in(self, folder: Path) -> Iterator[StoredRecord]:
+    def _records_in(
+        self, folder: Path, read: Callable[[Path], TuningRecord | None]
+    ) -> Iterator[StoredRecord]:
         for name in self._names_in(folder):
             path = folder / name
-            record = self._read(path) if name.endswith(".json") else None
+            record = read(path) if name.endswith(".json") else None
             if record is not None:
                 yield StoredRecord(record, str(path))
 

@@ -158,9 +158,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         Raises:
             InvalidArgument, ContextFinalized: before anything is launched.
         """
-        _refuse_scales(scale_a, scale_b)
-        weight = self._weight(weight)
-        bias = self.bias if bias is None else bias
+        weight, bias = self._held(weight, bias, scale_a, scale_b)
         rows = input.reshape(-1, input.shape[-1])
         options: dict[str, Any] = {"bias": bias, "copy_to_local": self.copy_to_local}
         if self._tiles is None:
@@ -173,11 +171,22 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
             )
         return total.view(*input.shape[:-1], self.ctx.N)  # type: ignore[no-any-return]
 
-    def _weight(self, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is None and self.weight is None:
+    def _held(
+        self,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *scales: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight and bias of a call, by default those of the layer; refuse scales."""
+        for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
+            if scale is not None:
+                expected = "None: products of int8 and fp8 are not supported"
+                raise InvalidArgument("GemmARLayer", name, tuple(scale.shape), expected)
+        weight = self.weight if weight is None else weight
+        if weight is None:
             expected = "a tensor [N, K_per_rank], or a layer with has_weight=True"
             raise InvalidArgument("GemmARLayer", "weight", None, expected)
-        return weight if weight is not None else self.weight  # type: ignore[return-value]
+        return weight, self.bias if bias is None else bias
 
     def forward_gemm(
         self,
@@ -188,9 +197,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the product of this rank without the sum; tuned without ``user_gemm_config``."""
-        _refuse_scales(scale_a, scale_b)
-        weight = self._weight(weight)
-        bias = self.bias if bias is None else bias
+        weight, bias = self._held(weight, bias, scale_a, scale_b)
         if self._tiles is None:
             product: torch.Tensor = matmul(input, weight.T)
         else:
@@ -225,10 +232,3 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
 def _tiles(config: triton.Config) -> triton.Config:
     kept = {name: config.kwargs[name] for name in _TILE_NAMES if name in config.kwargs}
     return triton.Config(kept, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-def _refuse_scales(*scales: torch.Tensor | None) -> None:
-    for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
-        if scale is not None:
-            expected = "None: products of int8 and fp8 are not supported"
-            raise InvalidArgument("GemmARLayer", name, tuple(scale.shape), expected)

@@ -36,6 +36,7 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
+from triton_dist.tune import AutoTuner
 
 _numbers = itertools.count()
 _by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
@@ -188,20 +189,13 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
     ) -> torch.Tensor:
         context = self.ag_context(B.shape[1], A.shape[1], A.dtype)
-        product: torch.Tensor = ag_gemm(
-            A.contiguous(), B, context, gathered=gathered, autotune_pg=self.group
-        )
-        return product
+        return self._call(ag_gemm, A.contiguous(), B, context, gathered=gathered)
 
     def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        context = self.rs_context(B.shape[1], A.dtype)
-        rows: torch.Tensor = gemm_rs(A, B, context, autotune_pg=self.group)
-        return rows
+        return self._call(gemm_rs, A, B, self.rs_context(B.shape[1], A.dtype))
 
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        context = self.ar_context(B.shape[1], A.dtype)
-        total: torch.Tensor = gemm_ar(A, B, context, autotune_pg=self.group)
-        return total
+        return self._call(gemm_ar, A, B, self.ar_context(B.shape[1], A.dtype))
 
     def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = grouped_gemm(A.contiguous(), B, ids)
@@ -213,28 +207,23 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
             ("ag_group_gemm", columns, K, E, topk, A.dtype), create_ag_group_gemm_context,
             self.whole_M, columns, K, E, topk, A.dtype, *self.sizes, group=self.group,
         )  # fmt: skip
-        product: torch.Tensor = ag_group_gemm(
-            A.contiguous(), B, context, ids, autotune_pg=self.group
-        )
-        return product
+        return self._call(ag_group_gemm, A.contiguous(), B, context, ids)
 
     def moe_reduce_rs(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids)
-        rows: torch.Tensor = run_moe_reduce_rs(
-            x.contiguous(), weights, ids, scales, context, autotune_pg=self.group
-        )
-        return rows
+        return self._call(run_moe_reduce_rs, x.contiguous(), weights, ids, scales, context)
 
     def moe_reduce_ar(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
-        total: torch.Tensor = run_moe_reduce_ar(
-            x.contiguous(), weights, ids, scales, context, autotune_pg=self.group
-        )
-        return total
+        return self._call(run_moe_reduce_ar, x.contiguous(), weights, ids, scales, context)
+
+    def _call(self, op: AutoTuner, *args: Any, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = op(*args, autotune_pg=self.group, **options)
+        return result
 
     def _sum_context(
         self, name: str, creator: Callable[..., Any], weights: torch.Tensor, ids: torch.Tensor
