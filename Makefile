@@ -36,9 +36,10 @@ versions:
 fresh:
 	bash scripts/fresh.sh $(TESTS)
 
-# Thousands of kills of writers of tuning records, with the counts; about two minutes.
+# Thousands of kills of writers of tuning records, with the counts; and every tile of every kernel,
+# compiled for sm_90. Some minutes.
 stress:
-	bash scripts/test.sh tests/stress -m stress -rP
+	bash scripts/test.sh tests/stress tests/compile -m stress -rP
 
 # Every way in which a distributed tuning can go wrong, on 2 and 4 ranks; some minutes.
 chaos:

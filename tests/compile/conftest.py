@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_triton_cache(tmp_path_factory):
-    """Compile anew in each run: a cached kernel would hide what this Triton makes of the source."""
+    """Compile anew in each run: a cached kernel would hide what this Triton makes of the source.
+    Workers of pytest-xdist share the folder, so that each kernel is compiled once."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton_cache")))
+        patch.setenv("TRITON_CACHE_DIR", str(shared / "triton_cache"))
         yield
 
 

@@ -1,9 +1,11 @@
 """A tuned op, its kernel and a native module: what a pack is made of.
 
-As a program, with the path of a pack: runs them, and prints what was compiled and tuned."""
+As a program, with the paths of a pack and of an artefact of ``add_one``: runs them, and prints what
+was compiled and tuned. Then compiles ``add_one`` from llir."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -47,6 +49,7 @@ def native():
 
 if __name__ == "__main__":
     from tests.compile import packed  # under the name that the records have
+    from tests.compile.runner_kernels import add_one
 
     found = []
     driver = install(90)
@@ -54,4 +57,8 @@ if __name__ == "__main__":
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
     packed.scaled(2.0)
     answers = [packed.native(), len(driver.launches), packed.scaled.tuning_count, *found]
-    print(*answers)
+    # Nothing has initialised LLVM here: stages above llir do it.
+    del os.environ["TRITON_DIST_COMPILE_FROZEN"]
+    x = torch.zeros(1024)
+    kernel = add_one[(16,)](x, x, 1024, llir_dir=sys.argv[2])
+    print(*answers, kernel.metadata.name)

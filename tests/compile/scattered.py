@@ -1,4 +1,4 @@
-"""What compiled kernels must do that store tiles to other ranks: patterns in PTX for sm_90."""
+"""Checks of compiled kernels: their limits, and patterns in their PTX."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+import torch
 import triton
 
-from triton_dist.testing.compile_only import Compiled, compile_kernel
+from triton_dist.testing.compile_only import HARDWARE, Compiled, compile_kernel
 
 ACQUIRE = "ld.global.sys.acquire"
 RELEASE = re.compile(r"(atom|red)\.global\.sys\.release|(atom|red)\.release\.sys\.global")
@@ -17,10 +19,62 @@ TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.shared")
 TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.global")
 FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+0")
 PROXY_FENCE = "fence.proxy.async.global"
+WGMMA = "wgmma.mma_async"
+REGISTERS = 65536
+
+
+def matrix(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def right(
+    K: int, N: int, layout: str = "row-major", dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Return the right operand of a product."""
+    return matrix(N, K, dtype=dtype).T if layout == "column-major" else matrix(K, N, dtype=dtype)
+
+
+def words(count: int = 4096) -> torch.Tensor:
+    """Return flags or a table of addresses, without memory."""
+    return matrix(count, dtype=torch.int64)
 
 
 def compile_launch(launch: Any) -> Compiled:
     return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
+
+
+def assert_fits(
+    kernel: Compiled,
+    *,
+    stack_bytes: int = 0,
+    programs: int = 1,
+    tma_loads: int | None = None,
+    has: Sequence[str | re.Pattern[str]] = (),
+    lacks: Sequence[str | re.Pattern[str]] = (),
+) -> None:
+    """Assert that ``programs`` blocks fit on a multiprocessor and no more than ``stack_bytes``
+    spill. Assert also how many TMA loads the PTX has, and which patterns it has and lacks."""
+    assert kernel.stack_bytes <= stack_bytes
+    # 1 KB of shared memory goes to each block beyond its own.
+    limit = HARDWARE[kernel.arch].shared_memory_bytes + 1024
+    assert (kernel.shared_memory_bytes + 1024) * programs <= limit
+    assert kernel.registers * 32 * kernel.num_warps * programs <= REGISTERS
+    assert f".target sm_{kernel.arch}" in kernel.ptx
+    assert tma_loads is None or len(TMA_LOAD.findall(kernel.ptx)) == tma_loads
+    missing = [each for each in has if not _finds(each, kernel.ptx)]
+    found = [each for each in lacks if _finds(each, kernel.ptx)]
+    assert (missing, found) == ([], [])
+
+
+def _finds(pattern: str | re.Pattern[str], ptx: str) -> bool:
+    return pattern in ptx if isinstance(pattern, str) else bool(pattern.search(ptx))
+
+
+def quick(rows: Sequence[Any], *kept: Any) -> list[Any]:
+    """Parameters of a test; all ``rows`` but ``kept`` run in ``make stress`` only."""
+    assert set(kept) <= set(rows)
+    return [pytest.param(*row, marks=() if row in kept else pytest.mark.stress) for row in rows]
 
 
 def hardest(tiles: Sequence[triton.Config]) -> list[int]:

@@ -131,24 +131,22 @@ def local():
     return local
 
 
-def test_a_kernel_that_cannot_be_imported(pool, compilations, local):
-    (digest,) = pool.missing(warm(local))
-    pool.begin([digest], 1)
-    pool.wait(digest)
-    warm(local)()
-    assert compilations == [("local", "found")]
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_a_kernel_that_cannot_be_imported(pool, compilations, local, monkeypatch, can_fork):
+    """Without another process it is compiled here, once it is needed."""
 
-
-def test_without_another_process_it_is_compiled_here(pool, compilations, local, monkeypatch):
     def fork():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(os, "fork", fork)
+    if not can_fork:
+        monkeypatch.setattr(os, "fork", fork)
     (digest,) = pool.missing(warm(local))
     pool.begin([digest], 1)
     assert compilations == []
     pool.wait(digest)
-    assert compilations == [("local", "compiled")]
+    warm(local)()
+    compiled_here = [] if can_fork else [("local", "compiled")]
+    assert compilations == [*compiled_here, ("local", "found")]
 
 
 def test_the_other_process_holds_nothing_open(pool):
@@ -162,24 +160,18 @@ def test_the_other_process_holds_nothing_open(pool):
     os.close(reader)
 
 
-def test_a_failure_is_told_and_spoils_nothing(pool):
-    bad, good = warm(kernels.difficult, "does not compile"), warm(kernels.scale, 2.0, BLOCK=32)
-    (bad_one,), (good_one,) = pool.missing(bad), pool.missing(good)
-    pool.begin([bad_one, good_one], 1)
-    for _ in range(2):
-        with pytest.raises(CandidateFailed, match="it does not compile"):
-            pool.wait(bad_one)
-    pool.wait(good_one)
-    assert "scale.cubin" in compiled_files()
-
-
-def test_a_compiler_that_crashes_takes_nobody_with_it(pool):
-    (bad,) = pool.missing(warm(kernels.difficult, "crashes"))
+@pytest.mark.parametrize(
+    ("how", "said"), [("does not compile", "it does not compile"), ("crashes", "SIGSEGV")]
+)
+def test_a_failure_is_told_and_spoils_nothing(pool, how, said):
+    (bad,) = pool.missing(warm(kernels.difficult, how))
     (good,) = pool.missing(warm(kernels.scale, 2.0, BLOCK=32))
     pool.begin([bad, good], 1)
-    with pytest.raises(CandidateFailed, match="SIGSEGV"):
-        pool.wait(bad)
+    for _ in range(2):
+        with pytest.raises(CandidateFailed, match=said):
+            pool.wait(bad)
     pool.wait(good)
+    assert "scale.cubin" in compiled_files()
 
 
 def test_a_compiler_that_hangs_is_ended(pool, monkeypatch):

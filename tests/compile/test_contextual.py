@@ -16,7 +16,7 @@ from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import NoValidConfig, TuningWarning
 from triton_dist.runtime.compiling import CompilePool
 
-TOO_MUCH = triton.Config({"BLOCK": 128}, num_warps=8, num_stages=8)
+TOO_MUCH = triton.Config({"BLOCK": 64}, num_stages=16)
 BROKEN = triton.Config({"BLOCK": 24})  # not a power of two
 SMALL, LARGE = triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 
 import pytest
 import torch
 
-from tests.compile.scattered import compile_launch
+from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
 from triton_dist.kernels.common.exchange import protocol, pushed, sums
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
@@ -34,6 +33,7 @@ ONE_LAUNCH = {
     "all-gather": protocol.kernel_all_gather,
 }
 PUSHED = {"add": pushed.kernel_add_pushed, "copy": pushed.kernel_copy_pushed}
+KERNELS = ONE_LAUNCH | PUSHED
 # The number of programs is not known to the compiler: one of each of the others.
 # Pieces are the bound of a loop: one, and the most, of each size of a block.
 SHAPES = {
@@ -41,127 +41,102 @@ SHAPES = {
     for shape in sorted(
         (*LARGE_SHAPES, *SMALL_SHAPES, DEFAULT_SHAPE), key=lambda each: each.num_pieces
     )
-}.values()
+}
+LARGEST = SHAPES[16384, True]
 
 
 def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, rank=1):
     """A launch for shards of ``elements``; without memory."""
-
-    def meta(count, of=dtype):
-        return torch.empty(count, dtype=of, device="meta")
-
+    x, out, slots = (matrix(1, dtype=dtype) for _ in range(3))
     total = elements * (1 if name == "one shot" else num_ranks)
     lengths = Lengths(elements, shard_elements(elements), total)
     pieces = 1 if name == "one shot" else shape.num_pieces
-    plan = plan_of(num_ranks, shape, meta(1), pieces)
-    options = {"plan": plan, "num_warps": shape.num_warps}
-    table, words = meta(num_ranks, torch.int64), meta(256, torch.int64)
+    options = {"plan": plan_of(num_ranks, shape, x, pieces), "num_warps": shape.num_warps}
     if name in PUSHED:
-        arguments = (meta(1), meta(1), pushed.Pushed(meta(1), words, words), lengths, 100, rank)
+        arguments = (x, out, pushed.Pushed(slots, words(), words()), lengths, 100, rank)
         return Launch(PUSHED[name], (64,), arguments, options)
-    arguments = (
-        meta(1), meta(1), Slots(meta(1), table, 1 << 26), Peers(words, table, words, words),
-        lengths, 100, rank,
-    )  # fmt: skip
+    table = words(num_ranks)
+    peers = Peers(words(), table, words(), words())
+    arguments = (x, out, Slots(slots, table, 1 << 26), peers, lengths, 100, rank)
     return Launch(ONE_LAUNCH[name], (shape.num_ctas,), arguments, options)
 
 
-@functools.cache
-def compiled(name, shape, arch=90, **options):
-    with compile_only(arch):
-        return compile_launch(prepared(name, shape, **options))
-
-
-def only_vectors(ptx):
-    """Whether data is read and written 16 bytes at a time alone."""
+def assert_only_vectors(ptx):
+    """Data is read and written 16 bytes at a time alone."""
     narrow = re.findall(r"(?:ld|st)\.global(?:\.cg)?\.(?:b16|b32|v2\.b32)\b", ptx)
     # What is not data: entries of tables, and the two words of the guard.
-    return [
-        each for each in narrow if each.startswith("st") or "b16" in each or ".cg" in each
-    ] == []
+    assert not [each for each in narrow if each[:2] == "st" or "b16" in each or ".cg" in each]
 
 
-def every_shape():
-    """The largest blocks of each kernel; the others, which need no more, of the one that has all
-    the parts."""
-    largest = max(shape.block_bytes for shape in SHAPES)
-    for name, shape in itertools.product(ONE_LAUNCH, SHAPES):
-        if name == "two shot" or shape.block_bytes == largest:
-            yield pytest.param(name, shape, id=f"{name}-{shape}")
+EVERY_SHAPE = [
+    *itertools.product(ONE_LAUNCH, SHAPES.values()),
+    *itertools.product(PUSHED, [Shape(16, 16384, 1), Shape(64, 16384, 4)]),
+]
+# The largest blocks, with and without a loop over pieces.
+IN_CI = [
+    *(
+        (name, LARGEST if name in ("two shot", "all-gather") else SHAPES[16384, False])
+        for name in ONE_LAUNCH
+    ),
+    ("add", Shape(64, 16384, 4)),
+    ("copy", Shape(16, 16384, 1)),
+]
 
 
-@pytest.mark.parametrize(("name", "shape"), list(every_shape()))
-def test_an_exchange_moves_vectors_and_spills_nothing(name, shape):
-    kernel = compiled(name, shape)
-    # Rather than take a 65th register, the assembler puts three addresses of the all-gather aside.
-    aside = 16 if name == "all-gather" and triton_version().minor in (7, 8) else 0
-    assert kernel.stack_bytes <= aside
-    assert kernel.registers * kernel.num_warps * 32 <= 65536
-    assert "ld.global.v4.b32" in kernel.ptx
-    assert "st.global.v4.b32" in kernel.ptx
-    assert only_vectors(kernel.ptx)
-
-
-def test_flags_come_after_stores_and_loads_after_flags():
+@pytest.mark.parametrize(
+    ("name", "shape"), quick(EVERY_SHAPE, *IN_CI, ("two shot", SHAPES[2048, False]))
+)
+def test_an_exchange_moves_vectors_behind_flags_and_spills_nothing(sm90, name, shape):
     """In the order of the program: count the call, store to peers, a barrier of the threads,
     release; acquire, then load what came."""
-    ptx = compiled("one shot", Shape(64, 8192)).ptx
-    release, acquire = ptx.index(RELEASE), ptx.index(ACQUIRE)
-    assert ptx.index(COUNT) < ptx.index("st.global.v4.b32") < release < acquire
-    # Every address that a store or a release needs is looked up before the first of them.
-    assert not re.search(
-        r"ld\.global\.b64", ptx[ptx.rindex("st.global.v4.b32", 0, release) : release]
-    )
-    assert acquire < ptx.index("ld.global.cg.v4.b32")
-
-
-@pytest.mark.parametrize("name", list(ONE_LAUNCH))
-def test_threads_meet_before_one_tells_the_peers(name):
-    """One instruction tells all of them, a thread each; nothing is stored after the barrier."""
-    ptx = compiled(name, max(SHAPES, key=lambda each: each.num_pieces)).ptx
+    kernel = compile_launch(prepared(name, shape))
+    ptx = kernel.ptx
+    # Rather than take a 65th register, the assembler puts three addresses of the all-gather aside.
+    aside = 16 if name == "all-gather" and triton_version().minor in (7, 8) else 0
+    assert_fits(kernel, stack_bytes=aside)
+    assert_only_vectors(ptx)
+    assert ptx.index(ACQUIRE) < ptx.index("ld.global.cg.v4.b32")
+    if name in PUSHED:
+        assert RELEASE not in ptx
+        return
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    if name == "one shot":
+        release = ptx.index(RELEASE)
+        assert ptx.index(COUNT) < ptx.index("st.global.v4.b32") < release < ptx.index(ACQUIRE)
+        # Every address that a store or a release needs is looked up before the first of them.
+        assert "ld.global.b64" not in ptx[ptx.rindex("st.global.v4.b32", 0, release) : release]
+    # One instruction tells all peers, a thread each; nothing is stored after the barrier.
     releases = [found.start() for found in re.finditer(re.escape(RELEASE), ptx)]
     assert len(releases) == (2 if name == "two shot" else 1)
-    for release in releases:
-        barrier = ptx.rindex("bar.sync", 0, release)
-        assert not re.search(r"st\.global|\bbra\b", ptx[barrier:release])
-
-
-@pytest.mark.parametrize("name", list(PUSHED))
-@pytest.mark.parametrize("shape", [Shape(16, 16384, 1), Shape(64, 16384, 4)], ids=str)
-def test_what_copy_engines_push_is_read_in_vectors(name, shape):
-    kernel = compiled(name, shape)
-    assert kernel.stack_bytes == 0
-    assert only_vectors(kernel.ptx)
-    assert kernel.ptx.index("ld.global.sys.acquire") < kernel.ptx.index("ld.global.cg.v4.b32")
-    assert RELEASE not in kernel.ptx
+    for each in releases:
+        barrier = ptx.rindex("bar.sync", 0, each)
+        assert not re.search(r"st\.global|\bbra\b", ptx[barrier:each])
 
 
 @pytest.mark.parametrize(
     ("name", "elements"),
     # Of one, a constant for Triton, the kernel that does most.
-    [*((name, 4097) for name in (*ONE_LAUNCH, *PUSHED)), ("two shot", 1)],
+    [*((name, 4097) for name in KERNELS), ("two shot", 1)],
 )
-def test_odd_sizes(name, elements):
-    kernel = compiled(name, DEFAULT_SHAPE, elements=elements)
+def test_odd_sizes(sm90, name, elements):
     # An element at a time takes more addresses than vectors do: some spill, most in Triton 3.7.
-    assert kernel.stack_bytes <= 264
+    assert_fits(compile_launch(prepared(name, DEFAULT_SHAPE, elements)), stack_bytes=264)
 
 
 @pytest.mark.parametrize(  # by turns: all kernels move blocks by the same functions
-    ("name", "dtype", "num_ranks"),
+    ("name", "arch", "dtype", "num_ranks"),
     [
-        (name, *((torch.float16, 8) if place % 2 else (torch.float32, 3)))
-        for place, name in enumerate(ONE_LAUNCH)
+        ("one shot", 90, torch.float32, 3),
+        ("two shot", 90, torch.float16, 8),
+        ("reduce-scatter", 100, torch.float32, 3),
+        ("all-gather", 80, torch.float16, 8),
+        ("add", 80, torch.bfloat16, 4),
     ],
 )
-def test_dtypes_and_numbers_of_ranks(name, dtype, num_ranks):
-    kernel = compiled(name, Shape(64, 8192), dtype=dtype, num_ranks=num_ranks)
-    assert kernel.stack_bytes <= 64  # a few addresses, in Triton 3.6
-    assert only_vectors(kernel.ptx)
-
-
-@pytest.mark.parametrize(  # one of each family
-    ("name", "arch"), [("two shot", 80), ("one shot", 100), ("add", 80)]
-)
-def test_other_generations(name, arch):
-    assert f".target sm_{arch}" in compiled(name, DEFAULT_SHAPE, arch).ptx
+def test_dtypes_numbers_of_ranks_and_generations(name, arch, dtype, num_ranks):
+    with compile_only(arch):
+        launch = prepared(name, DEFAULT_SHAPE, dtype=dtype, num_ranks=num_ranks)
+        kernel = compile_launch(launch)
+    assert_fits(kernel, stack_bytes=64)  # a few addresses, in Triton 3.6
+    assert_only_vectors(kernel.ptx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 
@@ -14,12 +13,19 @@ import triton.language as tl
 import triton_dist
 from tests.compile.scattered import (
     ACQUIRE,
+    FULL_WAIT,
     PROXY_FENCE,
     RELEASE,
     TMA_LOAD,
     TMA_STORE,
+    WGMMA,
+    assert_fits,
     compile_launch,
     hardest,
+    matrix,
+    quick,
+    right,
+    words,
 )
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
@@ -29,10 +35,9 @@ from triton_dist.kernels.common.gemm.units import SplitWorkspace
 from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.kernels.common.slots.gathered import kernel_release_copies
-from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
+from triton_dist.testing.compile_only import compile_kernel, compile_only
 
 LAYOUTS = ("row-major", "column-major")
-DEFAULTS = {True: PERSISTENT_TILES[0], False: POINTER_TILES[0]}
 
 
 def prepared(
@@ -40,67 +45,42 @@ def prepared(
     num_ranks=4, rows=1008, chunk_rows=1008, push=None, K=4096,
 ):  # fmt: skip
     """The launch for a shard of ``rows`` x K and a B of K x 1024; tensors without memory."""
-
-    def matrix(m, n):
-        return torch.empty(m, n, dtype=dtype, device="meta")
-
     ranks = num_ranks if gathered else 1
-    flags = torch.empty(256, dtype=torch.int64, device="meta")
-    own, C = matrix(rows, K), matrix(rows * ranks, 1024)
-    B = matrix(1024, K).T if layout == "column-major" else matrix(K, 1024)
-    shards = GatheredShards(matrix(rows * ranks, K), flags, flags[:32], chunk_rows, 8, push)
-    partials = torch.empty(1 << 24, device="meta")
-    split = SplitWorkspace(partials, torch.empty(256, dtype=torch.int32, device="meta"))
+    flags = words()
+    own, C = matrix(rows, K, dtype=dtype), matrix(rows * ranks, 1024, dtype=dtype)
+    B = right(K, 1024, layout, dtype)
+    everyone = matrix(rows * ranks, K, dtype=dtype)
+    shards = GatheredShards(everyone, flags, flags[:32], chunk_rows, 8, push)
+    partials = matrix(1 << 24, dtype=torch.float32)
+    split = SplitWorkspace(partials, matrix(256, dtype=torch.int32))
     return sharded_gemm(
         own, B, C, config, num_sms=132, persistent=persistent, rank=rank if gathered else 0,
         num_ranks=ranks, gathered=shards if gathered else None, split=split,
     )  # fmt: skip
 
 
-@functools.cache
-def compiled(persistent, index, layout, gathered=True, arch=90, dtype=torch.bfloat16):
-    """Compiled once, whatever is asserted of it; ``index`` into the tiles of its space."""
-    config = (PERSISTENT_TILES if persistent else POINTER_TILES)[index]
-    with compile_only(arch):
-        return compile_launch(prepared(persistent, config, layout, gathered, dtype))
+TILES = {True: PERSISTENT_TILES, False: POINTER_TILES}
+# Of those for what descriptors cannot read, the two largest.
+EVERY_TILE = [
+    *itertools.product([True], hardest(PERSISTENT_TILES), LAYOUTS),
+    *itertools.product([False], hardest(POINTER_TILES)[:2], LAYOUTS),
+]
+IN_CI = (
+    (True, 0, "row-major"),
+    (True, 1, "column-major"),
+    (True, 8, "column-major"),
+    (False, 0, "row-major"),
+)
 
 
-def kernel_of(config):
-    """What tells the kernels of configs apart: not GROUP_SIZE_M, a factor in places of tiles."""
-    return str(config.all_kwargs() | {"GROUP_SIZE_M": "any"})
-
-
-def first_of_each(kinds):
-    """Index of the first of each of ``kinds``: what is alike is compiled once."""
-    kinds = list(kinds)
-    return sorted({kinds.index(kind) for kind in kinds})
-
-
-def every_tile():
-    """The largest ones with both layouts, the others with one by turns; of those for what
-    descriptors cannot read, the two largest."""
-    for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for number, index in enumerate(hardest(tiles)[: None if persistent else 2]):
-            config = tiles[index]
-            sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
-            kind = "persistent" if persistent else "pointers"
-            for layout in LAYOUTS if sizes == "128x256x64" else [LAYOUTS[number % 2]]:
-                name = f"{kind}-{sizes}-{config.num_warps}x{config.num_stages}-{index}-{layout}"
-                yield pytest.param(persistent, index, layout, id=name)
-
-
-@pytest.mark.parametrize(("persistent", "index", "layout"), list(every_tile()))
-def test_a_tile_fits_pipelines_and_waits(persistent, index, layout):
-    kernel = compiled(persistent, index, layout)
+@pytest.mark.parametrize(("persistent", "index", "layout"), quick(EVERY_TILE, *IN_CI))
+def test_a_tile_fits_pipelines_and_waits(sm90, persistent, index, layout):
+    kernel = compile_launch(prepared(persistent, TILES[persistent][index], layout))
     assert kernel.name == f"kernel_gemm_{'' if persistent else 'non_'}persistent"
-    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
-    assert kernel.stack_bytes == 0
-    assert "wgmma.mma_async" in kernel.ptx
+    # Own and gathered loop: each loads A and B, stages - 1 times ahead and once inside.
+    assert_fits(kernel, tma_loads=2 * 2 * kernel.num_stages if persistent else 0, has=[WGMMA])
     assert_waits(kernel.ptx)
-    if persistent:
-        # Own and gathered loop: each loads A and B, stages - 1 times ahead and once inside.
-        assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * 2 * kernel.num_stages
-    else:
+    if not persistent:
         assert "cp.async.cg" in kernel.ptx
         # Every stage is there: A and B tiles of bf16.
         tile = POINTER_TILES[index].kwargs
@@ -108,19 +88,19 @@ def test_a_tile_fits_pipelines_and_waits(persistent, index, layout):
         assert kernel.shared_memory_bytes >= 2 * elements * (kernel.num_stages - 1)
 
 
-@pytest.mark.parametrize("index", first_of_each(map(kernel_of, SPLIT_K_TILES)))
-def test_a_tile_that_is_cut_fits_pipelines_and_waits(index):
-    config = SPLIT_K_TILES[index]
-    with compile_only(90):
-        kernel = compile_launch(prepared(True, config, "column-major", rows=128, chunk_rows=128))
-    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
-    assert kernel.stack_bytes == 0
-    # A block has the registers that it needs.
-    assert kernel.registers * 32 * kernel.num_warps <= 65536
-    assert "wgmma.mma_async" in kernel.ptx
+@pytest.mark.parametrize("columns", quick([(128,), (256,)], (128,)))
+def test_a_tile_that_is_cut_fits_pipelines_and_waits(sm90, columns):
+    config = cut(SPLIT_K_TILES[0], columns)  # the other differs in the order of tiles
+    kernel = compile_launch(prepared(True, config, "column-major", rows=128, chunk_rows=128))
+    assert_fits(kernel, tma_loads=2 * 2 * kernel.num_stages, has=[WGMMA])
     assert_waits(kernel.ptx)
-    assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * 2 * kernel.num_stages
     assert_parts_are_stored_before_they_are_counted(kernel, config.kwargs)
+
+
+def cut(config, columns):
+    """A tile that is cut along K, with another number of columns: fewer compile sooner."""
+    kwargs = config.kwargs | {"BLOCK_SIZE_N": columns}
+    return triton.Config(kwargs, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 COUNT = re.compile(r"atom\.global\.gpu\.acq_rel\.add")
@@ -148,29 +128,19 @@ def assert_parts_are_stored_before_they_are_counted(kernel, tile):
 def pushing(persistent, number, layout="column-major", K=4096, num_ranks=4):
     """The launch of a fused candidate, for a shard of 128 rows."""
     config, num_comm_sms, num_chunks = FUSED_TILES[number]
-    table = torch.empty(8, dtype=torch.int64, device="meta")
-    push = ShardPush(table, table.clone(), words(), num_comm_sms, num_chunks)
-    config = config if persistent else DEFAULTS[False]
+    push = ShardPush(words(8), words(8), words(), num_comm_sms, num_chunks)
+    config = config if persistent else POINTER_TILES[0]
     return prepared(
         persistent, config, layout, rows=128, chunk_rows=128, push=push, K=K, num_ranks=num_ranks
     )
 
 
-# How many programs send is a constant in one comparison, and chunks are a loop unless there is one.
-FUSED_KINDS = [(kernel_of(config), chunks > 1) for config, _, chunks in FUSED_TILES]
-
-
-@pytest.mark.parametrize("number", first_of_each(FUSED_KINDS))
-def test_a_fused_tile_fits_pipelines_pushes_and_waits(number):
-    with compile_only(90):
-        kernel = compile_launch(pushing(True, number, LAYOUTS[number % 2]))
-    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
-    assert kernel.stack_bytes == 0
-    assert ".local" not in kernel.ptx
-    assert kernel.registers * 32 * kernel.num_warps <= 65536
-    assert "wgmma.mma_async" in kernel.ptx
+@pytest.mark.parametrize(("number", "K"), [(0, 4096), (5, 4104)])
+def test_a_fused_tile_fits_pipelines_pushes_and_waits(sm90, number, K):
+    """Rows of 4104 columns begin at multiples of 16 bytes, and Triton does not know."""
+    kernel = compile_launch(pushing(True, number, LAYOUTS[number % 2], K=K))
     loads = [match.start() for match in TMA_LOAD.finditer(kernel.ptx)]
-    assert len(loads) == 2 * 2 * kernel.num_stages
+    assert_fits(kernel, tma_loads=2 * 2 * kernel.num_stages, has=[WGMMA], lacks=[".local"])
     assert_pushes(kernel)
     # Inside the K loop over chunks: the flags of all programs at once, the fence, then the loads.
     acquire = [match.end() for match in ACQUIRE_AT_ONCE.finditer(kernel.ptx)][-1]
@@ -197,16 +167,10 @@ def assert_pushes(kernel):
     assert "st.global.b16" not in kernel.ptx
 
 
-def test_rows_of_any_aligned_length_are_pushed_in_vectors(sm90):
-    """4104 columns: rows begin at multiples of 16 bytes, and Triton does not know."""
-    assert_pushes(compile_launch(pushing(True, 0, K=4104)))
-
-
 def test_the_kernel_on_pointers_pushes_too(sm90):
     kernel = compile_launch(pushing(False, 0))
     assert kernel.name == "kernel_gemm_non_persistent"
-    assert kernel.stack_bytes == 0
-    assert "cp.async.cg" in kernel.ptx  # still pipelined
+    assert_fits(kernel, has=["cp.async.cg"])  # still pipelined
     (release,) = (match.start() for match in RELEASE.finditer(kernel.ptx))
     stores = [match.start() for match in re.finditer(r"st\.global\.b16", kernel.ptx)]
     assert any(store < release for store in stores)
@@ -219,66 +183,52 @@ def assert_waits(ptx):
     assert ptx.rindex(PROXY_FENCE) > ptx.rindex(ACQUIRE)
 
 
-@pytest.mark.parametrize(("persistent", "layout"), [(True, LAYOUTS[1]), (False, LAYOUTS[0])])
-def test_a_plain_gemm_has_no_wait(persistent, layout):
-    kernel = compiled(persistent, 0, layout, gathered=False)
-    assert kernel.stack_bytes == 0
-    assert ACQUIRE not in kernel.ptx
-    assert PROXY_FENCE not in kernel.ptx
-    if persistent:
-        assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
+@pytest.mark.parametrize(
+    ("persistent", "index", "gathered", "arch", "dtype"),
+    [
+        (True, 0, False, 90, torch.bfloat16),
+        (False, 0, False, 90, torch.float16),
+        (True, 0, True, 90, torch.float16),
+        # fp32 is multiplied without matrix units; of the pointer tiles, number 5 is the smallest.
+        (False, 5, True, 90, torch.float32),
+        (True, 0, True, 100, torch.bfloat16),
+        (True, 0, True, 80, torch.bfloat16),
+    ],
+)
+def test_a_plain_gemm_does_not_wait_and_other_dtypes_and_generations_do(
+    persistent, index, gathered, arch, dtype
+):
+    with compile_only(arch):
+        launch = prepared(persistent, TILES[persistent][index], LAYOUTS[1], gathered, dtype)
+        kernel = compile_launch(launch)
+    loads = (2 if gathered else 1) * 2 * kernel.num_stages if persistent and arch == 90 else None
+    assert_fits(kernel, tma_loads=loads)
+    if arch == 90:
+        assert (WGMMA in kernel.ptx) is (dtype is not torch.float32)
+    assert (ACQUIRE in kernel.ptx) is gathered
+    assert (PROXY_FENCE in kernel.ptx) is (gathered and arch >= 90)
+    assert ("cp.async.bulk.tensor" in kernel.ptx) is (persistent and arch >= 90)
+    if gathered and arch == 90:
+        assert_waits(kernel.ptx)
 
 
 @pytest.mark.parametrize(
-    ("persistent", "index", "dtype"),
-    # fp32 is multiplied without matrix units; of the pointer tiles, number 5 is the smallest.
-    [(True, 0, torch.float16), (False, 0, torch.float16), (False, 5, torch.float32)],
+    ("of", "arguments", "others", "has", "lacks"),
+    [
+        (kernel_await_consumption, (words(), words(), 9, 1, 4), (1, 0, 2), [ACQUIRE], []),
+        (kernel_finish_epoch, (words(), words(), words(), 1, 4), (0, 2), [RELEASE], [ACQUIRE]),
+        (kernel_release_copies, (words(), words(), 32), (64,), [], []),
+    ],
 )
-def test_other_dtypes(persistent, index, dtype):
-    kernel = compiled(persistent, index, "column-major", dtype=dtype)
-    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
-    assert kernel.stack_bytes == 0
-    assert ("wgmma.mma_async" in kernel.ptx) is (dtype is torch.float16)
-    assert_waits(kernel.ptx)
-
-
-@pytest.mark.parametrize(("persistent", "arch"), [(True, 100), (True, 80)])
-def test_the_default_tiles_on_other_generations(persistent, arch):
-    kernel = compiled(persistent, 0, "column-major", arch=arch)
-    assert f".target sm_{arch}" in kernel.ptx
-    assert kernel.shared_memory_bytes <= HARDWARE[arch].shared_memory_bytes
-    assert ACQUIRE in kernel.ptx
-    assert (PROXY_FENCE in kernel.ptx) is (arch >= 90)
-    assert ("cp.async.bulk.tensor" in kernel.ptx) is (persistent and arch >= 90)
-
-
-def words(count=64):
-    return torch.empty(count, dtype=torch.int64, device="meta")
-
-
-def test_consumption_is_looked_at_with_acquire(sm90):
-    kernel = compile_kernel(kernel_await_consumption, words(), words(), 9, 1, 4, num_warps=1)
-    assert kernel.stack_bytes == 0
-    assert ACQUIRE in kernel.ptx
-    again = compile_kernel(kernel_await_consumption, words(), words(), 1, 0, 2, num_warps=1)
-    assert again.kernel is kernel.kernel
-
-
-def test_peers_are_told_with_release(sm90):
-    table = torch.empty(4, dtype=torch.int64, device="meta")
-    kernel = compile_kernel(kernel_finish_epoch, words(), words(), table, 1, 4, num_warps=1)
-    assert kernel.stack_bytes == 0
-    assert kernel.ptx.rindex("st.global") > RELEASE.search(kernel.ptx).start()
-    assert ACQUIRE not in kernel.ptx
-    again = compile_kernel(kernel_finish_epoch, words(), words(), table, 0, 2, num_warps=1)
-    assert again.kernel is kernel.kernel
-
-
-def test_copies_are_released_by_one_kernel_for_all_worlds(sm90):
-    kernel = compile_kernel(kernel_release_copies, words(), words(), 32, num_warps=1)
-    assert kernel.stack_bytes == 0
-    again = compile_kernel(kernel_release_copies, words(), words(), 64, num_warps=1)
-    assert again.kernel is kernel.kernel
+def test_what_begins_and_ends_a_call_is_one_kernel_for_all_worlds(
+    sm90, of, arguments, others, has, lacks
+):
+    kernel = compile_kernel(of, *arguments, num_warps=1)
+    assert_fits(kernel, has=has, lacks=lacks)
+    again = (*arguments[: len(arguments) - len(others)], *others)
+    assert compile_kernel(of, *again, num_warps=1).kernel is kernel.kernel
+    if of is kernel_finish_epoch:
+        assert kernel.ptx.rindex("st.global") > RELEASE.search(kernel.ptx).start()
 
 
 @triton_dist.jit
@@ -292,31 +242,25 @@ def store_then_notify(source_ptr, out_ptr, flag_ptr, n, B: tl.constexpr):
         dl.notify(flag_ptr + tile, 1)
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-def test_a_store_is_complete_before_its_release(arch):
-    source = torch.empty(1024, 64, dtype=torch.float16, device="meta")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_store_is_complete_before_its_release_and_nothing_waits_without_tma(arch):
+    source = matrix(1024, 64, dtype=torch.float16)
     with compile_only(arch):
         ptx = compile_kernel(store_then_notify, source, source.clone(), words(), 1024, B=64).ptx
+    if arch == 80:
+        assert "cp.async.bulk" not in ptx
+        assert "fence.proxy" not in ptx
+        return
     store = [match.end() for match in TMA_STORE.finditer(ptx)][-1]
     release = next(match.start() for match in RELEASE.finditer(ptx) if match.start() > store)
     between = ptx[store:release]
     # The full wait: the one that ends in .read only says that shared memory may be reused.
-    assert re.search(r"cp\.async\.bulk\.wait_group\s+0", between)
+    assert FULL_WAIT.search(between)
     assert PROXY_FENCE in between
     assert "bar.sync" in between.split("wait_group")[-1]
 
 
-def test_publishing_is_free_where_there_is_no_tma():
-    source = torch.empty(1024, 64, dtype=torch.float16, device="meta")
-    with compile_only(80):
-        ptx = compile_kernel(store_then_notify, source, source.clone(), words(), 1024, B=64).ptx
-    assert "cp.async.bulk" not in ptx
-    assert "fence.proxy" not in ptx
-
-
 def test_a_tile_that_does_not_fit_is_a_failed_candidate(sm90):
-    too_large = triton.Config(
-        DEFAULTS[True].kwargs | {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_K": 128}, num_warps=4, num_stages=3
-    )
+    too_large = triton.Config(PERSISTENT_TILES[11].kwargs, num_warps=4, num_stages=8)
     with pytest.raises(CandidateFailed, match="OutOfResources: out of resource: shared memory"):
         prepared(True, too_large).compile()

@@ -8,20 +8,19 @@ import pytest
 import torch
 import triton.language as tl
 
-from tests.compile import test_ag_group_gemm as grouped_gemms
 from tests.compile import test_exchange_kernels as exchanges
 from tests.compile import test_gemm_ar_kernels as all_reduces
 from tests.compile import test_gemm_kernels as gemms
 from tests.compile import test_gemm_rs_kernels as reduce_scatters
-from tests.compile import test_packet_gemm as packet_gemms
-from tests.compile import test_packet_kernels as packets
+from tests.compile import test_grouped_gemm as grouped_gemms
+from tests.compile import test_packets as packets
 from tests.compile import test_warp_specialized_gemm as specialized
 from tests.compile.scattered import compile_launch
-from tests.compile.test_deferred_tiles import deferred
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, tile_shapes
+from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
 from triton_dist.kernels.common.scatter.ways import outputs
-from triton_dist.runtime.device.cuda_launch import can_repeat, parameters
+from triton_dist.runtime.device.cuda_launch import can_repeat, parameters, scratch_bytes
 from triton_dist.testing.compile_only import compile_kernel
 
 
@@ -83,102 +82,87 @@ def test_a_tile_of_the_same_sizes_is_the_same_kernel_and_another_word_is_not(sm9
     assert ("sqrt" in first.ptx, "sqrt" in other.ptx) == (True, False)
 
 
-SHAPE = exchanges.Shape(32, 8192)
-IN_AND_OUT = {"x_ptr", "out_ptr"}
-OPERANDS = {"a_ptr", "b_ptr"}
-LAUNCHES = {
-    **{
-        name: (lambda name=name: exchanges.prepared(name, SHAPE), IN_AND_OUT)
-        for name in ("two shot", "add", "copy")
-    },
-    "packets": (lambda: packets.prepared(packets.BLOCKS_OF_2048), IN_AND_OUT),
-    "scatter": (lambda: reduce_scatters.prepared(True, PERSISTENT_TILES[0], bias=True), OPERANDS),
-    "by pointers": (lambda: reduce_scatters.prepared(False, POINTER_TILES[0]), OPERANDS),
-    "all-reduce": (lambda: all_reduces.prepared("two shot", True, PERSISTENT_TILES[0]), OPERANDS),
-    "deferred": (lambda: deferred("all", PERSISTENT_TILES[0], 2), set()),
-    "one launch": (
-        lambda: all_reduces.prepared("one shot", True, all_reduces.TILES_TO_ALL[0]), OPERANDS,
-    ),
-    "packet gemm": (lambda: packet_gemms.prepared(True, packet_gemms.TILES[True][0]), OPERANDS),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_launch_is_laid_out_and_what_varies_is_among_its_parameters(sm90, name):
-    make, varying = LAUNCHES[name]
-    launch = make()
-    compiled = compile_launch(launch)
-    arguments = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
-    assert can_repeat(compiled.kernel, arguments)
-    found = {each: value for each, _, value in parameters(compiled.kernel.src.signature, arguments)}
-    if "out" in arguments:
-        out = arguments["out"]
-        moves = outputs(out.c, out.bias)
-        assert all(found[each] is tensor for each, tensor in moves.items())
-        assert ("out.bias" in found) == (out.bias is not None)
-    assert varying <= set(found)
+OPERANDS = {"a_ptr", "b_ptr", "x_ptr", "out_ptr"}
+ROWS_OF_A_BUCKET = (4000, 3996, 3964, 3908)
 
 
 def sharded(config, persistent=True):
     """Chunks of any number of rows, and another number of ranks with another M."""
-    for rank, rows in ((0, 1008), (1, 504), (3, 1), (2, 7)):
+    for rank, rows in ((1, 1008), (0, 504), (3, 1)):
         yield gemms.prepared(persistent, config, rank=rank, chunk_rows=rows)
     yield gemms.prepared(persistent, config, rank=5, num_ranks=8)
 
 
-def scattered(persistent, config):
+def scattered(persistent):
+    config = (PERSISTENT_TILES if persistent else POINTER_TILES)[0]
     for rank, rows in enumerate((1008, 1007, 16, 1)):
         yield reduce_scatters.prepared(persistent, config, rank=rank, rows=rows)
 
 
-def summed(kind, persistent):
-    # Where rows have owners, all programs add, and how much at a time goes by the bucket.
-    has_owners = kind in ("two shot, one launch", "reduce-scatter")
-    config = all_reduces.KINDS[kind, persistent][0]
-    for rank, rows in enumerate((1024, 1020, 900, 772) if has_owners else (1008, 1007, 1, 16)):
+def summed(kind, persistent, index):
+    # Rows with owners are added by all programs; the bucket of M sets how many at a time.
+    config = all_reduces.KINDS[kind, persistent][index]
+    for rank, rows in enumerate((100, 1007, 1, 16) if kind == "one shot" else ROWS_OF_A_BUCKET):
         yield all_reduces.prepared(kind, persistent, config, rank=rank, rows=rows)
 
 
-def exchanged(name):
+def exchanged(name, shape):
     for rank, elements in ((0, 4096), (1, 1 << 20), (3, 8192)):
-        yield exchanges.prepared(name, exchanges.DEFAULT_SHAPE, elements, rank=rank)
+        yield exchanges.prepared(name, shape, elements, rank=rank)
 
 
-def in_packets():
-    for rank, elements in ((0, 4096), (1, 1 << 15), (3, 8192)):
-        yield packets.prepared(packets.BLOCKS_OF_2048, elements, rank=rank)
-
-
-def low():
-    for rank, rows in enumerate((1, 2, 7, 16)):
-        yield packet_gemms.prepared(True, packet_gemms.TILES[True][0], rank=rank, rows=rows)
-
-
-def fused():
-    for num_ranks in (2, 4, 8):
-        yield gemms.pushing(True, 0, gemms.LAYOUTS[0], num_ranks=num_ranks)
-
-
-def gathered():
-    for rank in (0, 1, 3):
-        yield grouped_gemms.prepared(grouped_gemms.GROUPED_TILES[16], rank=rank)
-
-
-ALIKE = {
+# Launches that one kernel serves: of tiles that tests of the kernel compile too.
+LAUNCHES = {
     "gemm": lambda: sharded(PERSISTENT_TILES[0]),
     "gemm by pointers": lambda: sharded(POINTER_TILES[0], False),
     "gemm, specialised warps": lambda: sharded(specialized.EVERY_TILE[0]),
-    "fused gemm": fused,
-    "grouped gemm": gathered,
-    "scatter": lambda: scattered(True, PERSISTENT_TILES[0]),
-    "scatter by pointers": lambda: scattered(False, POINTER_TILES[0]),
-    "packets": in_packets,
-    "packet gemm": low,
-    **{kind: lambda kind=kind: summed(*kind) for kind in all_reduces.KINDS},
-    **{name: lambda name=name: exchanged(name) for name in exchanges.ONE_LAUNCH},
+    "fused gemm": lambda: [gemms.pushing(True, 0, num_ranks=ranks) for ranks in (2, 4, 8)],
+    "grouped gemm": lambda: [
+        grouped_gemms.prepared_gathered(GROUPED_TILES[18], rank=rank) for rank in (0, 1, 3)
+    ],
+    "scatter": lambda: scattered(True),
+    "scatter by pointers": lambda: scattered(False),
+    "deferred": lambda: [
+        reduce_scatters.deferred("all", tile_shapes(PERSISTENT_TILES)[1], num_ranks=8)
+    ],
+    "packets": lambda: [
+        packets.exchanged(packets.BLOCKS_OF_2048, elements, rank=rank)
+        for rank, elements in ((0, 4096), (1, 1 << 15), (3, 8192))
+    ],
+    "packet gemm": lambda: [
+        packets.prepared(True, packets.TILES[True][0], rank=rank, rows=rows)
+        for rank, rows in enumerate((1, 2, 7, 16))
+    ],
+    **{str(each): lambda each=each: summed(*each) for each in all_reduces.IN_CI},
+    **{
+        name: lambda name=name, shape=shape: exchanged(name, shape)
+        for name, shape in exchanges.IN_CI
+    },
 }
 
 
-@pytest.mark.parametrize("name", ALIKE, ids=str)
-def test_one_compiled_kernel_serves_all_ranks_and_sizes(sm90, name):
-    assert len({id(compile_launch(launch).kernel) for launch in ALIKE[name]()}) == 1
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_one_kernel_serves_all_ranks_and_sizes_and_its_launch_is_laid_out(sm90, name):
+    launches = list(LAUNCHES[name]())
+    (kernel,) = {compile_launch(launch).kernel for launch in launches}
+    for launch in launches:
+        arguments = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
+        assert can_repeat(kernel, arguments)
+        found = {each: value for each, _, value in parameters(kernel.src.signature, arguments)}
+        varying = OPERANDS & set(launch.kernel.arg_names)
+        assert bool(varying) is (name != "deferred")
+        assert varying <= set(found)
+        if "out" in arguments:
+            out = arguments["out"]
+            moves = outputs(out.c, out.bias)
+            assert all(found[each] is tensor for each, tensor in moves.items())
+            assert ("out.bias" in found) == (out.bias is not None)
+
+
+def test_a_kernel_with_specialised_warps_is_laid_out_with_all_groups(sm90):
+    """The launch has the threads of all groups, and scratch for five descriptors: own and gathered
+    A, B, and C of each group."""
+    launch = specialized.prepared(True, specialized.EVERY_TILE[0])
+    kernel = compile_launch(launch).kernel
+    assert kernel.metadata.num_warps == 12
+    assert scratch_bytes(kernel, launch.grid) == 5 * 128 * launch.grid[0]

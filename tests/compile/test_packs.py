@@ -26,6 +26,7 @@ from triton_dist.runtime.compiling import recorder, shipped
 from triton_dist.testing.compile_only import compile_only
 
 ROOT = Path(__file__).parents[2]
+DATA = Path(__file__).parent / "data" / "triton-3.9.0"
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +84,20 @@ def test_a_pack_has_what_a_launch_needs_and_says_what_it_is(pack):
 
 
 def test_a_fresh_process_compiles_and_tunes_nothing_and_needs_no_compiler(pack, tmp_path):
-    """Nor a home that it can write."""
+    """Nor a home that it can write. Then it compiles, and begins at llir."""
     frozen = {"TRITON_DIST_COMPILE_FROZEN": "1", "TRITON_DIST_AUTOTUNE_FROZEN": "1"}
     closed = {"HOME": "/proc/1/none", "TRITON_CACHE_DIR": "/proc/1/none", "PATH": str(tmp_path)}
     ours = {"TRITON_DIST_CACHE_DIR": "/proc/1/none", "TRITON_DIST_DEVICE": "cpu"}
     inherited = os.environ.get("PYTHONPATH", "")
     paths = {"PYTHONPATH": f"{inherited}:{ROOT / 'python'}:{ROOT}", "TMPDIR": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.compile.packed", str(pack)],
+        [sys.executable, "-m", "tests.compile.packed", str(pack), str(DATA)],
         env=frozen | closed | ours | paths,
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["42", "1", "0", "True"]
+    assert ran.stdout.split() == ["42", "1", "0", "True", "add_one"]
     assert list(tmp_path.iterdir()) == []  # what was laid out is gone
 
 

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests import commands
-from tests.architecture.source import ROOT
 from tests.compile.runner_kernels import (
     add_one,
     choose,
@@ -221,83 +219,75 @@ def test_bad_keywords(keywords, message, sm90):
     assert sm90.launches == []
 
 
-def damaged(name: str, folder: Path) -> str:
-    """Damage the artefact in ``folder``; returns the level to launch it from."""
-    side = folder / "scale.json"
-    tree = json.loads(side.read_text())
-    match name:
-        case "no file":
-            (folder / "scale.cubin").unlink()
-        case "no sidecar":
-            side.unlink()
-        case "half a sidecar":
-            side.write_text(side.read_text()[:100])
-        case "sidecar of a later version":
-            side.write_text(json.dumps(tree | {"triton_dist_artefact": 99}))
-        case "sidecar of others":
-            side.write_text("[]")
-        case "of another kernel":
-            side.write_text(json.dumps(tree | {"function": "other"}))
-        case "a name that is no text":
-            side.write_text(json.dumps(tree | {"function": "\ud800"}))
-        case "no launch":
-            side.write_text(json.dumps(tree | {"launch": {}}))
-        case "text for a number":
-            side.write_text(json.dumps(tree | {"launch": tree["launch"] | {"shared": "x"}}))
-        case "no power of two":
-            side.write_text(json.dumps(tree | {"options": {"num_warps": 3}}))
-        case "descriptors of nothing":
-            side.write_text(json.dumps(tree | {"launch": tree["launch"] | {"tensordesc_meta": 1}}))
-        case "no UTF-8":
-            side.unlink()
-            path = folder / "scale.ttir"
-            path.write_bytes(path.read_text().encode("utf-16"))
-            return "ttir"
-        case "no cubin":
-            (folder / "scale.cubin").write_bytes(b"PK" * 99)
-        case "half a cubin":
-            (folder / "scale.cubin").write_bytes((folder / "scale.cubin").read_bytes()[:-50])
-        case "no entry":
-            ptx = folder / "scale.ptx"
-            ptx.write_text(ptx.read_text().replace(".entry scale", ".entry other"))
-            return "ptx"
-        case "wrong ptx" | "wrong llir":
-            path = folder / f"scale.{name[6:]}"
-            path.write_text(path.read_text().replace("ret;", "return;").replace("ret void", "ret"))
-            return name[6:]
-        case "wrong ttir":
-            (folder / "scale.ttir").write_text("module {")
-            return "ttir"
-    return "cubin"
+def side(**changes):
+    """A change of members of the sidecar; a dict changes members of that member."""
+
+    def change(data):
+        tree = json.loads(data)
+        for name, value in changes.items():
+            tree[name] = tree[name] | value if value and isinstance(value, dict) else value
+        return json.dumps(tree).encode()
+
+    return change
 
 
+# The level to launch from, the damaged file, the damage (None deletes it), and what is said.
 DAMAGES = {
-    "no file": "No such file or directory; in .* there are scale.json, scale.llir",
-    "no sidecar": r"scale\.json: No such file",
-    "half a sidecar": r"scale\.json: it cannot be read",
-    "sidecar of a later version": "a later version of triton_dist wrote it",
-    "sidecar of others": "scale.json",
-    "of another kernel": "it is of the kernel 'other', not 'scale'",
-    "a name that is no text": r"it is of the kernel '.ud800', not",
-    "no launch": "its json does not say how much shared memory",
-    "text for a number": "it has shared 'x'",
-    "no power of two": "it has num_warps 3",
-    "descriptors of nothing": "it has tensordesc_meta 1",
-    "no UTF-8": r"scale\.ttir: it is not a kernel in Triton's IR",
-    "no cubin": "it is no cubin, or not a whole one",
-    "half a cubin": "it is no cubin, or not a whole one",
-    "no entry": "it has no kernel scale; there is other",
-    "wrong ptx": r"Triton 3\.\d+\.\d+ cannot compile it: PTXASError",
-    "wrong llir": r"Triton 3\.\d+\.\d+ cannot compile it",
-    "wrong ttir": r"Triton 3\.\d+\.\d+ cannot compile it",
-}
+    "no file": ("cubin", "cubin", None, "No such file or .*; in .* there are scale.json, scale"),
+    "no sidecar": ("cubin", "json", None, r"scale\.json: No such file"),
+    "half a sidecar": ("cubin", "json", lambda d: d[:100], r"scale\.json: it cannot be read"),
+    "of a later version": (
+        "cubin", "json", side(triton_dist_artefact=99), "a later version of triton_dist wrote it",
+    ),
+    "sidecar of others": ("cubin", "json", lambda d: b"[]", "scale.json"),
+    "of another kernel": (
+        "cubin", "json", side(function="other"), "it is of the kernel 'other', not 'scale'",
+    ),
+    "a name that is no text": (
+        "cubin", "json", side(function="\ud800"), r"it is of the kernel '.ud800', not",
+    ),
+    "no launch": ("cubin", "json", side(launch={}), "its json does not say how much shared"),
+    "text for a number": ("cubin", "json", side(launch={"shared": "x"}), "it has shared 'x'"),
+    "no power of two": ("cubin", "json", side(options={"num_warps": 3}), "it has num_warps 3"),
+    "descriptors of nothing": (
+        "cubin", "json", side(launch={"tensordesc_meta": 1}), "it has tensordesc_meta 1",
+    ),
+    "no UTF-8": (
+        "ttir", "ttir", lambda d: d.decode().encode("utf-16"),
+        r"scale\.ttir: it is not a kernel in Triton's IR",
+    ),
+    "no cubin": ("cubin", "cubin", lambda d: b"PK" * 99, "it is no cubin, or not a whole one"),
+    "half a cubin": ("cubin", "cubin", lambda d: d[:-50], "it is no cubin, or not a whole one"),
+    "no entry": (
+        "ptx", "ptx", lambda d: d.replace(b".entry scale", b".entry other"),
+        "it has no kernel scale; there is other",
+    ),
+    "wrong ptx": (
+        "ptx", "ptx", lambda d: d.replace(b"ret;", b"return;"),
+        r"Triton 3\.\d+\.\d+ cannot compile it: PTXASError",
+    ),
+    "wrong llir": (
+        "llir", "llir", lambda d: d.replace(b"ret void", b"ret"),
+        r"Triton 3\.\d+\.\d+ cannot compile it",
+    ),
+    "wrong ttir": (
+        "ttir", "ttir", lambda d: b"module {", r"Triton 3\.\d+\.\d+ cannot compile it",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_missing_or_damaged_is_told(name, exported, tmp_path, sm90):
     folder = shutil.copytree(exported / "special", tmp_path / "damaged")
-    level = damaged(name, folder)
-    with pytest.raises(InvalidArtefact, match=DAMAGES[name]):
+    level, suffix, change, message = DAMAGES[name]
+    path = folder / f"scale.{suffix}"
+    if name == "no UTF-8":  # else it is compiled as the sidecar says
+        (folder / "scale.json").unlink()
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InvalidArtefact, match=message):
         scale[(1,)](**SPECIAL, **{f"{level}_dir": folder})
     assert sm90.launches == []
 
@@ -692,24 +682,6 @@ def test_values_are_dumped_where_the_launch_says_so(sm90):
         assert why in str(cause)
     with pytest.raises(InvalidArgument, match="a kernel in Triton's language"):
         gluon_copy[(1,)](MEMORY, MEMORY, 64, 64, dump_tensor=torch.empty(1))
-
-
-FROM_LLIR = """
-import sys
-import torch
-from tests.compile.runner_kernels import add_one
-from triton_dist.testing.compile_only import install
-
-install(90)
-x = torch.zeros(1024)
-add_one[(16,)](x, x, 1024, llir_dir=sys.argv[1])
-"""
-
-
-def test_a_process_that_begins_at_llir():
-    """Nothing has initialised LLVM there: stages above do it."""
-    done = commands.python("-c", FROM_LLIR, str(DATA), PYTHONPATH=f"{ROOT}:{ROOT / 'python'}")
-    assert done.returncode == 0, done.stderr
 
 
 PROGRAM = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 
@@ -15,50 +14,47 @@ from tests.compile.scattered import (
     PROXY_FENCE,
     TMA_LOAD,
     TMA_STORE,
+    WGMMA,
+    assert_fits,
     compile_launch,
     hardest,
+    matrix,
+    quick,
 )
-from tests.compile.test_gemm_kernels import COUNT, LAYOUTS, prepared
+from tests.compile.test_gemm_kernels import COUNT, LAYOUTS, cut, prepared
 from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia.gemm import op as gemm
 from triton_dist.runtime.compiling import CompilePool
-from triton_dist.runtime.device.cuda_launch import can_repeat, scratch_bytes
 from triton_dist.runtime.triton_compat import triton_version
-from triton_dist.testing.compile_only import HARDWARE, compile_only
+from triton_dist.testing.compile_only import compile_only
 
 EVERY_TILE = (*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES)
 BEGIN_OF_PRODUCER = re.compile(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;")
 STAGED = re.compile(r"stmatrix\.sync|st\.shared\.v4")
 WAIT_FOR_STORE = re.compile(r"cp\.async\.bulk\.wait_group\.read\s+0;")
 GIVE_UP = "gpu.relaxed.max"
-WGMMA = "wgmma.mma_async"
-
-
-@functools.cache
-def compiled(index, layout="column-major", gathered=True, dtype=torch.bfloat16):
-    with compile_only(90):
-        return compile_launch(prepared(True, EVERY_TILE[index], layout, gathered, dtype))
-
-
-# Of those that are cut, which follow, the index counts on.
+# The indices of the tiles that are cut along K follow those of the others.
 HARDEST = [
     *hardest(WARP_SPECIALIZED_TILES),
     *(len(WARP_SPECIALIZED_TILES) + index for index in hardest(WARP_SPECIALIZED_SPLIT_K_TILES)),
 ]
 
 
-@pytest.mark.parametrize("index", HARDEST)
-def test_a_tile_fits_without_spills(index):
-    layout = LAYOUTS[index % 2]
-    kernel = compiled(index, layout)
+@pytest.mark.parametrize(
+    ("index", "columns"),
+    quick([*((each, None) for each in HARDEST), (5, 128)], (0, None), (2, None), (5, 128)),
+)
+def test_a_tile_fits_without_spills(sm90, index, columns):
+    layout, config = LAYOUTS[index % 2], EVERY_TILE[index]
+    if columns is not None:
+        config = cut(config, columns)
+    kernel = compile_launch(prepared(True, config, layout))
     assert kernel.name == "kernel_gemm_warp_specialized"
     # With Triton 3.9 two of the tiles keep 8 bytes on the stack, beside 168 registers.
-    assert kernel.stack_bytes <= (8 if triton_version().minor >= 9 else 0)
-    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
+    assert_fits(kernel, stack_bytes=8 if triton_version().minor >= 9 else 0)
     # Two groups of consumers, and a producer that is rounded up to one.
     assert kernel.num_warps == 12
-    assert kernel.registers * 32 * kernel.num_warps <= 65536
     # Two groups have 240 registers a thread, the third gives its own up.
     limits = [
         int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+);", kernel.ptx)
@@ -66,10 +62,10 @@ def test_a_tile_fits_without_spills(index):
     assert {24, 240} < set(limits)
     assert 3 * kernel.registers >= 2 * 240 + 24
     # One product of each group, in steps of 16 along K; 64 rows at a time.
-    tile = EVERY_TILE[index].kwargs
+    tile = config.kwargs
     products = tile["BLOCK_SIZE_K"] // 16 * tile["BLOCK_SIZE_M"] // 64
     assert kernel.ptx.count(WGMMA) == products
-    assert_only_the_producer_waits_for_flags(kernel.ptx, copies(EVERY_TILE[index], layout))
+    assert_only_the_producer_waits_for_flags(kernel.ptx, copies(config, layout))
     assert_stores_wait_for_staging(kernel.ptx)
     if tile.get("SPLIT_K", 1) > 1:
         assert_parts_are_stored_before_they_are_counted(kernel, tile)
@@ -128,42 +124,22 @@ def assert_parts_are_stored_before_they_are_counted(kernel, tile):
         assert after.count("ld.global.cg.v2") == tile["SPLIT_K"] * stores
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plain_gemm_has_no_wait(layout):
-    kernel = compiled(0, layout, gathered=False)
-    assert kernel.stack_bytes == 0
-    assert ACQUIRE not in kernel.ptx
-    assert PROXY_FENCE not in kernel.ptx
-    assert len(TMA_LOAD.findall(kernel.ptx)) == copies(EVERY_TILE[0], layout)
-
-
-def test_fp16():
-    kernel = compiled(0, dtype=torch.float16)
-    assert kernel.stack_bytes == 0
-    assert f"{WGMMA}.sync.aligned.m64n256k16.f32.f16.f16" in kernel.ptx
-
-
-@pytest.mark.parametrize("rows", [1, 37])
-def test_few_rows(sm90, rows):
-    """Of one row, M is a constant for Triton."""
-    kernel = compile_launch(prepared(True, EVERY_TILE[1], gathered=False, rows=rows))
-    assert kernel.stack_bytes == 0
-
-
-def test_its_launch_can_be_laid_out():
-    """In its layout, the kernel has the threads of all groups and scratch for five descriptors: own
-    and gathered A, B, and C of each group."""
-    kernel = compiled(0)
-    launch = prepared(True, EVERY_TILE[0])
-    arguments = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
-    assert can_repeat(kernel.kernel, arguments)
-    assert kernel.kernel.metadata.num_warps == 12
-    assert scratch_bytes(kernel.kernel, launch.grid) == 5 * 128 * launch.grid[0]
+@pytest.mark.parametrize(
+    ("layout", "dtype", "rows"),
+    [("row-major", torch.float16, 1), ("column-major", torch.bfloat16, 37)],
+)
+def test_a_plain_gemm_has_no_wait(sm90, layout, dtype, rows):
+    """Of any number of rows: Triton makes an M of 1 a constant."""
+    kernel = compile_launch(prepared(True, EVERY_TILE[1], layout, False, dtype, rows=rows))
+    of = ".f32.f16.f16" if dtype is torch.float16 else ".f32.bf16.bf16"
+    has = [f"{WGMMA}.sync.aligned.m64n256k16{of}"]
+    loads = copies(EVERY_TILE[1], layout)
+    assert_fits(kernel, tma_loads=loads, has=has, lacks=[ACQUIRE, PROXY_FENCE])
 
 
 def test_another_process_compiles_it(sm90, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    launch = prepared(True, EVERY_TILE[0], rows=512)
+    launch = prepared(True, EVERY_TILE[4], gathered=False)
     launch.kernel.device_caches.clear()
     found = []
     monkeypatch.setattr(
@@ -195,14 +171,13 @@ def test_where_it_cannot_serve_the_ordinary_kernel_does(arch, dtype, kernel):
         launch = prepared(True, EVERY_TILE[0], dtype=dtype)
         assert launch.kernel.fn.__name__ == kernel
         assert bool(warp_specialized_tiles()) is (arch == 90)
-        A, B = (torch.empty(4096, 4096, dtype=dtype, device="meta") for _ in range(2))
+        A, B = (matrix(4096, 4096, dtype=dtype) for _ in range(2))
         kept = gemm.suits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
         assert kept is (kernel == "kernel_gemm_warp_specialized")
 
 
 def test_what_tma_cannot_read_goes_to_the_kernel_on_pointers(sm90):
-    A = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta")
-    wide = torch.empty(1024, 2048, dtype=torch.bfloat16, device="meta")
+    A, wide = matrix(512, 1024), matrix(1024, 2048)
 
     def kept(A, B):
         return gemm.suits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)

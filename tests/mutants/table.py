@@ -225,7 +225,7 @@ MUTANTS = (
         _TILES,
         "tl.debug_barrier()  # else the first warp's store",
         "pass  # else the first warp's store",
-        ("tests/compile/test_deferred_tiles.py",),
+        ("tests/compile/test_gemm_rs_kernels.py",),
     ),
     Mutant(
         "deferred tiles: programs that have begun are counted anew in each call",
