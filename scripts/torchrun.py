@@ -9,13 +9,36 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partialmethod
 from types import FrameType
+from typing import Any
 
 
 def end_by(number: int, _: FrameType | None = None) -> None:
     """End with the status that a shell reports for a signal."""
     print(f"launch.sh: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     os._exit(128 + number)
+
+
+def start_whole(context: Any, start: Callable[[Any], None]) -> None:
+    """Start the ranks, and handle signals only after the last rank has started.
+
+    torchrun ends only ranks that it has registered, and it registers them after the last start: a
+    signal between two starts would leave ranks behind.
+    """
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        start(context)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in received:
+        signal.raise_signal(number)
 
 
 def main() -> int:
@@ -25,10 +48,11 @@ def main() -> int:
         signal.signal(number, end_by)
     import logging
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    SubprocessContext._start = partialmethod(start_whole, SubprocessContext._start)
     options = parse_args(None)
     if not options.max_restarts:  # with restarts, these lines give the reason of each
         for name in ("multiprocessing.api", "agent.server.api"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import signal
@@ -339,19 +341,6 @@ def test_where_a_bare_name_is_looked_for(
     assert "there are several, give the path" in result.stderr
 
 
-def test_a_real_launch_of_two_ranks(launch: Launcher) -> None:
-    (launch.folder / "a script.py").write_text(
-        "import os, sys\n"
-        "line = f\"rank {os.environ['RANK']} {sys.argv[1:]}\\n\"\n"
-        "os.write(1, line.encode())\n"  # in one piece
-    )
-    result = launch("a script.py", "two words", "0", TORCHRUN="")
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [
-        f"rank {rank} ['two words', '0']" for rank in range(2)
-    ]
-
-
 def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
     """Although rank 1 finds it first, and torchrun would have a traceback of its own."""
     (launch.folder / "parses.py").write_text(
@@ -368,24 +357,33 @@ def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
 
 
 def test_a_signal_ends_a_launch_with_one_line(launch: Launcher) -> None:
-    (launch.folder / "waits.py").write_text("import time\nprint(1, flush=True)\ntime.sleep(60)\n")
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    started = [
-        subprocess.Popen(
-            ["bash", str(LAUNCHER), "waits.py"], env=launch.environment | {"TORCHRUN": ""},
-            cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for _ in numbers
-    ]  # fmt: skip
-    for process, number in zip(started, numbers, strict=True):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "1\n"
-        process.send_signal(number)
-    for process, number in zip(started, numbers, strict=True):
-        _, errors = process.communicate(timeout=60)
+    """Also if it arrives while ranks start: of eight ranks, the last start after the first print."""
+    (launch.folder / "a script.py").write_text(
+        "import os, sys, time\n"
+        "line = f\"rank {os.environ['RANK']} {sys.argv[1:]}\\n\"\n"
+        "os.write(1, line.encode())\n"  # in one piece
+        "time.sleep(60)\n"
+    )
+    command = ["bash", str(LAUNCHER), "--nproc_per_node=8", "a script.py", "two words", "0"]
+    expected = {f"rank {rank} ['two words', '0']\n" for rank in range(8)}
+    for number, lines_before in ((signal.SIGINT, 1), (signal.SIGTERM, 8)):
+        with subprocess.Popen(
+            command, env=launch.environment | {"TORCHRUN": ""}, cwd=launch.folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                assert process.stdout is not None
+                printed = {process.stdout.readline() for _ in range(lines_before)}
+                process.send_signal(number)
+                _, errors = process.communicate(timeout=40)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert printed <= expected
+        assert len(printed) == lines_before
         assert process.returncode == 128 + number
         assert errors.endswith(f"launch.sh: ended by {number.name}\n")
-        assert "torch" not in errors[errors.index("waits.py") :], "lines of torchrun"
+        assert "torch" not in errors[errors.index("a\\ script.py") :], "lines of torchrun"
 
 
 def test_requirements_are_those_of_pyproject() -> None:
