@@ -9,12 +9,15 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from importlinter.cli import lint_imports
 
 from tests.architecture.source import PACKAGE, ROOT, modules, name, tree, uses
-from tests.commands import python
 
 HARDWARE = ("torch.cuda", "torch.distributed")
 MAY_TOUCH_HARDWARE = ("runtime/", "debugging/", "kernels/", "layers/", "testing/", "test/")
+LONGEST = 620
+"""Think again above 400, but do not split a class or a function to satisfy a number."""
+SUBORDINATE = re.compile(r"(How|If|Of|That|What|When|Where|Whether|Which|Who|Whose|Why)\b")
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
 
 
@@ -26,13 +29,10 @@ def offences(path: Path, forbidden: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_imports_point_down(tmp_path: Path) -> None:
-    # As the command lint-imports does, which need not lie beside this Python.
-    lint = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    config = str(ROOT / "pyproject.toml")
-    result = python("-c", lint, "--config", config, "--cache-dir", str(tmp_path), "--no-logo")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " kept, 0 broken" in result.stdout
+def test_imports_point_down(monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True) == 0
+    assert " kept, 0 broken" in capsys.readouterr().out
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -108,6 +108,24 @@ def test_kernels_ask_a_device_what_it_can_not_what_it_is() -> None:
         if re.search(r"device(\(\))?\.name\b", code)
     ]
     assert not found, "ask for interprets, has_nccl, …:\n" + "\n".join(found)
+
+
+def test_no_module_is_too_long() -> None:
+    counts = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
+    assert not {module: count for module, count in counts.items() if count > LONGEST}
+
+
+def test_no_docstring_begins_with_a_subordinate_clause() -> None:
+    found = [
+        f"{name(path)}:{statement.lineno}: {text.splitlines()[0]}"
+        for path in modules()
+        for node in ast.walk(tree(path))
+        if isinstance(body := getattr(node, "body", None), list)
+        for statement in body
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if SUBORDINATE.match(text := str(statement.value.value).strip())
+    ]
+    assert not found, "begin with a noun or a verb:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
