@@ -357,7 +357,7 @@ def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
 
 
 def test_a_signal_ends_a_launch_with_one_line(launch: Launcher) -> None:
-    """Also if it arrives while ranks start: of eight ranks, the last start after the first print."""
+    """Also while ranks start: when the first rank has printed, the last of eight has not started."""
     (launch.folder / "a script.py").write_text(
         "import os, sys, time\n"
         "line = f\"rank {os.environ['RANK']} {sys.argv[1:]}\\n\"\n"

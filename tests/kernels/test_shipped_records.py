@@ -162,10 +162,10 @@ def measured_at(record: TuningRecord, value: Any) -> Any:
 
 
 def test_shipped_records_are_hits(on):
-    """Every fourth, of a thousand that differ in sizes. The tests below, on files that are made
-    there, show that this one can fail."""
+    """Every sixteenth record of each file: most differ only in sizes. The tests below, on files that
+    are made there, show that this one can fail."""
     for path in SHIPPED:
-        assert every_record_is_a_hit(json.loads(path.read_text()), on, step=4) > 0, path
+        assert every_record_is_a_hit(json.loads(path.read_text()), on, step=16) > 0, path
 
 
 def made(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import warnings
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.ag_gemm_calls import some_configs
 from tests.layers.functional_ranks import drawn, part
 from triton_dist.errors import InvalidArgument, TritonDistWarning
+from triton_dist.kernels.nvidia import ag_gemm, gemm_rs
 from triton_dist.layers.nvidia import (
     TP_MLP,
     Collectives,
@@ -293,8 +296,11 @@ def two_replicas() -> int:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     net = torch.nn.Sequential(MLP(32, 48)).to(current_device().torch_device)
-    with parallelize(net, pairs[mine], max_M=64):
-        return len(net(drawn(1, (6, 40)[mine], 32)))
+    with contextlib.ExitStack() as few:
+        for op in (ag_gemm, gemm_rs):
+            few.enter_context(some_configs(op))
+        with parallelize(net, pairs[mine], max_M=64):
+            return len(net(drawn(1, (6, 40)[mine], 32)))
 
 
 class DynamicCache:
