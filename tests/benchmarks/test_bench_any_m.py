@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.overlap import any_m
 from tests.architecture.source import ROOT
+from tests.benchmarks.few_configs import run_with_few_configs
 from tests.docs.run_blocks import run_program
 from triton_dist.tune import fine_bucket
 
@@ -87,9 +88,9 @@ def test_regret_is_that_against_a_race_of_the_whole_space(spawn_ranks, tmp_path)
     path = tmp_path / "any.json"
     command = ("--op", "gemm_rs", "--M", "3", "--M-random", "0", "--bounds", "0", "--regret", "1")
     env = {"TRITON_DIST_CACHE_DIR": str(tmp_path)}
-    spawn_ranks(
-        2, run_program, SCRIPT, *command, "--rounds", "3", "--json", str(path), init=False, env=env
-    )
+    few = (run_with_few_configs, ("gemm_rs",), SCRIPT)
+    command += ("--rounds", "3", "--json", str(path))
+    spawn_ranks(2, *few, *command, init=False, env=env)
     (point,) = json.loads(path.read_text())["points"]
     assert point["regret"] > -1
     assert point["first_call"]["device"] > 3 * point["ms"]["tuned"]

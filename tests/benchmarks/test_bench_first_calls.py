@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.architecture.source import ROOT
-from tests.docs.run_blocks import run_program
+from tests.benchmarks.few_configs import run_with_few_configs
 
 SCRIPT = str(ROOT / "benchmarks" / "bench_first_calls.py")
 
@@ -13,7 +13,8 @@ SCRIPT = str(ROOT / "benchmarks" / "bench_first_calls.py")
 def test_sizes_beside_tuned_ones_are_predicted_then_raced(spawn_ranks, tmp_path):
     path = tmp_path / "first.json"
     command = (SCRIPT, "--op", "gemm_rs", "--sizes", "8", "--most", "64", "--json", str(path))
-    printed, _ = spawn_ranks(2, run_program, *command, init=False, timeout=200)
+    few = (run_with_few_configs, ("gemm_rs",))
+    printed, _ = spawn_ranks(2, *few, *command, init=False, timeout=200)
     assert "gemm_rs, llama-70b-gate-up: 2 ranks" in printed
     calls = json.loads(path.read_text())["calls"]
     frozen, raced = ([each for each in calls if each["frozen"] is kind] for kind in (True, False))

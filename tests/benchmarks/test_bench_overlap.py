@@ -15,6 +15,7 @@ from benchmarks.overlap import plot, shapes, table
 from benchmarks.overlap.shapes import Shape
 from tests.architecture.source import ROOT
 from tests.benchmarks import overlap_ranks
+from tests.benchmarks.few_configs import run_with_few_configs
 from tests.docs.run_blocks import run_program
 from triton_dist.testing import spawn_ranks
 from triton_dist.testing.opinfo import OPINFOS
@@ -31,8 +32,9 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overlap")
     path = folder / "overlap.json"
     printed, _ = spawn_ranks(
-        2, run_program, SCRIPT, "--scale", "1", "--shapes", "24:64:32,10:32:16",
-        "--mode", "eager,graph", "--rounds", "2", "--best", "2", "--json", str(path),
+        2, run_with_few_configs, ("ag_gemm",), SCRIPT, "--scale", "1",
+        "--shapes", "24:64:32,10:32:16", "--mode", "eager,graph", "--rounds", "2", "--best", "2",
+        "--json", str(path),
         init=False, timeout=200, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},
     )  # fmt: skip
     return printed, path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.architecture.source import ROOT
-from tests.docs.run_blocks import run_program
+from tests.benchmarks.few_configs import run_with_few_configs
 from triton_dist._archive import Pack
 from triton_dist._tuning.store.packs import records_of
 from triton_dist.cli.main import main
@@ -16,7 +16,8 @@ def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path, monkeypatch):
     script = str(ROOT / "benchmarks" / "tune_layers.py")
     command = (script, "--op", "gemm_rs", "--layers", "Mistral-7B", "--M", "2048,1024")
     for said, options in (("tuned now", []), ("from the cache", ["--run"])):
-        printed, _ = spawn_ranks(2, run_program, *command, *options, init=False, timeout=200)
+        few = (run_with_few_configs, ("gemm_rs",))
+        printed, _ = spawn_ranks(2, *few, *command, *options, init=False, timeout=200)
         assert printed.count(said) == 2
     out = tmp_path / "gemm_rs.tdpack"
     assert main(["pack", "gemm_rs", "--out", str(out)]) == 0

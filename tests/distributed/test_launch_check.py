@@ -154,12 +154,3 @@ def test_a_wrong_result_is_an_error(spawn_ranks, tmp_path, cache):
     arguments = (str(script), "--case", "check", "--no-autotune")
     with pytest.raises(RanksFailed, match="values differ by more than"):
         spawn_ranks(2, run_program, *arguments, init=False, env=cache)
-
-
-def test_moe_reduce_rs_tunes_then_uses_the_cache(run_script):
-    """The command line of before."""
-    sizes = ("8192", "2048", "1536", "32", "2")
-    for origin in ("tuned now", "from the cache, no tuning"):
-        printed = run_script("test_moe_reduce_rs.py", *sizes, "--check", "--autotune")
-        assert f"config ({origin}): " in printed
-        assert "check passed: 2 ranks, cpu, float16, 128x32x24 E=4 topk=2" in printed

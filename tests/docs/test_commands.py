@@ -51,6 +51,9 @@ SHOWN = {
     "test_gemm_rs.py --case perf": [
         "gemm_rs ", "GEMM alone ", "reduce-scatter alone ", "matmul + reduce-scatter ",
     ],
+    "test_moe_reduce_rs.py 8192 2048 1536 32 2 --check": [
+        "✅ check passed: 2 ranks, cpu, float16, 128x32x24 E=4 topk=2",
+    ],
     "test_moe_reduce_ar.py": [
         "run_moe_reduce_ar ", "our product alone ", "all-reduce alone ",
         "our product + all-reduce ",

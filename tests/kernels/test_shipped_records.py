@@ -162,8 +162,8 @@ def measured_at(record: TuningRecord, value: Any) -> Any:
 
 
 def test_shipped_records_are_hits(on):
-    """Every sixteenth record of each file: most differ only in sizes. The tests below, on files that
-    are made there, show that this one can fail."""
+    """Check every sixteenth record of each file: most differ only in sizes. The tests below, on
+    files that are made there, show that this test can fail."""
     for path in SHIPPED:
         assert every_record_is_a_hit(json.loads(path.read_text()), on, step=16) > 0, path
 
