@@ -252,7 +252,7 @@ def autotune(
             surroundings,
             origin_of,
             known,
-            safe_fn or _none_is_safe,
+            safe_fn or (lambda config: False),
         )
         _tuned.add(tuned)
         return tuned
@@ -279,10 +279,6 @@ shipped.meanwhile.append(_read_sources)
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, numbers.Real) and value is not True and bool(value > 0)  # type: ignore[operator]
-
-
-def _none_is_safe(config: Config) -> object:
-    return False
 
 
 @dataclass(frozen=True)

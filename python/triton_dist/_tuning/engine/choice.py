@@ -231,12 +231,12 @@ class Choices:
     def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
         """Drop the choices of groups that were destroyed: a program may make many, one after
         another."""
-        for group in list(self.group_hits):  # a list, as other threads may add some meanwhile
-            if is_destroyed(group):
-                self.group_hits.pop(group, None)
-        for place in list(self.ranges):
-            if is_destroyed(place[0]):
-                self.ranges.pop(place, None)
-        for place in list(self.by_ranks):
-            if not place[0].is_current():
-                self.by_ranks.pop(place, None)
+        tables: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = [
+            (self.group_hits, is_destroyed),
+            (self.ranges, lambda key: is_destroyed(key[0])),
+            (self.by_ranks, lambda key: not key[0].is_current()),
+        ]
+        for table, is_gone in tables:
+            for key in list(table):  # a list, as other threads may add some meanwhile
+                if is_gone(key):
+                    table.pop(key, None)

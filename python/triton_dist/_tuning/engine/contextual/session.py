@@ -130,36 +130,21 @@ class Session:
             if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
                 return launch.loaded(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
-            context = self._open(tuner, key, prune, launch)
+            parts, messages, number = self._parts, self._messages, self._turn.number
+            context = open_context(tuner, key, prune, parts, messages, number)
+            why = self._turn.unusable(context, launch) if context.recorded else ""
+            if why:  # some rank cannot use the recorded winner, so all ranks tune
+                if parts.ranks.is_leader:
+                    warn(
+                        f"contextual_autotune {context.name}: {context.recorded} fails {why}. It "
+                        "is tuned again",
+                        TuningWarning,
+                    )
+                parts = replace(parts, settings=replace(parts.settings, always_tune=True))
+                context = open_context(tuner, key, prune, parts, messages, number)
             self._contexts[tuner, key] = context
             self._turn.opened = True
         return self._turn.launch(context, launch)
-
-    def _open(
-        self,
-        tuner: Any,
-        key: tuple[Any, ...],
-        prune: Callable[[], list[Any]],
-        launch: Launch,
-    ) -> Context:
-        """Open the context. If some rank cannot use the recorded winner, all ranks tune."""
-        messages, number = self._messages, self._turn.number
-        context = open_context(tuner, key, prune, self._parts, messages, number)
-        if not context.recorded:
-            return context
-        why = self._turn.unusable(context, launch)
-        if not why:
-            return context
-        if self._parts.ranks.is_leader:
-            warn(
-                f"contextual_autotune {context.name}: {context.recorded} fails {why}. It is tuned "
-                "again",
-                TuningWarning,
-            )
-        settings = replace(self._parts.settings, always_tune=True)
-        return open_context(
-            tuner, key, prune, replace(self._parts, settings=settings), messages, number
-        )
 
     def end_call(self) -> bool:
         """Learn what all ranks did in the call; whether it was the last.

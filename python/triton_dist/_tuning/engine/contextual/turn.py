@@ -137,7 +137,18 @@ class Turn:
         """
         if jit_function(context.tuner) is None:
             return
-        ahead = context.ahead or self._begin_compiling(context, launch)
+        ahead = context.ahead
+        if ahead is None:
+            # Other processes compile while the first configs are launched. Kernels that several
+            # ranks of a host lack are compiled by one of them.
+            ahead = context.ahead = CompileAhead(
+                lambda config: launch.compile(context.live[config.digest]),
+                self._parts.compiler,
+                self._parts.settings.compile_seconds,
+                self._messages,
+            )
+            with watchdog.paused():
+                ahead.begin([c for c in context.candidates if c.digest not in context.failures])
         while (step := context.plan.current) is not None:
             config, digest = step.config, step.config.digest
             if digest in context.compiled:
@@ -155,20 +166,6 @@ class Turn:
                 return
             self._parts.log.line(f"{context.name} config {shown(context.live[digest])}: {failure}")
             context.fail(digest, failure)
-
-    def _begin_compiling(self, context: Context, launch: Launch) -> CompileAhead:
-        """Start compiling, in other processes, while the first configs are launched. Kernels that
-        several ranks of a host lack are compiled by one of them."""
-        parts = self._parts
-        ahead = context.ahead = CompileAhead(
-            lambda config: launch.compile(context.live[config.digest]),
-            parts.compiler,
-            parts.settings.compile_seconds,
-            self._messages,
-        )
-        with watchdog.paused():
-            ahead.begin([c for c in context.candidates if c.digest not in context.failures])
-        return ahead
 
     def _compiled(
         self, what: str, context: Context, config: Config, step: Callable[[], object]
