@@ -1,8 +1,8 @@
-"""Begin a first call: all ranks exchange what they called with, and check that it is equal.
+"""Begin a first call: all ranks exchange their arguments' key and check that it is equal.
 
-One message carries everything. A key that every rank has a record of costs one exchange at its
-first use in a process, and none later. Both tuners begin so. A first call of ``tune.autotune`` with
-a record takes one more exchange, which says whether the recorded winner still works.
+Both tuners begin with this exchange, and one message carries everything. If every rank has a record
+of the key, its first use in a process costs this exchange, and later uses cost none. With a record,
+a first call of ``tune.autotune`` takes one more exchange: whether the recorded winner still works.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from triton_dist.errors import RankDisagreement
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of a rank's own cache."""
+    """Result of the look-up in a rank's own cache."""
 
     winner: str | None = None
     """Digest of the winning config, if there is a valid record."""
     record: str | None = None
     """Digest of that record."""
     shipped: bool = False
-    """It came with a package: any rank's own goes before it."""
+    """The record was shipped with a package. An own record of any rank is preferred to it."""
     bound: frozenset[str] | None = None
-    """The bound constants that it counts; ``None``: it does not look at them."""
+    """The bound constants that the record depends on; ``None``: the record ignores them."""
 
 
 class OwnRecord(NamedTuple):
-    """This rank's valid record and where it is, or none and why."""
+    """This rank's valid record and its place, or ``None`` and the reason."""
 
     record: TuningRecord | None
     where: str
     tolerated: str = ""
-    """Differences from the present that are accepted."""
+    """Accepted differences between the record and this process."""
 
     @property
     def verdict(self) -> Verdict:
@@ -57,13 +57,13 @@ class OwnRecord(NamedTuple):
 def own_record(
     stored: Iterable[StoredRecord], judge: Callable[[TuningRecord], Validity]
 ) -> OwnRecord:
-    """The first of ``stored`` that ``judge`` finds valid."""
+    """Return the first of the ``stored`` records that ``judge`` finds valid."""
     reason = ""
     for record, where in stored:
         found = judge(record)
         if not found.reasons:
             return OwnRecord(record, where, "; ".join(found.tolerated))
-        # The nearest one's reason is said: it is this function's own.
+        # Report the reason against the nearest record: it is this function's own.
         kind = "shipped record" if record.shipped else "record"
         reason = reason or f"the {kind} in {where} is not valid: {'; '.join(found.reasons)}"
     return OwnRecord(None, reason or "no record")
@@ -71,7 +71,7 @@ def own_record(
 
 @dataclass(frozen=True)
 class Arrival:
-    """Everything that one rank came with."""
+    """The first message of one rank."""
 
     compared: Sequence[tuple[str, str]]
     """Names and texts that must be the same on all ranks, in the order of comparison."""
@@ -82,23 +82,23 @@ class Arrival:
     capturing: bool
     """Nothing can be measured now."""
     kept: Sequence[str] = ()
-    """Digests of the configs that pruning leaves, where it is done before; the leader's count."""
+    """Digests of the configs that pruning leaves, if it was done before. The leader's are used."""
     runs: bool = False
     """The function is called with the choice at once."""
 
 
 class Meeting:
-    """Knowledge of all ranks once they met.
+    """Result of the first exchange, the same on all ranks.
 
     Attributes:
-        fingerprint: of all ranks; of what functions bind it has what all hold alike.
-        leader: what the leader came with.
+        fingerprint: the common fingerprint, with the bound constants that are equal on all ranks.
+        leader: the leader's message.
         capturing: some rank cannot measure now.
         frozen: ranks on which tuning is forbidden; one is enough.
         all_hold_it: every rank has the record that is used.
         runs: every rank calls the function with the choice at once.
-        holder: the rank whose record all use; ``None`` if there is none to be used.
-        winner: digest of the config that it names.
+        holder: the rank whose record all ranks use; ``None`` if no record is used.
+        winner: digest of the winning config in that record.
     """
 
     def __init__(self, ranks: Conversation, name: str, arrivals: Sequence[Arrival]) -> None:
@@ -107,8 +107,8 @@ class Meeting:
             name: the function, or kernel, that is tuned.
 
         Raises:
-            RankDisagreement: on every rank, if what they compare or their fingerprints differ;
-                says which rank has what.
+            RankDisagreement: on every rank, if the compared texts or the fingerprints differ. It
+                lists the values by rank.
         """
         for each in zip(*(arrival.compared for arrival in arrivals), strict=True):
             if len({text for _, text in each}) > 1:
@@ -129,8 +129,8 @@ class Meeting:
         self.capturing = any(arrival.capturing for arrival in arrivals)
         self.frozen = [ranks.named(r) for r, arrival in enumerate(arrivals) if arrival.frozen]
         self.runs = all(arrival.runs for arrival in arrivals)
-        # What a record counts, all ranks must hold alike; that on the holder it is the same as
-        # recorded, the holder has seen.
+        # The constants that a record depends on must be equal on all ranks. The holder has already
+        # checked that they are as recorded.
         counted = frozenset(self.fingerprint.bound)
         valid = {
             rank: verdict

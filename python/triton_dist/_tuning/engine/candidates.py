@@ -1,7 +1,8 @@
 """The candidates of one tuning, the same on all ranks.
 
-They are what ``prune_fn`` keeps of the config space or, if keys that differ only in size are tuned
-(:mod:`~triton_dist._tuning.sizes.neighbours`), the few that are near the best there.
+Candidates are the configs that ``prune_fn`` keeps. If keys that differ only in size are tuned
+already, the candidates are the few configs that are near the best at those sizes
+(:mod:`~triton_dist._tuning.sizes.neighbours`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from triton_dist.errors import NoValidConfig, RankDisagreement
 
 
 class Answer(NamedTuple):
-    """The configs that may be used, and the others with the reason; both empty after a failure."""
+    """The configs that ``prune_fn`` keeps and those that it drops; none if it failed."""
 
     kept: Candidates = ()
     dropped: Sequence[Pruned] = ()
@@ -45,7 +46,7 @@ class Answer(NamedTuple):
 
     @property
     def listed(self) -> Sequence[Config]:
-        """The configs that may be used, of a function with sizes: its space is always listed."""
+        """The kept configs of a function with sizes, whose space is always listed."""
         assert not isinstance(self.kept, Unlisted)
         return self.kept
 
@@ -57,10 +58,10 @@ class Answer(NamedTuple):
 
 
 class Pruning:
-    """Calls ``prune_fn`` for one call, when the answer is first looked at.
+    """Calls ``prune_fn`` once for one call, when the answer is first used.
 
     Attributes:
-        cause: error that a prediction met on this rank.
+        cause: error that a prediction raised on this rank.
     """
 
     def __init__(self, subject: Subject, call: Call, ranks: Conversation) -> None:
@@ -88,7 +89,7 @@ class Pruning:
 
 
 MOST_LISTED = 1000
-"""Pruned configs that a record lists; of more it has the numbers by reason."""
+"""Number of pruned configs that a record lists. Of more, it has the counts by reason."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,19 @@ class _Plan:
     """``None``: they are too many to be listed."""
     pruned: tuple[tuple[int, str], ...] = ()
     carried: str = ""
-    """Neighbours that left so few of them."""
+    """The neighbours that chose the candidates; empty if none did."""
     failure: str | None = None
     raising: str = "prune_fn"
-    """The user's function that raised it."""
+    """The user's function that failed."""
 
 
 class Field:
     """The configs that may be tried.
 
     Attributes:
-        candidates: on the leader, all; of those that are not listed another rank learns one by one.
-        pruned: the others; empty if the candidates are not listed.
-        carried: neighbours that left so few of them.
+        candidates: all candidates. If they are not listed, the leader alone has those of the call.
+        pruned: the configs that are no candidates; empty if the candidates are not listed.
+        carried: the neighbours that chose the candidates; empty if none did.
     """
 
     def __init__(
@@ -128,13 +129,13 @@ class Field:
         }
 
     def label(self, config: Config, policy: Policy) -> str:
-        """The place of ``config`` among the candidates; of those that are not listed, among those
-        that are tried."""
+        """Return the place of ``config`` among the candidates. If they are not listed, return its
+        place among the configs that are tried."""
         place = f"{len(self._labels) + 1}/{policy.most_tried(len(self.candidates))}"
         return self._labels.setdefault(config.digest, place)
 
     def shown(self, policy: Policy) -> str:
-        """The number of candidates in words."""
+        """Return the number of candidates in words."""
         number = len(self.candidates)
         if isinstance(self.candidates, Unlisted):
             return f"{policy.most_tried(number)} of {number:,} combinations"
@@ -142,18 +143,18 @@ class Field:
 
     @property
     def head(self) -> codec.Tree:
-        """Tells these candidates from others, in a journal."""
+        """Identifies these candidates in a journal."""
         if isinstance(self.candidates, Unlisted):
             return {"number": len(self.candidates), "digest": self._space.digest}
         return head_of(self.candidates)
 
     def pruned_trials(self) -> list[Trial]:
-        """A trial for each config that was pruned, if these are few."""
+        """Return a trial for each pruned config, if these are few."""
         few = self.pruned if len(self.pruned) <= MOST_LISTED else []
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in few]
 
     def dropped(self) -> dict[str, int]:
-        """Numbers by reason of configs that were pruned and are not listed; on the leader."""
+        """Return counts by reason of the pruned configs that are not listed; on the leader."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
         many = self.pruned if len(self.pruned) > MOST_LISTED else []
@@ -161,9 +162,9 @@ class Field:
 
 
 class Transfer:
-    """Finds the candidates of one call, and what neighbours predict for it.
+    """Finds the candidates of one call, and predicts its record from neighbouring sizes.
 
-    Every method is called on all ranks, and the leader's records count.
+    All ranks call every method. Only the leader's records are used.
     """
 
     def __init__(
@@ -180,10 +181,10 @@ class Transfer:
         self._pruning, self._key, self._fingerprint = pruning, key, fingerprint
 
     def field(self, warm: bool = True) -> Field:
-        """Return the configs that may be tried. Only the leader's ``prune_fn`` is asked.
+        """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
-            warm: of the configs that ``prune_fn`` keeps, take only the few that neighbours leave.
+            warm: take only the few configs that neighbours choose, if there are neighbours.
 
         Raises:
             NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
@@ -205,7 +206,7 @@ class Transfer:
                     tuple((space.place(each.config), each.reason) for each in answer.dropped),
                     carried,
                 )
-            except Exception as error:  # of the user's functions that it asks
+            except Exception as error:  # raised by the user's safe_fn or waves_fn
                 failure = error
                 plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
         decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
@@ -228,8 +229,8 @@ class Transfer:
         return Field(space, candidates, pruned, decided.carried)
 
     def _few(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
-        """Return the candidates of ``kept`` that neighbours leave, and which neighbours; all, if
-        there are none."""
+        """Return the configs of ``kept`` that neighbours choose, and the neighbours in words.
+        Return all of ``kept`` if there are no neighbours."""
         settings = self._parts.settings
         if settings.transfer_ms > 0 and not settings.always_tune:
             near = self._neighbours()
@@ -239,8 +240,8 @@ class Transfer:
         return kept, ""
 
     def predicted(self) -> tuple[TuningRecord | None, str]:
-        """Return the record that neighbours predict without measuring, or why they could not be
-        asked; neither without neighbours."""
+        """Return the record that neighbours predict without measuring, or why a function of the
+        user's failed. Return neither if there are no neighbours."""
         if self._subject.sizes is None:
             return None, ""
         pruning, record, failure = self._pruning, None, ""
@@ -250,17 +251,17 @@ class Transfer:
             if pruning.cause is None:
                 try:
                     record = near.predict(self._key, pruning.answer.listed, timestamp())
-                except Exception as error:  # of one of those
+                except Exception as error:  # raised by the user's safe_fn or waves_fn
                     pruning.cause, failure = error, f"{ASKED} raised {said(error)}"
         failure = failure and f"{failure} on rank {self._ranks.named(0)}"
         seconds = self._parts.settings.seconds
         return self._ranks.decide(Situation("predict"), (record, failure), seconds)
 
     def span(self, record: TuningRecord, winner: Config) -> Span | None:
-        """Return configs by exact size, of a function with one size.
+        """Return the configs by exact size, if the function has one size.
 
-        Besides the winner, configs in an own record may be used, as they passed ``prune_fn`` when
-        they were measured. Configs in a shipped record have to pass it here.
+        All configs of an own record may be used: they passed ``prune_fn`` when they were measured.
+        Configs of a shipped record, except the winner, must pass ``prune_fn`` here.
         """
         space = self._subject.space
         if self._subject.sizes is None or len(self._call.sizes) != 1:

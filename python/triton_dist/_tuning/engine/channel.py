@@ -58,30 +58,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Situation:
-    """A place in a tuning: what is said of it when a rank does not come there."""
+    """A step of a tuning, as errors name it."""
 
     phase: str
     config: Config | None = None
     """The config that is being tried."""
     remark: str = ""
-    """Knowledge of this rank that may explain it, such as its own failure."""
+    """Text of this rank that may explain a timeout here, such as the rank's own failure."""
 
     def __str__(self) -> str:
-        """The same on all ranks that are in it."""
+        """Return a text that is equal on all ranks in this step."""
         return self.phase if self.config is None else f"{self.phase} {self.config}"
 
 
 class Conversation:
-    """Messages between ``ranks``, all of which send each.
+    """Messages between all of ``ranks``.
 
     Args:
-        hint: what may explain that others do not come to the first message.
+        hint: text that may explain why other ranks do not send the first message.
 
     Attributes:
-        clock: where the time went.
-        has_met: whether all ranks have come to the first message.
-        lost: the error that ended the conversation. Whoever catches exceptions of the user's
-            function must let it pass: no vote can be held any more.
+        clock: the time spent by phase.
+        has_met: whether all ranks have sent the first message.
+        lost: the error that ended the conversation. Code that catches exceptions of the user's
+            function must re-raise it, because no more messages can be sent.
         on_stuck: called, by any thread, with a config in which some rank is stuck.
     """
 
@@ -107,13 +107,14 @@ class Conversation:
         self.lost: Exception | None = None
 
     def named(self, rank: int) -> int:
-        """The rank of the world, for messages, errors and records."""
+        """Return the rank of the world, for messages, errors and records."""
         return self._ranks.named(rank)
 
     def meet(self, at: Situation, value: T, soon: bool = False) -> list[T]:
-        """``gather``, as the first message. Inside the trial of another function it waits no longer
-        than a step may take: there the others can say, at the end of the step, that they failed.
-        The same where all ranks agreed to come ``soon``.
+        """Gather as the first message.
+
+        Inside the trial of another function, wait no longer than a step may take: ranks that
+        failed report that at the end of the step. Do so too if all ranks agreed to meet ``soon``.
 
         Raises:
             RankDisagreement: the call of some rank was refused.
@@ -124,21 +125,29 @@ class Conversation:
         return values
 
     def decide(self, at: Situation, value: T | None, after: float = 0.0) -> T:
-        """``after``: how long the leader's own code or the user's may take before that."""
+        """Broadcast the leader's value.
+
+        Args:
+            after: seconds that the leader's code, or the user's, may take before the message.
+        """
         limit = self._limit(after)
         return self._say(at, lambda: self._ranks.decide(str(at), value, limit))
 
     def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
-        """``after``: how long the user's code may run on other ranks before they come here."""
+        """Gather the values of all ranks.
+
+        Args:
+            after: seconds that the user's code may run on other ranks before the message.
+        """
         limit = self._limit(after)
         return self._say(at, lambda: self._ranks.gather(str(at), value, limit))
 
     def line_up(self) -> None:
-        """Queue what lets the ranks' devices go on together; all ranks are known to be here."""
+        """Queue work that lets the ranks' devices continue together, after a ``gather``."""
         self._ranks.line_up()
 
     def lose(self, error: Exception) -> Exception:
-        """``error`` comes to all ranks: no more messages are needed."""
+        """Note that all ranks raise ``error``, so that no more messages are needed."""
         self.lost = error
         return error
 
@@ -148,12 +157,12 @@ class Conversation:
             self.on_stuck(config, failure)
 
     def end(self) -> None:
-        """Drop what refers to the call, so that its arguments are freed without the garbage
-        collector: an error holds the frames that it passed, and these hold this conversation."""
+        """Drop all references to the call, so that its arguments are freed without the garbage
+        collector. An error holds its frames, and these hold this conversation."""
         self.lost = self.on_stuck = None
 
     def leave(self, error: BaseException) -> None:
-        """Spare the others the wait for this rank, which goes away because of ``error``."""
+        """Report ``error`` to the other ranks, so that they do not wait for this rank."""
         said = error.summary if isinstance(error, TuningTimeout) else error
         text = f"{type(error).__name__}: {said}"
         told = isinstance(error, (RankTimeout, RankDisagreement))
@@ -184,7 +193,7 @@ class Conversation:
             raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
 
     def accused(self, at: Situation) -> Config | None:
-        """The config to blame if a rank is stuck there now."""
+        """Return the config to blame if a rank is stuck in this step."""
         return at.config
 
     def stuck(self, at: Situation, seconds: float, how: str) -> TuningTimeout:
@@ -197,7 +206,7 @@ class Conversation:
         return self._timeout(at, missing, seconds, because, blames=True)
 
     def _failed(self) -> dict[int, str]:
-        """Other ranks that failed, as they say themselves, or that cannot come."""
+        """Return the other ranks that failed or cannot send a message, with the reasons."""
         values, because = self._ranks.others()
         known = dict(because)
         for rank, value in values.items():
@@ -221,7 +230,7 @@ class Conversation:
             del late  # it holds this frame
 
     def _explained(self, at: Situation, late: RankTimeout) -> Exception:
-        """The error of a message for which some rank did not come."""
+        """Return the error of a message that some rank did not send."""
         if late.refusals:
             ranks = [self.named(rank) for rank in range(self.size)]
             by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
@@ -258,5 +267,6 @@ class Conversation:
         return error
 
     def _limit(self, after: float) -> float:
-        """A rank whose device was waited for in vain comes late, to say so: not too late."""
+        """Return the limit of a message after user code. It leaves time for a rank that reports a
+        timeout of its device."""
         return after + self._grace if after else self._seconds

@@ -184,9 +184,9 @@ class Choice:
 
     config: Config
     record: TuningRecord | None
-    """``None``: nothing could be tuned, so this is the default of one call."""
+    """``None``: nothing could be tuned, so the config is the default, for this call alone."""
     kept: bool = True
-    """It holds for later calls: measuring then would find nothing better."""
+    """Later calls use the choice too."""
     span: Span | None = None
     """Configs by exact size, within the range of the key."""
     first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
@@ -194,7 +194,7 @@ class Choice:
     tuned: bool = False
     """It was tuned in this call."""
     advice: str = ""
-    """Reason for tuning again that the user should know."""
+    """Warning for the user about why the key was tuned again."""
     changed: tuple[str, ...] = ()
     """Names of arguments that trials changed in place and that nothing restored."""
 

@@ -1,4 +1,4 @@
-"""Knowledge about the candidates, from this start and those before it."""
+"""Outcomes of the candidates, from this start of the process and from earlier starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from triton_dist.errors import RankTimeout
 
 
 def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
-    """Facts that an interrupted tuning must share with this one to be gone on with."""
+    """Return what must be equal in an interrupted tuning and in this one, to resume it."""
     return {
         "function": key.function,
         "key": key.text,
@@ -36,7 +36,7 @@ def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> 
 
 
 def head_of(candidates: Sequence[Config]) -> codec.Tree:
-    """Tells listed candidates from others, in few words."""
+    """Return a short tree that identifies listed candidates."""
     digests = [config.digest for config in candidates]
     return {"number": len(digests), "digest": codec.digest(digests)}
 
@@ -44,8 +44,8 @@ def head_of(candidates: Sequence[Config]) -> codec.Tree:
 class Progress:
     """Outcomes by config, and the journal that keeps them for a next start.
 
-    To resume is to tell again: the search, which is deterministic, asks as it did, and as long as
-    the journal has what it asks for, that is told instead of measured.
+    A resumed search is deterministic, so it sends the requests of the interrupted one again. As
+    long as the journal has an outcome, that outcome is used and nothing is measured.
 
     Args:
         head: what the tuning depends on; a journal with another one is of no use.
@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def tried(self) -> int:
-        """Number of configs with an outcome."""
+        """Number of configs that have an outcome."""
         return len(self._outcomes)
 
     def has(self, config: Config) -> bool:
@@ -86,7 +86,7 @@ class Progress:
         return self._seconds + time.monotonic() - self._begin
 
     def known(self, request: Request) -> Outcome | None:
-        """On the leader: what needs no measuring."""
+        """Return the outcome of ``request`` if it need not be measured; on the leader."""
         digest = request.config.digest
         if self.requests < len(self._entries):
             entry = self._entries[self.requests]
@@ -99,12 +99,12 @@ class Progress:
         return self._stuck.get(digest)
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        """By any rank, from any thread: the next start does not try ``config``."""
+        """Do not try ``config`` in the next start. May be called by any rank and thread."""
         self._journal.quarantine(self._head, config.digest, failure)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:
-        """Within, it may end the process of this rank, or of another that then does not come."""
+        """Context manager in which ``config`` may end the process of this rank or of another."""
         if not self._ranks.is_leader or self.has(config):
             yield
             return
@@ -120,8 +120,8 @@ class Progress:
     def learn(
         self, request: Request, outcome: Outcome, by_rank: Sequence[Sequence[float]] = ()
     ) -> Outcome:
-        """Write the outcome down, before any rank hears of the next request; returns what is known
-        of the config now.
+        """Write the outcome down before the next request is broadcast. Return the joined outcome of
+        all requests of the config.
 
         Args:
             by_rank: samples of each rank, if they were taken now.
@@ -137,8 +137,8 @@ class Progress:
         return self._outcomes[config]
 
     def by_rank(self) -> dict[str, ByRank]:
-        """Times of each of several ranks, of the configs that were sampled at least half as often
-        as the one that was most: who left early says little."""
+        """Return the times by rank, if there are several ranks. Configs with less than half the
+        samples of the most sampled config are left out: they left the race early."""
         several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
         most = max((len(own[0]) for own in several.values()), default=0)
         return {
@@ -146,5 +146,5 @@ class Progress:
         }
 
     def trials(self, place: Callable[[Config], int]) -> list[Trial]:
-        """In the order of the space, whatever the search asked for first."""
+        """Return the trials in the order of the space, not in the order of the search."""
         return [Trial.of(each, self._outcomes[each]) for each in sorted(self._outcomes, key=place)]
