@@ -231,8 +231,8 @@ class Transfer:
     def _few(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
         """Return the configs of ``kept`` that neighbours choose, and the neighbours in words.
         Return all of ``kept`` if there are no neighbours."""
-        settings = self._parts.settings
-        if settings.transfer_ms > 0 and not settings.always_tune:
+        settings, unusable = self._parts.settings, self._call.unusable
+        if settings.transfer_ms > 0 and not (settings.always_tune or unusable):
             near = self._neighbours()
             if near is not None and near.know(kept):
                 few = near.candidates(kept, settings.transfer_ms)

@@ -298,8 +298,6 @@ class AutoTuner(Decorated):
                     self._keep(process_group, exact, found)
                 return found
             parts = self._compose(process_group, verbose)
-            if unusable:
-                parts = replace(parts, settings=replace(parts.settings, always_tune=True))
             subject = Subject(
                 self.fn,
                 self._name,

@@ -235,7 +235,7 @@ class _FirstCall:
             compared,
             fingerprint,
             own.verdict,
-            always_tune=self._parts.settings.always_tune,
+            always_tune=self._parts.settings.always_tune or bool(call.unusable),
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
             runs=call.runs,
