@@ -160,12 +160,13 @@ class AutoTuner(Decorated):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> Config:
-        """The config that a call with these arguments uses; tunes if such a call would.
+        """Return the config that a call with these arguments uses, tuning if that call would.
 
-        Without the names whose values the caller gives."""
+        It does not contain the names whose values the caller gives."""
         self._count_call()
-        if self._is_off(autotune_pg):
-            return self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
+        off = self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
+        if off is not None:
+            return off
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         return self._choose(args, kwargs, *options).config
 
@@ -196,13 +197,14 @@ class AutoTuner(Decorated):
         process_group: Any,
         allow_overwrite: bool,
     ) -> Any:
-        """A call that is no hit."""
+        """Make a call that is not a hit."""
         self._count_call()
         served = self._served(args, kwargs, process_group) if autotune else None
         if served is not None:
             return self.fn(*args, **kwargs, **served)
-        if not autotune or self._is_off(process_group):
-            arguments = self._off(kwargs, process_group, allow_overwrite, autotune).arguments()
+        off = self._off(kwargs, process_group, allow_overwrite, autotune)
+        if off is not None:
+            arguments = off.arguments()
             for name in self.unsaid:
                 arguments.pop(name, None)
         elif self._surroundings.is_traced((args, kwargs)):
@@ -222,21 +224,20 @@ class AutoTuner(Decorated):
         return self.fn(*args, **{**arguments, **kwargs})
 
     def _enter_world(self) -> None:
-        """Forget what other groups have agreed on: that of all ranks has begun, or has ended, and
-        with it all others."""
+        """Forget all choices: the group of all ranks has begun or ended, and with it all groups."""
         world = self._default_group.WORLD
         self._choices = Choices()
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
         self._noted: set[tuple[int, str]] = set()
         self._calls = 0
-        """Since all ranks met in one. Ranks that count alike know which call an error is of."""
+        """Calls since all ranks met in one. By equal numbers, ranks know the call of an error."""
         self._world = world
 
     def _served(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
-        """Arguments of a call whose exact sizes are new, in a range that is tuned, which takes no
-        word to other ranks; ``None`` where it is not, or the call is refused."""
+        """Return the arguments of a call whose exact sizes are new, in a range that is tuned. This
+        sends no message. Return ``None`` if the range is not tuned or the call is refused."""
         if self.sizes is None or not self._names.isdisjoint(kwargs):
             return None
         try:
@@ -350,7 +351,7 @@ class AutoTuner(Decorated):
         return choice
 
     def _count_call(self) -> None:
-        """Count a call that is no hit. Ranks that count alike know which call an error is of."""
+        """Count a call that is not a hit."""
         if self._default_group.WORLD is not self._world:
             self._enter_world()
         self._calls += 1
@@ -365,10 +366,6 @@ class AutoTuner(Decorated):
                 return self._surroundings.ranks(None)
 
         return told(self._name, ranks, self._calls)
-
-    def _is_off(self, process_group: Any) -> bool:
-        with self._told(process_group):
-            return self._surroundings.is_off()
 
     def _note(self, process_group: Any, why: str) -> None:
         """Tell ranks that wait for this one in vain, once, what may be the reason."""
@@ -398,9 +395,12 @@ class AutoTuner(Decorated):
 
     def _off(
         self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
-    ) -> Config:
-        """The default config, where nothing is to be tuned; without names that the caller gives."""
+    ) -> Config | None:
+        """Return the default config without the names that the caller gives, if tuning is off;
+        else ``None``."""
         with self._told(group):
+            if autotune and not self._surroundings.is_off():
+                return None
             fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
         variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""
         self._note(group, f"called it with autotune=False{variable}")
