@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from triton_dist import knobs
+from triton_dist import _files, knobs
 from triton_dist._tuning.source.stale import changes
 from triton_dist._tuning.values import (
     Config,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 SECONDS = 120.0
 """Time limit for importing one module and judging its records."""
-
 
 OTHER_FUNCTION = "it is of another function"
 OURS = {"triton_dist"}
@@ -162,9 +161,7 @@ def _serve(folder: str) -> None:
     """Answer the request in ``folder``: the process of :func:`imported`."""
     path, *request = pickle.loads(Path(folder, "request").read_bytes())
     sys.path[:] = path
-    part = Path(folder, "part")
-    part.write_text(json.dumps(_judged(*request)), encoding="utf-8")
-    part.replace(Path(folder, "answer"))
+    _files.write(Path(folder, "answer"), json.dumps(_judged(*request)).encode())
     os._exit(0)  # threads of the module may not end
 
 
@@ -245,10 +242,6 @@ class Judge:
         except (ValueError, SyntaxError):  # values that are no literals
             given = Config({})
         return space.without(given) if given.digest == digest else space
-
-
-if TYPE_CHECKING:
-    from triton_dist.tune import AutoTuner
 
 
 def load_module(name: str) -> ModuleType:

@@ -137,7 +137,7 @@ class Arrivals(_Gathering):
         tiles = grouped_tiles()
         height = max(each.kwargs["BLOCK_SIZE_M"] for each in tiles)
         highest = [each for each in tiles if each.kwargs["BLOCK_SIZE_M"] == height]
-        for num_groups in range(1, MOST_GROUPS + 1):
+        for num_groups in _GROUPS:
             for each in tiles if num_groups == 1 else highest:
                 yield each, num_groups, PUSH
         if not has_links_between_all_gpus():
