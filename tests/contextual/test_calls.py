@@ -12,6 +12,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel, scaling
+from tests.tuning.fakes import in_threads
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TuningWarning
 
@@ -133,16 +134,9 @@ def test_another_thread_is_not_seen():
 
 
 def test_two_threads_call_the_same_function():
-    function, results = scaling(16, 32), {}
-    threads = [
-        threading.Thread(target=lambda n=n: results.update({n: function(X[:n])}))
-        for n in (40, 50, 60, 60)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(results[n], 2 * X[:n]) for n in (40, 50, 60))
+    function, sizes = scaling(16, 32), (40, 50, 60, 60)
+    results = in_threads([lambda n=n: function(X[:n]) for n in sizes])
+    assert all(torch.equal(found, 2 * X[:n]) for n, found in zip(sizes, results, strict=True))
     assert len(function.kernel.cache) == 3
     assert Autotuner.run is RUN
 

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.commands import python
 from tests.runtime import interpreter_probes as probes
 from tests.runtime import speed_probes
+from tests.tuning.fakes import in_threads
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import interpreter
 from triton_dist.runtime.interpreter import MENDS, pause
@@ -390,11 +391,7 @@ def test_launches_from_several_threads_do_not_mix():
         for _ in range(5):
             add_one[(4,)](tensor, B=16)
 
-    threads = [threading.Thread(target=work, args=(tensor,)) for tensor in tensors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([lambda tensor=tensor: work(tensor) for tensor in tensors])
     for i, tensor in enumerate(tensors):
         assert (tensor == i + 5).all()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 from tests.runtime import group_ranks
+from tests.tuning.fakes import in_threads
 from triton_dist.errors import InvalidArgument, RankDisagreement, RanksFailed, RankTimeout
 from triton_dist.runtime.ranks import (
     ProcessGroupRanks,
@@ -172,11 +173,7 @@ def words_on_two_threads():
         results["second"] = [second.gather("quick", (n, second.rank)) for n in range(20)]
         stepped.set()
 
-    threads = [threading.Thread(target=work) for work in (wait_in_first, step_in_second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([wait_in_first, step_in_second])
     return results
 
 
