@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from triton_dist._tuning.source import libraries
-from triton_dist._tuning.source.given import Snapshot
+from triton_dist._tuning.source.given import Snapshot, function_in
 from triton_dist._tuning.source.modules import digest, file_at
 from triton_dist._tuning.source.slices import Slice, Source, bytecode
 from triton_dist._tuning.values import Origin, original
@@ -41,9 +41,7 @@ def source_of(
     inner = list(map(original, roots))
     library = libraries.Libraries(each.__module__ for each in inner)
     home = _globals(inner[0]) if inner else {}
-    found = Slice(library, snapshot or Snapshot(()), home, ignore)
-    for function in filter(None, map(_function, inner)):
-        found.leave_out_tuner(function)
+    found = Slice(library, snapshot or Snapshot(()), ignore, home)
     for each in roots:
         found.root(each)
     for cls in classes:
@@ -53,7 +51,7 @@ def source_of(
 
 def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
     """The function as records name it: name, module, signature, number among those of one name."""
-    origin, inner = Origin.of(function, tunables), _function(original(function))
+    origin, inner = Origin.of(function, tunables), function_in(original(function))
     if inner is None:
         return origin
     file = file_at(inner.__code__.co_filename, inner.__globals__)
@@ -63,16 +61,8 @@ def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
     return origin.of_several(f"definition {ordinal + 1}") if ordinal else origin
 
 
-def _function(value: Any) -> types.FunctionType | None:
-    """The function of a bound method or a kernel."""
-    value = getattr(value, "__func__", value)
-    value = getattr(value, "fn", value)
-    return value if isinstance(value, types.FunctionType) else None
-
-
 def _globals(value: Any) -> dict[str, Any]:
-    function = _function(value)
+    function = function_in(value)
     if function is not None:
         return function.__globals__
-    module = sys.modules.get(type(value).__module__)
-    return {} if module is None else vars(module)
+    return vars(sys.modules.get(type(value).__module__, types))

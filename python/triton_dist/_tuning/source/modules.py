@@ -48,14 +48,13 @@ class Statement:
 
     Attributes:
         binds: names that it binds when the module is imported.
-        changes: names whose attributes or items it assigns then.
-        calls: names of which it calls a method: ``A.append(1)``, ``@A.register``.
+        changes: places that it assigns or calls a method of then: ``A[0] = 1``, ``@A.register``.
         given: names that a call may change: ``fill(A)``.
         runs: functions that it calls, and base classes.
         stored: names that functions in it change when they run.
         reads: names that it reads, in functions too; ``a.b*``: attributes of ``a`` that begin so.
         imports, inner_imports: imported names, of the module and of functions in it.
-        aliases: pairs of names that may stand for one object.
+        same: names that may refer to one object.
         values: expressions that it binds names to.
     """
 
@@ -74,12 +73,12 @@ class Statement:
         self.defines: str = getattr(node, "name", "")
         self.is_function = isinstance(node, _FUNCTIONS)
         self.is_conditional = bool(headers) or isinstance(node, ast.AugAssign)
-        self.binds, self.changes, self.calls, self.given = (set[str]() for _ in range(4))
+        self.binds, self.changes, self.given = (set[str]() for _ in range(3))
         self.runs, self.stored, self.nonlocals, self.reads = (set[str]() for _ in range(4))
         self.imports: dict[str, Import] = {}
         self.inner_imports: dict[str, Import] = {}
         self.registers_subclasses = False
-        self.aliases: list[tuple[str, str]] = []
+        self.same = set[str]()
         self.values: dict[str, ast.expr] = {}
         inner_reads, tokens = set[str](), list[object]()
         ahead: list[tuple[Any, bool]] = [([*headers, node], False)]
@@ -109,27 +108,20 @@ class Statement:
         self.binds &= file.names  # without what a comprehension binds
         read = sorted(roots(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                self._assign(target, node.value)
-            self._alias(targets)
-        elif isinstance(node, ast.For):
-            self._alias([node.target, *getattr(node.iter, "elts", ())])
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
+            self._assign(node)
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        self._alias([target, value])
-        if isinstance(target, ast.Name):
-            self.values[target.id] = value
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            for each, part in zip(target.elts, getattr(value, "elts", ()), strict=False):
-                self._assign(each, part)
-            if isinstance(value, ast.Call):  # of ``setter, getter = make()`` one may change both
-                self._alias(target.elts)
-
-    def _alias(self, nodes: Iterable[ast.expr]) -> None:
-        names = [each.id for each in nodes if isinstance(each, ast.Name)]
-        self.aliases += [(names[0], other) for other in names[1:]]
+    def _assign(self, node: Any) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value = node.iter if isinstance(node, ast.For) else node.value
+        parts = [*targets, value]
+        if isinstance(node, ast.For) or not isinstance(targets[0], ast.Name):
+            parts += [x for each in parts for x in getattr(each, "elts", ())]
+        self.same = {each.id for each in parts if isinstance(each, ast.Name)}
+        for target in () if value is None or isinstance(node, ast.For) else targets:
+            elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
+            pairs = zip(elements, values, strict=False) if elements else [(target, value)]
+            self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
 
     def _scan(self, node: Any, later: bool, reads: set[str]) -> None:
         """Collect the names in a node itself."""
@@ -146,17 +138,17 @@ class Statement:
             elif dotted(getattr(node.value, "value", None)) == "sys.modules":
                 reads.add(node.attr)  # sys.modules[__name__].name
             if not isinstance(node.ctx, ast.Load):
-                stores.add(chain or root_of(node))
+                stores.add(place_of(node))
         elif kind is ast.Subscript:
             if not isinstance(node.ctx, ast.Load):
-                stores.add(dotted(node.value) or root_of(node))
+                stores.add(place_of(node))
         elif kind is ast.Call:
             self._call(node, later, reads)
         elif kind is ast.Expr:
             call = node.value
             if not later and isinstance(call, ast.Call) and _method(call) not in _USES:
                 given = [*call.args, *(each.value for each in call.keywords), call.func]
-                self.given |= {root_of(each) for each in given}
+                self.given |= roots(map(place_of, given))
         elif kind is ast.Import or kind is ast.ImportFrom:
             self._import(node, later)
         elif kind is ast.Global or kind is ast.Nonlocal:
@@ -170,7 +162,7 @@ class Statement:
                 self.binds.add(node.name)
                 callees = [getattr(each, "func", each) for each in node.decorator_list]
                 self.runs.update(map(dotted, callees))
-                self.calls |= {root_of(x) for x in callees if isinstance(x, ast.Attribute)}
+                self.changes |= {_root(dotted(x)) for x in callees if isinstance(x, ast.Attribute)}
 
     def _call(self, node: ast.Call, later: bool, reads: set[str]) -> None:
         name, method, first = dotted(node.func), _method(node), [*node.args, None][0]
@@ -178,17 +170,14 @@ class Statement:
         if not later:
             self.runs.add(name)
             if method and method not in _USES:
-                self.calls.add(root_of(node.func))
+                self.changes.add(_root(place_of(node.func)))
         elif method in _MUTATORS:
-            stores.add(name.rpartition(".")[0] or root_of(node.func))
-        if name in ("getattr", "setattr") and len(node.args) > 1 and (place := dotted(first)):
-            reads.add(f"{place}.{_beginning(node.args[1])}")
-            if name == "setattr":
-                stores.add(f"{place}.{_beginning(node.args[1])}")
+            stores.add(place_of(node.func.value))  # type: ignore[attr-defined]
+        if name in ("getattr", "setattr") and len(node.args) > 1 and dotted(first):
+            known = str(getattr(node.args[1], "value", "*"))
+            (reads if name == "getattr" else stores).add(f"{dotted(first)}.{known}")
         elif name in ("globals", "vars"):
             self.reads.add("*" if first is None else f"{dotted(first)}.*")
-        elif name.endswith("import_module") and first is not None:
-            self.inner_imports[f"import {_beginning(first)}"] = Import(_beginning(first))
 
     def _import(self, node: ast.Import | ast.ImportFrom, later: bool) -> None:
         found = _imports_of(node)
@@ -232,12 +221,12 @@ def dotted(node: ast.AST | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def root_of(node: ast.AST) -> str:
-    """``a`` for ``a.b[0].c()`` and ``vars(a)``; ``""`` if it begins with another expression."""
-    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
-        is_vars = isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args
-        node = node.args[0] if is_vars else getattr(node, "value", getattr(node, "func", None))  # type: ignore[union-attr,assignment]
-    return node.id if isinstance(node, ast.Name) else ""
+def place_of(node: Any) -> str:
+    """Return ``a.b`` for ``a.b[0].c()``, and ``a`` for ``vars(a)``: the name at the beginning."""
+    if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
+        return place_of(node.args[0])
+    inner = getattr(node, "value", getattr(node, "func", None))
+    return dotted(node) or (place_of(inner) if isinstance(inner, ast.AST) else "")
 
 
 def _method(node: ast.Call) -> str:
@@ -250,14 +239,6 @@ def _root(name: str) -> str:
 
 def roots(names: Iterable[str]) -> set[str]:
     return {_root(each) for each in names}
-
-
-def _beginning(node: ast.AST) -> str:
-    """The text that an expression gives; ``"begin*"`` if only its beginning is known."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    parts = [node.left] if isinstance(node, ast.BinOp) else getattr(node, "values", ())[:1]
-    return f"{_beginning(parts[0]).rstrip('*')}*" if parts else "*"
 
 
 def _first_line(node: Any) -> int:
@@ -312,7 +293,7 @@ class File:
         changes: dict[str, list[Statement]] = {}
         for each in self.statements:
             # To pass a function to a call, to call it or to make an object does not change it.
-            changed = each.calls | each.given - functions - (each.runs & defined.keys())
+            changed = each.given - functions - (each.runs & defined.keys())
             for name in each.runs & defined.keys():  # ``set_up()`` changes what the function does
                 changed |= roots(defined[name].stored)
                 if each.defines and defined[name].registers_subclasses:
@@ -322,10 +303,11 @@ class File:
                 changes.setdefault(name, []).append(each)
             for name in each.binds | changed:
                 self._by_name.setdefault(name, []).append(each)
-        for one, other in (pair for each in self.statements for pair in each.aliases):
-            for name, same in ((one, other), (other, one)):
+        for group in (sorted(each.same) for each in self.statements if len(each.same) > 1):
+            found = [each for name in group for each in changes.get(name, ())]
+            for name in group:
                 known = self._by_name.setdefault(name, [])
-                known += [each for each in changes.get(same, ()) if each not in known]
+                known += [each for each in dict.fromkeys(found) if each not in known]
 
     def of(self, name: str) -> list[Statement]:
         """The statements that bind or change ``name``; of ``module.name`` those that assign it, a
@@ -347,8 +329,13 @@ class File:
         if code not in self._set_of_codes and (around := self.around(code.co_firstlineno)):
             # A notebook compiles each statement by itself, and without the imports before it
             # calls of functions in modules have other instructions.
-            node, flags = ast.Module([self._leaf(around.line)[0]], []), code.co_flags & _FUTURE
-            alone = compile(node, "", "exec", flags, dont_inherit=True)
+            with _parsing, uncollected():
+                leaves = [x for x, _ in _leaves(ast.parse("".join(self.lines)).body)]
+            nodes, flags = (
+                [x for x in leaves if x.end_lineno == around.end],
+                code.co_flags & _FUTURE,
+            )
+            alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
             self._set_of_codes |= {each for _, each in with_inner(alone)}
         return code in self._set_of_codes
 
@@ -388,17 +375,6 @@ class File:
         with _parsing, uncollected():
             nodes = sorted(inside(ast.parse("".join(self.lines)), ""), key=_place)
             return [self._statement(node, (), _first_line(node)) for node in nodes]
-
-    def without_tuner(self, line: int) -> Statement:
-        """Return the statement around the function that begins in ``line``, without the tuner's
-        decorators of that function."""
-        return self._statement(*self._leaf(line), line)
-
-    def _leaf(self, line: int) -> tuple[Any, tuple[Any, ...]]:
-        """Return the syntax tree of the statement around ``line``, and its conditions."""
-        with _parsing, uncollected():
-            leaves = _leaves(ast.parse("".join(self.lines)).body)
-            return next(x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno)
 
 
 def _place(node: Any) -> tuple[int, int]:

@@ -43,7 +43,7 @@ from triton_dist._tuning.source.modules import (
     roots,
     with_inner,
 )
-from triton_dist._tuning.values import ConfigSpace, codec, qualified_name
+from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
 
 Globals = dict[str, Any]
 """Globals of a module. Two modules of one name, as after a new import, have different ones."""
@@ -84,8 +84,8 @@ class Slice:
         self,
         library: libraries.Libraries,
         snapshot: Snapshot,
-        home: Globals,
         ignore: Iterable[str],
+        home: Globals,
     ) -> None:
         self.source = Source({}, {}, {}, {})
         self.digests, self._library, self._snapshot = self.source.digests, library, snapshot
@@ -99,26 +99,23 @@ class Slice:
 
     def root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
+        function = function_in(original(value))
+        file, around = (None, None) if function is None else _place_of(function)
+        # The arguments of the tuner's decorators count by value.
+        if file and around and function and around.defines == function.__qualname__:
+            self._tuned[around] = file.definition(function.__code__) or around
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
         if isinstance(value, functools.partial):
             self.root(value.func)
 
-    def leave_out_tuner(self, function: types.FunctionType) -> None:
-        """Leave out the tuner's decorators of a function: their arguments are compared by value."""
-        file = file_at(function.__code__.co_filename, function.__globals__)
-        line = function.__code__.co_firstlineno
-        if file is not None and (found := file.around(line)) and file.has(function.__code__):
-            self._tuned[found] = file.without_tuner(line)
-
     def function(self, function: types.FunctionType) -> str:
         """Follow a function by its code; returns its label."""
         scope, code = function.__globals__, function.__code__
         name = getattr(code, "co_qualname", function.__qualname__)
         label, top = self.label(scope, name), name.partition(".")[0]
-        file = file_at(code.co_filename, scope)
-        around = None if file is None or not file.has(code) else file.around(code.co_firstlineno)
+        file, around = _place_of(function)
         if around is not None and around.defines == top and "<locals>" not in name:
             if self._file(scope) is file:
                 self.name(scope, top)
@@ -377,8 +374,8 @@ class Slice:
             elif path == ["__subclasses__"] and isinstance(value, type):
                 for cls in _subclasses(value):
                     self.cls(cls)
-            elif root.endswith("*"):  # globals()[name]
-                self._follow([each for each in scope if each.startswith(root[:-1])], scope)
+            elif root == "*":  # globals()[name]
+                self._follow(scope, scope)
             if root not in cells:
                 self.name(scope, root)
 
@@ -491,6 +488,14 @@ class Slice:
         top, module = _module_name(self._home).partition(".")[0], _module_name(scope)
         inside = module.removeprefix(top) if f"{module}.".startswith(f"{top}.") else module
         return f"{inside or '.'}:{name}"
+
+
+def _place_of(function: types.FunctionType) -> tuple[File | None, Statement | None]:
+    """Return the file of a function and the statement around it, if it runs as it is there."""
+    file = file_at(function.__code__.co_filename, function.__globals__)
+    if file is None or not file.has(function.__code__):
+        return None, None
+    return file, file.around(function.__code__.co_firstlineno)
 
 
 def _module_name(scope: Globals) -> str:

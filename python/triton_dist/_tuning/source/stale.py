@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning.source.libraries import version_of
-from triton_dist._tuning.source.modules import File, Statement, file_at
+from triton_dist._tuning.source.modules import File, file_at
 
 
 def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
@@ -40,7 +40,7 @@ class _Files:
     """Source files of modules, found without importing these."""
 
     def __init__(self, module: str, function: str) -> None:
-        self._function, path = function, Path(module).absolute()
+        path = Path(module).absolute()
         self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
         if module.endswith(".py"):
             parts, root = [path.stem], path.parent
@@ -94,18 +94,12 @@ class _Files:
         inner = "<" in name  # a function inside another one, of which there may be several
         found = file.definitions(lambda x, _: x == name) if inner else file.of(name)
         now = [each for each in found if name not in each.imports]
-        new = [each for each in now if not self._is_recorded(file, each, recorded)]
+        new = [each for each in now if each.digest not in recorded]
+        if new:  # the digest of the function itself leaves out the tuner's decorators
+            alone = {x.line: x.digest for x in file.definitions(lambda x, _: x == name)}
+            new = [each for each in new if alone.get(each.line) not in recorded]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
         for each in new if not inner or len(new) == len(now) else ():
             line = each.shown_line
             yield f"source: {self._full(owner)}:{line} changed: {file.lines[line - 1].strip()}"
-
-    def _is_recorded(self, file: File, statement: Statement, recorded: list[str]) -> bool:
-        """Return whether a statement is as it was. The digest of the statement around the function
-        leaves out the tuner's decorators."""
-        if statement.digest in recorded or file is not self._home_file:
-            return statement.digest in recorded
-        own = file.definitions(lambda name, _: name == self._function)
-        lines = [each.line for each in own if statement.line <= each.line <= statement.end]
-        return any(file.without_tuner(each).digest in recorded for each in lines)
