@@ -12,12 +12,14 @@ import __future__
 import ast
 import functools
 import hashlib
+import importlib.util
 import linecache
 import os
 import re
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from triton_dist.runtime.garbage import uncollected
@@ -41,6 +43,12 @@ class Import(NamedTuple):
     """Dots of a relative import."""
     attribute: str = ""
     """The name in the module; if empty, the module itself."""
+
+    def full_name(self, package: str | None) -> str:
+        """Return the name of the module; ``""`` if a relative import leads out of ``package``."""
+        with suppress(ImportError, ValueError):
+            return importlib.util.resolve_name("." * self.level + self.module, package)
+        return ""
 
 
 class Statement:
@@ -133,8 +141,8 @@ class Statement:
             elif not later:
                 self.binds.add(node.id)
         elif kind is ast.Attribute:
-            if chain := dotted(node):  # ``module.__dict__[name]`` may read any attribute
-                reads.add(chain.removesuffix("__dict__") + "*" * (node.attr == "__dict__"))
+            if chain := dotted(node):
+                reads.add(chain)
             elif dotted(getattr(node.value, "value", None)) == "sys.modules":
                 reads.add(node.attr)  # sys.modules[__name__].name
             if not isinstance(node.ctx, ast.Load):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import importlib.util
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -94,6 +93,7 @@ class Slice:
         self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and with them their ids
         self._holders: dict[str, int] = {}
         self._files: dict[int, File | None] = {}
+        self._loaded: dict[int, bool] = {}
         self._tuned: dict[Statement, Statement] = {}
         self._changing: set[tuple[int, str]] = set()
 
@@ -137,11 +137,9 @@ class Slice:
         if module is None or self._library.has_module(cls.__module__):
             return f"{cls.__module__}.{cls.__qualname__}"
         methods = [x for x in vars(cls).values() if isinstance(x, types.FunctionType)]
-        scopes = [x.__globals__ for x in methods if x.__module__ == cls.__module__]
-        scope = next((x for x in scopes if x.get("__name__") == cls.__module__), vars(module))
-        name, top = cls.__qualname__, cls.__qualname__.partition(".")[0]
+        scope, name, top = vars(module), cls.__qualname__, cls.__qualname__.partition(".")[0]
         file, label = self._file(scope), self.label(scope, name)
-        if file is None or not file.of(top):
+        if file is None or not file.of(top) or not self._is_loaded(scope, file, cls):
             functions = [x for x in vars(cls).values() if function_in(x) is not None]
             if label not in self.digests and functions:
                 self.digests[label] = f"bytecode {digest(_texts_in(cls))}"
@@ -167,14 +165,18 @@ class Slice:
         found = [] if file is None else [self._tuned.get(each, each) for each in file.of(name)]
         imports = [each.imports[name] for each in found if name in each.imports]
         if file is not None and not found:
-            there = [sys.modules.get(_full(each, scope)) for each in file.stars]
+            there = [
+                sys.modules.get(each.full_name(scope.get("__package__"))) for each in file.stars
+            ]
             imports = [Import(x.__name__, 0, name) for x in there if x and name in vars(x)][-1:]
         for each in imports:
             self._imported(each, scope)
         found = [each for each in found if name not in each.imports]
-        if any(self._library.has_module(_full(each, scope)) for each in imports):
+        if any(
+            self._library.has_module(each.full_name(scope.get("__package__"))) for each in imports
+        ):
             found = []  # what a library's object is used for does not change it
-        if file is None or not (found or imports):
+        if file is None or not (found or imports) or not self._is_loaded(scope, file, value):
             self._without_source(scope, name)
             return
         if found:
@@ -372,7 +374,8 @@ class Slice:
                 self._set_elsewhere(chain, scope)
                 self._attribute(value, path)
             elif path == ["__subclasses__"] and isinstance(value, type):
-                for cls in _subclasses(value):
+                cls: type
+                for cls in sorted(value.__subclasses__(), key=qualified_name):
                     self.cls(cls)
             elif root == "*":  # globals()[name]
                 self._follow(scope, scope)
@@ -406,7 +409,7 @@ class Slice:
         self, found: Import, scope: Globals, path: Iterable[str] = (), load: bool = False
     ) -> None:
         """Follow an imported name; ``path``: what is read from it."""
-        full = _full(found, scope)
+        full = found.full_name(scope.get("__package__"))
         if self._library.has_module(full):
             self.version(full)
         module = self._library.imported(full) if load else sys.modules.get(full)
@@ -468,17 +471,29 @@ class Slice:
             self.source.bound[unique] = text
 
     def _file(self, scope: Globals) -> File | None:
-        """Return the file of a module; ``None`` if it was edited after the import."""
+        """Return the file of a module. Each is looked at once in a slice."""
         if id(scope) not in self._files:
-            path = scope.get("__file__") or ""
-            file = file_at(path, scope)
+            self._files[id(scope)] = file_at(scope.get("__file__") or "", scope)
+        return self._files[id(scope)]
+
+    def _is_loaded(self, scope: Globals, file: File, value: Any) -> bool:
+        """Return whether the file is what was imported, judged by the code of its functions.
+
+        In a file that was edited after the import, a value whose own code is unchanged counts.
+        """
+
+        def found(values: Iterable[Any]) -> list[bool]:
+            codes = [each.__code__ for each in map(function_in, values) if each is not None]
+            return [file.has(x) for x in codes if x.co_filename == scope.get("__file__")]
+
+        if id(scope) not in self._loaded:
             # pytest rewrites the asserts of test modules: their bytecode differs from the file's.
             is_rewritten = type(scope.get("__loader__")).__module__.startswith("_pytest.")
-            functions = filter(None, map(function_in, [*scope.values()]))
-            codes = [each.__code__ for each in functions if each.__code__.co_filename == path]
-            is_loaded = is_rewritten or file is None or all(map(file.has, codes))
-            self._files[id(scope)] = file if is_loaded else None
-        return self._files[id(scope)]
+            self._loaded[id(scope)] = is_rewritten or all(found([*scope.values()]))
+        if self._loaded[id(scope)]:
+            return True
+        own = found([value, *(vars(value).values() if isinstance(value, type) else ())])
+        return bool(own) and all(own)
 
     def label(self, scope: Globals, name: str) -> str:
         """``module:name``, or the name alone in the module of the function. Other modules of its
@@ -504,15 +519,6 @@ def _module_name(scope: Globals) -> str:
     return spec.name if name == "__main__" and spec is not None else name
 
 
-def _full(found: Import, scope: Globals) -> str:
-    """Name of the module that a name is imported from."""
-    try:
-        relative = "." * found.level + found.module
-        return importlib.util.resolve_name(relative, scope.get("__package__") or "")
-    except (ImportError, ValueError):
-        return ""
-
-
 def _value(scope: Globals, chain: str) -> Any:
     """The value of a dotted name; ``None`` if it has none."""
     root, *path = chain.split(".")
@@ -528,13 +534,6 @@ def _texts_in(cls: type) -> Iterator[tuple[str, str]]:
         if not name.startswith("__"):
             with suppress(TypeError):
                 yield name, text_of(member)
-
-
-def _subclasses(cls: type) -> list[type]:
-    """All classes that derive from ``cls``, in the order of their names."""
-    subclasses: list[type] = cls.__subclasses__()
-    found = {each for sub in subclasses for each in (sub, *_subclasses(sub))}
-    return sorted(found, key=lambda each: (each.__module__, each.__qualname__))
 
 
 def bytecode(code: types.CodeType) -> object:

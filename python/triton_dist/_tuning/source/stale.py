@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from triton_dist._tuning.source.libraries import version_of
 from triton_dist._tuning.source.modules import File, file_at
@@ -53,10 +52,9 @@ class _Files:
         # A package may import the function from the module that defines it.
         while file is not None and name in file.imports and file.imports[name]:
             found = sorted(file.imports[name], key=str)[0]
-            package = self._package(self._home).split(".")
-            base = package[: len(package) + 1 - found.level] if found.level else []
-            self._home = ".".join(filter(None, [*base, found.module]))
-            file, name = self._file(self._home), found.attribute or ""
+            spec = self._spec(self._home)
+            self._home = found.full_name(spec.parent if spec else "")
+            file, name = self._file(self._home), found.attribute
         self._home_file = file
 
     def of(self, owner: str) -> File | None:
@@ -67,11 +65,6 @@ class _Files:
         top = self._home.partition(".")[0]
         return f"{top}{owner.rstrip('.')}" if owner.startswith(".") else owner or self._home
 
-    def _package(self, module: str) -> str:
-        spec = self._spec(module)
-        is_package = spec is not None and spec.submodule_search_locations is not None
-        return module if is_package else module.rpartition(".")[0]
-
     @functools.cache  # noqa: B019
     def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:
         parent, _, _ = module.rpartition(".")
@@ -79,8 +72,7 @@ class _Files:
         if parent:
             above = self._spec(parent)
             folders = list((above and above.submodule_search_locations) or ())
-        finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path]
-        found = (each.find_spec(module, folders) for each in finders)
+        found = (each.find_spec(module, folders) for each in sys.meta_path)
         return next(filter(None, found), None)
 
     def _file(self, module: str) -> File | None:
