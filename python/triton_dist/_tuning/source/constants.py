@@ -50,15 +50,14 @@ def text_of(value: Any) -> str:
 
 
 def _holds_code(value: Any) -> Any:
+    params = getattr(type(value), "__dataclass_params__", None)
     if isinstance(value, (tuple, list, set, frozenset)):
         return any(map(_holds_code, value))
     if isinstance(value, dict):
         return any(map(_holds_code, value.values()))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cls: Any = type(value)
+    if params is not None:  # a dataclass that may change has no text, and may hold itself
         held = (getattr(value, each.name, None) for each in dataclasses.fields(value))
-        # A dataclass that may change has no text, and may hold itself.
-        return cls.__dataclass_params__.frozen and any(map(_holds_code, held))
+        return params.frozen and any(map(_holds_code, held))
     return callable(value) or has_own(value, "fn")
 
 

@@ -300,17 +300,13 @@ class Slice:
 
     def _name_of(self, value: Any) -> str:
         """Return a name for code that is the same in all processes."""
-        inner = function_in(value)
-        if inner is not None and not self._library.has_function(inner):
+        inner = function_in(value) or value
+        if isinstance(inner, types.FunctionType) and not self._library.has_function(inner):
             return self.label(inner.__globals__, inner.__qualname__)
-        named = value if inner is None else inner
-        if not hasattr(named, "__qualname__"):
-            named = type(named)
-        return (
-            self.cls(named)
-            if isinstance(named, type)
-            else f"{named.__module__}.{named.__qualname__}"
-        )
+        named = inner if hasattr(inner, "__qualname__") else type(inner)
+        if isinstance(named, type):
+            return self.cls(named)
+        return f"{attribute(named, '__module__', '')}.{named.__qualname__}"
 
     def _ignores(self, name: str) -> bool:
         """Return whether ``name`` does not count, and note it then."""
@@ -429,13 +425,11 @@ class Slice:
         """Follow the value of a global of which no statement is known."""
         value = scope.get(name)
         try:
-            text = "" if name not in scope or name.startswith("__") else text_of(value)
+            if name in scope and not name.startswith("__"):
+                self.source.bound[self._unique(name, scope)] = text_of(value)
         except TypeError:
             if not isinstance(value, CONTAINERS):
                 self.follow(value)
-        else:
-            if text:
-                self.source.bound[self._unique(name, scope)] = text
 
     def _constant(self, scope: Globals, name: str, value: Any, found: list[Statement]) -> None:
         """Note the value of a global, which another module may have set. It counts if it stands in
