@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import importlib
 import io
 import json
@@ -349,43 +348,6 @@ def test_what_the_caller_gave_is_shown_after_the_key_and_compared(run):
 @autotune([{"n": n, "m": m} for n in (1, 2) for m in (3, 4)], key_fn=lambda x, **_: x)
 def pair(x, n, m):
     return x, n, m
-
-
-@autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)
-def stopped(x, n):
-    if n == 2 and x > 1:
-        raise KeyboardInterrupt
-    return x
-
-
-def test_an_interrupted_tuning_is_listed_and_cleared(run):
-    stopped(1)
-    with pytest.raises(KeyboardInterrupt):
-        stopped(64)
-    status, out, _ = run("list", "stopped")
-    assert status == 0
-    assert "interrupted, 1 config measured:  64" in out
-    assert "1 record of 1 function, 1 interrupted tuning in" in out
-    (begun,) = json.loads(run("list", "--json")[1])["interrupted"]
-    assert (begun["function"], begun["key"]) == (f"{__name__}.stopped", "64")
-    status, out, _ = run("clear", f"{__name__}.stopped")
-    assert status == 0
-    assert "removed 1 record, 1 interrupted tuning, 4 logs of" in out
-    assert not [path for path in cache().rglob("*") if path.is_file() and path.name != ".lock"]
-
-
-def test_a_tuning_that_goes_on_is_not_cleared(run):
-    stopped.clear()
-    with pytest.raises(KeyboardInterrupt):
-        stopped(64)
-    (path,) = cache().rglob("*.journal")
-    with path.open() as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)
-        _, out, _ = run("clear", "--all")
-        assert f"{path}: left alone, the tuning is going on" in out
-        assert path.exists()
-    assert run("clear", "stopped")[0] == 0
-    assert not path.exists()
 
 
 def test_clear_all_leaves_nothing(run):

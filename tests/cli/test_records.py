@@ -216,6 +216,29 @@ def test_status(run, begun):
     assert run("status", "absent")[0] == 1
 
 
+def test_an_interrupted_tuning_is_listed_and_cleared(run, begun):
+    status, out, _ = run("list", "stopped")
+    assert status == 0
+    assert "interrupted, 1 config measured:  64" in out
+    assert "1 record of 1 function, 1 interrupted tuning in" in out
+    (tuning,) = json.loads(run("list", "--json")[1])["interrupted"]
+    assert (tuning["function"], tuning["key"]) == (f"{__name__}.stopped", "64")
+    status, out, _ = run("clear", f"{__name__}.stopped")
+    assert status == 0
+    assert "removed 1 record, 1 interrupted tuning, 4 logs of" in out
+    files = (path for path in knobs.cache_dir.get().rglob("*") if path.is_file())
+    assert not [path for path in files if path.name != ".lock"]
+
+
+def test_a_tuning_that_goes_on_is_not_cleared(run, begun):
+    with begun.open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        assert f"{begun}: left alone, the tuning is going on" in run("clear", "--all")[1]
+        assert begun.exists()
+    assert run("clear", "stopped")[0] == 0
+    assert not begun.exists()
+
+
 def test_clear_of_logs_and_of_what_was_interrupted(run, begun):
     (file,) = begun.parent.glob("*.json")
     dry = json.loads(run("clear", "stopped", "--logs", "--dry-run", "--json")[1])

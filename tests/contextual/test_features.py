@@ -60,32 +60,24 @@ def test_early_prune():
     assert seen[0][0] == 64
 
 
-def test_perf_model_and_top_k():
-    model = {"perf_model": lambda BLOCK, **_: -BLOCK, "top_k": 2}
-    kernel = autotuned(scale_kernel, configs(16, 32, 64), prune_configs_by=model)
-    spy, _ = tune(kernel)
-    assert spy.blocks[:4] == [64, 64, 32, 32]
+# The blocks of the kernel, how they are pruned, and the blocks of its first launches.
+PRUNED = {
+    "a model of the time": (
+        (16, 32, 64), {"perf_model": lambda BLOCK, **_: -BLOCK, "top_k": 2}, [64, 64, 32, 32]),
+    "configs that pruning makes": (
+        (16, 32), {"early_config_prune": lambda *_, **__: configs(64, 128)}, [64, 64, 128, 128]),
+    "one config, which needs no tuning": (
+        (16, 32), {"early_config_prune": lambda all_, *_, **__: all_[1:]}, [32]),
+}  # fmt: skip
 
 
-def test_pruning_may_make_configs():
-    kernel = autotuned(
-        scale_kernel,
-        configs(16, 32),
-        prune_configs_by={"early_config_prune": lambda *_, **__: configs(64, 128)},
-    )
-    spy, result = tune(kernel)
-    assert spy.blocks[:4] == [64, 64, 128, 128]
+@pytest.mark.parametrize("case", PRUNED)
+def test_pruning(case):
+    blocks, prune, expected = PRUNED[case]
+    spy, result = tune(autotuned(scale_kernel, configs(*blocks), prune_configs_by=prune))
+    assert spy.blocks[: len(expected)] == expected
+    assert (len(spy.blocks) == 1) is (len(expected) == 1)
     assert torch.equal(result, 2 * X)
-
-
-def test_one_config_that_pruning_leaves_needs_no_tuning():
-    kernel = autotuned(
-        scale_kernel,
-        configs(16, 32),
-        prune_configs_by={"early_config_prune": lambda all_, *_, **__: all_[1:]},
-    )
-    spy, _ = tune(kernel)
-    assert spy.blocks == [32]
 
 
 def test_restore_value_undoes_each_call_but_the_last():

@@ -575,6 +575,11 @@ class Keep:
     def __call__(self, config, x): return config["n"] <= self.limit
 @autotune(S, K, Keep(VALUE + 5))
 def op(x, n): return x
+=== configs of a helper that is not called, for which nothing asks
+def configs(): raise RuntimeError(VALUE)
+@autotune(configs, K)
+def helper(x, m): return x
+return helper(x) if x else x
 === a constant that another module sets
 import program
 program.SCALE = VALUE
@@ -929,17 +934,6 @@ layer.forward.tune(layer, VALUE)
 @pytest.mark.parametrize("name", USES)
 def test_what_only_uses_a_tuned_function_does_not_tune_again(fingerprint, name):
     assert fingerprint(USES[name], 1) == fingerprint(USES[name], 2)
-
-
-def test_configs_of_a_helper_that_is_not_called_are_not_asked_for(fingerprint):
-    program = """
-def configs(): raise RuntimeError(VALUE)
-@autotune(configs, K)
-def helper(x, m): return x
-@autotune(S, K)
-def op(x, n): return helper(x) if x else x
-"""
-    assert fingerprint(program, 1) != fingerprint(program, 2)
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), types.SimpleNamespace(), [object()]])

@@ -40,9 +40,13 @@ def cost(rank, config):
     return config["n"]
 
 
-def tuned_ranks(folder, size=1, **options):
+def tuned_ranks(folder, size=1, cost=cost, **options):
     ranks = [Rank(each, SPACE, cost, folder=folder, **options) for each in thread_ranks(size)]
     return ranks, together(ranks)
+
+
+def fails(rank, config):
+    raise ZeroDivisionError
 
 
 def events(folder: Path) -> list[dict]:
@@ -170,12 +174,8 @@ def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypat
         rich.progress.Progress, "stop", lambda bar: (stopped.append(bar), stop(bar))
     )
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    (rank,) = (
-        Rank(each, SPACE, lambda *_: 1 / 0, folder=tmp_path, verbose=True)
-        for each in thread_ranks(1)
-    )
-    with pytest.raises(NoValidConfig):
-        rank.tuned(1)
+    _, (error,) = tuned_ranks(tmp_path, cost=fails, verbose=True)
+    assert isinstance(error, NoValidConfig)
     assert stopped
 
 
@@ -220,10 +220,8 @@ def test_half_of_the_configs_fail_and_pruned_ones_do_not_count(tmp_path):
     def half(rank, config):
         return 1 / (config["n"] > 1)
 
-    rank = Rank(
-        thread_ranks(1)[0], SPACE, half, folder=tmp_path, prune_fn=lambda config, x: config["n"] < 3
-    )
-    rank.tuned(1)
+    _, results = tuned_ranks(tmp_path, cost=half, prune_fn=lambda config, x: config["n"] < 3)
+    assert results == [(1, {"n": 2})]
 
 
 def test_all_that_a_verbose_call_says_is_logged_without_it(tmp_path, caplog, capsys):
@@ -306,9 +304,8 @@ def test_each_rank_has_a_log_that_says_what_it_is_at(tmp_path):
 
 
 def test_what_ended_a_tuning_is_logged(tmp_path):
-    (rank,) = (Rank(each, SPACE, lambda *_: 1 / 0, folder=tmp_path) for each in thread_ranks(1))
-    with pytest.raises(NoValidConfig):
-        rank.tuned(1)
+    _, (error,) = tuned_ranks(tmp_path, cost=fails)
+    assert isinstance(error, NoValidConfig)
     assert events(tmp_path)[-1]["event"] == "ended"
     assert events(tmp_path)[-1]["error"].startswith("NoValidConfig: ")
     (path,) = tmp_path.glob("*.rank-0.log")
