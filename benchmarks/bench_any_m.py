@@ -132,7 +132,7 @@ class Sweep:
         rows, failures = measure(workload, ["graph"], rounds, warmup_rounds=2 if is_cuda() else 1)
         samples = {row.name: row.samples.milliseconds for row in rows}
         kinds = {row.name: row.candidate.kind for row in rows}
-        peers = [name for name, kind in kinds.items() if kind == "peer"]
+        baselines = [name for name, kind in kinds.items() if kind == "baseline"]
         winner = next(row for row in rows if row.name == TUNED)
         about = {
             "own": winner.candidate.kind == "own",
@@ -141,7 +141,7 @@ class Sweep:
             **({"first_call": tuned.first_call, "raced": tuned.raced} if tuned.raced else {}),
             "failures": failures,
         }
-        found = point(M, samples, peers, **about)
+        found = point(M, samples, baselines, **about)
         finalists = [ms for name, ms in found["ms"].items() if name.startswith(_REGRET)]
         if finalists:
             found["regret"] = round(found["ms"][TUNED] / min(finalists) - 1, 4)

@@ -83,7 +83,7 @@ def space() -> list[dict[str, Any]]:
         {
             "gemm_config": tile,
             "persistent": True,
-            "way": method.value,
+            "algorithm": method.value,
             "num_streams": streams,
             "num_chunks": chunks,
         }

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> Tree:
         "environment": environment(),
         "sizes": [],
     }
-    choice, num_ranks = Choice(options.best, of_each_way=True), dist.get_world_size()
+    choice, num_ranks = Choice(options.best, of_each_algorithm=True), dist.get_world_size()
     for op in options.ops.split(","):
         info = INFOS[op]
         asked = info.shapes if options.sizes is None else map(Size, options.sizes)
@@ -187,7 +187,7 @@ def _cells(tree: Tree, mode: str, names: Sequence[str]) -> list[str]:
     rows = {row["name"]: row for row in tree["rows"] if row["mode"] == mode}
     times = {name: row["median"] * 1e3 for name, row in rows.items()}
     tuned = times.get(TUNED)
-    peers = [times[name] for name, row in rows.items() if row["kind"] == "peer"]
+    baselines = [times[name] for name, row in rows.items() if row["kind"] == "baseline"]
     libraries = [times[name] for name in (LIBRARY, IN_PLACE) if name in times]
 
     def shown(time: float | None) -> str:
@@ -200,7 +200,7 @@ def _cells(tree: Tree, mode: str, names: Sequence[str]) -> list[str]:
     band = f"{abs(tuned / again - 1):.1%}" if tuned and again else ""
     config = re.sub(r"\w+Method\.|[{}']", "", rows[TUNED]["config"]) if TUNED in rows else "failed"
     return [
-        str(tree["bytes"]), shown(tuned), band, over(libraries), over(peers),
+        str(tree["bytes"]), shown(tuned), band, over(libraries), over(baselines),
         *(shown(times.get(name)) for name in names), config,
     ]  # fmt: skip
 

@@ -62,7 +62,7 @@ def by_processes(launches: Sequence[Launch], workers: int) -> None:
     pool.close()
 
 
-def measure(way: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
+def measure(algorithm: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
     """From an empty cache."""
     kernel_gemm_persistent.device_caches.clear()
     launches = [launch(config) for config in PERSISTENT_TILES]
@@ -81,7 +81,7 @@ def measure(way: Callable[[Sequence[Launch], int], None], workers: int) -> dict[
         os.environ["TRITON_CACHE_DIR"] = folder
         napper.start()
         begin = time.perf_counter()
-        way(launches, workers)
+        algorithm(launches, workers)
         seconds = time.perf_counter() - begin
         done.set()
         napper.join()
@@ -100,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     install(90)
     results = {}
-    for way in (by_threads, by_processes):
+    for algorithm in (by_threads, by_processes):
         for workers in options.workers:
-            name = f"{workers} {way.__name__.removeprefix('by_')}"
-            found = results[name] = measure(way, workers)
+            name = f"{workers} {algorithm.__name__.removeprefix('by_')}"
+            found = results[name] = measure(algorithm, workers)
             print(
                 f"{name:14}{found['configs_per_second']:7.2f} configs/s, a nap is late by "
                 f"{found['late_ms_p99']:.1f} ms (p99), {found['late_ms_max']:.1f} ms (most)"

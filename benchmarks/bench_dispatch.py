@@ -56,7 +56,7 @@ class Guarded:
         return function(*args, **kwargs, **config)
 
 
-WAYS = {
+ALGORITHMS = {
     "plain call": "function(1, 2, n=3)",
     "key_fn": "key_fn(1, 2)",
     "guarded look-up": "guarded(1, 2)",
@@ -68,7 +68,7 @@ WAYS = {
 
 
 def subjects() -> dict[str, Any]:
-    """What ``WAYS`` call, by name: with configs chosen."""
+    """What ``ALGORITHMS`` call, by name: with configs chosen."""
     names: dict[str, Any] = {
         "function": function,
         "key_fn": key_fn,
@@ -86,17 +86,20 @@ def subjects() -> dict[str, Any]:
 def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
     """Microseconds of one call, the best of ``repeats`` averages over ``number``."""
     names = subjects()
-    timers = {way: timeit.Timer(statement, globals=names) for way, statement in WAYS.items()}
-    best = dict.fromkeys(WAYS, float("inf"))
+    timers = {
+        algorithm: timeit.Timer(statement, globals=names)
+        for algorithm, statement in ALGORITHMS.items()
+    }
+    best = dict.fromkeys(ALGORITHMS, float("inf"))
     for _ in range(repeats):  # in turn, so that a slow moment of the machine is one of all
-        for way, timer in timers.items():
-            best[way] = min(best[way], timer.timeit(number) / number * 1e6)
+        for algorithm, timer in timers.items():
+            best[algorithm] = min(best[algorithm], timer.timeit(number) / number * 1e6)
     return best
 
 
-def overhead(times: dict[str, float], way: str) -> float:
-    """Microseconds that ``way`` takes beyond the plain call and ``key_fn``."""
-    return times[way] - times["plain call"] - times["key_fn"]
+def overhead(times: dict[str, float], algorithm: str) -> float:
+    """Microseconds that ``algorithm`` takes beyond the plain call and ``key_fn``."""
+    return times[algorithm] - times["plain call"] - times["key_fn"]
 
 
 def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
@@ -136,9 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
     times = measure(options.repeats, options.number)
-    for way, microseconds in times.items():
-        beyond = f"{overhead(times, way):8.3f}" if way.startswith(("hit", "guarded")) else " " * 8
-        print(f"{way:20}{microseconds:8.3f} us{beyond}")
+    for algorithm, microseconds in times.items():
+        beyond = (
+            f"{overhead(times, algorithm):8.3f}"
+            if algorithm.startswith(("hit", "guarded"))
+            else " " * 8
+        )
+        print(f"{algorithm:20}{microseconds:8.3f} us{beyond}")
     print("second column: beyond the plain call and key_fn")
     report: dict[str, Any] = {"hardware": hardware(), "microseconds": times}
     if options.configs is not None:

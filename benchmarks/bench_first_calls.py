@@ -36,7 +36,7 @@ from triton_dist.test.utils import dtype_named
 from triton_dist.testing.opinfo import GEMM_OPINFOS
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-_FROZEN, _TRANSFER = "TRITON_DIST_AUTOTUNE_FROZEN", "TRITON_DIST_AUTOTUNE_TRANSFER_MS"
+_FROZEN, _WARM_START = "TRITON_DIST_AUTOTUNE_FROZEN", "TRITON_DIST_AUTOTUNE_WARM_START_MS"
 _CPU_SCALE = 256
 
 
@@ -75,7 +75,7 @@ class FirstCalls:
                 drawn.append(shape)
         with self.info.context(max(anchors, key=lambda shape: shape.M), self.dtype) as ctx:
             for shape in reversed(anchors):
-                self._first(shape, ctx, **{_TRANSFER: "0"})
+                self._first(shape, ctx, **{_WARM_START: "0"})
             frozen = [self._first(shape, ctx, **{_FROZEN: "1"}) for shape in drawn]
             self.info.op.clear()  # what was predicted
             return frozen + [self._first(shape, ctx) for shape in drawn]
@@ -99,19 +99,19 @@ class FirstCalls:
         cost = cost_of(record, took)
         if frozen:
             del cost["device"]  # nothing ran
-        how = record.carried or "in full"
+        how = record.warm_started_from or "in full"
         return {"M": shape.M, "frozen": frozen, "how": how, **cost, "own": self.info.is_own(config)}
 
 
 def summary(calls: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each way to choose."""
-    ways: dict[str, list[dict[str, Any]]] = {}
+    algorithms: dict[str, list[dict[str, Any]]] = {}
     for call in calls:
         how = call["how"].split(" from ")[0]
-        ways.setdefault(f"frozen, {how}" if call["frozen"] else how, []).append(call)
+        algorithms.setdefault(f"frozen, {how}" if call["frozen"] else how, []).append(call)
     lines = []
-    for way, found in ways.items():
-        line = f"{way}: {len(found)} sizes"
+    for algorithm, found in algorithms.items():
+        line = f"{algorithm}: {len(found)} sizes"
         for name in ("host", "device"):
             times = [call[name] for call in found if name in call]
             if times:

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import tune
-from triton_dist.kernels.common.vendor import all_gather_matmul
+from triton_dist.kernels.common.libraries import all_gather_matmul
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm import ways
+from triton_dist.kernels.nvidia.allgather_gemm import algorithms
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
@@ -76,11 +76,11 @@ def parts(
 
     def timed() -> list[float]:
         marks = [time.perf_counter()]
-        call = ways.Call(*values)
+        call = algorithms.Call(*values)
         marks.append(time.perf_counter())
         gathered = call.chosen.start(call)
         marks.append(time.perf_counter())
-        C = ways._empty_product(call)
+        C = algorithms._empty_product(call)
         marks.append(time.perf_counter())
         call.chosen._consume(call, C, gathered)
         marks.append(time.perf_counter())
@@ -105,7 +105,7 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
         return values.to(dtype).to(device.torch_device)
 
     A, B = random(M // num_ranks, K), random(K, N // num_ranks)
-    config = ways.WAYS.config_space()[0]
+    config = algorithms.ALGORITHMS.config_space()[0]
     tuned = tune.autotune([config], ag_gemm.key_fn, recover_fn=ag_gemm._hooks.recover)(ag_gemm.fn)
     times: dict[str, float] = {}
 

@@ -1,7 +1,7 @@
 """Tensor-parallel layers beside what torch brings for them, at the sizes of real blocks.
 
     bash scripts/launch.sh benchmarks/bench_layers.py --tokens 4096,1,16,64,128 --json layers.json
-    bash scripts/launch.sh benchmarks/bench_layers.py --models tiny --tokens 16 --peers nccl
+    bash scripts/launch.sh benchmarks/bench_layers.py --models tiny --tokens 16 --baselines nccl
 
 The layers are the feed-forward and the attention of a block with random weights. From 1024 tokens
 on they are sequence-parallel (prefill and training: one sequence), below with an all-reduce
@@ -44,7 +44,7 @@ from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 MODELS = "meta-llama/Meta-Llama-3-8B,meta-llama/Meta-Llama-3-70B"
-PEERS = ("nccl", "async_tp", "dtensor")
+BASELINES = ("nccl", "async_tp", "dtensor")
 OURS, COMPILED = "ours", "ours_compiled"
 SPREAD_FROM = 1024
 """Tokens from which on a layer is sequence-parallel."""
@@ -62,7 +62,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--models", type=names, default=names(MODELS), help="as of LlamaConfig.of")
     parser.add_argument("--layers", type=names, default=["mlp", "attention"])
     parser.add_argument("--tokens", type=parse_numbers, default=[4096, 1, 16, 64, 128])
-    parser.add_argument("--peers", type=names, default=list(PEERS))
+    parser.add_argument("--baselines", type=names, default=list(BASELINES))
     parser.add_argument("--passes", type=names, default=["forward", "both"])
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=20)
@@ -244,7 +244,7 @@ def point(
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Call, list[torch.Tensor]]] = {}
     wanted = torch.no_grad()(made._call(made.plain))(made.x).float()
-    for name in (*made.names, *args.peers):
+    for name in (*made.names, *args.baselines):
         candidate, error = attempt(lambda name=name: made.make(name))
         if error is None:
             result, error = attempt(forward_of(candidate[0], made.x, []))
@@ -280,8 +280,8 @@ def point(
 def ratio(found: dict[str, Any]) -> float | None:
     """Time of the best peer over that of our best."""
     ours = [ms for name, ms in found["ms"].items() if name in (OURS, COMPILED)]
-    peers = [ms for name, ms in found["ms"].items() if name not in (OURS, COMPILED)]
-    return min(peers) / min(ours) if peers and ours else None
+    baselines = [ms for name, ms in found["ms"].items() if name not in (OURS, COMPILED)]
+    return min(baselines) / min(ours) if baselines and ours else None
 
 
 def show(found: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.timing import interleaved
 
 SHAPES = ["4096,4096,4096", "8192,8192,8192", "128,8192,8192", "1000,3000,2000", "16,4096,14336"]
-OURS, VENDOR, TUTORIAL = "matmul", "torch.matmul", "triton.autotune"
+OURS, LIBRARY, TUTORIAL = "matmul", "torch.matmul", "triton.autotune"
 _TILES = [  # BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps
     (128, 256, 64, 3, 8), (64, 256, 32, 4, 4), (128, 128, 32, 4, 4), (128, 64, 32, 4, 4),
     (64, 128, 32, 4, 4), (128, 32, 32, 4, 4), (64, 32, 32, 5, 2), (32, 64, 32, 5, 2),
@@ -94,7 +94,7 @@ def in_groups(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
 
 CONTENDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     OURS: matmul,
-    VENDOR: torch.matmul,
+    LIBRARY: torch.matmul,
     TUTORIAL: in_groups,
 }
 
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         rates = "  ".join(
             f"{name} {t:.1f} us, {2 * M * N * K / t / 1e6:.0f} TFLOP/s" for name, t in times.items()
         )
-        best = min(times[VENDOR], times[TUTORIAL]) / times[OURS]
+        best = min(times[LIBRARY], times[TUTORIAL]) / times[OURS]
         print(f"{M} x {N} x {K}: {rates}  x best other {best:.2f}", flush=True)
     for shape in options.shapes[: options.first]:
         found = first_results(shape, options.seconds)

@@ -339,7 +339,7 @@ class SizedSpace:
             int(M): {configs[int(at)]: each for at, each in by.items() if isinstance(each, list)}
             for M, by in tree["sizes"].items()
         }
-        self.safe = frozenset(configs[place] for place in tree["safe"])
+        self.fallback = frozenset(configs[place] for place in tree["fallback"])
         self.waves: dict[int, dict[Config, float | None]] = {
             int(M): dict(zip(configs, each, strict=True))
             for M, each in tree.get("waves", {}).items()
@@ -365,7 +365,7 @@ class SizedSpace:
         """Return the search at ``M`` from the ``known`` sizes, with or without ``waves_fn``."""
         far = {size: distance((size,), (M,)) for size in known}
         near = nearest((far[size], (size,), known[size]) for size in known if far[size] <= REACH)
-        found = Neighbours(_SIZES.family(AtSize(M)), near, self.safe.__contains__)
+        found = Neighbours(_SIZES.family(AtSize(M)), near, self.fallback.__contains__)
         if waves:
             lookup = lambda config, sizes: self.waves.get(sizes[0], {}).get(config)  # noqa: E731
             found = dataclasses.replace(found, waves=lookup)
@@ -403,7 +403,7 @@ def warm_start_table(options: argparse.Namespace) -> list[dict[str, Any]]:
                         waves = name == "warm start"
                         search = space.warm_started(M, known, waves, options.milliseconds)
                     record, spent = space.tuned(M, search, draw)
-                    known[M] = dataclasses.replace(record, carried="warm-started")
+                    known[M] = dataclasses.replace(record, warm_started_from="warm-started")
                     found[name].append((*space.regret(M, record), spent))
         print(f"{space.name}, {len(found['full race'])} tunings")
         full = [spent for _, _, spent in found["full race"]]

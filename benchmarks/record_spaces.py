@@ -98,12 +98,12 @@ class Recorder:
         for M, (args, kwargs) in self._calls():
             sizes[str(M)] = self._runs(M, args, kwargs)
             waves[str(M)] = self._waves(args, kwargs)
-        safe = [place for place, each in enumerate(self.configs) if self.op.safe_kind(each)]
+        fallback = [place for place, each in enumerate(self.configs) if self.op.fallback_kind(each)]
         return {
             "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
-            "safe": safe, "waves": waves, "sizes": sizes,
+            "fallback": fallback, "waves": waves, "sizes": sizes,
         }  # fmt: skip
 
     def _shape(self, M: int) -> Any:
@@ -164,7 +164,7 @@ class Recorder:
             current_device().synchronize(_SECONDS)
         except Exception as error:  # one config's failure is not the space's
             reason = f"{type(error).__name__}: {error}"[:200]
-        return next(filter(None, group_for().gather("first run", reason)), "")
+        return next(filter(None, group_for().all_gather("first run", reason)), "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

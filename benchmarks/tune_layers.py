@@ -35,9 +35,9 @@ from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 _MOST = 16384
-_TRANSFER_MS = "400"
+_WARM_START_MS = "400"
 """Device time for each M that is not tuned in full: more than a first call takes."""
-_TRANSFER = "TRITON_DIST_AUTOTUNE_TRANSFER_MS"
+_WARM_START = "TRITON_DIST_AUTOTUNE_WARM_START_MS"
 _CPU_SCALE = 512
 
 
@@ -95,7 +95,7 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    beside = os.environ.get(_TRANSFER, _TRANSFER_MS)
+    beside = os.environ.get(_WARM_START, _WARM_START_MS)
     initialize_distributed()
     begin, dtype = time.perf_counter(), dtype_named(options.dtype)
     info, layers = GEMM_OPINFOS[options.op], shapes(options, dist.get_world_size())
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with info.context(largest, dtype) as ctx:
             for shape in asked:
                 number += 1
-                os.environ[_TRANSFER] = "0" if is_in_full(shape.M) else beside
+                os.environ[_WARM_START] = "0" if is_in_full(shape.M) else beside
                 op = TunedOp(info, shape, dtype, ctx, Choice(0))
                 if options.run:
                     op.run()

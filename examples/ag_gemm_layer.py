@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from triton_dist.kernels.common.vendor import all_gather_matmul
+from triton_dist.kernels.common.libraries import all_gather_matmul
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.test.utils import assert_allclose
 from triton_dist.utils import (

@@ -119,11 +119,11 @@ def run_uv(*arguments: str) -> NoReturn:
     os.execvpe("uv", ["uv", *arguments, *options], {**variables, **os.environ})
 
 
-def main(verb: str, *arguments: str) -> int:
-    if verb == "uv":
+def main(subcommand: str, *arguments: str) -> int:
+    if subcommand == "uv":
         run_uv(*arguments)
     extras = [argument for argument in arguments if argument != "--cuda"]
-    if verb == "list":
+    if subcommand == "list":
         print("\n".join(requirements(extras)))
         return 0
     problems = check(extras, "--cuda" in arguments)

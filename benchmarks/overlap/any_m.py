@@ -50,17 +50,19 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return ranked[first], ranked[n - 1 - first]
 
 
-def point(M: int, samples: dict[str, Sequence[float]], peers: Sequence[str], **about: Any) -> Tree:
+def point(
+    M: int, samples: dict[str, Sequence[float]], baselines: Sequence[str], **about: Any
+) -> Tree:
     """A point from the samples of each candidate, round by round."""
     medians = {name: round(statistics.median(each), 6) for name, each in samples.items()}
-    best = min(peers, key=medians.__getitem__)
+    best = min(baselines, key=medians.__getitem__)
     # Of one round, so that what drifts from round to round hits both.
     ratios = [theirs / ours for theirs, ours in zip(samples[best], samples[TUNED], strict=True)]
     low, high = interval(ratios)
     return {
         "M": M,
         "ms": medians,
-        "peers": list(peers),
+        "baselines": list(baselines),
         "best_peer": best,
         "ratio": round(medians[best] / medians[TUNED], 4),
         "interval": [round(low, 4), round(high, 4)],
@@ -90,7 +92,9 @@ def summary(points: Sequence[Tree]) -> list[str]:
             f"{band:>14} {len(inside):>7} {ratios[0]:>7.3f} {fifth:>8.3f} {mean:>8.3f} {own:>8.0%}"
         )
     first = [
-        each["first_call"] for each in points if "carried" in each["how"] and "first_call" in each
+        each["first_call"]
+        for each in points
+        if "warm_started_from" in each["how"] and "first_call" in each
     ]
     for name in ("host", "device") if first else ():
         times = sorted(each[name] for each in first)
@@ -125,8 +129,8 @@ def draw(tree: Tree, path: Path) -> None:
     points = sorted(tree["points"], key=lambda each: int(each["M"]))
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     panel = figure.subplots()
-    peers = sorted({name for each in points for name in each["peers"]})
-    for name in peers:
+    baselines = sorted({name for each in points for name in each["baselines"]})
+    for name in baselines:
         there = [each for each in points if name in each["ms"]]
         panel.plot(
             [each["M"] for each in there],

@@ -105,7 +105,7 @@ def _together(phase: str, step: Callable[[], T]) -> T:
             current_device().synchronize(_SECONDS)
     except Exception as error:  # whatever a candidate raises, the others are still worth measuring
         failure = f"{type(error).__name__}: {error}"
-    for rank, reason in enumerate(group_for().gather(phase, failure)):
+    for rank, reason in enumerate(group_for().all_gather(phase, failure)):
         if reason:
             raise Failed(f"rank {rank}: {reason}")
     return value

@@ -12,7 +12,7 @@ from .workload import TUNED
 Tree = dict[str, Any]
 # The same in every picture. A peer's is found by a part of its name.
 _TUNED_COLOUR, _SERIAL_COLOUR, _OTHER_COLOUR = "#1f5f99", "#8c8c8c", "#c9b458"
-_PEER_COLOURS = {"async-TP": "#d98c3f", "one-shot": "#b65f7c", "two-shot": "#5a9e6f"}
+_BASELINE_COLOURS = {"async-TP": "#d98c3f", "one-shot": "#b65f7c", "two-shot": "#5a9e6f"}
 _OPS = {"ag_gemm": "AllGather-GEMM", "gemm_rs": "GEMM-ReduceScatter", "gemm_ar": "GEMM-AllReduce"}
 _MODES = {"eager": "called from Python", "graph": "replayed in a CUDA graph"}
 _WIDTH = 11.0
@@ -64,7 +64,7 @@ def draw(report: Tree, path: Path) -> None:
 def series(shapes: list[Tree]) -> list[str]:
     """What has a bar: the tuned op, the peers, and last the two parts one after the other."""
     serial = shapes[0]["serial"]
-    rows = [row for tree in shapes for row in tree["rows"] if row["kind"] == "peer"]
+    rows = [row for tree in shapes for row in tree["rows"] if row["kind"] == "baseline"]
     return [TUNED, *dict.fromkeys(row["name"] for row in rows if row["name"] != serial), serial]
 
 
@@ -135,8 +135,8 @@ def _bars(panel: Any, shapes: list[Tree], mode: str, names: list[str], over_limi
 
 def _colour(name: str, serial: str) -> str:
     own = {TUNED: _TUNED_COLOUR, serial: _SERIAL_COLOUR}
-    peers = [colour for part, colour in _PEER_COLOURS.items() if part in name]
-    return own.get(name) or [*peers, _OTHER_COLOUR][0]
+    baselines = [colour for part, colour in _BASELINE_COLOURS.items() if part in name]
+    return own.get(name) or [*baselines, _OTHER_COLOUR][0]
 
 
 def _spread(shapes: list[Tree], mode: str, name: str, over_limit: bool) -> list[list[float]]:

@@ -112,9 +112,9 @@ def _summary(rows: Sequence[Row], serial: str) -> Tree:
     ]
     if own:
         summary["best_own"] = min(own, key=medians.__getitem__)
-    peers = [name for name, row in by_name.items() if row.candidate.kind == "peer"]
-    if peers:
-        summary["best_peer"] = min(peers, key=medians.__getitem__)
+    baselines = [name for name, row in by_name.items() if row.candidate.kind == "baseline"]
+    if baselines:
+        summary["best_peer"] = min(baselines, key=medians.__getitem__)
     if TUNED in medians and TUNED_AGAIN in medians:
         summary["band"] = abs(medians[TUNED] / medians[TUNED_AGAIN] - 1)
     return summary

@@ -52,7 +52,7 @@ def _row_cells(tree: Tree, row: Tree) -> list[str]:
     mode, time = row["mode"], row["median"]
     times = [_shown(row.get(name), 1.0, digits=4) for name in ("median", "p10", "p90")]
     over = _shown(time, tree["modes"][mode].get("limit"))
-    whole = row["kind"] in ("peer", "own", "vendor")
+    whole = row["kind"] in ("baseline", "own", "library")
     faster = _shown(median(tree, tree["serial"], mode), time) if whole else ""
     return [mode, row["kind"], *times, over, faster, _short(row.get("config", ""))]
 
@@ -87,7 +87,7 @@ def summary_table(report: Tree) -> Table:
 
 def _cells(tree: Tree, mode: str) -> list[str]:
     summary = tree["modes"][mode]
-    tuned, own, peer, serial = (
+    tuned, own, baseline, serial = (
         median(tree, name, mode) if name is not None else None
         for name in (TUNED, summary.get("best_own"), summary.get("best_peer"), tree["serial"])
     )
@@ -98,8 +98,8 @@ def _cells(tree: Tree, mode: str) -> list[str]:
         _shown(own, limit),
         _shown(serial, own),
         summary.get("best_peer", ""),
-        _shown(peer, own),
-        _shown(peer, tuned),
+        _shown(baseline, own),
+        _shown(baseline, tuned),
         "" if band is None else f"{band:.1%}",
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist._tuning.search.brief import LAPS
+from triton_dist._tuning.search.brief import ROUNDS
 from triton_dist._tuning.values import Measurement, Policy, Trial, TuningRecord
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import Baseline, OpInfo
@@ -41,7 +41,7 @@ class TunedOp:
         took = time.perf_counter() - begin
         self._winner = info.op.best_config(*self._args, **self._kwargs)
         tuned_now = info.op.tuning_count > before
-        self.how = self._record.carried or "tuned at a size of this range"
+        self.how = self._record.warm_started_from or "tuned at a size of this range"
         self.first_call = cost_of(self._record, took) if tuned_now else None
         """What choosing took now: milliseconds of the host, and of the device."""
         self.raced = self._fastest() if tuned_now else None
@@ -65,8 +65,8 @@ class TunedOp:
     def candidates(self) -> Mapping[str, Baseline]:
         winner = self._candidate(self._winner)
         others = {name: self._candidate(config) for name, config in self._others().items()}
-        peers = self.info.baselines(self._operands, self._ctx)
-        return {**peers, TUNED: winner, **others, TUNED_AGAIN: winner}
+        baselines = self.info.baselines(self._operands, self._ctx)
+        return {**baselines, TUNED: winner, **others, TUNED_AGAIN: winner}
 
     def refresh(self) -> None:
         self.info.refill(self._operands, dist.get_world_size())
@@ -86,7 +86,7 @@ class TunedOp:
         )
 
     def _kind(self, config: Mapping[str, Any]) -> Any:
-        return "own" if self.info.is_own(config) else "vendor"
+        return "own" if self.info.is_own(config) else "library"
 
     def _others(self) -> dict[str, Any]:
         """Configs to measure beside the winner, best first by the record, by what they are called
@@ -94,8 +94,8 @@ class TunedOp:
         space, record = self.info.op.config_space, self._record
         found = (space.find(trial.digest) for trial in _measured(record))
         ranked = [each for each in found if each is not None]
-        if self._choice.of_each_way:
-            return self._best_of_each_way(ranked)
+        if self._choice.of_each_algorithm:
+            return self._best_of_each_algorithm(ranked)
         chosen = self._best_of_all([each for each in ranked if each != self._winner])
         return {
             f"{self._kind(config)} {number}": config
@@ -111,7 +111,7 @@ class TunedOp:
             few += [each for each in ranked if self.info.is_own(each)][:1]
         return few
 
-    def _best_of_each_way(self, ranked: list[Any]) -> dict[str, Any]:
+    def _best_of_each_algorithm(self, ranked: list[Any]) -> dict[str, Any]:
         """So many of each way, the winner among them."""
         seen: dict[Hashable, int] = {}
         best = {}
@@ -119,7 +119,7 @@ class TunedOp:
             algorithm = self.info.algorithm(config)
             seen[algorithm] = seen.get(algorithm, 0) + 1
             if seen[algorithm] <= self._choice.best:
-                best[f"{config['way']} {seen[algorithm]}"] = config
+                best[f"{config['algorithm']} {seen[algorithm]}"] = config
         return best
 
 
@@ -139,11 +139,11 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
     some times untimed whenever samples of it are asked for. Of a final, whose laps a record does
     not tell, only the samples are counted."""
     policy = Policy.on(current_device().name, timing="graph", search="racing")  # as of the ops
-    laps = tuple(itertools.accumulate(LAPS if record.carried else policy.rounds))
+    rounds = tuple(itertools.accumulate(ROUNDS if record.warm_started_from else policy.rounds))
     device = 0.0
     for trial in _measured(record):
         number = len(trial.outcome.samples)
-        asked = min(bisect.bisect_left(laps, number) + 1, len(laps))
+        asked = min(bisect.bisect_left(rounds, number) + 1, len(rounds))
         device += (1 + asked * policy.untimed + number) * _median(trial)
     return {"host": round(1e3 * seconds, 1), "device": round(device, 2)}
 

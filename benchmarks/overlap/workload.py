@@ -20,7 +20,7 @@ class Choice:
     """So many of the others, the best by the record."""
     every: bool = False
     """All that are left after pruning, instead."""
-    of_each_way: bool = False
+    of_each_algorithm: bool = False
     """So many of each way, the winner among them."""
 
 

@@ -140,7 +140,7 @@ class TuningTimeout(RankTimeout):
         seconds: float,
         because: Mapping[int, str] | None = None,
         remark: str = "",
-        is_meeting: bool = False,
+        is_first_message: bool = False,
     ) -> None:
         self.rank, self.function, self.phase, self.config = rank, function, phase, config
         self.missing, self.seconds, self.because = tuple(missing), seconds, dict(because or {})
@@ -150,7 +150,7 @@ class TuningTimeout(RankTimeout):
         self.summary = f"rank {rank}: tuning of {function}, {what}: {absence}"
         advice = (
             "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT sets the limit."
-            if is_meeting
+            if is_first_message
             else "What was measured is kept: start again and the tuning goes on. "
             "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit, TRITON_DIST_COMPILE_TIMEOUT that of "
             "prepare_fn."

@@ -222,14 +222,14 @@ compile_timeout = seconds(
     300.0,
     "The same for a step that compiles and launches nothing (prepare_fn).",
 )
-autotune_transfer_ms: Knob[float] = Knob(
-    "TRITON_DIST_AUTOTUNE_TRANSFER_MS",
+autotune_warm_start_ms: Knob[float] = Knob(
+    "TRITON_DIST_AUTOTUNE_WARM_START_MS",
     30.0,
     _not_negative,
     "milliseconds, 0 or more",
     "Device time that the first call of a key may take whose neighbours (other sizes, all else "
-    "alike) are tuned: so long their best configs race, for each call of a sample where vary_fn "
-    "gives several; 0: it is tuned as if there were none.",
+    "alike) are tuned: their best configs race for this time, times the number of inputs that "
+    "input_variants_fn returns; 0: ignore the neighbours.",
 )
 autotune_keys: Knob[int | None] = Knob(
     "TRITON_DIST_AUTOTUNE_KEYS",

@@ -12,17 +12,17 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines.
 MOST = {
-    "allgather_gemm": (18, 5380),
-    "gemm_reduce_scatter": (21, 5350),
-    "gemm_allreduce": (23, 6080),
-    "gemm": (10, 2860),
-    "grouped_gemm": (12, 3040),
-    "allgather_group_gemm": (21, 5410),
-    "moe_reduce": (28, 6800),
-    "shard_collectives": (14, 3350),
-    "allreduce": (12, 3220),
+    "allgather_gemm": (18, 5420),
+    "gemm_reduce_scatter": (21, 5390),
+    "gemm_allreduce": (23, 6120),
+    "gemm": (10, 2900),
+    "grouped_gemm": (12, 3080),
+    "allgather_group_gemm": (21, 5450),
+    "moe_reduce": (28, 6840),
+    "shard_collectives": (14, 3390),
+    "allreduce": (12, 3260),
 }
-OWN_FILES = ("__init__", "op", "context", "ways", "kernel")
+OWN_FILES = ("__init__", "op", "context", "algorithms", "kernel")
 
 
 def reached(start: Path, package: Path) -> set[Path]:

@@ -45,15 +45,15 @@ class AddOne:
         return {
             "GEMM alone": Baseline("gemm", lambda: self.x),
             "transfer alone": Baseline("transfer", lambda: self.x),
-            "serial": whole("peer", lambda: self.x + 1),
-            TUNED: whole("vendor", lambda: self.x + 1),
+            "serial": whole("baseline", lambda: self.x + 1),
+            TUNED: whole("library", lambda: self.x + 1),
             "own 1": whole("own", lambda: self.x + 1),
             "unwritten": whole("own", lambda: torch.empty(4, 4)),
             "stale": whole("own", self._stale),
             "another shape": whole("own", lambda: torch.ones(3)),
             "wrong on rank 1": whole("own", lambda: self.x + 1 + 0.5 * dist.get_rank()),
             "raises on rank 1": whole("own", self._raise_on_rank_1),
-            TUNED_AGAIN: whole("vendor", lambda: self.x + 1),
+            TUNED_AGAIN: whole("library", lambda: self.x + 1),
         }
 
     def _stale(self) -> torch.Tensor:
@@ -75,9 +75,9 @@ def measured() -> tuple[int, dict]:
 
 
 IN_ONE_LAUNCH: dict[str, dict[str, Any]] = {
-    "ag_gemm": {"way": "serial"},
-    "gemm_ar": {"way": "two_shot_in_one_launch"},
-    "gemm_rs": {"way": "one_launch"},
+    "ag_gemm": {"algorithm": "serial"},
+    "gemm_ar": {"algorithm": "two_shot_in_one_launch"},
+    "gemm_rs": {"algorithm": "one_launch"},
 }
 """Of each op a way that counts its calls apart from the op's slots: both must be recovered."""
 
@@ -103,7 +103,7 @@ def recovered(op: str) -> tuple[list[str], dict[str, str]]:
     case, dtype = GEMM_OPINFOS[op], torch.float16
     shape = case.of_rank(5, 40, 72, dist.get_world_size())
     config = {"gemm_config": default_tiles(), **IN_ONE_LAUNCH[op]}
-    record = SimpleNamespace(seconds=0.0, trials=[], carried="")
+    record = SimpleNamespace(seconds=0.0, trials=[], warm_started_from="")
     with (
         mock.patch.object(case.op, "tune", return_value=record),
         mock.patch.object(case.op, "best_config", return_value=config),

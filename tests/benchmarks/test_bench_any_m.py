@@ -44,18 +44,18 @@ def test_the_interval_holds_the_median_as_often_as_it_says():
     assert 950 <= held <= 990
 
 
-def found(M: int, tuned: float, peer: float, spread: float = 0.001, **about: object):
+def found(M: int, tuned: float, baseline: float, spread: float = 0.001, **about: object):
     draw = random.Random(M)
     times = {
         name: [ms * draw.uniform(1 - spread, 1 + spread) for _ in range(15)]
-        for name, ms in (("tuned", tuned), ("slow peer", 2 * peer), ("peer", peer))
+        for name, ms in (("tuned", tuned), ("slow peer", 2 * baseline), ("baseline", baseline))
     }
-    about = {"own": True, "config": "{'way': 'x'}", "how": "tuned here", **about}
-    return any_m.point(M, times, ["slow peer", "peer"], **about)
+    about = {"own": True, "config": "{'algorithm': 'x'}", "how": "tuned here", **about}
+    return any_m.point(M, times, ["slow peer", "baseline"], **about)
 
 
 def test_a_point_is_low_only_if_it_surely_is():
-    assert found(100, 1.0, 0.99)["best_peer"] == "peer"
+    assert found(100, 1.0, 0.99)["best_peer"] == "baseline"
     assert found(100, 1.0, 0.99)["ratio"] == pytest.approx(0.99, abs=2e-3)
     assert any_m.is_low(found(100, 1.0, 0.95))
     assert not any_m.is_low(found(100, 1.0, 0.985))
@@ -65,7 +65,7 @@ def test_a_point_is_low_only_if_it_surely_is():
 def test_the_summary_has_the_worst_and_says_which_are_behind():
     points = [found(30, 1.0, 1.1), found(100, 1.0, 1.04), found(2000, 1.0, 0.9, before=0.89)]
     points[0]["first_call"] = {"host": 70.0, "device": 20.5}
-    points[0]["how"] = "carried over from M=512"
+    points[0]["how"] = "warm-started from M=512"
     points += [found(4000, 1.0, 1.0, own=False, regret=0.05), found(5000, 1.0, 1.2, regret=0.01)]
     text = "\n".join(any_m.summary(points))
     assert "512-" in text

@@ -17,7 +17,7 @@ from tests.docs.run_blocks import run_program
 from triton_dist.testing import spawn_ranks
 
 SCRIPT = str(ROOT / "benchmarks" / "bench_collectives.py")
-PEERS = {"library"}
+BASELINES = {"library"}
 OWN = {
     "all_reduce": {"one_shot 1", "two_shot 1"},
     "reduce_scatter": {"push 1"},
@@ -44,7 +44,7 @@ def test_every_peer_and_way_is_there_in_both_modes(finished):
     for size in tree["sizes"]:
         assert size["failures"] == {}
         in_place = {"library, in place"} if size["op"] == "all_reduce" else set()
-        wanted = PEERS | in_place | OWN[size["op"]] | {"tuned", "tuned, again"}
+        wanted = BASELINES | in_place | OWN[size["op"]] | {"tuned", "tuned, again"}
         for mode in ("eager", "graph"):
             rows = [row for row in size["rows"] if row["mode"] == mode]
             assert {row["name"] for row in rows} == wanted

@@ -23,8 +23,8 @@ def test_sizes_beside_tuned_ones_are_predicted_then_raced(spawn_ranks, tmp_path)
         assert each["how"].startswith("predicted from M=")
         assert "device" not in each
     for each in raced:
-        assert each["how"].startswith("carried over from M=")
+        assert each["how"].startswith("warm-started from M=")
         assert each["device"] > 0
         assert each["host"] > 0
     assert f"frozen, predicted: {len(frozen)} sizes, host " in printed
-    assert f"carried over: {len(raced)} sizes, host " in printed
+    assert f"warm-started: {len(raced)} sizes, host " in printed

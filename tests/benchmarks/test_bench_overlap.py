@@ -141,7 +141,7 @@ def test_the_notes_say_whether_there_is_a_spread_and_what_is_below_the_limit():
     def report(tuned, **spread):
         rows = [
             {"name": name, "mode": "eager", "kind": kind, "median": time, **spread}
-            for name, kind, time in (("tuned", "own", tuned), ("serial", "peer", 3.0))
+            for name, kind, time in (("tuned", "own", tuned), ("serial", "baseline", 3.0))
         ]
         shape = {"serial": "serial", "rows": rows, "modes": {"eager": {"limit": 2.0}}}
         return "".join(plot.notes({"rounds": 5, "shapes": [shape]}))
@@ -185,7 +185,7 @@ def test_what_fails_on_some_rank_is_left_out_on_all(spawn_ranks):
         for mode in ("eager", "graph"):
             assert tree["failures"][f"{name}, {mode}"].startswith(reason)
     for summary in tree["modes"].values():
-        assert summary["winner"] == "vendor"
+        assert summary["winner"] == "library"
         assert summary["best_own"] == "own 1"
         assert summary["best_peer"] == "serial"
 

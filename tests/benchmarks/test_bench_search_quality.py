@@ -98,7 +98,7 @@ def test_a_warm_start_costs_a_part_and_finds_nearly_as_much(tmp_path):
     }
     runs["320"]["3"] = "CompilationError"
     tree = {
-        "op": "matmul", "largest": "2048x8192x8192", "ranks": 1, "safe": [7],
+        "op": "matmul", "largest": "2048x8192x8192", "ranks": 1, "fallback": [7],
         "configs": [str(tile) for tile in tiles], "sizes": runs,
         "waves": {str(M): [waves(M, tile) for tile in tiles] for M in sizes},
     }  # fmt: skip

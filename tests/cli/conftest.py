@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from triton_dist.cli import judge
+from triton_dist.cli import validator
 from triton_dist.cli.main import main
 
 
 @pytest.fixture(autouse=True)
 def _import_tests_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge functions of test modules in this process, which takes no seconds."""
-    monkeypatch.setattr(judge, "OURS", {"triton_dist", "tests"})
+    monkeypatch.setattr(validator, "OURS", {"triton_dist", "tests"})
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
 from triton_dist._tuning.store.layout import with_checksum
-from triton_dist.cli import judge, text
-from triton_dist.cli.main import VERBS, main
+from triton_dist.cli import text, validator
+from triton_dist.cli.main import SUBCOMMANDS, main
 from triton_dist.errors import NoSuchFunction, TuningWarning
 from triton_dist.tune import autotune
 
@@ -107,7 +107,7 @@ def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
     assert file == str(scripts[0])
     assert pid != str(os.getpid())
 
-    monkeypatch.setattr(judge, "SECONDS", 0.1)
+    monkeypatch.setattr(validator, "SECONDS", 0.1)
     status, _, err = run("explain", "work", "--module", str(scripts[0]), "--import")
     assert status == 2
     assert f"{scripts[0]}: its process did not end within" in err
@@ -115,7 +115,7 @@ def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
 
 def test_a_module_that_calls_what_it_tunes_tunes_nothing_for_a_command(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(judge, "OURS", {"calling_script"})
+    monkeypatch.setattr(validator, "OURS", {"calling_script"})
     script = tmp_path / "calling_script.py"
     script.write_text(
         "from triton_dist.tune import autotune\n\n"
@@ -146,7 +146,7 @@ def test_explain_says_key_winner_date_file_and_that_it_is_used(run):
 
 
 def test_without_import_versions_and_files_are_compared(run, monkeypatch):
-    monkeypatch.setattr(judge, "OURS", {"triton_dist"})
+    monkeypatch.setattr(validator, "OURS", {"triton_dist"})
     ops.matmul(A, B)
     for name in ("matmul", f"{OPS}:matmul"):
         status, out, _ = run("explain", name)
@@ -178,7 +178,7 @@ def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, name):
     ],
 )
 def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, monkeypatch, name, said):
-    monkeypatch.setattr(judge, "OURS", {"tests", "no"})
+    monkeypatch.setattr(validator, "OURS", {"tests", "no"})
     ops.matmul(A, B)
     status, out, err = run("explain", name, "--import")
     assert (status, out) == (2, "")
@@ -196,7 +196,7 @@ def test_a_module_that_fails_when_it_is_imported_is_said(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / f"{name}.py").write_text(f"{text}\n")
     with pytest.raises(NoSuchFunction, match=said):
-        judge.load_module(str(tmp_path / f"{name}.py"))
+        validator.load_module(str(tmp_path / f"{name}.py"))
 
 
 def test_what_the_locale_cannot_write_is_escaped(run, tmp_path, monkeypatch):
@@ -441,20 +441,23 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "verb", [verb.__name__.rpartition(".")[2] for verb in VERBS] + ["status", "diff"]
+    "subcommand",
+    [subcommand.__name__.rpartition(".")[2] for subcommand in SUBCOMMANDS] + ["status", "diff"],
 )
-def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lacks(verb, capsys):
-    verb = {"listing": "list", "tune_model": "tune-model"}.get(verb, verb)
+def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lacks(
+    subcommand, capsys
+):
+    subcommand = {"listing": "list", "tune_model": "tune-model"}.get(subcommand, subcommand)
     with pytest.raises(SystemExit):
-        main([verb, "--help"])
+        main([subcommand, "--help"])
     out = capsys.readouterr().out
-    assert f"usage: triton-dist {verb} " in out
+    assert f"usage: triton-dist {subcommand} " in out
     usage = out.partition("\n\n")[0]
-    assert ("-- COMMAND" in usage) == (verb in ("debug", "pack", "profile"))
-    assert f"\n  triton-dist {verb}" in out
+    assert ("-- COMMAND" in usage) == (subcommand in ("debug", "pack", "profile"))
+    assert f"\n  triton-dist {subcommand}" in out
     assert max(map(len, out.splitlines())) <= 80
     pages = [ROOT / f"docs/reference/{page}.md" for page in ("cli", "cli-records", "LLM")]
-    heading = "Tune ahead" if verb == "tune-model" else verb
+    heading = "Tune ahead" if subcommand == "tune-model" else subcommand
     whole = "".join(page.read_text() for page in pages)
     section = whole.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert [each for each in re.findall(r"--[a-z][-a-z_]*", usage) if each not in section] == []

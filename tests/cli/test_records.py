@@ -95,11 +95,17 @@ def test_a_space_is_analysed():
 
 def test_a_config_of_triton_is_its_parameters():
     tree = {
-        "way": "push",
+        "algorithm": "push",
         "one": {"triton.Config": {"BLOCK": 64}, "num_warps": 4},
         "two": {"triton.Config": {"BLOCK": 32}, "num_stages": 3},
     }
-    shown = {"way": "'push'", "BLOCK": "64", "num_warps": "4", "two.BLOCK": "32", "num_stages": "3"}
+    shown = {
+        "algorithm": "'push'",
+        "BLOCK": "64",
+        "num_warps": "4",
+        "two.BLOCK": "32",
+        "num_stages": "3",
+    }
     assert parameters(tree) == shown
 
 
@@ -331,12 +337,12 @@ def test_replay_of_a_record_and_of_a_space(run, tmp_path):
         run("replay", "gemm", "--search", "luck")
 
 
-@pytest.mark.parametrize("verb", ["show", "export"])
-def test_none_and_a_file_that_is_no_record(run, tmp_path, verb):
-    status, out, _ = run(verb, "gemm", "--key", "7")
+@pytest.mark.parametrize("subcommand", ["show", "export"])
+def test_none_and_a_file_that_is_no_record(run, tmp_path, subcommand):
+    status, out, _ = run(subcommand, "gemm", "--key", "7")
     assert (status, out) == (1, f"No record of gemm, --key '7' in {knobs.cache_dir.get()}.\n")
     (tmp_path / "some.json").write_text("{}")
-    status, _, err = run(verb, str(tmp_path / "some.json"))
+    status, _, err = run(subcommand, str(tmp_path / "some.json"))
     assert status == 2
     assert "some.json: it is no tuning record, or a damaged one: " in err
 

@@ -37,9 +37,9 @@ KERNELS = ONE_LAUNCH | PUSHED
 # The number of programs is not known to the compiler: one of each of the others.
 # Pieces are the bound of a loop: one, and the most, of each size of a block.
 SHAPES = {
-    (shape.block_bytes, shape.num_pieces > 1): shape
+    (shape.block_bytes, shape.num_chunks > 1): shape
     for shape in sorted(
-        (*LARGE_SHAPES, *SMALL_SHAPES, DEFAULT_SHAPE), key=lambda each: each.num_pieces
+        (*LARGE_SHAPES, *SMALL_SHAPES, DEFAULT_SHAPE), key=lambda each: each.num_chunks
     )
 }
 LARGEST = SHAPES[16384, True]
@@ -50,8 +50,8 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     x, out, slots = (matrix(1, dtype=dtype) for _ in range(3))
     total = elements * (1 if name == "one shot" else num_ranks)
     lengths = Lengths(elements, shard_elements(elements), total)
-    pieces = 1 if name == "one shot" else shape.num_pieces
-    options = {"plan": plan_of(num_ranks, shape, x, pieces), "num_warps": shape.num_warps}
+    chunks = 1 if name == "one shot" else shape.num_chunks
+    options = {"plan": plan_of(num_ranks, shape, x, chunks), "num_warps": shape.num_warps}
     if name in PUSHED:
         arguments = (x, out, pushed.Pushed(slots, words(), words()), lengths, 100, rank)
         return Launch(PUSHED[name], (64,), arguments, options)

@@ -31,7 +31,7 @@ from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
-from triton_dist.kernels.common.gemm.units import SplitWorkspace
+from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.kernels.common.slots.gathered import kernel_release_copies
@@ -111,9 +111,9 @@ def assert_parts_are_stored_before_they_are_counted(kernel, tile):
     the block, the count, a barrier, and loads of the other part that pass L1 by. No TMA in
     between."""
     stores = tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // (32 * kernel.num_warps * 4)
-    pieces = COUNT.split(kernel.ptx)
-    assert len(pieces) == 3
-    for before, after in itertools.pairwise(pieces):
+    chunks = COUNT.split(kernel.ptx)
+    assert len(chunks) == 3
+    for before, after in itertools.pairwise(chunks):
         written = before[before.index("st.global.v4", before.rindex("wgmma.wait_group")) :]
         assert written.count("st.global.v4") == stores
         assert "st.shared" not in written  # no conversion through shared memory

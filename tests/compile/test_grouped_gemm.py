@@ -177,7 +177,7 @@ def test_choices_are_read_by_16_bytes_all_at_once(sm90, topk, width, dtype, is_s
     rows = matrix(M * topk, dtype=torch.int32) if is_sorted else None
     products, out = matrix(M * topk, width, dtype=dtype), matrix(M * 4096, dtype=dtype)
     kernel = compile_launch(
-        topk_sum(products, choices, ids, rows, out, E, slab_rows=TOKENS, first=512, N=4096)
+        topk_sum(products, choices, ids, rows, out, E, block_rows=TOKENS, first=512, N=4096)
     )
     assert_fits(kernel)
     if dtype is torch.bfloat16:
@@ -248,8 +248,8 @@ def test_one_launch_sums_choices_as_it_loads_and_ranks_behind_their_flags(
         return
     acquire = kernel.ptx.rindex("acquire")  # of the flags of all ranks
     before, after = kernel.ptx[:acquire], kernel.ptx[acquire:]
-    own_slab = 1 if whole else num_ranks
-    assert len(re.findall(r"ld\.global\.v4\.b32", before)) >= topk * own_slab
+    own_block = 1 if whole else num_ranks
+    assert len(re.findall(r"ld\.global\.v4\.b32", before)) >= topk * own_block
     # Here, and at each peer, and at last the sum.
     assert len(re.findall(r"st\.global\.v4\.b32", before)) >= num_ranks
     assert len(re.findall(r"ld\.global\.cg\.v4\.b32", after)) >= num_ranks

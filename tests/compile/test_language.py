@@ -15,12 +15,12 @@ from triton_dist.testing.compile_only import compile_kernel
 
 
 @jit
-def kernel_wait(flags_ptr, guard_ptr, out_ptr, count, GUARDED: tl.constexpr, BLOCK: tl.constexpr):
+def kernel_wait(flags_ptr, timeout_ptr, out_ptr, count, GUARDED: tl.constexpr, BLOCK: tl.constexpr):
     flags = flags_ptr
     if BLOCK:
         flags = flags_ptr + tl.arange(0, 4)
     if GUARDED:
-        token = dl.wait(flags, count, 7, guard_ptr)
+        token = dl.wait(flags, count, 7, timeout_ptr)
     else:
         token = dl.wait(flags, count, 7)
     tl.store(out_ptr, tl.load(flags_ptr + dl.consume_token(9, token)))

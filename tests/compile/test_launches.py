@@ -19,7 +19,7 @@ from tests.compile.scattered import compile_launch
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, tile_shapes
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
-from triton_dist.kernels.common.scatter.ways import outputs
+from triton_dist.kernels.common.scatter.algorithms import outputs
 from triton_dist.runtime.device.cuda_launch import can_repeat, parameters, scratch_bytes
 from triton_dist.testing.compile_only import compile_kernel
 

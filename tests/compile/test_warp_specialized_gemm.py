@@ -112,9 +112,9 @@ def assert_parts_are_stored_before_they_are_counted(kernel, tile):
     """Each group: its half of the accumulator as it lies in registers, a barrier of the group, the
     count, a barrier, and loads of all parts that pass L1 by."""
     stores = tile["BLOCK_SIZE_M"] // 2 * tile["BLOCK_SIZE_N"] // (32 * 4 * 2)
-    pieces = COUNT.split(kernel.ptx)
-    assert len(pieces) == 3
-    for before, after in itertools.pairwise(pieces):
+    chunks = COUNT.split(kernel.ptx)
+    assert len(chunks) == 3
+    for before, after in itertools.pairwise(chunks):
         written = before[before.index("st.global.v2", before.rindex("wgmma.wait_group")) :]
         assert written.count("st.global.v2") == stores
         assert "cp.async.bulk" not in written
@@ -172,7 +172,7 @@ def test_where_it_cannot_serve_the_ordinary_kernel_does(arch, dtype, kernel):
         assert launch.kernel.fn.__name__ == kernel
         assert bool(warp_specialized_tiles()) is (arch == 90)
         A, B = (matrix(4096, 4096, dtype=dtype) for _ in range(2))
-        kept = gemm.suits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
+        kept = gemm.fits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
         assert kept is (kernel == "kernel_gemm_warp_specialized")
 
 
@@ -180,7 +180,7 @@ def test_what_tma_cannot_read_goes_to_the_kernel_on_pointers(sm90):
     A, wide = matrix(512, 1024), matrix(1024, 2048)
 
     def kept(A, B):
-        return gemm.suits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
+        return gemm.fits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
 
     assert kept(A, wide)
     assert kept(A, wide[:, 8:1024])

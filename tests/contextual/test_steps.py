@@ -10,7 +10,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
-from triton_dist._tuning.search.steps import InTurn, Race
+from triton_dist._tuning.search.steps import InOrder, Race
 from triton_dist._tuning.values import Config
 from triton_dist.autotuner import contextual_autotune
 
@@ -40,7 +40,7 @@ def winner(plan, configs):
 
 
 def test_in_turn():
-    plan = InTurn(candidates(2), warmup=2, repeat=1)
+    plan = InOrder(candidates(2), warmup=2, repeat=1)
     assert run(plan, float) == [
         (0, False),
         (0, False),
@@ -53,7 +53,7 @@ def test_in_turn():
 
 def test_a_config_that_fails_is_left_out():
     configs = candidates(3)
-    plan = InTurn(configs, warmup=1, repeat=2)
+    plan = InOrder(configs, warmup=1, repeat=2)
     plan.fail(configs[0].digest)
     plan.fail(configs[2].digest)
     assert [number for number, _ in run(plan, float)] == [1, 1, 1]

@@ -158,7 +158,7 @@ def kernel_told(flag, table, rank, peer, TELL: tl.constexpr):
         dl.wait(flag, 1, 1)  # here: told
 
 
-def _told(peer: int, tell: bool) -> None:
+def _from_leader(peer: int, tell: bool) -> None:
     with symmetric.allocate("bugs", {"flag": ((1,), torch.int32)}) as memory:
         flag, rank = memory["flag"], dist.get_rank()
         kernel_told[(1,)](flag.local, flag.pointers, rank, peer, tell and rank == 1)
@@ -167,11 +167,11 @@ def _told(peer: int, tell: bool) -> None:
 
 
 def missing_notify():
-    _told(0, False)
+    _from_leader(0, False)
 
 
 def wrong_peer():
-    _told(1, True)
+    _from_leader(1, True)
 
 
 @jit(do_not_specialize=["rank", "epoch"])

@@ -47,11 +47,11 @@ def some_configs(op: Any) -> Iterator[None]:
     if not current_device().interprets:
         yield
         return
-    by_way: dict[str, list[Any]] = {}
+    by_algorithm: dict[str, list[Any]] = {}
     for config in op.config_space:
-        by_way.setdefault(config["way"], []).append(config)
-    of_each = 1 if len(by_way) > 1 else 2
-    few = [config for configs in by_way.values() for config in configs[:of_each]]
+        by_algorithm.setdefault(config["algorithm"], []).append(config)
+    of_each = 1 if len(by_algorithm) > 1 else 2
+    few = [config for configs in by_algorithm.values() for config in configs[:of_each]]
     with mock.patch.object(op, "config_space", type(op.config_space)(few)):
         yield
 

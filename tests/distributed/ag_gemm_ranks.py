@@ -24,19 +24,19 @@ from tests.distributed.ag_gemm_calls import (
 )
 from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import InvalidArgument, WaitTimeout
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
 from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.common.slots.epochs import SLOTS, kernel_await_consumption
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
-from triton_dist.kernels.nvidia import VendorMethod, ag_gemm
+from triton_dist.kernels.nvidia import LibraryAlgorithm, ag_gemm
 from triton_dist.kernels.nvidia.allgather_gemm import (
     ag_gemm_persistent,
     local_copy_and_barrier_all,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose
@@ -120,7 +120,7 @@ def stragglers() -> int:
 def every_config() -> int:
     """Every candidate of the tuner, and the defaults of those that are not given."""
     calls = Calls(max_rows=37, columns=136, K=96)
-    for config in WAYS.config_space():
+    for config in ALGORITHMS.config_space():
         calls(37, **config)
     calls(37)
     calls(37, op=ag_gemm, autotune=False)
@@ -418,7 +418,7 @@ def looks_at_peers() -> list[int]:
 
     for _ in range(3):  # the first of each slot looks, those that follow need not
         call()
-    call(method=VendorMethod.COLLECTIVE, gemm_config=None)
+    call(method=LibraryAlgorithm.COLLECTIVE, gemm_config=None)
     with bounded_waits(20.0):  # trials, and the first call after them
         call()
     call()
@@ -446,12 +446,12 @@ def looks_at_peers() -> list[int]:
     return looks
 
 
-def vendor_in_turn(rounds: int) -> int:
+def library_alternating(rounds: int) -> int:
     """What torch brings, between calls of our own, the number of rows changing."""
     calls = Calls(max_rows=32, columns=64, K=64)
     methods = list(AllGatherMethod)
     for number in range(rounds):
-        for method in vendor.methods_here(vendor.ALL_GATHER_MATMUL):
+        for method in libraries.methods_here(libraries.ALL_GATHER_MATMUL):
             calls(16 + 8 * (number % 3), method=method, gemm_config=None)
             calls(32 - 8 * (number % 2), method=methods[number % len(methods)])
     return calls.finish()

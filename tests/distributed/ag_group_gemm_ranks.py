@@ -27,7 +27,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
     create_ag_group_gemm_context,
     run_moe_ag_triton_non_overlap,
 )
-from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose, poisoned_empty
@@ -55,12 +55,12 @@ ROUTINGS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 """Of random ids: what a routing makes of them."""
 DEFAULTS = (
-    {"way": "arrivals"},
-    {"way": "arrivals", "num_groups": 2},
-    {"way": "arrivals", "num_groups": 4, "gather": "full_mesh_push"},
-    {"way": "arrivals", "num_groups": 3, "gather": "ring_push_1d"},
-    {"way": "serial"},
-    {"way": "serial", "gather": "collective"},
+    {"algorithm": "arrivals"},
+    {"algorithm": "arrivals", "num_groups": 2},
+    {"algorithm": "arrivals", "num_groups": 4, "gather": "full_mesh_push"},
+    {"algorithm": "arrivals", "num_groups": 3, "gather": "ring_push_1d"},
+    {"algorithm": "serial"},
+    {"algorithm": "serial", "gather": "collective"},
 )
 """A config of each kind, without tiles."""
 
@@ -130,7 +130,7 @@ class Calls:
     ) -> None:
         """One call with ``rows`` tokens a rank; ``op`` is ``ag_group_gemm`` or its function."""
         shards, b, ids = self.operands(rows, routing, ids_dtype)
-        if op is ag_group_gemm.fn and options.get("way") != "library":
+        if op is ag_group_gemm.fn and options.get("algorithm") != "library":
             options.setdefault("gemm_config", some_tiles(self.number))
         if is_rehearsal():
             arguments = shards[self.rank], LAYOUTS[layout](b), self.ctx, ids
@@ -163,7 +163,7 @@ class Calls:
 
 def defaults() -> list[dict[str, Any]]:
     """``DEFAULTS``, and the library where it is tried."""
-    library = {"way": "library", "gather": "collective"}
+    library = {"algorithm": "library", "gather": "collective"}
     return [*DEFAULTS, *([library] if has_fast_library() else [])]
 
 
@@ -196,11 +196,11 @@ def every_routing() -> int:
 def every_config() -> int:
     """Every candidate of the tuner, and what a call that names nothing does."""
     calls = Calls(37, 144, 96, 3, 2, torch.bfloat16)
-    for config in WAYS.config_space():
+    for config in ALGORITHMS.config_space():
         calls(37, **config)
     calls(37, gemm_config=None)
     calls(37, op=ag_group_gemm, autotune=False)
-    calls(37, way="library", gather="collective")
+    calls(37, algorithm="library", gather="collective")
     return calls.finish()
 
 
@@ -246,7 +246,7 @@ def launches() -> dict[str, list[str]]:
     to be within their memory."""
     calls, seen = Calls(20, 40, 72, 4, 2), {}
     run = Launch.run
-    for way in ("arrivals", "serial"):
+    for algorithm in ("arrivals", "serial"):
         names: list[str] = []
 
         def noted(launch: Launch, names: list[str] = names) -> Any:
@@ -254,10 +254,10 @@ def launches() -> dict[str, list[str]]:
             return run(launch)
 
         for _ in range(3):  # the first look at their peers
-            calls(20, way=way)
+            calls(20, algorithm=algorithm)
         with mock.patch.object(Launch, "run", noted), checking("bounds"):
-            calls(20, way=way)
-        seen[way] = names
+            calls(20, algorithm=algorithm)
+        seen[algorithm] = names
     calls.finish()
     return seen
 
@@ -277,8 +277,8 @@ def autotuned_kernel() -> int:
     kernel.run = noted
     calls = Calls(20, 40, 72, 4, 2)
     with mock.patch.object(allgather_group_gemm, name, kernel):
-        calls(20, way="arrivals")
-        calls(20, way="serial")
+        calls(20, algorithm="arrivals")
+        calls(20, algorithm="serial")
     assert all("BLOCK_SIZE_M" in options for options in used)
     assert not any("BLOCK_SIZE_N" in options for options in used)
     assert calls.finish() == len(used)
@@ -340,7 +340,7 @@ def unlike_ids_are_found_at_every_call() -> str:
 
 
 @compiled_ahead
-def replayed(rounds: int, ways: tuple[str, ...] = ()) -> int:
+def replayed(rounds: int, algorithms: tuple[str, ...] = ()) -> int:
     """Graphs of each way, or of some, replayed with other tokens and routings each time; each
     replay twice, with the same bits, while another rank is late."""
     rows, *sizes = (13, 40, 48, 6, 2) if current_device().interprets else (61, 264, 512, 16, 4)
@@ -352,9 +352,9 @@ def replayed(rounds: int, ways: tuple[str, ...] = ()) -> int:
     for options in defaults():
         if options.get("gather") == "collective" and not current_device().has_nccl:
             continue
-        if ways and options["way"] not in ways:
+        if algorithms and options["algorithm"] not in algorithms:
             continue
-        if options["way"] != "library":
+        if options["algorithm"] != "library":
             options = {**options, "gemm_config": some_tiles(calls.number)}
         calls(rows, **options)
         if is_rehearsal():

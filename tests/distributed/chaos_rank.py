@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.engine.trial import Attempts
 from triton_dist._tuning.store import FileJournal, journal
 from triton_dist.runtime.device.cpu import CpuDevice
@@ -116,15 +116,15 @@ def die() -> None:
 
 def at(phase: str, act: Callable[[], None]) -> None:
     """The victim does ``act`` when it comes to a message whose phase begins with ``phase``."""
-    say = Conversation._say
+    say = Channel._exchange
 
-    def watched(self: Conversation, there: Situation, message: Callable[[], Any]) -> Any:
+    def watched(self: Channel, there: Step, message: Callable[[], Any]) -> Any:
         if there.phase.startswith(phase):
             act()
         return say(self, there, message)
 
     if is_victim():
-        Conversation._say = watched  # type: ignore[method-assign]
+        Channel._exchange = watched  # type: ignore[method-assign]
 
 
 def note_attempts(notes: Path) -> None:
@@ -145,7 +145,7 @@ class Moments:
 
     def __init__(self, fatal: int | None) -> None:
         self.count, self._fatal = 0, fatal
-        self._around(Conversation, "_say")
+        self._around(Channel, "_exchange")
         self._around(Attempts, "attempt")
         self._around(FileJournal, "append", "finish", "remove")
         self._around(os, "replace")

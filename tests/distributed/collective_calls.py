@@ -35,18 +35,18 @@ OPS = {
 }
 
 
-WAYS = {
+ALGORITHMS = {
     "all_reduce": ("one_shot", "packets", "two_shot"),
     "reduce_scatter": ("push", "copy_engine"),
     "all_gather": ("push", "copy_engine"),
 }
 
 
-def way(op: str, name: str) -> dict[str, Any]:
+def algorithm(op: str, name: str) -> dict[str, Any]:
     """Options that ask ``op`` for a way by name; packets are one of the two kinds of one shot."""
     if op == "all_reduce" and name in ("one_shot", "packets"):
-        return {"way": "one_shot", "packets": name == "packets"}
-    return {"way": name}
+        return {"algorithm": "one_shot", "packets": name == "packets"}
+    return {"algorithm": name}
 
 
 def addend(seed: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Calls:
         parts = [addend(1000 * self._number + rank, length, dtype) for rank in self.members]
         rank = self.ctx.rank
         method = options.get("method")
-        asked = options.get("way") or (method.value if method else "")
+        asked = options.get("algorithm") or (method.value if method else "")
         expected = expected_result(self.name, parts, rank)
         around = torch.full((length + 1,), NAN, dtype=dtype, device=parts[0].device)
         x = around[1:] if misaligned else around[:length]

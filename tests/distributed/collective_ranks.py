@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.collective_calls import (
+    ALGORITHMS,
     NAN,
     OPS,
-    WAYS,
     Calls,
     addend,
+    algorithm,
     expected_result,
     sum_in_order,
-    way,
 )
 from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.exchange import packets, protocol, sums
-from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
+from triton_dist.kernels.common.exchange.buffer import MAX_CHUNKS, MAX_CTAS
 from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.runtime.device import current_device
@@ -37,7 +37,7 @@ SHAPES = ((1, 512, 1), (8, 512, 1), (3, 2048, 4), (2, 1024, 16))
 
 
 def shape(number: int) -> dict[str, int]:
-    names = ("num_ctas", "block_bytes", "num_pieces")
+    names = ("num_ctas", "block_bytes", "num_chunks")
     return dict(zip(names, SHAPES[number % len(SHAPES)], strict=True))
 
 
@@ -46,13 +46,13 @@ def every_size(op: str, dtypes: Sequence[torch.dtype] = DTYPES, turns: int = 2) 
     """Ways x dtypes x sizes x shapes of the launch, whole vectors and not; in each turn a size has
     another shape."""
     calls = Calls(op, ROOM)
-    for name in WAYS[op]:
+    for name in ALGORITHMS[op]:
         for dtype in dtypes:
             for number, elements in enumerate((1, 7, 128, 1000, 1024, 2047)):
                 for turn in range(turns):
                     calls(
                         elements, dtype, misaligned=(number + turn) % 3 == 2,
-                        **way(op, name), **shape(number + turn),
+                        **algorithm(op, name), **shape(number + turn),
                     )  # fmt: skip
     return calls.finish()
 
@@ -62,12 +62,12 @@ def back_to_back(op: str, rounds: int) -> int:
     """Different calls one after another in two contexts; nothing lines the ranks up in between."""
     first, second = Calls(op, ROOM), Calls(op, ROOM)
     for number in range(rounds):
-        name = WAYS[op][number % len(WAYS[op])]
-        first(1 + 613 * number % 2000, **way(op, name), **shape(number))
+        name = ALGORITHMS[op][number % len(ALGORITHMS[op])]
+        first(1 + 613 * number % 2000, **algorithm(op, name), **shape(number))
         if number % 3 == 0:
-            second(1 + number, torch.float32, **way(op, name), **shape(number + 1))
+            second(1 + number, torch.float32, **algorithm(op, name), **shape(number + 1))
         if number % 5 == 0:
-            first(64, **way(op, "collective"))
+            first(64, **algorithm(op, "collective"))
     return first.finish() + second.finish()
 
 
@@ -75,11 +75,11 @@ def back_to_back(op: str, rounds: int) -> int:
 def in_place_and_large() -> int:
     """Sums that replace x, and sums that take several launches."""
     calls = Calls("all_reduce", 4096)
-    for name in WAYS["all_reduce"]:
+    for name in ALGORITHMS["all_reduce"]:
         for elements in (5, 2048, 4097):  # the last of three launches sums one
-            calls(elements, in_place=True, num_ctas=2, **way("all_reduce", name))
-        calls(1025, torch.float32, num_ctas=2, **way("all_reduce", name))
-    calls(77, in_place=True, **way("all_reduce", "collective"))
+            calls(elements, in_place=True, num_ctas=2, **algorithm("all_reduce", name))
+        calls(1025, torch.float32, num_ctas=2, **algorithm("all_reduce", name))
+    calls(77, in_place=True, **algorithm("all_reduce", "collective"))
     return calls.finish()
 
 
@@ -87,8 +87,8 @@ def in_place_and_large() -> int:
 def large_in_one_shot(elements: int) -> int:
     """A sum of more bf16 than many ranks take in one launch, which two do."""
     calls = Calls("all_reduce", 2 * elements)
-    calls(elements, num_ctas=64, block_bytes=16384, **way("all_reduce", "one_shot"))
-    in_a_launch = calls.ctx.piece_elements(AllReduceMethod.ONE_SHOT, 2)
+    calls(elements, num_ctas=64, block_bytes=16384, **algorithm("all_reduce", "one_shot"))
+    in_a_launch = calls.ctx.chunk_elements(AllReduceMethod.ONE_SHOT, 2)
     assert (in_a_launch == elements) == (dist.get_world_size() == 2)
     return calls.finish()
 
@@ -99,11 +99,11 @@ def stragglers(op: str) -> int:
     cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
     calls = Calls(op, ROOM)
     for late in range(dist.get_world_size()):
-        for name in WAYS[op]:
-            calls(1000, straggler_option=(late, cycles), **way(op, name), **shape(late))
+        for name in ALGORITHMS[op]:
+            calls(1000, straggler_option=(late, cycles), **algorithm(op, name), **shape(late))
         if dist.get_rank() == late:
             time.sleep(0.05)
-        calls(300, **way(op, WAYS[op][0]), **shape(late))
+        calls(300, **algorithm(op, ALGORITHMS[op][0]), **shape(late))
     return calls.finish()
 
 
@@ -112,7 +112,7 @@ def late_readers(op: str) -> int:
     before), while the others may go on to the next call: what it has yet to read is not
     overwritten. Only interpreted kernels can sleep."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    names = [name for name in WAYS[op] if name != "copy_engine"]
+    names = [name for name in ALGORITHMS[op] if name != "copy_engine"]
     calls = Calls(op, ROOM)
     flags, lines, late = protocol.await_peers, packets.await_lines, [0]
 
@@ -132,7 +132,7 @@ def late_readers(op: str) -> int:
     packets.await_lines = sleep_and_wait
     for number in range(4 * len(names)):
         late[0] = number // 2 % size
-        calls(300, num_ctas=1, **way(op, names[number % len(names)]))
+        calls(300, num_ctas=1, **algorithm(op, names[number % len(names)]))
     return calls.finish()
 
 
@@ -144,8 +144,8 @@ def poisoned(rounds: int) -> int:
     for op in OPS:
         calls = Calls(op, ROOM)
         for number in range(rounds):
-            for name in WAYS[op]:
-                calls(500 + number, **way(op, name), **shape(number))
+            for name in ALGORITHMS[op]:
+                calls(500 + number, **algorithm(op, name), **shape(number))
             current_device().synchronize()
             dist.barrier()
             calls.poison()
@@ -162,9 +162,9 @@ def same_bits(rounds: int) -> int:
     with create_allreduce_ctx(ROOM, rank, size, size) as ctx:
         for number in range(rounds):
             parts = [addend(100 * number + peer, 1111, torch.bfloat16) for peer in range(size)]
-            for name in WAYS["all_reduce"]:
+            for name in ALGORITHMS["all_reduce"]:
                 late = (number % size, 10_000_000)
-                options = way("all_reduce", name) | shape(number)
+                options = algorithm("all_reduce", name) | shape(number)
                 result = all_reduce.fn(parts[rank], ctx, straggler_option=late, **options)
                 current_device().synchronize()
                 assert_bitwise_equal(result, sum_in_order(parts))
@@ -203,7 +203,7 @@ def tuned_for_a_method() -> list[str]:
     for method in (AllReduceMethod.OneShot, AllReduceMethod.TwoShot, AllReduceMethod.DoubleTree):
         calls(512, tuned=True, method=method)
         x = torch.zeros(512, dtype=torch.float16, device=current_device().torch_device)
-        found.append(calls.op.best_config(x, calls.ctx, method=method)["way"])
+        found.append(calls.op.best_config(x, calls.ctx, method=method)["algorithm"])
     calls.finish()
     return found
 
@@ -216,9 +216,9 @@ def in_groups(members: Sequence[Sequence[int]]) -> int:
     for op in OPS:
         calls = Calls(op, ROOM, group=groups[mine])
         for number in range(3):
-            name = WAYS[op][number % len(WAYS[op])]
-            calls(100 + mine + number, **way(op, name), **shape(number))
-        calls(10, **way(op, "collective"))
+            name = ALGORITHMS[op][number % len(ALGORITHMS[op])]
+            calls(100 + mine + number, **algorithm(op, name), **shape(number))
+        calls(10, **algorithm(op, "collective"))
         count += calls.finish()
     return count
 
@@ -229,12 +229,14 @@ def calls_without_end(op: str) -> tuple[int, int]:
     before = 2**33 - 3
     memory = calls.ctx.buffer.memory
     memory["calls"].local.fill_(before * MAX_CTAS)
-    memory["arrivals"].local.fill_(before * MAX_PIECES)
+    memory["arrivals"].local.fill_(before * MAX_CHUNKS)
     current_device().synchronize()
     dist.barrier()
     for number in range(6):
-        names = [name for name in WAYS[op] if name != "copy_engine"]  # which has epochs of its own
-        calls(700, **way(op, names[number % len(names)]), **shape(number))
+        names = [
+            name for name in ALGORITHMS[op] if name != "copy_engine"
+        ]  # which has epochs of its own
+        calls(700, **algorithm(op, names[number % len(names)]), **shape(number))
     count = calls.check()
     reached = int(memory["calls"].local[0])
     assert reached % MAX_CTAS == 0
@@ -253,7 +255,7 @@ def pushed_epochs_wrap_around(op: str) -> int:
     current_device().synchronize()
     dist.barrier()
     for number in range(6):
-        calls(700, **way(op, "copy_engine"), **shape(number))
+        calls(700, **algorithm(op, "copy_engine"), **shape(number))
     count = calls.check()
     assert count_in(int(counts.min())) > 2**31
     calls.ctx.finalize()
@@ -271,11 +273,11 @@ def replayed(op: str, rounds: int) -> int:
 
     def call_of(name: str) -> Callable[[], object]:
         def call() -> None:
-            outputs[name] = calls.op.fn(x, calls.ctx, num_ctas=4, **way(op, name))
+            outputs[name] = calls.op.fn(x, calls.ctx, num_ctas=4, **algorithm(op, name))
 
         return captured(call)
 
-    replays = {name: call_of(name) for name in WAYS[op]}
+    replays = {name: call_of(name) for name in ALGORITHMS[op]}
     for turn in range(rounds):
         for number, (name, replay) in enumerate(replays.items()):
             for again in range(2):
@@ -285,8 +287,8 @@ def replayed(op: str, rounds: int) -> int:
                 replay()
                 x.fill_(NAN)
                 results.append((outputs[name].clone(), expected_result(op, parts, rank)))
-            calls.op.fn(x, calls.ctx, num_ctas=4, **way(op, WAYS[op][0]))
-        eager(200 + turn, num_ctas=4, **way(op, WAYS[op][1]))
+            calls.op.fn(x, calls.ctx, num_ctas=4, **algorithm(op, ALGORITHMS[op][0]))
+        eager(200 + turn, num_ctas=4, **algorithm(op, ALGORITHMS[op][1]))
     current_device().synchronize()
     for result, expected in results:
         assert_bitwise_equal(result, expected)
@@ -300,9 +302,9 @@ def give_up_and_start_again(op: str) -> list[str]:
     calls = Calls(op, ROOM)
     calls(300)
     calls.check()
-    for name in WAYS[op]:
+    for name in ALGORITHMS[op]:
         for number in range(2):
-            options = way(op, name) | shape(2 * number)
+            options = algorithm(op, name) | shape(2 * number)
             if dist.get_rank() == 0:
                 try:
                     with bounded_waits(0.2):
@@ -326,14 +328,14 @@ def large_calls(rounds: int) -> int:
     for op in OPS:
         calls = Calls(op, 64 << 20)
         for number in range(rounds):
-            name = WAYS[op][number % len(WAYS[op])]
-            turn = number // len(WAYS[op]) % 3
+            name = ALGORITHMS[op][number % len(ALGORITHMS[op])]
+            turn = number // len(ALGORITHMS[op]) % 3
             options = {"num_ctas": (16, 64, 128)[turn], "block_bytes": 16384}
             calls(
                 (1 << 20) + 997 * (number % 4), torch.bfloat16,
-                num_pieces=(1, 4, 8)[turn] if name != "one_shot" else 1,
+                num_chunks=(1, 4, 8)[turn] if name != "one_shot" else 1,
                 straggler_option=(number % dist.get_world_size(), 1_000_000),
-                **way(op, name), **options,
+                **algorithm(op, name), **options,
             )  # fmt: skip
         count += calls.finish()
     return count

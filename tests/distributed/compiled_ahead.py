@@ -61,7 +61,7 @@ def _compile(pool: CompilePool, missing: list[str]) -> None:
     ranks = group_for()
     holders: dict[str, list[int]] = {}
     for rank, digests in enumerate(
-        ranks.gather("kernels to compile", list(dict.fromkeys(missing)))
+        ranks.all_gather("kernels to compile", list(dict.fromkeys(missing)))
     ):
         for digest in digests:
             holders.setdefault(digest, []).append(rank)
@@ -75,4 +75,4 @@ def _compile(pool: CompilePool, missing: list[str]) -> None:
         with suppress(CandidateFailed, CompileTimeout):  # its call will say so
             pool.wait(digest)
     pool.close()
-    ranks.gather("kernels are compiled", None, 300.0)
+    ranks.all_gather("kernels are compiled", None, 300.0)

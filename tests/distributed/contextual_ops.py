@@ -21,8 +21,8 @@ from tests.contextual.kernels import (
     tuned_by,
 )
 from triton_dist.autotuner import contextual_autotune
+from triton_dist.kernels.common.libraries import all_gather_matmul
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
-from triton_dist.kernels.common.vendor import all_gather_matmul
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm, every_tile
 
 X = torch.arange(64.0)

@@ -153,8 +153,10 @@ def without_history(name: str) -> int:
     info = calls.info
     algorithms: dict[Any, dict[str, Any]] = {}
     for config in info.op.config_space:
-        if config["way"] != "symmetric_collective":  # takes no fp16
-            algorithms.setdefault(tuple(map(config.get, ("way", "reduction", "gather"))), config)
+        if config["algorithm"] != "symmetric_collective":  # takes no fp16
+            algorithms.setdefault(
+                tuple(map(config.get, ("algorithm", "reduction", "gather"))), config
+            )
     for operand in calls.operands.values():
         operand.requires_grad_(operand.is_floating_point())
     for mode in (torch.no_grad, torch.inference_mode):

@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-from tests.distributed.summed_gemm_calls import SummedCalls, Way
+from tests.distributed.summed_gemm_calls import Algorithm, SummedCalls
 from triton_dist.kernels.nvidia import (
     create_gemm_ar_context,
     gemm_ar,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS as ALL_WAYS
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import ALGORITHMS as ALL_ALGORITHMS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-PACKETS: Way = {"way": "one_shot_in_packets"}
+PACKETS: Algorithm = {"algorithm": "one_shot_in_packets"}
 # How a product is summed.
-WAYS: tuple[Way, ...] = (
-    {"way": "one_shot"},
-    {"way": "two_shot"},
-    {"way": "two_shot", "num_chunks": 3},
-    {"way": "two_shot", "copy_to_local": False},
-    {"way": "two_shot", "num_chunks": 2, "copy_to_local": False},
-    {"way": "two_shot_in_one_launch"},
+ALGORITHMS: tuple[Algorithm, ...] = (
+    {"algorithm": "one_shot"},
+    {"algorithm": "two_shot"},
+    {"algorithm": "two_shot", "num_chunks": 3},
+    {"algorithm": "two_shot", "copy_to_local": False},
+    {"algorithm": "two_shot", "num_chunks": 2, "copy_to_local": False},
+    {"algorithm": "two_shot_in_one_launch"},
     PACKETS,
-    {"way": "serial"},
+    {"algorithm": "serial"},
 )
-TILED = WAYS[:7]
-COLLECTIVE: Way = {"way": "collective", "gemm_config": None}
-SYMMETRIC: Way = {"way": "symmetric_collective", "gemm_config": None}
+TILED = ALGORITHMS[:7]
+COLLECTIVE: Algorithm = {"algorithm": "collective", "gemm_config": None}
+SYMMETRIC: Algorithm = {"algorithm": "symmetric_collective", "gemm_config": None}
 
 
 class Calls(SummedCalls):
@@ -40,9 +40,9 @@ class Calls(SummedCalls):
     name, op, create = "gemm_ar", gemm_ar, staticmethod(create_gemm_ar_context)
     poisoned, flags = ("partials", "sums"), ("arrivals", "sum_arrivals", "consumed")
 
-    ways, tiled, row_blocks = WAYS, TILED, WAYS[1]
-    epoch_ways, layout_ways = TILED, TILED
-    in_turn, in_trials = (*WAYS, COLLECTIVE), WAYS[:2]
+    algorithms, tiled, row_blocks = ALGORITHMS, TILED, ALGORITHMS[1]
+    epoch_algorithms, layout_algorithms = TILED, TILED
+    in_turn, in_trials = (*ALGORITHMS, COLLECTIVE), ALGORITHMS[:2]
     looks = (0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
     overdue = (
         *("the exchange of gemm_ar.arrivals",) * 2,
@@ -53,7 +53,7 @@ class Calls(SummedCalls):
 
     fewest_configs = 60
     every_rows, many, few = (137, 5, 1, 64, 3, 129, 63, 17), 77, 40
-    operand_ways = ((77, TILED), (1, TILED), (67, TILED), (5, TILED))
+    operand_algorithms = ((77, TILED), (1, TILED), (67, TILED), (5, TILED))
     chunked_rows = (300, 65, 1)
     tuned_calls = (
         {"rows": 11, "layout": "column-major"},
@@ -72,8 +72,10 @@ class Calls(SummedCalls):
     def config_space() -> list[dict[str, Any]]:
         """All for the dtype of these calls, fp16, which torch's sum in symmetric memory, tested
         apart, does not take."""
-        symmetric = SYMMETRIC["way"]
-        return [config for config in ALL_WAYS.config_space() if config["way"] != symmetric]
+        symmetric = SYMMETRIC["algorithm"]
+        return [
+            config for config in ALL_ALGORITHMS.config_space() if config["algorithm"] != symmetric
+        ]
 
     @staticmethod
     def rows_of_a(rows: int, num_ranks: int) -> int:
@@ -88,12 +90,12 @@ class Calls(SummedCalls):
         return 0
 
     @staticmethod
-    def multiplies_by_torch(way: Way) -> bool:
-        return way["way"] == "serial"
+    def multiplies_by_torch(algorithm: Algorithm) -> bool:
+        return algorithm["algorithm"] == "serial"
 
     @staticmethod
-    def full_rows(way: Way) -> int:
-        return {"one_shot_in_packets": 83, "one_shot": 1021}.get(way["way"], 4091)
+    def full_rows(algorithm: Algorithm) -> int:
+        return {"one_shot_in_packets": 83, "one_shot": 1021}.get(algorithm["algorithm"], 4091)
 
     def __call__(self, *args: Any, **options: Any) -> None:
         try:

@@ -8,9 +8,9 @@ import torch
 from tests.distributed.ag_gemm_calls import default_tiles
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.every_op_ranks import refusal
-from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, SYMMETRIC, TILED, WAYS, Calls
+from tests.distributed.gemm_ar_calls import ALGORITHMS, COLLECTIVE, PACKETS, SYMMETRIC, TILED, Calls
 from triton_dist.kernels.nvidia import gemm_ar
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import sums_symmetric_memory
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import sums_symmetric_memory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
@@ -25,20 +25,20 @@ def every_size(world: int) -> int:
     calls = Calls(max_rows=16 * world + 1, columns=40, K=24)
     sizes = (1, 3, 5, world, world + 1, 16 * world - 1, 16 * world, 16 * world + 1)
     for rows in sizes:
-        for way in TILED:
-            calls(rows, **way)
+        for algorithm in TILED:
+            calls(rows, **algorithm)
     return calls.finish()
 
 
 def same_bits_on_all_ranks() -> int:
     """Random operands: every rank has the bits of the first."""
     calls = Calls(max_rows=67, columns=72, K=72)
-    for way in WAYS:
-        calls(67, **way, persistent=True)
-        calls(5, **way, persistent=False)
+    for algorithm in ALGORITHMS:
+        calls(67, **algorithm, persistent=True)
+        calls(5, **algorithm, persistent=False)
     calls.check()
     for number, (what, C, _) in enumerate(calls.results):
-        seen = group_for().gather(
+        seen = group_for().all_gather(
             f"bits of call {number}", C.cpu().view(torch.int16).sum(dtype=torch.int64).item()
         )
         assert len(set(seen)) == 1, what
@@ -49,17 +49,17 @@ def borrowed_results() -> int:
     """Without a copy, a result is memory of the context, which keeps it over the next call."""
     calls = Calls(max_rows=67, columns=72, K=72)
     memory = calls.ctx.buffer.slots
-    for way in (WAYS[3], WAYS[4]):
+    for algorithm in (ALGORITHMS[3], ALGORITHMS[4]):
         for rows in (67, 3, 20):
-            calls(rows, **way)
+            calls(rows, **algorithm)
             assert calls.borrowed().data_ptr() == memory["sums"].local.data_ptr()
-    calls(67, **WAYS[1])
+    calls(67, **ALGORITHMS[1])
     inside = memory["sums"].local.data_ptr()
     assert calls.borrowed().data_ptr() != inside
     return calls.finish()
 
 
-def whole_in_turn(rounds: int) -> int:
+def whole_alternating(rounds: int) -> int:
     """Products that are summed as a whole, by libraries too, between calls by tiles, the number of
     rows changing; and what torch's sum in symmetric memory refuses."""
     calls = Calls(max_rows=64, columns=64, K=64, dtype=torch.bfloat16)
@@ -69,8 +69,8 @@ def whole_in_turn(rounds: int) -> int:
         library = libraries[number % len(libraries)]
         options = {"has_bias": number % 3 == 0, "copy_to_local": number % 4 < 2}
         calls(16 + 8 * (number % 3), **library, **options)
-        calls(64 - 8 * (number % 2), **WAYS[number % len(WAYS)])
-        calls(33, way="serial", num_chunks=1 + number % 3, num_ctas=3)
+        calls(64 - 8 * (number % 2), **ALGORITHMS[number % len(ALGORITHMS)])
+        calls(33, algorithm="serial", num_chunks=1 + number % 3, num_ctas=3)
     A, B = (ones(rows, 64, torch.bfloat16) for rows in (4, 64))
     if not has_symmetric:
         error = str(refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **SYMMETRIC)))
@@ -84,9 +84,9 @@ def too_large_for_one_shot() -> str:
     columns = 1 << 20
     calls = Calls(max_rows=3, columns=columns, K=1)
     A, B = ones(3, 1), ones(1, columns)
-    error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), way="one_shot"))
+    error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), algorithm="one_shot"))
     kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A, B, calls.ctx), {})[0]
-    assert all(config["way"] != "one_shot" for config in kept)
+    assert all(config["algorithm"] != "one_shot" for config in kept)
     calls.ctx.finalize()
     return str(error)
 
@@ -101,6 +101,6 @@ def too_large_for_packets() -> str:
     error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), **PACKETS))
     for rows, tried in ((128, True), (129, False)):
         kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A[:rows], B, calls.ctx), {})[0]
-        assert any(config["way"] == PACKETS["way"] for config in kept) is tried
+        assert any(config["algorithm"] == PACKETS["algorithm"] for config in kept) is tried
     calls.finish()
     return str(error)

@@ -6,35 +6,35 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from tests.distributed.summed_gemm_calls import SummedCalls, Way
+from tests.distributed.summed_gemm_calls import Algorithm, SummedCalls
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as ALL_WAYS
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import ALGORITHMS as ALL_ALGORITHMS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 # How the tiles of a call travel.
-WAYS: tuple[Way, ...] = (
-    {"way": "fused", "reduce_st": False},
-    {"way": "copy_engine", "reduce_st": False, "num_chunks": 3},
-    {"way": "one_launch", "reduce_st": False},
-    {"way": "fused", "reduce_st": True},
-    {"way": "serial", "reduce_st": False},
+ALGORITHMS: tuple[Algorithm, ...] = (
+    {"algorithm": "fused", "reduce_st": False},
+    {"algorithm": "copy_engine", "reduce_st": False, "num_chunks": 3},
+    {"algorithm": "one_launch", "reduce_st": False},
+    {"algorithm": "fused", "reduce_st": True},
+    {"algorithm": "serial", "reduce_st": False},
 )
-FUSED: Way = {"way": "fused"}
-ROW_BLOCKS: Way = {"way": "copy_engine"}
-EXCHANGED: Way = {"way": "one_launch"}
+FUSED: Algorithm = {"algorithm": "fused"}
+ROW_BLOCKS: Algorithm = {"algorithm": "copy_engine"}
+EXCHANGED: Algorithm = {"algorithm": "one_launch"}
 
 
 class Calls(SummedCalls):
     """``rows`` are those of a rank."""
 
     name, op, create = "gemm_rs", gemm_rs, staticmethod(create_gemm_rs_context)
-    config_space = staticmethod(ALL_WAYS.config_space)
+    config_space = staticmethod(ALL_ALGORITHMS.config_space)
     poisoned, flags = ("partials",), ("arrivals", "consumed")
 
     options = MappingProxyType({"reduce_st": True})
-    ways, tiled, row_blocks = WAYS, (FUSED, ROW_BLOCKS, EXCHANGED), ROW_BLOCKS
-    epoch_ways, layout_ways = WAYS, (FUSED, EXCHANGED)
+    algorithms, tiled, row_blocks = ALGORITHMS, (FUSED, ROW_BLOCKS, EXCHANGED), ROW_BLOCKS
+    epoch_algorithms, layout_algorithms = ALGORITHMS, (FUSED, EXCHANGED)
     # In trials an exchange looks too, although it need not: what it is compared with does.
     in_turn, in_trials = (FUSED, FUSED, EXCHANGED, ROW_BLOCKS), (EXCHANGED, FUSED)
     looks = (1, 0, 0, 0, 1, 1, 1, 0)
@@ -47,7 +47,7 @@ class Calls(SummedCalls):
 
     fewest_configs = 20
     every_rows, many, few = (37, 5, 1, 20, 33), 37, 20
-    operand_ways = (
+    operand_algorithms = (
         (37, (FUSED, EXCHANGED)), (1, (FUSED,)), (33, (EXCHANGED, FUSED)),
         (3, (ROW_BLOCKS, EXCHANGED)),
     )  # fmt: skip
@@ -78,9 +78,9 @@ class Calls(SummedCalls):
         return rank
 
     @staticmethod
-    def multiplies_by_torch(way: Way) -> bool:
-        return way["way"] == "serial"
+    def multiplies_by_torch(algorithm: Algorithm) -> bool:
+        return algorithm["algorithm"] == "serial"
 
     @staticmethod
-    def full_rows(way: Way) -> int:
+    def full_rows(algorithm: Algorithm) -> int:
         return 1021

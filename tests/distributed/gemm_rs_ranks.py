@@ -9,19 +9,19 @@ from unittest import mock
 
 from tests import garbage
 from tests.distributed.gemm_rs_calls import ROW_BLOCKS, Calls
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuTransfer
 
 
-def vendor_in_turn(rounds: int) -> int:
+def library_alternating(rounds: int) -> int:
     """What torch brings, between calls of our own, the number of rows changing."""
     calls = Calls(max_rows=32, columns=64, K=64)
     for number in range(rounds):
-        for method in vendor.methods_here(vendor.MATMUL_REDUCE_SCATTER):
+        for method in libraries.methods_here(libraries.MATMUL_REDUCE_SCATTER):
             calls(16 + 8 * (number % 3), method=method, gemm_config=None, has_bias=number % 2 == 0)
-            calls(32 - 8 * (number % 2), way=("copy_engine", "fused")[number % 2 == 0])
+            calls(32 - 8 * (number % 2), algorithm=("copy_engine", "fused")[number % 2 == 0])
     return calls.finish()
 
 

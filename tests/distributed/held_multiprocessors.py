@@ -17,20 +17,20 @@ _MOST_POLLS = 10_000_000  # 10 s and more
 
 
 @jit
-def kernel_hold(running_ptr, until_ptr, guard_ptr, x_ptr, SIZE: tl.constexpr):
+def kernel_hold(running_ptr, until_ptr, timeout_ptr, x_ptr, SIZE: tl.constexpr):
     """Hold a multiprocessor until a flag is set. An operand of a product is in 128 KB of shared
     memory, beside which no program of a GEMM with large tiles finds room."""
     place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     half = tl.arange(0, SIZE // 2)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     product = tl.dot(tl.load(x_ptr + half), tl.load(x_ptr + place))
     tl.atomic_add(running_ptr, 1, sem="release", scope="gpu")
-    dl.wait(until_ptr, 1, 1, guard_ptr)
+    dl.wait(until_ptr, 1, 1, timeout_ptr)
     tl.store(x_ptr + half + SIZE * SIZE, product.to(x_ptr.dtype.element_ty))
 
 
 @jit(do_not_specialize=["count"])  # so that it is loaded before
-def kernel_await_running(running_ptr, guard_ptr, count):
-    dl.wait(running_ptr, 1, count, guard_ptr)
+def kernel_await_running(running_ptr, timeout_ptr, count):
+    dl.wait(running_ptr, 1, count, timeout_ptr)
 
 
 @contextmanager

@@ -40,26 +40,26 @@ ALONE = {
 }
 NAN = float("nan")
 OWN = {RS.name: ("push", "topk_exchange"), AR.name: ("two_shot", "one_shot", "topk_exchange")}
-Way = dict[str, Any]
+Algorithm = dict[str, Any]
 
 
-def ways(name: str, chunks: tuple[int, ...] = (1, 3)) -> Iterator[Way]:
+def algorithms(name: str, chunks: tuple[int, ...] = (1, 3)) -> Iterator[Algorithm]:
     """Those that give the same bits at every call."""
     # Interpreted, a tile's size costs little and their number much; sizes here are clipped by all.
     ours = {"gemm_config": grouped_tiles()[1 if current_device().interprets else 0]}
     for num_chunks in chunks:
-        yield {"way": "chunks", "num_chunks": num_chunks, **ours}
+        yield {"algorithm": "chunks", "num_chunks": num_chunks, **ours}
     for reduction in OWN[name]:
-        yield {"way": "serial", "reduction": reduction, **ours}
+        yield {"algorithm": "serial", "reduction": reduction, **ours}
 
 
-def every(name: str, dtype: torch.dtype) -> Iterator[Way]:
+def every(name: str, dtype: torch.dtype) -> Iterator[Algorithm]:
     """All; torch's product where it takes the dtype without a word to the host."""
-    yield from ways(name)
+    yield from algorithms(name)
     if current_device().interprets or current_device().has_nccl:
-        yield {"way": "serial", "reduction": "collective", "gemm_config": grouped_tiles()[0]}
+        yield {"algorithm": "serial", "reduction": "collective", "gemm_config": grouped_tiles()[0]}
     if current_device().interprets or dtype is torch.bfloat16:
-        yield {"way": "library", "reduction": OWN[name][0]}
+        yield {"algorithm": "library", "reduction": OWN[name][0]}
 
 
 def tokens(name: str, rows: int) -> int:
@@ -122,7 +122,9 @@ def check(name: str, C: torch.Tensor, data: dict[str, torch.Tensor], what: objec
         raise AssertionError(f"{what}: {error}") from None
 
 
-def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[int, ...]) -> int:
+def every_algorithm(
+    name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[int, ...]
+) -> int:
     """Calls of several sizes in turn, each in every way, with nothing between them; checked at the
     end."""
     results = []
@@ -131,11 +133,11 @@ def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[in
     with context(name, sizes[0], dtype) as ctx:
         for number, size in enumerate(sizes):
             data = operands(name, size, dtype, ("random", "nobody", "one", "few")[number % 4])
-            for way in every(name, dtype):
+            for algorithm in every(name, dtype):
                 args, _ = info.arguments(data, ctx)
-                results.append((info.op.fn(*args, **way), data, way))
-        for C, data, way in results:
-            check(name, C, data, way)
+                results.append((info.op.fn(*args, **algorithm), data, algorithm))
+        for C, data, algorithm in results:
+            check(name, C, data, algorithm)
     return len(results)
 
 
@@ -150,9 +152,9 @@ def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
                 data["weights"] = laid_out(data["weights"])
                 data["chosen_experts"] = data["chosen_experts"].long()
                 data["expert_weight"] = data["expert_weight"].to(dtype)
-                for way in ways(name, chunks=(2,)):
+                for algorithm in algorithms(name, chunks=(2,)):
                     args, _ = info.arguments(data, ctx)
-                    check(name, info.op.fn(*args, **way), data, (shape, layout, way))
+                    check(name, info.op.fn(*args, **algorithm), data, (shape, layout, algorithm))
                     count += 1
     return count
 
@@ -166,12 +168,12 @@ def same_bits(name: str, shape: GroupedShape, rounds: int) -> int:
         args, _ = info.arguments(data, ctx)
         first = None
         for number in range(rounds):
-            for way in ways(name):
+            for algorithm in algorithms(name):
                 if number % size == ctx.rank:
                     current_device().sleep(1_000_000)
-                C = info.op.fn(*args, **way)
+                C = info.op.fn(*args, **algorithm)
                 first = C.clone() if first is None else first
-                assert torch.equal(C, first), way
+                assert torch.equal(C, first), algorithm
                 count += 1
         check(name, first, data, "the first")
         if name == AR.name:
@@ -181,29 +183,29 @@ def same_bits(name: str, shape: GroupedShape, rounds: int) -> int:
     return count
 
 
-def replayed(name: str, shape: GroupedShape, rounds: int, most_ways: int = 99) -> int:
+def replayed(name: str, shape: GroupedShape, rounds: int, most_algorithms: int = 99) -> int:
     """A captured call in each way, or in the first ones, replayed with other ids each time; again
     with the same bits, while another rank is late."""
     info, count = INFOS[name], 0
     with context(name, shape, torch.bfloat16) as ctx:
-        for way in itertools.islice(every(name, torch.bfloat16), most_ways):
+        for algorithm in itertools.islice(every(name, torch.bfloat16), most_algorithms):
             data, out = operands(name, shape, torch.bfloat16), []
             args, _ = info.arguments(data, ctx)
-            replay = captured(lambda a=args, w=way, o=out: o.append(info.op.fn(*a, **w)))
+            replay = captured(lambda a=args, w=algorithm, o=out: o.append(info.op.fn(*a, **w)))
             for number in range(rounds):
                 info.refill(data, ctx.num_ranks)
                 reroute(data, ("random", "even", "one", "few")[number % 4])
                 if out:
                     out[-1].fill_(NAN)
                 replay()
-                check(name, out[-1], data, (way, number))
-                if way.get("reduction") != "collective":
+                check(name, out[-1], data, (algorithm, number))
+                if algorithm.get("reduction") != "collective":
                     first = out[-1].clone()
                     out[-1].fill_(NAN)
                     if number % (2 * ctx.num_ranks) == ctx.rank:
                         current_device().sleep(200_000)
                     replay()
-                    assert torch.equal(out[-1], first), (way, number)
+                    assert torch.equal(out[-1], first), (algorithm, number)
                 count += 1
         ctx.check()
     return count
@@ -218,7 +220,7 @@ def tuned(name: str, shape: GroupedShape) -> tuple[int, list[str]]:
             data = operands(name, shape, dtype)
             args, _ = info.arguments(data, ctx)
             check(name, info.op(*args, *fixed), data, fixed)
-            configs.append(str(info.op.best_config(*args, *fixed)["way"]))
+            configs.append(str(info.op.best_config(*args, *fixed)["algorithm"]))
         info.op.clear()
     return info.op.tuning_count - before, configs
 
@@ -242,12 +244,12 @@ def launches(name: str, shape: GroupedShape) -> dict[str, list[str]]:
     with context(name, shape, torch.bfloat16) as ctx:
         data = operands(name, shape, torch.bfloat16)
         args, _ = info.arguments(data, ctx)
-        for way in ways(name, chunks=(2,)):
+        for algorithm in algorithms(name, chunks=(2,)):
             for _ in range(2):
-                info.op.fn(*args, **way)
+                info.op.fn(*args, **algorithm)
             with launched() as names:
-                info.op.fn(*args, **way)
-            seen[f"{way['way']} {way.get('reduction', '')}".strip()] = names
+                info.op.fn(*args, **algorithm)
+            seen[f"{algorithm['algorithm']} {algorithm.get('reduction', '')}".strip()] = names
     return seen
 
 
@@ -264,14 +266,14 @@ def other_ids_on_one_rank(name: str, shape: GroupedShape) -> tuple[str, str]:
         error = refusal(lambda: info.op(*args))
     assert isinstance(error, RankDisagreement)
     comparing = mock.patch.dict("os.environ", TRITON_DIST_DEBUG="agree")
-    way = next(ways(name))
+    algorithm = next(algorithms(name))
     with comparing, context(name, shape, torch.float16) as ctx:
         alike, _ = info.arguments(info.operands(shape, torch.float16, ctx.num_ranks), ctx)
-        info.op.fn(*alike, **way)
+        info.op.fn(*alike, **algorithm)
         with mock.patch.object(Launcher, "run") as launched:
-            later = refusal(lambda: info.op.fn(*args[:4], ctx, **way))
+            later = refusal(lambda: info.op.fn(*args[:4], ctx, **algorithm))
         launched.assert_not_called()
-        info.op.fn(*alike, **way)
+        info.op.fn(*alike, **algorithm)
     assert isinstance(later, RankDisagreement)
     return str(error), str(later)
 
@@ -286,11 +288,11 @@ def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, o
         fewer = shape.M - size * (ctx.rank == 1)
         x, weights, ids, choices, _ = args
         other = (x[: fewer * shape.topk], weights, ids[:fewer], choices[:fewer], ctx)
-        for way in ways(name, chunks=(2,)):
-            info.op.fn(*args, **way)
+        for algorithm in algorithms(name, chunks=(2,)):
+            info.op.fn(*args, **algorithm)
 
-            def call(way: Way = way) -> None:
-                info.op.fn(*other, **way)
+            def call(algorithm: Algorithm = algorithm) -> None:
+                info.op.fn(*other, **algorithm)
                 ctx.check()
 
             # Parts lie as far apart as the rank has tokens.
@@ -299,5 +301,5 @@ def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, o
             assert isinstance(error, RankDisagreement)
             told.append(dict(error.by_rank))
             ctx.reset()
-        check(name, info.op.fn(*args, **way), data, "after a reset")
+        check(name, info.op.fn(*args, **algorithm), data, "after a reset")
     return told

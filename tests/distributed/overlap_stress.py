@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.compiled_ahead import compile_together
-from triton_dist.kernels.common.vendor import VendorMethod
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.assertions import count_mismatches
@@ -184,13 +184,13 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     args, kwargs = info.arguments(stress.operands(load.max_rows), stress.ctx)
     left, _ = info.op.config_space.prune(info.op.prune_fn, args, kwargs)
     # Those that use the memory of the context.
-    vendors = {method.value for method in VendorMethod}
-    own = [config for config in left if config["way"] not in vendors]
+    vendors = {method.value for method in LibraryAlgorithm}
+    own = [config for config in left if config["algorithm"] not in vendors]
     stress.shared.shuffle(own)
-    ways = {info.algorithm(config): config for config in own}
-    ordered = list(dict.fromkeys([*ways.values(), *own]))
+    algorithms = {info.algorithm(config): config for config in own}
+    ordered = list(dict.fromkeys([*algorithms.values(), *own]))
     drawn: list[dict[str, Any]] = []
-    most = max(load.configs, len(ways))
+    most = max(load.configs, len(algorithms))
     if stress.device.name == "cuda":
         compile_together(
             functools.partial(_compiles, info, args, kwargs, config.arguments())
@@ -200,7 +200,7 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
         if len(drawn) == most:
             break
         compiles = _compiles(info, args, kwargs, config.arguments())
-        if all(group_for().gather("config compiles", compiles)):
+        if all(group_for().all_gather("config compiles", compiles)):
             drawn.append(config.arguments())
     assert drawn, "no config of an own algorithm can be compiled here"
     return drawn

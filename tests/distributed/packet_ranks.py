@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.distributed.collective_calls import NO_TAG, Calls, way
+from tests.distributed.collective_calls import NO_TAG, Calls, algorithm
 from tests.distributed.collective_ranks import DTYPES, ROOM, shape
 from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
+from triton_dist.kernels.common.exchange.buffer import MAX_CHUNKS, MAX_CTAS
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import all_reduce, create_allreduce_ctx
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal
 
-PACKETS = way("all_reduce", "packets")
+PACKETS = algorithm("all_reduce", "packets")
 SIZES = (2000, 1, 513, 7, 64)
 
 
@@ -29,7 +29,7 @@ def many_sizes(rounds: int) -> int:
             misaligned=number % 7 == 3, num_ctas=2, block_bytes=(512, 2048)[number % 2], **PACKETS,
         )  # fmt: skip
         if number % 11 == 5:
-            calls(900, num_ctas=2, **way("all_reduce", "one_shot"))
+            calls(900, num_ctas=2, **algorithm("all_reduce", "one_shot"))
     count = calls.check()
     dist.barrier()
     words = calls.ctx.buffer.memory["packets"].local
@@ -46,7 +46,7 @@ def tags_come_again(before: int) -> int:
     calls = Calls("all_reduce", ROOM)
     memory = calls.ctx.buffer.memory
     memory["calls"].local.fill_(before * MAX_CTAS)
-    memory["arrivals"].local.fill_(flag_value(before * MAX_PIECES, 0))
+    memory["arrivals"].local.fill_(flag_value(before * MAX_CHUNKS, 0))
     current_device().synchronize()
     dist.barrier()
     for number in range(6):
@@ -70,7 +70,7 @@ def odd_values() -> int:
             bits = torch.cat([bits, torch.tensor([1, -1], dtype=whole)])  # and the least, and NaN
             x = bits.roll(rank).repeat(30).to(device).view(dtype)
             sums = [
-                all_reduce.fn(x, ctx, **way("all_reduce", name), num_ctas=2).view(whole)
+                all_reduce.fn(x, ctx, **algorithm("all_reduce", name), num_ctas=2).view(whole)
                 for name in ("packets", "one_shot")
             ]
             current_device().synchronize()

@@ -22,7 +22,7 @@ from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.base import tolerance
 
-Way: TypeAlias = dict[str, Any]
+Algorithm: TypeAlias = dict[str, Any]
 """Keyword arguments that say how the product of a call is summed."""
 
 
@@ -46,19 +46,19 @@ class SummedCalls(ABC):
     """Regions of a slot that count epochs."""
 
     options: Mapping[str, Any] = MappingProxyType({})
-    """Of a context that serves all ``ways``."""
-    ways: Sequence[Way]
-    tiled: Sequence[Way]
+    """Of a context that serves all ``algorithms``."""
+    algorithms: Sequence[Algorithm]
+    tiled: Sequence[Algorithm]
     """Those that give the same bits, in any context."""
-    row_blocks: Way
+    row_blocks: Algorithm
     """That of row blocks, which travel in chunks."""
-    epoch_ways: Sequence[Way]
+    epoch_algorithms: Sequence[Algorithm]
     """Those that count epochs."""
-    layout_ways: Sequence[Way]
+    layout_algorithms: Sequence[Algorithm]
     """For layouts of B."""
-    in_turn: Sequence[Way]
+    in_turn: Sequence[Algorithm]
     """After each other without a look at the peers, except where ``looks`` says."""
-    in_trials: Sequence[Way]
+    in_trials: Sequence[Algorithm]
     """Then while waits are bounded; the last of them twice after that."""
     looks: Sequence[int]
     """How often calls so made looked at their peers."""
@@ -72,7 +72,7 @@ class SummedCalls(ABC):
     many: int
     """Rows that clip a tile."""
     few: int
-    operand_ways: Sequence[tuple[int, Sequence[Way]]]
+    operand_algorithms: Sequence[tuple[int, Sequence[Algorithm]]]
     """Rows of each shape, and ways for layouts of A."""
     chunked_rows: Sequence[int]
     tuned_calls: Sequence[Mapping[str, Any]]
@@ -95,12 +95,12 @@ class SummedCalls(ABC):
 
     @staticmethod
     @abstractmethod
-    def multiplies_by_torch(way: Way) -> bool:
+    def multiplies_by_torch(algorithm: Algorithm) -> bool:
         """Whether the product is torch.matmul's."""
 
     @staticmethod
     @abstractmethod
-    def full_rows(way: Way) -> int:
+    def full_rows(algorithm: Algorithm) -> int:
         """Rows that keep a whole GPU busy."""
 
     def __init__(

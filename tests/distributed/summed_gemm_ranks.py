@@ -15,10 +15,10 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, some_configs, uniform
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.held_multiprocessors import held_multiprocessors
-from tests.distributed.summed_gemm_calls import SummedCalls, Way
+from tests.distributed.summed_gemm_calls import Algorithm, SummedCalls
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.peers import count_in, flag_value
-from triton_dist.kernels.common.scatter import ways as scatter_ways
+from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.runtime.device import current_device
@@ -32,17 +32,17 @@ Kind: TypeAlias = type[SummedCalls]
 
 
 @compiled_ahead
-def every_way(kind: Kind, turns: int) -> int:
+def every_algorithm(kind: Kind, turns: int) -> int:
     """Ways x kernels, every other call with a bias and the next turn's without, M changing from
     call to call: no multiples of anything, row blocks that are short or empty, tiles that are
     clipped."""
     calls = kind(max_rows=kind.every_rows[0], columns=72, K=72, **kind.options)
     rows = itertools.cycle(kind.every_rows)
     for turn in range(turns):
-        for number, way in enumerate(kind.ways, turn):
+        for number, algorithm in enumerate(kind.algorithms, turn):
             for persistent in (True, False):
                 has_bias = persistent is (number % 2 == 0)
-                calls(next(rows), persistent=persistent, has_bias=has_bias, **way)
+                calls(next(rows), persistent=persistent, has_bias=has_bias, **algorithm)
     return calls.finish()
 
 
@@ -56,14 +56,14 @@ def every_operand(
     # An odd K, or an odd N, cannot be read or written through descriptors.
     shapes = ((72, 72), (24, 16), (65, 33), (1, 1))
     for dtype in dtypes:
-        sizes = list(zip(kind.operand_ways, shapes, strict=True))
-        for (rows, ways), (columns, K) in sizes[first::step]:
+        sizes = list(zip(kind.operand_algorithms, shapes, strict=True))
+        for (rows, algorithms), (columns, K) in sizes[first::step]:
             calls = kind(rows, columns, K, dtype)
-            for layout, way in zip(LAYOUTS, itertools.cycle(kind.layout_ways)):
-                calls(rows, layout, **way)
+            for layout, algorithm in zip(LAYOUTS, itertools.cycle(kind.layout_algorithms)):
+                calls(rows, layout, **algorithm)
             calls(rows, "column-major", persistent=False)
             for number, a_layout in enumerate(("column-major", "misaligned slice", "every second")):
-                calls(rows, a_layout=a_layout, **ways[number % len(ways)])
+                calls(rows, a_layout=a_layout, **algorithms[number % len(algorithms)])
             count += calls.finish()
     return count
 
@@ -73,10 +73,10 @@ def back_to_back(kind: Kind, rounds: int) -> int:
     """Different calls one after another on two contexts; nothing lines the ranks up in between."""
     first = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
     second = kind(max_rows=8, columns=65, K=33, dtype=torch.float32)
-    ways, tiled = kind.ways, kind.tiled
+    algorithms, tiled = kind.algorithms, kind.tiled
     for number in range(rounds):
         rows = 1 + 13 * number % kind.many
-        first(rows, **ways[number % len(ways)], persistent=number % 4 > 0)
+        first(rows, **algorithms[number % len(algorithms)], persistent=number % 4 > 0)
         if number % 3 == 0:
             second(1 + number % 8, **tiled[number % len(tiled)])
     return first.finish() + second.finish()
@@ -88,11 +88,11 @@ def stragglers(kind: Kind) -> int:
     cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
     calls = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
     for late in range(dist.get_world_size()):
-        for way in kind.ways:
-            calls(kind.many, straggler_option=(late, cycles), **way)
+        for algorithm in kind.algorithms:
+            calls(kind.many, straggler_option=(late, cycles), **algorithm)
         if dist.get_rank() == late:
             time.sleep(0.05)
-        calls(11, **kind.ways[late % len(kind.ways)])
+        calls(11, **kind.algorithms[late % len(kind.algorithms)])
     return calls.finish()
 
 
@@ -115,11 +115,11 @@ def same_bits(kind: Kind, rounds: int) -> int:
             total += part[mine].float()
         if bias is not None:
             total += bias.float()
-        for number, way in enumerate(kind.tiled):
+        for number, algorithm in enumerate(kind.tiled):
             late = (turn + number) % size
             C = kind.op.fn(
                 parts[rank], B, calls.ctx, default_tiles(), bias=bias,
-                straggler_option=(late, 20_000_000), **way,
+                straggler_option=(late, 20_000_000), **algorithm,
             )  # fmt: skip
             device.synchronize()
             assert_bitwise_equal(C, total.half())
@@ -165,7 +165,7 @@ def a_kernel_that_raises(kind: Kind) -> int:
     """A GEMM of row blocks that fails to be launched on all ranks leaves the context as it was."""
     calls = kind(max_rows=37, columns=72, K=72)
     for number in range(3):
-        with mock.patch.object(scatter_ways, "scattered_gemm", side_effect=ZeroDivisionError):
+        with mock.patch.object(scatter_algorithms, "scattered_gemm", side_effect=ZeroDivisionError):
             try:
                 calls(30 + number, **kind.row_blocks)
             except ZeroDivisionError:
@@ -178,16 +178,16 @@ def a_kernel_that_raises(kind: Kind) -> int:
 @compiled_ahead
 def many_tiles(kind: Kind, rounds: int) -> int:
     """Shapes that keep a whole GPU busy while tiles travel; too much for the interpreter."""
-    most = max(kind.full_rows(way) for way in kind.ways)
+    most = max(kind.full_rows(algorithm) for algorithm in kind.algorithms)
     calls = kind(most, columns=1536, K=1024, dtype=torch.bfloat16, **kind.options)
     for number in range(rounds):
-        for way in kind.ways:
+        for algorithm in kind.algorithms:
             calls(
-                kind.full_rows(way) * (11 - number % 5) // 11,
+                kind.full_rows(algorithm) * (11 - number % 5) // 11,
                 layout=("row-major", "column-major")[number % 2],
                 persistent=number % 3 < 2,
                 straggler_option=(number % dist.get_world_size(), 1_000_000),
-                **way,
+                **algorithm,
             )
     return calls.finish()
 
@@ -215,8 +215,8 @@ def epochs_wrap_around(kind: Kind, rounds: int) -> int:
     current_device().synchronize()
     dist.barrier()
     for _ in range(rounds):
-        for way in kind.epoch_ways:
-            calls(kind.few, **way)
+        for algorithm in kind.epoch_algorithms:
+            calls(kind.few, **algorithm)
     count = calls.check()
     assert count_in(int(counts.min())) > 2**31
     calls.ctx.finalize()
@@ -226,7 +226,7 @@ def epochs_wrap_around(kind: Kind, rounds: int) -> int:
 def replayed(kind: Kind, rounds: int) -> int:
     """Calls captured in CUDA graphs and replayed, beside calls that are not; fresh data each time.
     CPU ranks capture nothing: they call again."""
-    rank, size, ways = dist.get_rank(), dist.get_world_size(), kind.ways
+    rank, size, algorithms = dist.get_rank(), dist.get_world_size(), kind.algorithms
     eager, calls = (kind(kind.few, columns=72, K=72, **kind.options) for _ in range(2))
     shape, mine = (kind.rows_of_a(kind.few, size), 72), kind.own_rows(kind.few, rank)
     A = uniform(1, shape, torch.float16)
@@ -236,11 +236,11 @@ def replayed(kind: Kind, rounds: int) -> int:
 
     def captured_call(number: int) -> Callable[[], object]:
         def call() -> None:
-            outputs[number] = kind.op.fn(A, B, calls.ctx, default_tiles(), **ways[number])
+            outputs[number] = kind.op.fn(A, B, calls.ctx, default_tiles(), **algorithms[number])
 
         return captured(call, warmup=1)  # so that one of the two slots is new in the capture
 
-    replays = [captured_call(number) for number in range(len(ways))]
+    replays = [captured_call(number) for number in range(len(algorithms))]
     results = []
     for turn in range(rounds):
         for number, replay in enumerate(replays):
@@ -252,7 +252,7 @@ def replayed(kind: Kind, rounds: int) -> int:
             A.fill_(NAN)
             expected = sum(a.double()[mine] @ b for a, b in zip(addends, everyone, strict=True))
             results.append((outputs[number].clone(), expected.half()))
-            eager(11, **ways[(turn + number) % len(ways)])
+            eager(11, **algorithms[(turn + number) % len(algorithms)])
     current_device().synchronize()
     limit = tolerance(torch.float16, size)
     for C, expected in results:  # a sum of products of U(-1, 1)
@@ -273,17 +273,17 @@ def looks_at_peers(kind: Kind) -> list[int]:
 
     launcher.run = counted  # type: ignore[method-assign]
 
-    def call(way: Way) -> None:
+    def call(algorithm: Algorithm) -> None:
         looks.append(0)
-        calls(20, **way)
+        calls(20, **algorithm)
 
-    for way in kind.in_turn:
-        call(way)
+    for algorithm in kind.in_turn:
+        call(algorithm)
     with bounded_waits(20.0):  # trials, whatever the way, and the first call after them
-        for way in kind.in_trials:
-            call(way)
-    call(way)
-    call(way)
+        for algorithm in kind.in_trials:
+            call(algorithm)
+    call(algorithm)
+    call(algorithm)
     calls.finish()
     return looks
 
@@ -295,12 +295,12 @@ def give_up_and_start_again(kind: Kind) -> list[str]:
     calls = kind(max_rows=kind.few, columns=72, K=72, **kind.options)
     calls(kind.few)
     calls.check()
-    for way in kind.ways:
+    for algorithm in kind.algorithms:
         for persistent in (True, False):
             if dist.get_rank() == 0:
                 try:
                     with bounded_waits(0.2):
-                        calls(kind.few, persistent=persistent, **way)
+                        calls(kind.few, persistent=persistent, **algorithm)
                 except WaitTimeout as error:
                     overdue.append(error.flag.split("[")[0].rstrip("01"))
             else:
@@ -308,7 +308,7 @@ def give_up_and_start_again(kind: Kind) -> list[str]:
             dist.barrier()
             calls.reset()
             for rows in (5, kind.few, 11):
-                calls(rows, persistent=persistent, **way)
+                calls(rows, persistent=persistent, **algorithm)
     calls.finish()
     return overdue
 
@@ -325,18 +325,18 @@ def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
     More are free for torch.matmul: its clusters, of programs that begin side by side, did not begin
     at all on 1 or 2, and on 4 in 3 of 4 times (H200)."""
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
-    most = max(kind.full_rows(way) for way in kind.ways)
+    most = max(kind.full_rows(algorithm) for algorithm in kind.algorithms)
     calls = kind(most, columns=1536, K=1024, dtype=dtype, **kind.options)
     count = 0
-    for way in kind.ways:
-        left = max(free, 40) if kind.multiplies_by_torch(way) else free
+    for algorithm in kind.algorithms:
+        left = max(free, 40) if kind.multiplies_by_torch(algorithm) else free
         held = current_device().num_sms - left if rank < num_holding else 1
-        rows = kind.rows_of_a(kind.full_rows(way), size)
+        rows = kind.rows_of_a(kind.full_rows(algorithm), size)
         A, B = uniform(rank, (rows, 1024), dtype), uniform(100 + rank, (1024, 1536), dtype)
         for persistent in (True, False):
-            options = {"persistent": persistent, **way}
+            options = {"persistent": persistent, **algorithm}
 
-            def call(A: torch.Tensor = A, B: torch.Tensor = B, options: Way = options) -> Any:
+            def call(A: torch.Tensor = A, B: torch.Tensor = B, options: Algorithm = options) -> Any:
                 C = kind.op.fn(A, B, calls.ctx, default_tiles(dtype), **options)
                 return C.clone()  # one in the context's memory is soon another one's
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 
 
 def test_every_schedule_and_both_kernels(spawn_ranks):
@@ -32,7 +32,7 @@ def test_any_rank_may_be_late(spawn_ranks):
 
 
 def test_every_candidate_gives_the_same(spawn_ranks):
-    checked = len(WAYS.config_space()) + 2
+    checked = len(ALGORITHMS.config_space()) + 2
     assert spawn_ranks(3, ag_gemm_ranks.every_config) == [checked] * 3
 
 
@@ -97,7 +97,7 @@ def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks):
 
 
 def test_vendor_methods_take_turns_with_ours(spawn_ranks):
-    assert spawn_ranks(3, ag_gemm_ranks.vendor_in_turn, 4) == [8] * 3
+    assert spawn_ranks(3, ag_gemm_ranks.library_alternating, 4) == [8] * 3
 
 
 def test_calls_from_another_thread(spawn_ranks):

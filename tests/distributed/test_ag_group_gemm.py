@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import ag_group_gemm_ranks as ranks
-from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -21,7 +21,7 @@ def test_every_routing_and_way(spawn_ranks):
 
 
 def test_every_candidate_gives_the_same(spawn_ranks):
-    assert spawn_ranks(3, ranks.every_config) == [len(WAYS.config_space()) + 3] * 3
+    assert spawn_ranks(3, ranks.every_config) == [len(ALGORITHMS.config_space()) + 3] * 3
 
 
 def test_any_rank_may_be_late(spawn_ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import collective_ranks
-from tests.distributed.collective_calls import OPS, WAYS
+from tests.distributed.collective_calls import ALGORITHMS, OPS
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
 
@@ -17,7 +17,7 @@ EACH_OP = pytest.mark.parametrize("op", list(OPS))
 def test_every_size_and_shape(spawn_ranks, op, dtype, num_ranks):
     """One dtype on an odd number of ranks."""
     counts = spawn_ranks(num_ranks, collective_ranks.every_size, op, (dtype,), 1)
-    assert counts == [6 * len(WAYS[op])] * num_ranks
+    assert counts == [6 * len(ALGORITHMS[op])] * num_ranks
 
 
 @EACH_OP
@@ -29,7 +29,7 @@ def test_calls_need_nothing_between_them(spawn_ranks, op):
 
 def test_in_place_and_in_several_launches(spawn_ranks):
     counts = spawn_ranks(3, collective_ranks.in_place_and_large)
-    assert counts == [4 * len(WAYS["all_reduce"]) + 1] * 3
+    assert counts == [4 * len(ALGORITHMS["all_reduce"]) + 1] * 3
 
 
 def test_two_ranks_sum_more_in_one_shot(spawn_ranks):
@@ -38,22 +38,24 @@ def test_two_ranks_sum_more_in_one_shot(spawn_ranks):
 
 @EACH_OP
 def test_any_rank_may_be_late(spawn_ranks, op):
-    count = 3 * (len(WAYS[op]) + 1)
+    count = 3 * (len(ALGORITHMS[op]) + 1)
     assert spawn_ranks(3, collective_ranks.stragglers, op) == [count] * 3
 
 
 @EACH_OP
 def test_nothing_is_overwritten_before_it_is_read(spawn_ranks, op):
     counts = spawn_ranks(2, collective_ranks.late_readers, op)
-    assert counts == [4 * len(set(WAYS[op]) - {"copy_engine"})] * 2
+    assert counts == [4 * len(set(ALGORITHMS[op]) - {"copy_engine"})] * 2
 
 
 def test_nothing_old_is_read(spawn_ranks):
-    assert spawn_ranks(2, collective_ranks.poisoned, 3) == [3 * sum(map(len, WAYS.values()))] * 2
+    assert (
+        spawn_ranks(2, collective_ranks.poisoned, 3) == [3 * sum(map(len, ALGORITHMS.values()))] * 2
+    )
 
 
 def test_all_ranks_and_ways_give_the_same_bits(spawn_ranks):
-    count = 3 * len(WAYS["all_reduce"])
+    count = 3 * len(ALGORITHMS["all_reduce"])
     assert spawn_ranks(4, collective_ranks.same_bits, 3) == [count] * 4
 
 
@@ -93,5 +95,7 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, op):
     first, second = spawn_ranks(2, collective_ranks.give_up_and_start_again, op)
     regions = {"copy_engine": "pushed.arrivals", "packets": "packets"}  # a slot's number follows
     flags = [flag.rstrip("01") for flag in first]
-    assert flags == [f"{op}.{regions.get(name, 'arrivals')}" for name in WAYS[op] for _ in "12"]
+    assert flags == [
+        f"{op}.{regions.get(name, 'arrivals')}" for name in ALGORITHMS[op] for _ in "12"
+    ]
     assert second == []

@@ -20,7 +20,7 @@ MESSAGES = {
     ("ag_gemm", "num_chunks"): "0, expected 1 to 8",
     ("ag_gemm", "num_streams"): "0, expected at least 1",
     ("ag_gemm", "method"): "'full_mesh_push', expected",
-    ("ag_gemm", "way"): "'ring', expected None or one of 'full_mesh_push', ",
+    ("ag_gemm", "algorithm"): "'ring', expected None or one of 'full_mesh_push', ",
     ("ag_gemm", "num_comm_sms"): "0, expected 1 to 256",
     ("ag_group_gemm", "M"): "14, expected at most the context's max_ntokens = 12",
 }

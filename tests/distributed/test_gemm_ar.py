@@ -4,7 +4,7 @@ memory in /dev/shm."""
 from __future__ import annotations
 
 from tests.distributed import gemm_ar_ranks
-from tests.distributed.gemm_ar_calls import TILED, WAYS
+from tests.distributed.gemm_ar_calls import ALGORITHMS, TILED
 
 
 def test_any_number_of_rows(spawn_ranks):
@@ -13,7 +13,7 @@ def test_any_number_of_rows(spawn_ranks):
 
 
 def test_every_rank_has_the_same_bits(spawn_ranks):
-    assert spawn_ranks(3, gemm_ar_ranks.same_bits_on_all_ranks) == [2 * len(WAYS)] * 3
+    assert spawn_ranks(3, gemm_ar_ranks.same_bits_on_all_ranks) == [2 * len(ALGORITHMS)] * 3
 
 
 def test_a_result_without_a_copy_outlives_the_next_call(spawn_ranks):
@@ -21,7 +21,7 @@ def test_a_result_without_a_copy_outlives_the_next_call(spawn_ranks):
 
 
 def test_whole_products_take_turns_with_tiles(spawn_ranks):
-    assert spawn_ranks(3, gemm_ar_ranks.whole_in_turn, 6) == [18] * 3
+    assert spawn_ranks(3, gemm_ar_ranks.whole_alternating, 6) == [18] * 3
 
 
 def test_what_is_too_large_for_one_shot_is_said(spawn_ranks):

@@ -7,7 +7,7 @@ from tests.distributed import gemm_rs_ranks
 
 
 def test_vendor_methods_take_turns_with_ours(spawn_ranks):
-    assert spawn_ranks(3, gemm_rs_ranks.vendor_in_turn, 4) == [8] * 3
+    assert spawn_ranks(3, gemm_rs_ranks.library_alternating, 4) == [8] * 3
 
 
 def test_what_peers_wait_for_comes_before_another_launch(spawn_ranks):

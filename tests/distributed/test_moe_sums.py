@@ -24,7 +24,7 @@ def name(request):
 )
 def test_every_way_any_tokens_and_routing(spawn_ranks, name, size, dtype):
     shape = GroupedShape(0, 72, 40 * size, 5, 3)
-    counts = spawn_ranks(size, moe_sum_ranks.every_way, name, dtype, shape, (5, 1))
+    counts = spawn_ranks(size, moe_sum_ranks.every_algorithm, name, dtype, shape, (5, 1))
     assert counts == [2 * (6 if name == RS.name else 7)] * size
 
 
@@ -66,7 +66,9 @@ def test_what_is_launched(spawn_ranks, name):
         assert seen.pop("chunks") == pushed
     # Few tokens: the sum over choices is no launch of its own.
     assert seen.pop("serial topk_exchange") == [*blocks, product[0], "kernel_topk_exchange"]
-    expected = {f"serial {way}": [*blocks, *product, last] for way, last in reductions.items()}
+    expected = {
+        f"serial {algorithm}": [*blocks, *product, last] for algorithm, last in reductions.items()
+    }
     assert seen == expected
 
 

@@ -21,8 +21,8 @@ def kind(request):
 def test_every_way_and_both_kernels(spawn_ranks, kind):
     # Room for two makes programs pass each other.
     residents = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"}
-    counts = spawn_ranks(3, summed_gemm_ranks.every_way, kind, 1, env=residents)
-    assert counts == [2 * len(kind.ways)] * 3
+    counts = spawn_ranks(3, summed_gemm_ranks.every_algorithm, kind, 1, env=residents)
+    assert counts == [2 * len(kind.algorithms)] * 3
 
 
 def test_row_blocks_in_any_number_of_chunks(spawn_ranks, kind):
@@ -50,7 +50,7 @@ def test_calls_need_nothing_between_them(spawn_ranks, kind):
 
 
 def test_any_rank_may_be_late(spawn_ranks, kind):
-    count = 3 * (len(kind.ways) + 1)
+    count = 3 * (len(kind.algorithms) + 1)
     assert spawn_ranks(3, summed_gemm_ranks.stragglers, kind) == [count] * 3
 
 
@@ -77,7 +77,7 @@ def test_disjoint_groups_work_at_once(spawn_ranks, kind):
 
 def test_epochs_may_wrap_around(spawn_ranks, kind):
     counts = spawn_ranks(2, summed_gemm_ranks.epochs_wrap_around, kind, 3)
-    assert counts == [3 * len(kind.epoch_ways)] * 2
+    assert counts == [3 * len(kind.epoch_algorithms)] * 2
 
 
 def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, kind):

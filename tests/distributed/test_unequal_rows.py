@@ -11,7 +11,9 @@ from triton_dist import tune
 
 
 @pytest.mark.parametrize(
-    "options", [{"way": "serial", "reduction": "one_shot"}, {"way": "serial"}, {}], ids=str
+    "options",
+    [{"algorithm": "serial", "reduction": "one_shot"}, {"algorithm": "serial"}, {}],
+    ids=str,
 )
 def test_ranks_of_one_range_take_one_kernel(spawn_ranks, options):
     rows, limit = (49, 51), {"TRITON_DIST_WAIT_TIMEOUT": "60"}
@@ -29,9 +31,9 @@ def test_every_rank_learns_who_came_with_what(spawn_ranks, name, rows):
         size, unequal_rows_ranks.unequal, name, rows, env={"TRITON_DIST_WAIT_TIMEOUT": "20"}
     )
     for rank, said in enumerate(by_rank):
-        assert len(said) == len(op.ways)
-        for way, told in zip(op.ways, said, strict=True):
-            assert told.get(rank) == of_a[rank], (way, said)
+        assert len(said) == len(op.algorithms)
+        for algorithm, told in zip(op.algorithms, said, strict=True):
+            assert told.get(rank) == of_a[rank], (algorithm, said)
             (other,) = (each for each in told if each != rank)
-            assert 1 in (rank, other), way
-            assert told[other] == of_a[other], (way, told)
+            assert 1 in (rank, other), algorithm
+            assert told[other] == of_a[other], (algorithm, told)

@@ -32,7 +32,7 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
     gemm_rs,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_ar_ways
+from triton_dist.kernels.nvidia.gemm_allreduce import algorithms as gemm_ar_algorithms
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag
 from triton_dist.runtime.garbage import uncollected
@@ -51,7 +51,7 @@ class Op:
 
     op: Any
     create: Callable[[int, int], Any]
-    ways: Sequence[Mapping[str, Any]]
+    algorithms: Sequence[Mapping[str, Any]]
     gathers: bool = False
     scatters: bool = False
 
@@ -71,12 +71,12 @@ class Op:
 
 
 def _one_expert(
-    A: torch.Tensor, B: torch.Tensor, ctx: Any, gemm_config: Any, **way: Any
+    A: torch.Tensor, B: torch.Tensor, ctx: Any, gemm_config: Any, **algorithm: Any
 ) -> torch.Tensor:
     """``ag_group_gemm`` of one expert, who has all tokens: ``ag_gemm``."""
     ids = torch.zeros(len(A) * ctx.num_ranks, 1, dtype=torch.int32, device=A.device)
     tiles = grouped_tiles()[-1]
-    C: torch.Tensor = ag_group_gemm.fn(A, B[None], ctx, ids, gemm_config=tiles, **way)
+    C: torch.Tensor = ag_group_gemm.fn(A, B[None], ctx, ids, gemm_config=tiles, **algorithm)
     return C
 
 
@@ -89,7 +89,7 @@ OPS = {
         [
             {"gather": "full_mesh_push"},
             {"gather": "ring_push_1d"},
-            {"way": "serial"},
+            {"algorithm": "serial"},
         ],
         gathers=True,
     ),
@@ -109,7 +109,7 @@ OPS = {
         lambda rank, size: create_gemm_rs_context(
             MOST_ROWS * size, N, rank, size, size, torch.float16, reduce_st=True
         ),
-        gemm_rs_calls.WAYS,
+        gemm_rs_calls.ALGORITHMS,
         scatters=True,
     ),
     "gemm_ar": Op(
@@ -118,9 +118,9 @@ OPS = {
             MOST_ROWS * size, N, rank, size, size, torch.float16
         ),
         [
-            *gemm_ar_calls.WAYS,
+            *gemm_ar_calls.ALGORITHMS,
             *(
-                {"way": "serial", "reduction": reduction, **SMALL}
+                {"algorithm": "serial", "reduction": reduction, **SMALL}
                 for reduction in ("one_shot", "two_shot")
             ),
         ],
@@ -134,10 +134,10 @@ def unequal(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
     op, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
     said: list[dict[int, object]] = []
     with op.create(rank, size) as ctx:
-        for number, way in enumerate(op.ways):
+        for number, algorithm in enumerate(op.algorithms):
 
-            def call(rows: int, number: int = number, way: Any = way) -> torch.Tensor:
-                options = {"gemm_config": default_tiles(), **way}
+            def call(rows: int, number: int = number, algorithm: Any = algorithm) -> torch.Tensor:
+                options = {"gemm_config": default_tiles(), **algorithm}
                 return op.op.fn(*op.operands(number, rows, rank, size), ctx, **options)
 
             def check(rows: int, number: int = number, call: Any = call) -> None:
@@ -165,7 +165,7 @@ def at_a_threshold(mine: Sequence[int], options: Mapping[str, Any]) -> dict[int,
         for module, name in (
             (sums, "PACKETS_UP_TO"),
             (sums, "TWO_SHOT_FROM"),
-            (gemm_ar_ways, "_TWO_SHOT_FROM"),
+            (gemm_ar_algorithms, "_TWO_SHOT_FROM"),
         ):
             patches.enter_context(mock.patch.object(module, name, between))
 
@@ -192,8 +192,8 @@ def replayed(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
     op, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
     device, said = current_device(), []
     with op.create(rank, size) as ctx:
-        for number, way in enumerate(op.ways):
-            options = {"gemm_config": default_tiles(), **way}
+        for number, algorithm in enumerate(op.algorithms):
+            options = {"gemm_config": default_tiles(), **algorithm}
             graphs = dict(_graphs(op, ctx, number, set(mine), options))
             for rows in (mine[0], mine[1], mine[0]):
                 graphs[rows].replay()
@@ -246,11 +246,11 @@ def queued_behind(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
     op, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
     device, said, launched = current_device(), [], []
     with op.create(rank, size) as ctx:
-        numbers = range(len(op.ways))
+        numbers = range(len(op.algorithms))
         each = {rows: op.operands(1, rows, rank, size) for rows in mine}
 
         def call(number: int, rows: int) -> None:
-            options = {"gemm_config": default_tiles(), **op.ways[number]}
+            options = {"gemm_config": default_tiles(), **op.algorithms[number]}
             op.op.fn(*each[rows], ctx, **options)
 
         def calls(first: int) -> None:

@@ -57,7 +57,7 @@ PUBLIC_MODULES = [
 # Public names of modules that have no __all__.
 OTHER_NAMES = {
     "triton_dist.testing.timing": ["interleaved", "captured", "Samples"],
-    "triton_dist.kernels.common.vendor": [
+    "triton_dist.kernels.common.libraries": [
         "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
     ],
     "triton_dist.testing.opinfo.base": ["OpInfo", "Cost", "Baseline", "tolerance"],

@@ -49,7 +49,7 @@ def delay(count, scratch_ptr):
 
 @jit(do_not_specialize=["epoch", "rank", "late"])
 def kernel_exchange(
-    x_ptr, slots_ptr, slots_table, flags_ptr, flags_table, out_ptr, guard_ptr, scratch_ptr,
+    x_ptr, slots_ptr, slots_table, flags_ptr, flags_table, out_ptr, timeout_ptr, scratch_ptr,
     epoch, rank, late,
     FAULT: tl.constexpr, DELAY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def kernel_exchange(
         dl.notify(flag, epoch)
     source = slots_ptr + slot + peer * SIZE
     if FAULT != "missing wait":
-        source = dl.consume_token(source, dl.wait(flags_ptr + peer, 1, epoch, guard_ptr))
+        source = dl.consume_token(source, dl.wait(flags_ptr + peer, 1, epoch, timeout_ptr))
     tl.store(out_ptr + peer * SIZE + place, tl.load(source + place))
 
 
@@ -105,7 +105,7 @@ def caught(fault: str, count: int, runs: int) -> int:
     regions = {"slots": ((2, size, SIZE), torch.float32), "flags": ((size,), torch.int32)}
     memory = symmetric.allocate("exchange", regions)
     slots, flags = memory["slots"], memory["flags"]
-    guard = torch.zeros(2, dtype=torch.int32, device=device)
+    timeout_words = torch.zeros(2, dtype=torch.int32, device=device)
     scratch = torch.zeros(size, dtype=torch.int32, device=device)
     outs = torch.empty(CALLS, size, SIZE, device=device)
     numbers = torch.arange(SIZE, dtype=torch.float32, device=device)
@@ -122,7 +122,7 @@ def caught(fault: str, count: int, runs: int) -> int:
 
     def launch(call: int, x: torch.Tensor, late: int) -> Launch:
         args = (
-            x, slots.local, slots.pointers, flags.local, flags.pointers, outs[call], guard,
+            x, slots.local, slots.pointers, flags.local, flags.pointers, outs[call], timeout_words,
             scratch, call + 1, rank, late,
         )  # fmt: skip
         options = {"FAULT": fault, "DELAY": count, "SIZE": SIZE}
@@ -134,7 +134,7 @@ def caught(fault: str, count: int, runs: int) -> int:
         flags.local.zero_()
         outs.fill_(float("nan"))
         with bounded_waits(_WAIT_SECONDS):
-            guard.copy_(torch.tensor([limit_polls(), 0]))
+            timeout_words.copy_(torch.tensor([limit_polls(), 0]))
             rows = [sent(run, call) for call in range(CALLS)]
             current_device().synchronize()
             dist.barrier()
@@ -144,7 +144,7 @@ def caught(fault: str, count: int, runs: int) -> int:
                     launch(call, x, run % size).run()
         current_device().synchronize()
         expected = torch.stack([due(run, call) for call in range(CALLS)])
-        noticed[run] = not (torch.equal(outs, expected) and int(guard[1]) == 0)
+        noticed[run] = not (torch.equal(outs, expected) and int(timeout_words[1]) == 0)
         dist.barrier()
     dist.all_reduce(noticed, dist.ReduceOp.MAX)
     memory.free()
@@ -165,7 +165,7 @@ def delay_count(milliseconds: float) -> int:
         timer.stop()
         current_device().synchronize()
         count = max(1, int(trial * milliseconds / timer.milliseconds()))
-    return group_for().gather("length of a delay", count)[0]
+    return group_for().all_gather("length of a delay", count)[0]
 
 
 @jit(do_not_specialize=["count"])

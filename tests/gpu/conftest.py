@@ -50,13 +50,13 @@ def on_gpus(on_ranks, num_ranks):
 
 
 @pytest.fixture
-def take_turns(num_ranks):
+def alternate(num_ranks):
     """True if several ranks share a GPU."""
     return torch.cuda.device_count() < num_ranks
 
 
 @pytest.fixture
-def rounds(take_turns):
+def rounds(alternate):
     """``rounds(n)``: ``n``, or a fifth of it where an exchange takes milliseconds because ranks
     share a GPU."""
-    return lambda number: -(-number // 5) if take_turns else number
+    return lambda number: -(-number // 5) if alternate else number

@@ -22,8 +22,8 @@ class SummedGEMM:
 
     def test_every_way_and_both_kernels(self, on_gpus, rounds):
         number = rounds(2)
-        assert set(on_gpus(summed_gemm_ranks.every_way, self.kind, number)) == {
-            2 * number * len(self.kind.ways)
+        assert set(on_gpus(summed_gemm_ranks.every_algorithm, self.kind, number)) == {
+            2 * number * len(self.kind.algorithms)
         }
 
     @few_ranks
@@ -48,21 +48,21 @@ class SummedGEMM:
     def test_shapes_that_fill_the_gpu(self, on_gpus, rounds):
         number = rounds(12)
         assert set(on_gpus(summed_gemm_ranks.many_tiles, self.kind, number)) == {
-            number * len(self.kind.ways)
+            number * len(self.kind.algorithms)
         }
 
     def test_any_rank_may_be_late(self, on_gpus):
         counts = on_gpus(summed_gemm_ranks.stragglers, self.kind)
-        assert counts == [(len(self.kind.ways) + 1) * len(counts)] * len(counts)
+        assert counts == [(len(self.kind.algorithms) + 1) * len(counts)] * len(counts)
 
     @few_ranks
     @pytest.mark.parametrize("num_holding", [1, 2, 4])
-    def test_few_multiprocessors_are_enough(self, on_gpus, num_holding, take_turns):
+    def test_few_multiprocessors_are_enough(self, on_gpus, num_holding, alternate):
         """Beside a kernel that holds the others until the op is done."""
-        if take_turns and num_holding > 1:
+        if alternate and num_holding > 1:
             pytest.skip("one is enough: in its turn a rank has the multiprocessors for itself")
         counts = on_gpus(summed_gemm_ranks.on_few_multiprocessors, self.kind, 6, num_holding)
-        assert set(counts) == {8 * len(self.kind.ways)}
+        assert set(counts) == {8 * len(self.kind.algorithms)}
 
     @few_ranks
     def test_the_same_operands_give_the_same_bits(self, on_gpus, rounds):
@@ -84,12 +84,12 @@ class SummedGEMM:
     def test_captured_in_graphs(self, on_gpus, rounds):
         number = rounds(20)
         assert set(on_gpus(summed_gemm_ranks.replayed, self.kind, number)) == {
-            2 * number * len(self.kind.ways)
+            2 * number * len(self.kind.algorithms)
         }
 
     def test_epochs_may_wrap_around(self, on_gpus):
         counts = on_gpus(summed_gemm_ranks.epochs_wrap_around, self.kind, 4)
-        assert set(counts) == {4 * len(self.kind.epoch_ways)}
+        assert set(counts) == {4 * len(self.kind.epoch_algorithms)}
 
     def test_only_calls_out_of_turn_look_at_their_peers(self, on_gpus):
         looks = list(self.kind.looks)

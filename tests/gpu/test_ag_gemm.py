@@ -93,7 +93,7 @@ def test_captured_in_graphs(on_gpus, rounds):
 
 @few_ranks
 def test_vendor_methods_take_turns_with_ours(on_gpus):
-    counts = on_gpus(ag_gemm_ranks.vendor_in_turn, 6)
+    counts = on_gpus(ag_gemm_ranks.library_alternating, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
 
 

@@ -26,7 +26,7 @@ def test_every_schedule_of_the_all_gather(on_eight):
 
 @SUMMED
 def test_every_way_of_the_sums(on_eight, kind):
-    assert on_eight(summed.every_way, kind, 1) == [2 * len(kind.ways)] * 8
+    assert on_eight(summed.every_algorithm, kind, 1) == [2 * len(kind.algorithms)] * 8
 
 
 @pytest.mark.parametrize("op", list(OPS))
@@ -36,8 +36,8 @@ def test_collectives_back_to_back(on_eight, op):
 
 @pytest.mark.parametrize("op", list(OPS))
 def test_collectives_captured_in_graphs(on_eight, op):
-    ways = len(collective_ranks.WAYS[op])
-    assert on_eight(collective_ranks.replayed, op, 3) == [3 * 2 * ways + 3] * 8
+    algorithms = len(collective_ranks.ALGORITHMS[op])
+    assert on_eight(collective_ranks.replayed, op, 3) == [3 * 2 * algorithms + 3] * 8
 
 
 def test_any_rank_may_be_late(on_eight):

@@ -25,7 +25,7 @@ def test_any_number_of_rows(on_gpus):
 
 @few_ranks
 def test_every_rank_has_the_same_bits(on_gpus):
-    assert set(on_gpus(gemm_ar_ranks.same_bits_on_all_ranks)) == {2 * len(gemm_ar_calls.WAYS)}
+    assert set(on_gpus(gemm_ar_ranks.same_bits_on_all_ranks)) == {2 * len(gemm_ar_calls.ALGORITHMS)}
 
 
 @few_ranks
@@ -34,6 +34,6 @@ def test_a_result_without_a_copy_outlives_the_next_call(on_gpus):
 
 
 @few_ranks
-def test_whole_products_take_turns_with_tiles(on_gpus, take_turns):
-    number = 8 if take_turns else 12  # the ways are 8
-    assert set(on_gpus(gemm_ar_ranks.whole_in_turn, number)) == {3 * number}
+def test_whole_products_take_turns_with_tiles(on_gpus, alternate):
+    number = 8 if alternate else 12  # the ways are 8
+    assert set(on_gpus(gemm_ar_ranks.whole_alternating, number)) == {3 * number}

@@ -21,7 +21,7 @@ class TestGEMMReduceScatter(SummedGEMM):
 
 @few_ranks
 def test_vendor_methods_take_turns_with_ours(on_gpus):
-    counts = on_gpus(gemm_rs_ranks.vendor_in_turn, 6)
+    counts = on_gpus(gemm_rs_ranks.library_alternating, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
 
 

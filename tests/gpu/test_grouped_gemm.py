@@ -27,9 +27,9 @@ def check(C, operands):
     assert_allclose(C, GROUPED_GEMM.reference(operands), rtol=limit, atol=limit)
 
 
-def ways():
+def algorithms():
     found = [{"gemm_config": grouped_tiles()[0]}, {"gemm_config": grouped_tiles()[-1]}]
-    library = {"way": "library"}
+    library = {"algorithm": "library"}
     fast = current_device().facts()["capability"] == "9.0"
     return [*found, library] if fast else found
 
@@ -58,10 +58,12 @@ def test_the_map_is_a_stable_sort(tokens, E, topk):
 
 
 def test_a_graph_serves_any_routing():
-    for way in ways():
+    for algorithm in algorithms():
         operands, out = data(), []
         ids = operands["topk_ids"]
-        replay = captured(lambda o=operands, w=way, c=out: c.append(grouped_gemm.fn(**o, **w)))
+        replay = captured(
+            lambda o=operands, w=algorithm, c=out: c.append(grouped_gemm.fn(**o, **w))
+        )
         for number in range(40):
             high = (17, 16, 1, 4)[number % 4]
             ids.copy_(torch.randint(-1 if high == 17 else 0, high, ids.shape, device="cuda"))
@@ -80,12 +82,12 @@ def test_orders_and_activation():
     product = GROUPED_GEMM.reference(operands).float()
     gate, up = product.chunk(2, dim=1)
     limit = 2 * tolerance(torch.bfloat16)  # the reference is rounded before
-    for way in ways():
-        gated = grouped_gemm.fn(**operands, activation="silu_mul", **way)
+    for algorithm in algorithms():
+        gated = grouped_gemm.fn(**operands, activation="silu_mul", **algorithm)
         expected = (torch.nn.functional.silu(gate) * up).bfloat16()
         assert_allclose(gated, expected, rtol=limit, atol=limit)
-        in_order = grouped_gemm.fn(**operands, **way)
-        by_expert = grouped_gemm.fn(**operands, order="sorted", **way)
+        in_order = grouped_gemm.fn(**operands, **algorithm)
+        by_expert = grouped_gemm.fn(**operands, order="sorted", **algorithm)
         assert torch.equal(by_expert, in_order[ids.argsort(stable=True)])
 
 

@@ -29,7 +29,7 @@ def shape_on(num_ranks, rows=96):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_way_any_tokens_and_routing(on_gpus, name, dtype, num_ranks):
     rows = (300, 1, 64, 37, 200)
-    counts = on_gpus(moe_sum_ranks.every_way, name, dtype, shape_on(num_ranks), rows)
+    counts = on_gpus(moe_sum_ranks.every_algorithm, name, dtype, shape_on(num_ranks), rows)
     assert len(set(counts)) == 1
     assert counts[0] >= len(rows) * (4 if name != AR.name else 5)
 

@@ -37,17 +37,17 @@ EACH_LOAD = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
 @few_ranks
 @EACH_LOAD
-def test_random_calls(on_gpus, load, take_turns):
-    load = fewer(load) if take_turns else load
+def test_random_calls(on_gpus, load, alternate):
+    load = fewer(load) if alternate else load
     results = on_gpus(overlap_stress.random_calls, load)
     assert summarise(results, load.calls) == ""
 
 
 @few_ranks
 @EACH_LOAD
-def test_random_replays(on_gpus, load, take_turns):
-    load = fewer(load) if take_turns else load
-    results = on_gpus(overlap_stress.random_replays, load, 8 if take_turns else 24)
+def test_random_replays(on_gpus, load, alternate):
+    load = fewer(load) if alternate else load
+    results = on_gpus(overlap_stress.random_replays, load, 8 if alternate else 24)
     assert summarise(results, load.calls) == ""
 
 
@@ -58,8 +58,8 @@ def fewer(load: Load) -> Load:
 @pytest.mark.stress
 @pytest.mark.parametrize("num_ranks", [2, 4], indirect=True)
 @EACH_LOAD
-def test_a_thousand_calls_where_ranks_share_a_gpu(on_gpus, load, take_turns):
-    if not take_turns:
+def test_a_thousand_calls_where_ranks_share_a_gpu(on_gpus, load, alternate):
+    if not alternate:
         pytest.skip("each rank has a GPU: the tests above make a thousand")
     assert summarise(on_gpus(overlap_stress.random_calls, load), CALLS) == ""
     assert summarise(on_gpus(overlap_stress.random_replays, load, 24), CALLS) == ""

@@ -13,8 +13,8 @@ from tests.gpu.ranks import few_ranks
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
-def test_no_word_is_left_behind(on_gpus, take_turns):
-    number = 200 if take_turns else 3000
+def test_no_word_is_left_behind(on_gpus, alternate):
+    number = 200 if alternate else 3000
     (count,) = set(on_gpus(packet_ranks.many_sizes, number))
     assert count > number
 

@@ -26,5 +26,5 @@ def test_calls_queued_behind_end_though_a_peer_makes_none(on_gpus, name, num_ran
 
 def check(name, by_rank):
     for rank, said in enumerate(by_rank):
-        assert len(said) == len(OPS[name].ways)
+        assert len(said) == len(OPS[name].algorithms)
         assert all(rank in told and len(told) == 2 for told in said)

@@ -12,9 +12,9 @@ from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
 from triton_dist.kernels.common.moe.routing import ids_as_text
 from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
-from triton_dist.kernels.nvidia.allgather_group_gemm import ways
+from triton_dist.kernels.nvidia.allgather_group_gemm import algorithms
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, group_ends
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
-from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS, group_ends
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
@@ -41,7 +41,7 @@ def on_h200(monkeypatch):
     device = CpuDevice()
     device.interprets, device.has_nccl = False, True
     device.facts = lambda: {"capability": "9.0"}
-    for module in (ways, moe_rows, spaces):
+    for module in (algorithms, moe_rows, spaces):
         monkeypatch.setattr(module, "current_device", lambda: device)
     return device
 
@@ -51,9 +51,11 @@ def kept(name, M, num_ranks, dtype=torch.bfloat16, layout="row-major"):
     shape = FIRST_PRODUCTS[name]
     sizes = (M, shape.N // num_ranks, shape.K, shape.E, shape.topk)
     key = RoutedKey(*sizes, dtype, layout, num_ranks)
-    configs = [each for each in WAYS.config_space() if WAYS[each["way"]].suits(each, key)]
+    configs = [
+        each for each in ALGORITHMS.config_space() if ALGORITHMS[each["algorithm"]].fits(each, key)
+    ]
     assert len(configs) <= 60  # a tuning stays one of seconds
-    return {(each["way"], each.get("num_groups"), each.get("gather")) for each in configs}
+    return {(each["algorithm"], each.get("num_groups"), each.get("gather")) for each in configs}
 
 
 def test_groups_are_tried_where_they_have_rows(on_h200):
@@ -74,11 +76,13 @@ def test_groups_are_tried_where_they_have_rows(on_h200):
 
 def test_a_ring_is_tried_where_not_all_gpus_are_linked(on_h200, monkeypatch):
     def rings(num_ranks):
-        return {each for each in kept("Mixtral 8x7B", 8192, num_ranks) if each[2] == ways.RING}
+        return {
+            each for each in kept("Mixtral 8x7B", 8192, num_ranks) if each[2] == algorithms.RING
+        }
 
-    assert not any(config.get("gather") == ways.RING for config in WAYS.config_space())
-    monkeypatch.setattr(ways, "has_links_between_all_gpus", lambda: False)
-    assert rings(8) == {("arrivals", number, ways.RING) for number in (1, 2)}
+    assert not any(config.get("gather") == algorithms.RING for config in ALGORITHMS.config_space())
+    monkeypatch.setattr(algorithms, "has_links_between_all_gpus", lambda: False)
+    assert rings(8) == {("arrivals", number, algorithms.RING) for number in (1, 2)}
     assert not rings(2)  # a ring of two is a full mesh
 
 
@@ -108,7 +112,9 @@ def test_without_nccl_nothing_else_gathers(on_h200):
 SHAPE = GroupedShape(24, 48, 40, 5, 2)
 
 
-@pytest.mark.parametrize("options", [{"way": way} for way in WAYS] + [{"num_groups": 3}])
+@pytest.mark.parametrize(
+    "options", [{"algorithm": algorithm} for algorithm in ALGORITHMS] + [{"num_groups": 3}]
+)
 def test_alone(options):
     data = AG_GROUP_GEMM.operands(SHAPE, torch.float16, 1, torch.Generator().manual_seed(1))
     data["full_topk_ids"][3] = -1
@@ -126,7 +132,7 @@ def test_alone(options):
 def test_tiles_of_the_context_are_those_of_calls_that_name_none():
     given = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 4}
     with AG_GROUP_GEMM.context(SHAPE, torch.float16, **given, stages=2, num_warps=4) as ctx:
-        call = ways.Call(
+        call = algorithms.Call(
             *AG_GROUP_GEMM.arguments(AG_GROUP_GEMM.operands(SHAPE, torch.float16, 1), ctx)[0],
             None, 1, None, None, None,
         )  # fmt: skip

@@ -200,7 +200,7 @@ def test_copies_that_would_be_handed_on_are_released(spawn_ranks):
 def test_a_freed_buffer_has_nothing_to_say():
     buffer = AllGatherBuffer(7, K, torch.float32, None, "freed")
     buffer.free()
-    assert buffer.slots.guard.gave_up() is None
+    assert buffer.slots.timeout_words.gave_up() is None
 
 
 def test_a_gather_of_one_rank_has_nothing_to_bring():

@@ -16,7 +16,7 @@ from triton_dist.errors import (
     NoValidConfig,
 )
 from triton_dist.kernels import nvidia
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.exchange import buffer
 from triton_dist.kernels.common.exchange.buffer import Shape
 from triton_dist.kernels.common.gemm.launch import split_k_tiles
@@ -24,23 +24,23 @@ from triton_dist.kernels.common.gemm.spaces import most_rows
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,
-    VendorMethod,
+    LibraryAlgorithm,
     ag_gemm,
     create_ag_gemm_context,
 )
-from triton_dist.kernels.nvidia.allgather_gemm import ways as allgather_gemm_ways
+from triton_dist.kernels.nvidia.allgather_gemm import algorithms as allgather_gemm_algorithms
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, fits_serial, shape_for
 from triton_dist.kernels.nvidia.allgather_gemm.context import GATHERED_BYTES, exchanged_rows
 from triton_dist.kernels.nvidia.allgather_gemm.op import key_fn
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, fits_serial, shape_for
 from triton_dist.runtime.device import cpu, current_device
 
-config_space, prune_fn = WAYS.config_space, ag_gemm.prune_fn
+config_space, prune_fn = ALGORITHMS.config_space, ag_gemm.prune_fn
 
 
 def test_a_world_of_one_is_a_plain_product():
     calls = Calls(max_rows=37, columns=40, K=72)
     for layout, method in zip(LAYOUTS, itertools.cycle(AllGatherMethod)):
-        calls(37, layout, way=method.value, num_chunks=3)
+        calls(37, layout, algorithm=method.value, num_chunks=3)
     calls(5, local_copy=False)
     calls(5, persistent=False, local_copy=False)
     calls(11, op=ag_gemm)
@@ -64,7 +64,7 @@ def test_all_rows_go_to_memory_apart_from_the_own_ones(local_copy):
 
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
-    assert first["way"] == "full_mesh_push"
+    assert first["algorithm"] == "full_mesh_push"
     assert (first["num_streams"], first["num_chunks"]) == (1, 1)
     assert first["persistent"] is current_device().prefers_descriptors
     assert str(first["gemm_config"]) == str(default_tiles())
@@ -75,27 +75,27 @@ def on_gpus(monkeypatch):
     gpu = SimpleNamespace(
         interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True
     )
-    for module in (vendor, allgather_gemm_ways):
+    for module in (libraries, allgather_gemm_algorithms):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor, "has_operator", lambda operator: False)
+    monkeypatch.setattr(libraries, "has_operator", lambda operator: False)
 
 
 def test_the_space_has_tiles_and_communication(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["way"] for config in space} == {method.value for method in AllGatherMethod}
-    assert set(WAYS) == {each.value for each in (*AllGatherMethod, *VendorMethod)}
+    assert {config["algorithm"] for config in space} == {method.value for method in AllGatherMethod}
+    assert set(ALGORITHMS) == {each.value for each in (*AllGatherMethod, *LibraryAlgorithm)}
     tiled = [config for config in space if "gemm_config" in config]
     assert all(config["persistent"] for config in tiled), "the other kind is for GPUs alone"
     on_gpus(monkeypatch)
     serial = [
-        {"way": "serial", "num_chunks": 1, "num_comm_sms": number}
+        {"algorithm": "serial", "num_chunks": 1, "num_comm_sms": number}
         for number in (128, 64, 32, 16, 8)
     ]
     assert space[len(tiled) :] == serial[-1:]
-    assert config_space()[len(tiled) :] == [*serial, {"way": "collective"}]
-    monkeypatch.setattr(vendor, "has_operator", lambda operator: True)
-    assert config_space()[-1] == {"way": "async_tp"}
+    assert config_space()[len(tiled) :] == [*serial, {"algorithm": "collective"}]
+    monkeypatch.setattr(libraries, "has_operator", lambda operator: True)
+    assert config_space()[-1] == {"algorithm": "async_tp"}
     assert max(config.get("num_streams", 0) for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1
     assert ag_gemm.config_space.names == {*space[0], "num_comm_sms"}
@@ -107,12 +107,12 @@ def test_a_ring_is_tried_where_not_all_gpus_are_linked(monkeypatch):
 
     def tried(size):
         ctx = SimpleNamespace(num_ranks=size)
-        return {config["way"] for config in config_space() if prune_fn(config, A, B, ctx)}
+        return {config["algorithm"] for config in config_space() if prune_fn(config, A, B, ctx)}
 
     linked = tried(4)
     assert "collective" in linked
     assert linked == tried(2)
-    monkeypatch.setattr(allgather_gemm_ways, "has_links_between_all_gpus", lambda: False)
+    monkeypatch.setattr(allgather_gemm_algorithms, "has_links_between_all_gpus", lambda: False)
     assert tried(4) == linked | {"ring_push_1d"}
     assert tried(2) == linked  # a ring of two is a full mesh
 
@@ -122,7 +122,7 @@ def test_an_older_keyword_names_the_only_way():
     ctx = SimpleNamespace(num_ranks=4)
     for method in AllGatherMethod:
         kept = [config for config in config_space() if prune_fn(config, *rows, ctx, method=method)]
-        assert {config["way"] for config in kept} == {method.value}
+        assert {config["algorithm"] for config in kept} == {method.value}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_small_shards_alone_are_sent_by_sms(rows, K, columns, dtype, num_ranks, 
     A = torch.empty(rows, K, dtype=dtype, device="meta")
     B = torch.empty(K, columns, dtype=dtype)
     space, context = config_space(), SimpleNamespace(num_ranks=num_ranks)
-    fused = [each for each in space if each["way"] == "fused_push"]
+    fused = [each for each in space if each["algorithm"] == "fused_push"]
     assert any(prune_fn(config, A, B, context) for config in fused) is kept
 
 
@@ -167,7 +167,7 @@ def test_few_rows_alone_are_gathered_before_the_product(monkeypatch, rows, K, nu
     on_gpus(monkeypatch)
     A = torch.empty(rows, K, dtype=torch.bfloat16, device="meta")
     B, ctx = torch.empty(K, 64, dtype=torch.bfloat16), SimpleNamespace(num_ranks=num_ranks)
-    serial = [each for each in config_space() if each["way"] == "serial"]
+    serial = [each for each in config_space() if each["algorithm"] == "serial"]
     kept = [each["num_comm_sms"] for each in serial if prune_fn(each, A, B, ctx)]
     assert kept == programs[::-1]
 
@@ -219,14 +219,14 @@ def test_some_sms_send_and_some_multiply(number):
     A, B = torch.ones(4, 8), torch.ones(8, 8)
     with create_ag_gemm_context(8, 8, 8, torch.float32, 0, 1) as ctx:
         with pytest.raises(InvalidArgument, match="1 to 2"):
-            ag_gemm.fn(A, B, ctx, default_tiles(), way="fused_push", num_comm_sms=number)
+            ag_gemm.fn(A, B, ctx, default_tiles(), algorithm="fused_push", num_comm_sms=number)
         # Others send nothing.
         ag_gemm.fn(A, B, ctx, default_tiles(), num_comm_sms=number)
 
 
 def test_one_rank_tries_no_vendor():
     A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
-    config = {"way": "collective"}
+    config = {"algorithm": "collective"}
     assert not prune_fn(config, A, B, SimpleNamespace(num_ranks=1))
     assert prune_fn(config, A, B, SimpleNamespace(num_ranks=2))
 
@@ -241,7 +241,7 @@ def test_keys_differ_in_what_a_tuning_depends_on():
             key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
             key_fn(A, B, ctx, local_copy=False),
             key_fn(A, B, ctx, method=AllGatherMethod.SERIAL),
-            key_fn(A, B, ctx, method=VendorMethod.COLLECTIVE),
+            key_fn(A, B, ctx, method=LibraryAlgorithm.COLLECTIVE),
         ]
         assert len(set(keys)) == 7
         assert keys[0] == key_fn(A.clone(), B.clone(), ctx, local_copy=True)
@@ -291,7 +291,7 @@ def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
     ag_gemm.fn(A, B, ctx, default_tiles())
     push = AllGatherMethod.FULL_MESH_PUSH
     ag_gemm.fn(A, B, ctx, default_tiles(), method=push, num_chunks=2)
-    ag_gemm.fn(A, B, ctx, default_tiles(), way="full_mesh_push", num_streams=2)
+    ag_gemm.fn(A, B, ctx, default_tiles(), algorithm="full_mesh_push", num_streams=2)
     assert started == [(AllGatherMethod.RING_PUSH_1D, 1, 1), (push, 1, 2), (push, 2, 1)]
     ctx.finalize()
 
@@ -349,7 +349,7 @@ def test_a_call_of_no_rows_is_refused():
 def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
     calls = Calls(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
-        patch.setattr(allgather_gemm_ways, "sharded_gemm", lambda *_, **__: 1 / 0)
+        patch.setattr(allgather_gemm_algorithms, "sharded_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 ag_gemm.fn(

@@ -16,7 +16,7 @@ from triton_dist.kernels.common.gemm.launch import (
     split_k_tiles,
 )
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, most_rows
-from triton_dist.kernels.common.gemm.units import split_tiles
+from triton_dist.kernels.common.gemm.work_items import split_tiles
 from triton_dist.kernels.nvidia import ag_gemm
 
 
@@ -82,7 +82,7 @@ def test_a_b_that_tma_cannot_read_is_not_tried_with_cuts():
     config = {
         "gemm_config": SPLIT_K_TILES[0],
         "persistent": True,
-        "way": "full_mesh_push",
+        "algorithm": "full_mesh_push",
         "num_streams": 1,
         "num_chunks": 1,
     }

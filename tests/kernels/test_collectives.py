@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.collective_calls import OPS, WAYS, Calls, way
+from tests.distributed.collective_calls import ALGORITHMS, OPS, Calls, algorithm
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.exchange.buffer import (
     LARGE_SHAPES,
+    MAX_CHUNKS,
     MAX_CTAS,
-    MAX_PIECES,
     SMALL_SHAPES,
     Shape,
     shape_of,
@@ -30,14 +30,14 @@ from triton_dist.kernels.nvidia import (
     get_allreduce_methods,
     to_allreduce_method,
 )
-from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
-from triton_dist.kernels.nvidia.shard_collectives.ways import AllGatherCall, ReduceScatterCall
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS as ALL_REDUCE_ALGORITHMS
+from triton_dist.kernels.nvidia.shard_collectives.algorithms import AllGatherCall, ReduceScatterCall
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
-OP_WAYS = {
-    "all_reduce": ALL_REDUCE_WAYS,
-    "reduce_scatter": ReduceScatterCall.ways,
-    "all_gather": AllGatherCall.ways,
+OP_ALGORITHMS = {
+    "all_reduce": ALL_REDUCE_ALGORITHMS,
+    "reduce_scatter": ReduceScatterCall.algorithms,
+    "all_gather": AllGatherCall.algorithms,
 }
 METHODS = {
     "all_reduce": AllReduceMethod,
@@ -49,17 +49,17 @@ METHODS = {
 def kept_of(op, x, num_ranks, **options):
     """Configs that a tuning tries."""
     ctx, prune_fn = SimpleNamespace(num_ranks=num_ranks), OPS[op][0].prune_fn
-    return [each for each in OP_WAYS[op].config_space() if prune_fn(each, x, ctx, **options)]
+    return [each for each in OP_ALGORITHMS[op].config_space() if prune_fn(each, x, ctx, **options)]
 
 
 @EACH_OP
 def test_a_world_of_one_is_a_copy(op):
     calls = Calls(op, 4096)
-    for name in (*WAYS[op], "collective"):
-        calls(37, **way(op, name))
+    for name in (*ALGORITHMS[op], "collective"):
+        calls(37, **algorithm(op, name))
     calls(100, tuned=True)
     calls(100, tuned=True, autotune=False)
-    assert calls.finish() == len(WAYS[op]) + 3
+    assert calls.finish() == len(ALGORITHMS[op]) + 3
 
 
 def test_names_of_methods():
@@ -79,24 +79,24 @@ def methods_of(op):
 
 @EACH_OP
 def test_the_space_has_every_way_once_a_shape(op):
-    space = OP_WAYS[op].config_space()
+    space = OP_ALGORITHMS[op].config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["way"] for config in space} >= methods_of(op) - {"collective"}
-    assert set(OP_WAYS[op]) - {"by_size"} == methods_of(op)
+    assert {config["algorithm"] for config in space} >= methods_of(op) - {"collective"}
+    assert set(OP_ALGORITHMS[op]) - {"by_size"} == methods_of(op)
     assert OPS[op][0].config_space.names == set().union(*space)
     # As many programs as CPU ranks are said to run at a time; on GPUs 32.
-    first = {"way": "push", "num_ctas": 3, "block_bytes": 8192, "num_pieces": 1}
-    assert space[0] == ({"way": "by_size"} if op == "all_reduce" else first)
+    first = {"algorithm": "push", "num_ctas": 3, "block_bytes": 8192, "num_chunks": 1}
+    assert space[0] == ({"algorithm": "by_size"} if op == "all_reduce" else first)
 
 
 def test_torch_is_a_candidate_on_gpus(monkeypatch):
     x = torch.empty(64, dtype=torch.float16)
     for is_gpu in (False, True):
         device = SimpleNamespace(interprets=not is_gpu, has_nccl=is_gpu, has_async_tp=is_gpu)
-        for op, ways in OP_WAYS.items():
-            module = sys.modules[type(ways["collective"]).__module__]
+        for op, algorithms in OP_ALGORITHMS.items():
+            module = sys.modules[type(algorithms["collective"]).__module__]
             monkeypatch.setattr(module, "current_device", lambda d=device: d)
-            kept = [config["way"] for config in kept_of(op, x, 2)]
+            kept = [config["algorithm"] for config in kept_of(op, x, 2)]
             assert kept.count("collective") == int(is_gpu), op
 
 
@@ -105,14 +105,14 @@ def test_torch_is_a_candidate_on_gpus(monkeypatch):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
     x = torch.empty(nbytes // 2, dtype=torch.float16, device="meta")
-    ways = {config["way"] for config in kept_of(op, x, num_ranks)}
-    assert ways
+    algorithms = {config["algorithm"] for config in kept_of(op, x, num_ranks)}
+    assert algorithms
     if num_ranks > 1 and op == "all_reduce":
-        assert ("one_shot" in ways) is (nbytes < 1 << 28)
-        assert "two_shot" in ways
+        assert ("one_shot" in algorithms) is (nbytes < 1 << 28)
+        assert "two_shot" in algorithms
     if op != "all_reduce":
         whole = nbytes * num_ranks if op == "all_gather" else nbytes
-        pushed = "copy_engine" in ways
+        pushed = "copy_engine" in algorithms
         assert pushed is (num_ranks > 1 and whole >= 1 << 20)
 
 
@@ -121,9 +121,9 @@ def test_a_method_that_is_named_is_the_only_one(op):
     x = torch.empty(1 << 20, dtype=torch.float16, device="meta")
     for name in methods_of(op) - ({"collective"} if op != "all_reduce" else set()):
         kept = kept_of(op, x, 2, method=METHODS[op](name))
-        assert {config["way"] for config in kept} == {name}
+        assert {config["algorithm"] for config in kept} == {name}
     kept = kept_of("all_reduce", x, 2, method=AllReduceMethod.DoubleTree)
-    assert {config["way"] for config in kept} == {"two_shot"}
+    assert {config["algorithm"] for config in kept} == {"two_shot"}
 
 
 def test_keys_differ_in_what_a_tuning_depends_on():
@@ -146,10 +146,10 @@ def test_keys_differ_in_what_a_tuning_depends_on():
 def test_shapes_stay_within_what_a_launch_can_have():
     for shape in (*SMALL_SHAPES, *LARGE_SHAPES):
         assert 1 <= shape.num_ctas <= MAX_CTAS
-        assert 1 <= shape.num_pieces <= MAX_PIECES
+        assert 1 <= shape.num_chunks <= MAX_CHUNKS
         assert shape.num_warps * 32 * 16 <= shape.block_bytes
     assert Shape(1, 512).num_warps == 1
-    assert shape_of("all_reduce", None, None, None).num_pieces == 1
+    assert shape_of("all_reduce", None, None, None).num_chunks == 1
     assert [shard_elements(n) for n in (1, 128, 129)] == [128, 128, 256]
 
 
@@ -207,7 +207,9 @@ def test_an_output_that_shares_memory_with_x_is_refused(op):
 def test_a_method_that_no_tuning_tries_here_says_how_to_run_it():
     with (
         OPS["all_gather"][1](1 << 14, 0, 1, 1) as ctx,
-        pytest.raises(InvalidArgument, match=r"method is .*COLLECTIVE, expected a way that a tun"),
+        pytest.raises(
+            InvalidArgument, match=r"method is .*COLLECTIVE, expected an algorithm that fits"
+        ),
     ):
         OPS["all_gather"][0](torch.ones(4), ctx, method=GatherMethod.COLLECTIVE)
 

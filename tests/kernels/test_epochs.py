@@ -152,7 +152,7 @@ def test_nobody_is_blamed_for_what_earlier_trials_left(spawn_ranks):
 def test_freed_slots_have_nothing_to_say():
     used = slots("freed")
     used.free()
-    assert used.guard.gave_up() is None
+    assert used.timeout_words.gave_up() is None
 
 
 @triton_dist.jit
@@ -168,15 +168,15 @@ def test_a_disagreement_ends_the_waits_of_all_memories_of_a_context():
         kernel_note[(1,)](guards[number], memories[number // 2].of_slot(number % 2, "flags").local)
         expected = [1] * 6
         expected[number] = DISAGREED.value
-        assert [int(guard[GAVE_UP.value]) for guard in guards] == expected
+        assert [int(timeout_words[GAVE_UP.value]) for timeout_words in guards] == expected
         for used in memories:
-            assert isinstance(used.guard.gave_up(), RankDisagreement)
+            assert isinstance(used.timeout_words.gave_up(), RankDisagreement)
         with pytest.raises(RankDisagreement, match="the rows of A"):
             found.check()
         for used in memories:
             used.reset()
         found.check()
-        assert not any(int(guard[GAVE_UP.value]) for guard in guards)
+        assert not any(int(timeout_words[GAVE_UP.value]) for timeout_words in guards)
     for used in memories:
         used.free()
 

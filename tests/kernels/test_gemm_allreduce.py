@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
-from tests.distributed.gemm_ar_calls import WAYS, Calls
+from tests.distributed.gemm_ar_calls import ALGORITHMS, Calls
 from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
@@ -20,10 +20,10 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
 )
 from triton_dist.kernels.nvidia.gemm import op as gemm_op
-from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_allreduce_ways
+from triton_dist.kernels.nvidia.gemm_allreduce import algorithms as gemm_allreduce_algorithms
 from triton_dist.runtime.device import current_device
 
-config_space = gemm_allreduce_ways.WAYS.config_space
+config_space = gemm_allreduce_algorithms.ALGORITHMS.config_space
 prune_fn, key_fn = gemm_ar.prune_fn, gemm_ar.key_fn
 
 
@@ -33,27 +33,27 @@ def create(max_M=16, N=48, dtype=torch.float16):
 
 def test_a_world_of_one_is_a_plain_product():
     calls = Calls(max_rows=37, columns=40, K=72)
-    for way, layout in zip(WAYS, itertools.cycle(LAYOUTS)):
-        calls(37, layout, **way)
+    for algorithm, layout in zip(ALGORITHMS, itertools.cycle(LAYOUTS)):
+        calls(37, layout, **algorithm)
     calls(1, has_bias=True)
-    calls(5, way="collective", gemm_config=None)
+    calls(5, algorithm="collective", gemm_config=None)
     calls(11, op=gemm_ar)
     calls(11, op=gemm_ar, autotune=False, copy_to_local=False)
-    assert calls.finish() == len(WAYS) + 4
-    assert len(WAYS) >= len(LAYOUTS), "a layout was left out"
+    assert calls.finish() == len(ALGORITHMS) + 4
+    assert len(ALGORITHMS) >= len(LAYOUTS), "a layout was left out"
 
 
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
     assert first["persistent"] is current_device().prefers_descriptors
-    assert first["way"] == "by_size"
+    assert first["algorithm"] == "by_size"
     assert str(first["gemm_config"]) == str(default_tiles())
 
 
 def test_the_space_has_tiles_and_ways():
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["way"] for config in space} == set(gemm_allreduce_ways.WAYS)
+    assert {config["algorithm"] for config in space} == set(gemm_allreduce_algorithms.ALGORITHMS)
     assert {config.get("persistent") for config in space} == {True, None}
     assert {config.get("num_chunks") for config in space} == {1, 2, 4, None}
     assert {config.get("reduction") for config in space} == {"one_shot", "two_shot", None}
@@ -66,7 +66,7 @@ def on_a_gpu(monkeypatch):
         shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
-    for module in (gemm_allreduce_ways, gemm_op, spaces):
+    for module in (gemm_allreduce_algorithms, gemm_op, spaces):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 
@@ -78,7 +78,7 @@ def left(rows, N=8192, num_ranks=4, step=1):
 
 
 def test_one_rank_has_one_way(on_a_gpu):
-    assert left(4, num_ranks=1) == [{"way": "collective"}]
+    assert left(4, num_ranks=1) == [{"algorithm": "collective"}]
 
 
 @pytest.mark.parametrize("rows", [1, 64, 256, 257, 4091, 16384])
@@ -91,11 +91,15 @@ def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
     left_out |= {"one_shot"} if rows > 256 else set()
     left_out |= {"one_shot_in_packets"} if rows > 16 else set()
     left_out |= {"two_shot_in_one_launch"} if rows > 2048 else set()
-    assert {config["way"] for config in kept} == gemm_allreduce_ways.WAYS.keys() - left_out
+    assert {
+        config["algorithm"] for config in kept
+    } == gemm_allreduce_algorithms.ALGORITHMS.keys() - left_out
     assert 20 <= len(kept) <= 80
     heights = {
-        way: {c["gemm_config"].kwargs["BLOCK_SIZE_M"] for c in kept if c["way"] == way}
-        for way in ("one_shot", "one_shot_in_packets", "two_shot", "two_shot_in_one_launch")
+        algorithm: {
+            c["gemm_config"].kwargs["BLOCK_SIZE_M"] for c in kept if c["algorithm"] == algorithm
+        }
+        for algorithm in ("one_shot", "one_shot_in_packets", "two_shot", "two_shot_in_one_launch")
     }
     assert heights["one_shot_in_packets"] <= {16}
     assert (16 in heights["one_shot"]) is (rows <= 64)
@@ -122,8 +126,12 @@ def test_all_of_a_bucket_keep_the_same(on_a_gpu):
 
 def test_on_cpu_ranks_kernels_of_ours_are_tried():
     kept = left(64, N=256)
-    ours = gemm_allreduce_ways.WAYS.keys() - {"by_size", "collective", "symmetric_collective"}
-    assert {config["way"] for config in kept} == ours
+    ours = gemm_allreduce_algorithms.ALGORITHMS.keys() - {
+        "by_size",
+        "collective",
+        "symmetric_collective",
+    }
+    assert {config["algorithm"] for config in kept} == ours
 
 
 def test_row_blocks_have_all_rows():

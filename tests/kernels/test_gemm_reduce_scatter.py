@@ -9,10 +9,10 @@ import torch
 import triton
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
-from tests.distributed.gemm_rs_calls import WAYS, Calls
+from tests.distributed.gemm_rs_calls import ALGORITHMS, Calls
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
-from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.scatter import ways as scatter_ways
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import (
     Chunks,
     chunks_of_row_block,
@@ -20,10 +20,12 @@ from triton_dist.kernels.common.scatter.partials import (
 )
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm import get_config_space
-from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_ways
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
+    algorithms as gemm_reduce_scatter_algorithms,
+)
 from triton_dist.runtime.device import current_device
 
-config_space = gemm_reduce_scatter_ways.WAYS.config_space
+config_space = gemm_reduce_scatter_algorithms.ALGORITHMS.config_space
 prune_fn, key_fn = gemm_rs.prune_fn, gemm_rs.key_fn
 
 
@@ -34,27 +36,27 @@ def create(max_M=16, N=48, dtype=torch.float16, **options):
 def test_a_world_of_one_is_a_plain_product():
     calls = Calls(max_rows=37, columns=40, K=72, reduce_st=True)
     for layout in LAYOUTS:
-        for way in WAYS:
-            calls(37, layout, **way)
+        for algorithm in ALGORITHMS:
+            calls(37, layout, **algorithm)
     calls(1, has_bias=True)
     calls(5, persistent=False)
-    calls(5, way="collective", gemm_config=None)
+    calls(5, algorithm="collective", gemm_config=None)
     calls(11, op=gemm_rs)
     calls(11, op=gemm_rs, autotune=False)
-    assert calls.finish() == len(WAYS) * len(LAYOUTS) + 5
+    assert calls.finish() == len(ALGORITHMS) * len(LAYOUTS) + 5
 
 
 def test_one_element():
     calls = Calls(max_rows=1, columns=1, K=1, dtype=torch.float32)
     calls(1)
-    calls(1, persistent=False, way="copy_engine")
+    calls(1, persistent=False, algorithm="copy_engine")
     assert calls.finish() == 2
 
 
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
     assert first["persistent"] is current_device().prefers_descriptors
-    assert first["way"] == "fused"
+    assert first["algorithm"] == "fused"
     assert str(first["gemm_config"]) == str(default_tiles())
 
 
@@ -63,31 +65,36 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     assert len({str(config) for config in space}) == len(space)
     tiled = [config for config in space if "gemm_config" in config]
     assert all(config["persistent"] for config in tiled), "the other kind is for GPUs alone"
-    assert {config["way"] for config in space} == {"fused", "one_launch", "copy_engine", "serial"}
+    assert {config["algorithm"] for config in space} == {
+        "fused",
+        "one_launch",
+        "copy_engine",
+        "serial",
+    }
     assert gemm_rs.config_space.names == set().union(*space)
     gpu = SimpleNamespace(
         name="cuda", interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True,
         launches_block=False,
     )  # fmt: skip
-    for module in (vendor, gemm_reduce_scatter_ways):
+    for module in (libraries, gemm_reduce_scatter_algorithms):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor, "has_operator", lambda operator: True)
-    assert config_space()[-2:] == [{"way": "collective"}, {"way": "async_tp"}]
+    monkeypatch.setattr(libraries, "has_operator", lambda operator: True)
+    assert config_space()[-2:] == [{"algorithm": "collective"}, {"algorithm": "async_tp"}]
 
 
 def test_what_is_pruned():
     rows = 8 * max(config.kwargs["BLOCK_SIZE_M"] for config in get_config_space())
     A, B = torch.empty(2 * rows, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
-    space = [*config_space(), {"way": "collective"}]
+    space = [*config_space(), {"algorithm": "collective"}]
 
     def left(num_ranks, reduce_st=False):
         ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=reduce_st)
         return [config for config in space if prune_fn(config, A, B, ctx)]
 
-    fused = [config for config in space if config["way"] == "fused"]
+    fused = [config for config in space if config["algorithm"] == "fused"]
     # Eight rows of tiles of a row block, as many as there are chunks, and too few bytes for its own
     # launch of a reduce-scatter.
-    not_serial = [config for config in space if config["way"] != "serial"]
+    not_serial = [config for config in space if config["algorithm"] != "serial"]
     assert left(2) == not_serial
     assert left(1) == fused
     assert left(2, reduce_st=True) == fused
@@ -98,7 +105,7 @@ def test_what_is_pruned():
 
 
 def test_a_serial_way_is_for_sums_that_one_launch_scatters():
-    (serial,) = [config for config in config_space() if config["way"] == "serial"]
+    (serial,) = [config for config in config_space() if config["algorithm"] == "serial"]
     B = torch.empty(64, 8192, dtype=torch.float16)
     ctx = SimpleNamespace(num_ranks=2, reduce_st=False)
     tried = [M for M in (2, 256, 4096, 8192) if prune_fn(serial, torch.empty(M, 64).half(), B, ctx)]
@@ -123,7 +130,7 @@ def test_chunks_are_whole_groups_of_tiles():
 
 
 def test_tile_shapes_are_pushed_once():
-    pushed = [config for config in config_space() if config["way"] == "copy_engine"]
+    pushed = [config for config in config_space() if config["algorithm"] == "copy_engine"]
     shapes = {
         (str({**config["gemm_config"].all_kwargs(), "GROUP_SIZE_M": 0}), config["num_chunks"])
         for config in pushed
@@ -175,7 +182,7 @@ def test_no_copy_engine_where_a_launch_waits_for_its_kernel(monkeypatch):
     A, B = torch.ones(2048, 64).half(), torch.ones(64, 64).half()
     ctx = SimpleNamespace(num_ranks=2, reduce_st=False)
     left = [config for config in config_space() if prune_fn(config, A, B, ctx)]
-    assert {config["way"] for config in left} == {"fused", "one_launch"}
+    assert {config["algorithm"] for config in left} == {"fused", "one_launch"}
     with create(max_M=8) as ctx, pytest.raises(InvalidArgument, match="CUDA_LAUNCH_BLOCKING"):
         gemm_rs.fn(A[:8], torch.ones(64, 48).half(), ctx, default_tiles(), fuse_scatter=False)
 
@@ -183,7 +190,7 @@ def test_no_copy_engine_where_a_launch_waits_for_its_kernel(monkeypatch):
 def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
     calls = Calls(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
-        patch.setattr(scatter_ways, "scattered_gemm", lambda *_, **__: 1 / 0)
+        patch.setattr(scatter_algorithms, "scattered_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 calls(5)

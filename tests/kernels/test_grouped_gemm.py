@@ -15,9 +15,9 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
 from triton_dist.kernels.common.moe.product import fits_weights_descriptor, weights_layout
-from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles, suits_grouped
+from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, fits_grouped, grouped_tiles
 from triton_dist.kernels.nvidia import grouped_gemm
-from triton_dist.kernels.nvidia.grouped_gemm import ways
+from triton_dist.kernels.nvidia.grouped_gemm import algorithms
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing import assert_allclose, poisoned_empty
@@ -102,15 +102,15 @@ def test_any_routing(M, topk, E, seed, dtype):
         check(grouped_gemm(A, B, ids, autotune=False), A, B, ids)
 
 
-@pytest.mark.parametrize("way", ["tiled", "library"])
+@pytest.mark.parametrize("algorithm", ["tiled", "library"])
 @pytest.mark.parametrize("per_route", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu_mul"])
-def test_orders_rows_and_activation(way, per_route, activation):
+def test_orders_rows_and_activation(algorithm, per_route, activation):
     sizes = 21, 3, 4, 40, 48
     A, B = operands(*sizes, torch.bfloat16, per_route=per_route)
     ids = ids_of(*sizes[:3])
-    tiles = {"gemm_config": grouped_tiles()[0]} if way == "tiled" else {}
-    options = {"activation": activation, "way": way, **tiles}
+    tiles = {"gemm_config": grouped_tiles()[0]} if algorithm == "tiled" else {}
+    options = {"activation": activation, "algorithm": algorithm, **tiles}
     in_order = grouped_gemm.fn(A, B, ids, **options)
     check(in_order, A, B, ids, activation)
     by_expert = grouped_gemm.fn(A, B, ids, order="sorted", **options)
@@ -118,13 +118,13 @@ def test_orders_rows_and_activation(way, per_route, activation):
     assert torch.equal(by_expert, in_order[named.argsort(stable=True)])
 
 
-@pytest.mark.parametrize("way", ["tiled", "library"])
-def test_nobody_has_any_rows(way):
+@pytest.mark.parametrize("algorithm", ["tiled", "library"])
+def test_nobody_has_any_rows(algorithm):
     A, B = operands(5, 2, 3, 16, 24, torch.float16)
     ids = torch.full((5, 2), -1)
-    tiles = {"gemm_config": grouped_tiles()[0]} if way == "tiled" else {}
-    for order in ways.ORDERS:
-        assert not grouped_gemm.fn(A, B, ids, way=way, order=order, **tiles).any()
+    tiles = {"gemm_config": grouped_tiles()[0]} if algorithm == "tiled" else {}
+    for order in algorithms.ORDERS:
+        assert not grouped_gemm.fn(A, B, ids, algorithm=algorithm, order=order, **tiles).any()
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -145,7 +145,7 @@ def test_rows_of_a_with_gaps_and_odd_places():
     wide = torch.zeros(12, 51, dtype=torch.float16)
     wide[:, 3:43] = A
     check(grouped_gemm(wide[:, 3:43], B, ids, autotune=False), A, B, ids)
-    check(grouped_gemm.fn(wide[:, 3:43], B, ids, way="library"), A, B, ids)
+    check(grouped_gemm.fn(wide[:, 3:43], B, ids, algorithm="library"), A, B, ids)
 
 
 def test_gate_and_up_whose_halves_are_not_aligned():
@@ -208,7 +208,7 @@ def test_bad_calls_are_refused_before_any_launch(name, tuned, monkeypatch):
     good = GROUPED_GEMM.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1)
     arguments = good | BAD[name]
     call, options = grouped_gemm.fn, {"gemm_config": grouped_tiles()[0]}
-    if tuned and not {"way", "gemm_config"} & set(BAD[name]):
+    if tuned and not {"algorithm", "gemm_config"} & set(BAD[name]):
         # Tensors without memory are for tracers, who never tune.
         call, options = grouped_gemm, {"autotune": not name.endswith(".device")}
     with pytest.raises(InvalidArgument) as refusal:
@@ -218,7 +218,7 @@ def test_bad_calls_are_refused_before_any_launch(name, tuned, monkeypatch):
 
 
 def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch):
-    library = ways.WAYS["library"]
+    library = algorithms.ALGORITHMS["library"]
     assert not library.candidates()  # interpreted
 
     def on(capability):
@@ -231,20 +231,20 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch):
     assert on("9.0") == [()]
     assert on("8.0") == on("10.0") == []
     key = GROUPED_GEMM.key(GroupedShape(64, 48, 40, 8, 2), torch.bfloat16)
-    assert library.suits({}, key)
-    assert not library.suits({}, key._replace(dtype=torch.float16))
-    assert not library.suits({}, key._replace(N=50))
-    assert not library.suits({}, key._replace(K=50))
-    assert not library.suits({}, key._replace(layout="strided"))
-    assert library.is_safe
-    assert not ways.WAYS["tiled"].is_safe
+    assert library.fits({}, key)
+    assert not library.fits({}, key._replace(dtype=torch.float16))
+    assert not library.fits({}, key._replace(N=50))
+    assert not library.fits({}, key._replace(K=50))
+    assert not library.fits({}, key._replace(layout="strided"))
+    assert library.is_fallback
+    assert not algorithms.ALGORITHMS["tiled"].is_fallback
 
 
 def heights(tokens, E, topk, columns=1536, dtype=torch.bfloat16):
     kept = (
         tiles.kwargs["BLOCK_SIZE_M"]
         for tiles in GROUPED_TILES
-        if suits_grouped({"gemm_config": tiles}, dtype, E, columns, tokens, topk)
+        if fits_grouped({"gemm_config": tiles}, dtype, E, columns, tokens, topk)
     )
     return {height for height, _ in itertools.groupby(sorted(kept))}
 
@@ -261,7 +261,7 @@ def test_tiles_are_as_high_as_experts_have_rows(monkeypatch):
     widths = {
         tiles.kwargs["BLOCK_SIZE_N"]
         for tiles in GROUPED_TILES
-        if suits_grouped({"gemm_config": tiles}, torch.bfloat16, 8, 100, 64, 2)
+        if fits_grouped({"gemm_config": tiles}, torch.bfloat16, 8, 100, 64, 2)
     }
     assert widths == {32, 64, 128}
 

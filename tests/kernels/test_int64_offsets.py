@@ -63,7 +63,7 @@ def test_a_product_of_operands_that_are_far_apart_along_k(op):
 
 def test_tiles_that_are_summed_of_operands_that_are_far_apart_along_k():
     """By the first config of each algorithm."""
-    first = {config["way"]: config for config in reversed(list(gemm_rs.config_space))}
+    first = {config["algorithm"]: config for config in reversed(list(gemm_rs.config_space))}
     assert {"fused", "one_launch"} < set(first)
     far = spread(B, (FAR, 1))
     with create_gemm_rs_context(5, 24, 0, 1, 8, torch.float16) as ctx:

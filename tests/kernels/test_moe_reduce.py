@@ -9,12 +9,12 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_dist.kernels.common.moe import rows, spaces, sum_ways
+from triton_dist.kernels.common.moe import rows, spaces, sum_algorithms
 from triton_dist.kernels.common.moe.columns import columns_of
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumSizes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.nvidia.moe_reduce.ways import AllReduceCall, ReduceScatterCall
+from triton_dist.kernels.nvidia.moe_reduce.algorithms import AllReduceCall, ReduceScatterCall
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose, poisoned_empty
 from triton_dist.testing.opinfo.moe import SECOND_PRODUCTS, GroupedShape
@@ -22,7 +22,7 @@ from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR as AR
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_RS as RS
 
 BF16 = torch.bfloat16
-WAYS = {RS.name: ReduceScatterCall.ways, AR.name: AllReduceCall.ways}
+ALGORITHMS = {RS.name: ReduceScatterCall.algorithms, AR.name: AllReduceCall.algorithms}
 INFOS = pytest.mark.parametrize("info", [RS, AR], ids=lambda info: info.name)
 
 
@@ -38,11 +38,11 @@ def in_order(products, choices, ids, E):
 
 
 @pytest.mark.parametrize(
-    ("M", "topk", "N", "width", "slab_rows"),
+    ("M", "topk", "N", "width", "block_rows"),
     [(8, 3, 40, 16, 4), (5, 1, 33, 33, 5), (7, 10, 24, 7, 3), (1, 2, 1, 1, 1)],
 )
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_choices_are_added_in_their_order(M, topk, N, width, slab_rows, is_sorted):
+def test_choices_are_added_in_their_order(M, topk, N, width, block_rows, is_sorted):
     generator = torch.Generator().manual_seed(M)
     E = 4
     ids = torch.randint(-1, E + 1, (M, topk), generator=generator)
@@ -53,18 +53,20 @@ def test_choices_are_added_in_their_order(M, topk, N, width, slab_rows, is_sorte
     products[((ids < 0) | (ids >= E)).flatten()] = float("nan")
     order = torch.randperm(M * topk, generator=generator)
     number = order.argsort().int() if is_sorted else None
-    slabs = -(-M // slab_rows)
+    blocks = -(-M // block_rows)
     with poisoned_empty():
-        out = torch.empty(slabs * slab_rows * N, dtype=BF16)
+        out = torch.empty(blocks * block_rows * N, dtype=BF16)
     for first in range(0, N, width):
         columns = products[:, first : first + width]
         columns = columns[order] if is_sorted else columns.contiguous()
-        topk_sum(columns, choices, ids, number, out, E, slab_rows=slab_rows, first=first, N=N).run()
-    for slab, whole in enumerate(out.view(slabs, -1)):
-        mine = expected[slab * slab_rows : (slab + 1) * slab_rows]
+        topk_sum(
+            columns, choices, ids, number, out, E, block_rows=block_rows, first=first, N=N
+        ).run()
+    for block, whole in enumerate(out.view(blocks, -1)):
+        mine = expected[block * block_rows : (block + 1) * block_rows]
         for first in range(0, N, width):
             end = min(first + width, N)
-            block = whole[slab_rows * first : slab_rows * end].view(slab_rows, -1)
+            block = whole[block_rows * first : block_rows * end].view(block_rows, -1)
             assert torch.equal(block[: len(mine)], mine[:, first:end])
 
 
@@ -87,13 +89,13 @@ def test_one_rank_needs_no_peer(info):
     with info.context(shape, BF16) as ctx:
         args, _ = info.arguments(data, ctx)
         tiles = {"gemm_config": grouped_tiles()[0]}
-        for way in (
-            {"way": "chunks", "num_chunks": 2, **tiles},
-            {"way": "serial", **tiles},
-            {"way": "library"},
+        for algorithm in (
+            {"algorithm": "chunks", "num_chunks": 2, **tiles},
+            {"algorithm": "serial", **tiles},
+            {"algorithm": "library"},
             {"config": triton.Config({f"BLOCK_SIZE_{axis}": 32 for axis in "MNK"})},
         ):
-            assert_allclose(info.op.fn(*args, **way), info.reference(data), limit, limit)
+            assert_allclose(info.op.fn(*args, **algorithm), info.reference(data), limit, limit)
         C = info.op(*args, autotune=False)
         assert_allclose(C, info.reference(data), limit, limit)
         assert 0.5 < C.float().std() < 2
@@ -112,17 +114,17 @@ class Gpu:
 
 def tried(monkeypatch, info, shape, dtype=BF16, num_ranks=4, **fixed):
     """Configs that a tuning on GPUs tries for a shape, by way."""
-    for module in (rows, spaces, sum_ways):
+    for module in (rows, spaces, sum_algorithms):
         monkeypatch.setattr(module, "current_device", Gpu)
     key = next(info.sample_keys())._replace(
         M=shape.M, N=shape.N, K=shape.K // num_ranks, E=shape.E, topk=shape.topk, dtype=dtype,
         num_ranks=num_ranks,
     )  # fmt: skip
     sizes = SumSizes(key, fixed.get("n_chunks"), fixed.get("config"))
-    found = {name: [] for name in WAYS[info.name]}
-    for config in WAYS[info.name].config_space():
-        if WAYS[info.name][config["way"]].suits(config, sizes):
-            found[config["way"]].append(config)
+    found = {name: [] for name in ALGORITHMS[info.name]}
+    for config in ALGORITHMS[info.name].config_space():
+        if ALGORITHMS[info.name][config["algorithm"]].fits(config, sizes):
+            found[config["algorithm"]].append(config)
     return found
 
 

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, valu
 from triton_dist.kernels.common.exchange.protocol import tag_number
 from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.allreduce.ways import PACKET_SHAPES, WAYS
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_SHAPES
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -64,9 +64,9 @@ def test_packets_are_tried_where_they_fit():
         for method in (None, AllReduceMethod.ONE_SHOT):
             kept = [
                 config["packets"]
-                for config in WAYS.config_space()
+                for config in ALGORITHMS.config_space()
                 if all_reduce.prune_fn(config, x, SimpleNamespace(num_ranks=2), method=method)
-                and config["way"] == "one_shot"
+                and config["algorithm"] == "one_shot"
             ]
             assert (True in kept) is tried
             assert False in kept
@@ -80,7 +80,7 @@ def test_a_thread_has_a_line_in_each_shape_for_packets():
 
 def test_only_one_shot_goes_in_packets():
     with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
-        for way in ("two_shot", "collective"):
+        for algorithm in ("two_shot", "collective"):
             with pytest.raises(InvalidArgument, match="packets is True, expected None or False"):
-                all_reduce.fn(torch.ones(4), ctx, way=way, packets=True)
-            all_reduce.fn(torch.ones(4), ctx, way=way, packets=False)
+                all_reduce.fn(torch.ones(4), ctx, algorithm=algorithm, packets=True)
+            all_reduce.fn(torch.ones(4), ctx, algorithm=algorithm, packets=False)

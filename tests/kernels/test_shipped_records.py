@@ -37,7 +37,7 @@ from triton_dist.kernels.common.gemm import spaces as gemm_spaces
 from triton_dist.kernels.common.moe.summing import SumKey
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
-from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey
+from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak

@@ -14,14 +14,14 @@ from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, uniform
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import gathered_tile
-from triton_dist.kernels.common.gemm.units import (
+from triton_dist.kernels.common.gemm.work_items import (
     Partials,
     SplitWorkspace,
-    part_of_unit,
     publish_partial,
+    split_of_work_item,
     split_tiles,
     sum_of_partials,
-    units_of_tiles,
+    work_items_of_tiles,
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
@@ -119,13 +119,13 @@ def test_the_sum_does_not_depend_on_who_is_last(m, n, warps, parts):
 
 
 @triton_dist.jit
-def kernel_units(out_ptr, whole, tiles, SPLIT_K: tl.constexpr):
+def kernel_work_items(out_ptr, whole, tiles, SPLIT_K: tl.constexpr):
     """For each unit of work: tile, part, number of parts."""
-    for unit in range(units_of_tiles(tiles, whole, SPLIT_K)):
-        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+    for unit in range(work_items_of_tiles(tiles, whole, SPLIT_K)):
+        tile, part, num_splits = split_of_work_item(unit, whole, SPLIT_K)
         tl.store(out_ptr + 3 * unit, tile)
         tl.store(out_ptr + 3 * unit + 1, part)
-        tl.store(out_ptr + 3 * unit + 2, num_parts)
+        tl.store(out_ptr + 3 * unit + 2, num_splits)
 
 
 @pytest.mark.parametrize(("whole", "parts"), [(0, 1), (0, 3), (4, 3), (7, 3), (9, 2)])
@@ -133,10 +133,10 @@ def test_every_part_of_every_tile_is_one_unit(whole, parts):
     tiles = 7
     expected = []
     for tile in range(tiles):
-        num_parts = parts if tile >= whole else 1
-        expected += [[tile, part, num_parts] for part in range(num_parts)]
+        num_splits = parts if tile >= whole else 1
+        expected += [[tile, part, num_splits] for part in range(num_splits)]
     out = torch.full((len(expected) + 2, 3), -1, dtype=torch.int32)
-    kernel_units[(1,)](out, whole, tiles, SPLIT_K=parts)
+    kernel_work_items[(1,)](out, whole, tiles, SPLIT_K=parts)
     assert out.tolist() == [*expected, [-1] * 3, [-1] * 3]
 
 

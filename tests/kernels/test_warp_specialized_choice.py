@@ -19,7 +19,7 @@ from triton_dist.kernels.common.gemm.launch import (
 from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia import ag_gemm
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.device import current_device
@@ -46,7 +46,7 @@ def hopper(monkeypatch):
 def candidates():
     return [
         config["gemm_config"]
-        for config in WAYS.config_space()
+        for config in ALGORITHMS.config_space()
         if "gemm_config" in config and "WARP_SPECIALIZED" in config["gemm_config"].kwargs
     ]
 
@@ -71,11 +71,11 @@ def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
     gpu = SimpleNamespace(
         interprets=False, has_nccl=True, has_async_tp=True, num_sms=132, prefers_descriptors=True
     )
-    for function in (WAYS["full_mesh_push"].candidates, get_config_space, fits_shape):
+    for function in (ALGORITHMS["full_mesh_push"].candidates, get_config_space, fits_shape):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
     tiles = [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]
     assert list(dict.fromkeys(candidates())) == tiles
-    space = [each for each in WAYS.config_space() if "gemm_config" in each]
+    space = [each for each in ALGORITHMS.config_space() if "gemm_config" in each]
     whole = [each["gemm_config"] for each in space if each["num_chunks"] == 1]
     assert [each for each in whole if each in tiles] == tiles
     # Those that a user gets for kernels of his own are for the ordinary kernel.
@@ -135,7 +135,7 @@ def test_what_tma_and_wgmma_cannot_take_is_pruned(hopper, A, B, kept):
     config = {
         "gemm_config": WARP_SPECIALIZED_TILES[0],
         "persistent": True,
-        "way": "full_mesh_push",
+        "algorithm": "full_mesh_push",
         "num_streams": 1,
         "num_chunks": 1,
     }
@@ -147,7 +147,7 @@ def test_elsewhere_it_is_pruned():
     config = {
         "gemm_config": WARP_SPECIALIZED_TILES[0],
         "persistent": True,
-        "way": "full_mesh_push",
+        "algorithm": "full_mesh_push",
         "num_streams": 1,
         "num_chunks": 1,
     }

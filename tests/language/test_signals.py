@@ -194,8 +194,8 @@ def test_flags_may_wrap_around(monkeypatch, seen, value, reached):
 
 
 @triton_dist.jit
-def await_block(flags_ptr, count, value, guard_ptr, B: tl.constexpr):
-    dl.wait(flags_ptr + tl.arange(0, B), count, value, guard_ptr)
+def await_block(flags_ptr, count, value, timeout_ptr, B: tl.constexpr):
+    dl.wait(flags_ptr + tl.arange(0, B), count, value, timeout_ptr)
 
 
 @pytest.mark.parametrize(
@@ -224,19 +224,19 @@ def test_the_first_flags_of_a_block_are_awaited_at_once(monkeypatch, seen, value
 
 
 @triton_dist.jit
-def tell_all(flags_ptr, flags_table, num_ranks, value, OP: tl.constexpr):
+def broadcast_all(flags_ptr, flags_table, num_ranks, value, OP: tl.constexpr):
     peer = tl.arange(0, 8)
     last = num_ranks - 1
     flags = dl.symm_at(flags_ptr, flags_table, tl.minimum(peer, last))
     dl.notify(flags + 2, value, OP, mask=peer < num_ranks)
 
 
-def all_tell_all():
+def all_broadcast_all():
     rank, size = dist.get_rank(), dist.get_world_size()
     with memory_of() as memory:
         flags = memory["flags"]
         for operation in ("add", "set"):
-            tell_all[(1,)](flags.local, flags.pointers, size, 5 + rank, OP=operation)
+            broadcast_all[(1,)](flags.local, flags.pointers, size, 5 + rank, OP=operation)
             memory.barrier()
             if operation == "add":
                 total = int(flags.local[2])
@@ -245,7 +245,7 @@ def all_tell_all():
 
 
 def test_all_ranks_are_told_at_once(spawn_ranks):
-    for total, last, count in spawn_ranks(3, all_tell_all):
+    for total, last, count in spawn_ranks(3, all_broadcast_all):
         assert total == 5 + 6 + 7
         assert last in (5, 6, 7)
         assert count == 1

@@ -106,7 +106,7 @@ def same(found: list[torch.Tensor | None], wanted: list[torch.Tensor], rtol: flo
         torch.testing.assert_close(one, other.to(one.dtype), rtol=rtol, atol=rtol)
 
 
-def ways_to_differentiate() -> dict[str, Callable[..., torch.Tensor]]:
+def algorithms_to_differentiate() -> dict[str, Callable[..., torch.Tensor]]:
     """How a product may be used in a model."""
     return {
         "plain": lambda product, A, B, *rest: product(A, B, *rest),
@@ -124,7 +124,7 @@ def gradients_of_ops() -> int:
         for name in SPREAD:
             product: Any = getattr(functional, name)
             wanted = expected(name, ranks)
-            for use in ways_to_differentiate().values():
+            for use in algorithms_to_differentiate().values():
                 A, B, weights = operands(name, ranks, torch.float32)
                 A.requires_grad_(), B.requires_grad_()
                 C = use(product, A, B, ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SIGNALS = "language/signals.py"
-_GUARD = "kernels/common/peers.py"
+_TIMEOUT_WORD = "kernels/common/peers.py"
 _EPOCHS = "kernels/common/slots/epochs.py"
 _PROTOCOL = "kernels/common/exchange/protocol.py"
 _TILES = "kernels/common/scatter/tiles.py"
@@ -19,7 +19,7 @@ _GATHERED = "kernels/common/slots/gathered.py"
 _SHARDED = "kernels/common/gemm/sharded.py"
 _ROUTING = "kernels/common/moe/routing.py"
 _PRODUCT = "kernels/common/moe/product.py"
-_PUSHES = "kernels/nvidia/gemm_reduce_scatter/ways.py"
+_PUSHES = "kernels/nvidia/gemm_reduce_scatter/algorithms.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
 _COLUMNS = "kernels/common/moe/columns.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "wait: until the flag has reached the value, not nearly",
         _SIGNALS,
-        "standing = tl.where(seen - value < 0, _LATE, _REACHED)",
-        "standing = tl.where(seen - value < -1, _LATE, _REACHED)",
+        "status = tl.where(seen - value < 0, _LATE, _REACHED)",
+        "status = tl.where(seen - value < -1, _LATE, _REACHED)",
         SIGNALS,
     ),
     Mutant(
@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "reset: a guard stays in the ring",
-        _GUARD,
+        _TIMEOUT_WORD,
         "        yield\n        self.found.link()\n",
         "        yield\n",
         ("tests/kernels/test_epochs.py",),
@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         "sizes: who learned from others teaches nobody",
         _NEIGHBOURS,
-        "[each.record for each in self.all if not each.record.carried]",
+        "[each.record for each in self.all if not each.record.warm_started_from]",
         "[each.record for each in self.all]",
         ("tests/tuning/test_sizes.py",),
     ),
@@ -349,8 +349,8 @@ MUTANTS = (
     Mutant(
         "route sum: columns of a chunk lie behind those before it",
         _TOPK_SUM,
-        "slab_rows.to(tl.int64) * first",
-        "slab_rows.to(tl.int64) * 0",
+        "block_rows.to(tl.int64) * first",
+        "block_rows.to(tl.int64) * 0",
         TOPK_SUMS,
     ),
     Mutant(

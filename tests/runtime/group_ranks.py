@@ -22,7 +22,7 @@ def meshes_and_other_values() -> list[Any]:
     """A mesh of one dimension is its group; what is no group is refused."""
     mesh = init_device_mesh("cpu", (2,))
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-    seen: list[Any] = [group_for(mesh).gather("mesh", dist.get_rank())]
+    seen: list[Any] = [group_for(mesh).all_gather("mesh", dist.get_rank())]
     seen.append(group_for(square["b"]).size)
     seen.append(group_for(mesh) is group_for(mesh.get_group()))
     with symmetric.allocate("test", {"x": ((1,), torch.int32)}, mesh) as memory:
@@ -40,12 +40,12 @@ def a_world_after_another() -> list[bool]:
     the first one end with it: nobody keeps its process group."""
     first, process_group = group_for(), weakref.ref(dist.group.WORLD)
     first.barrier("first")
-    first.converse("op").meet("word", 1)
+    first.channel("op").meet("word", 1)
     current = [first.is_current()]
     enter_world_of_own_store()
     assert process_group() is None
     second = group_for()
-    assert second.converse("op").meet("word", dist.get_rank()) == [0, 1]
+    assert second.channel("op").meet("word", dist.get_rank()) == [0, 1]
     seen = [*current, first.is_current(), second.is_current(), first is second]
     dist.barrier()  # rank 0 serves the store
     return seen
@@ -120,8 +120,8 @@ def store_in_python() -> list[int]:
     try:
         ranks = group_for()
         for _ in range(3):
-            ranks.converse("op").meet("word", 1)
-        ranks.converse("op").leave("in vain")
-        return ranks.converse("op").meet("word", 7)
+            ranks.channel("op").meet("word", 1)
+        ranks.channel("op").abort("in vain")
+        return ranks.channel("op").meet("word", 7)
     finally:
         dist.destroy_process_group()

@@ -22,7 +22,7 @@ from tests.runtime import speed_probes
 from tests.tuning.fakes import in_threads
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import interpreter
-from triton_dist.runtime.interpreter import MENDS, pause
+from triton_dist.runtime.interpreter import WORKAROUNDS, pause
 from triton_dist.runtime.interpreter_operators import Operators, from_float32, to_float32
 from triton_dist.runtime.interpreter_program import current_program
 
@@ -47,29 +47,31 @@ def in_triton_as_it_is():
     return json.loads(run.stdout)
 
 
-MEND_IDS = [mend.name for mend in MENDS]
+WORKAROUND_IDS = [workaround.name for workaround in WORKAROUNDS]
 
 
 def test_every_mend_has_a_probe_and_a_reason():
-    assert sorted(MEND_IDS) == sorted(probes.PROBES)
-    assert all(mend.apply.__doc__ for mend in MENDS)
+    assert sorted(WORKAROUND_IDS) == sorted(probes.PROBES)
+    assert all(workaround.apply.__doc__ for workaround in WORKAROUNDS)
 
 
-@pytest.mark.parametrize("mend", MENDS, ids=MEND_IDS)
-def test_with_the_mend_it_is_right(mend):
-    assert probes.PROBES[mend.name]()
+@pytest.mark.parametrize("workaround", WORKAROUNDS, ids=WORKAROUND_IDS)
+def test_with_the_mend_it_is_right(workaround):
+    assert probes.PROBES[workaround.name]()
 
 
-@pytest.mark.parametrize("mend", MENDS, ids=MEND_IDS)
-def test_without_the_mend_it_is_wrong_exactly_in_the_declared_versions(mend, in_triton_as_it_is):
+@pytest.mark.parametrize("workaround", WORKAROUNDS, ids=WORKAROUND_IDS)
+def test_without_the_mend_it_is_wrong_exactly_in_the_declared_versions(
+    workaround, in_triton_as_it_is
+):
     """Fails when a new Triton no longer needs the mend, and when one outside the range does."""
-    if in_triton_as_it_is["right"][mend.name]:
-        assert not mend.is_needed, (
-            f"{mend.name} is right in Triton {triton.__version__}: narrow its versions"
+    if in_triton_as_it_is["right"][workaround.name]:
+        assert not workaround.is_needed, (
+            f"{workaround.name} is right in Triton {triton.__version__}: narrow its versions"
         )
     else:
-        assert mend.is_needed, (
-            f"{mend.name} is wrong in Triton {triton.__version__}: widen its versions"
+        assert workaround.is_needed, (
+            f"{workaround.name} is wrong in Triton {triton.__version__}: widen its versions"
         )
 
 
@@ -203,8 +205,8 @@ def test_a_descriptor_matmul_with_odd_sizes(dtype, error):
 
 
 @triton.jit
-def copy_slab(source, target, slab, row, BM: tl.constexpr, BN: tl.constexpr):
-    target.store([slab, row, 0], source.load([slab, row, 0]))
+def copy_block(source, target, block, row, BM: tl.constexpr, BN: tl.constexpr):
+    target.store([block, row, 0], source.load([block, row, 0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32, torch.uint8])
@@ -217,7 +219,7 @@ def test_a_descriptor_block_is_clipped_in_its_own_slab(dtype, row):
     expected = target.clone()
     inside = slice(max(row, 0), min(row + 4, 7))
     expected[1, inside] = source[1, inside]
-    copy_slab[(1,)](
+    copy_block[(1,)](
         *(TensorDescriptor.from_tensor(tensor, [1, 4, 16]) for tensor in (source, target)),
         1,
         row,

@@ -41,8 +41,8 @@ def say_every_word(members):
                 ranks.rank,
                 ranks.size,
                 ranks.is_leader,
-                ranks.gather("gather", {"rank": dist.get_rank(), "number": number}),
-                ranks.decide("decide", [number, "leader's"] if ranks.is_leader else None),
+                ranks.all_gather("all_gather", {"rank": dist.get_rank(), "number": number}),
+                ranks.broadcast("broadcast", [number, "leader's"] if ranks.is_leader else None),
                 ranks.maximum("maximum", [float(ranks.rank), -float(ranks.rank), 7.5]),
                 ranks.barrier("barrier"),
                 ranks.align(),
@@ -88,26 +88,26 @@ def test_a_barrier_waits_for_the_last(spawn_ranks, tmp_path):
 def say_different_things():
     ranks, seen = group_for(), []
     for call in (
-        lambda: ranks.gather("mine" if ranks.rank == 1 else "ours", 1),
-        lambda: ranks.decide("mine" if ranks.rank == 1 else "ours", 1),
-        lambda: ranks.barrier("then") if ranks.rank else ranks.gather("first", 1),
+        lambda: ranks.all_gather("mine" if ranks.rank == 1 else "ours", 1),
+        lambda: ranks.broadcast("mine" if ranks.rank == 1 else "ours", 1),
+        lambda: ranks.barrier("then") if ranks.rank else ranks.all_gather("first", 1),
     ):
         try:
             call()
             seen.append(None)
         except RankDisagreement as error:
             seen.append(error.by_rank)
-    return seen, ranks.gather("all together again", ranks.rank)
+    return seen, ranks.all_gather("all together again", ranks.rank)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_different_phases_are_an_error_on_every_rank(spawn_ranks, world_size):
     others = dict.fromkeys(range(world_size), "ours")
     for rank, (seen, after) in enumerate(spawn_ranks(world_size, say_different_things)):
-        gather, decide, barrier = seen
-        assert gather == others | {1: "mine"}
+        all_gather, broadcast, barrier = seen
+        assert all_gather == others | {1: "mine"}
         # A leader does not wait for the others when it decides; who hears another phase raises.
-        assert decide == ({0: "ours", 1: "mine"} if rank == 1 else None)
+        assert broadcast == ({0: "ours", 1: "mine"} if rank == 1 else None)
         assert barrier == {0: "first"} | dict.fromkeys(range(1, world_size), "then")
         assert after == list(range(world_size))
 
@@ -124,7 +124,7 @@ def leave_out_one_rank(word, missing_rank):
     return time.monotonic() - begin, overdue.value.missing, str(overdue.value)
 
 
-@pytest.mark.parametrize(("word", "missing_rank"), [("gather", 1), ("decide", 0)])
+@pytest.mark.parametrize(("word", "missing_rank"), [("all_gather", 1), ("broadcast", 0)])
 def test_a_missing_rank_is_named_in_time(spawn_ranks, word, missing_rank):
     """Also the leader, who decides; where another rank is missing it waits for nobody."""
     waited = spawn_ranks(3, leave_out_one_rank, word, missing_rank, env=SHORT)
@@ -141,12 +141,12 @@ def count_entries():
     ranks = group_for()
     entries = distributed_c10d._get_process_group_store(dist.group.WORLD)
     for number in range(20):
-        ranks.gather("warm-up", number)
+        ranks.all_gather("warm-up", number)
     ranks.barrier("counted from here")
     before = entries.num_keys()
     for number in range(200):
-        ranks.gather("many", number)
-        ranks.decide("many", number)
+        ranks.all_gather("many", number)
+        ranks.broadcast("many", number)
     ranks.barrier("counted to here")
     after = entries.num_keys()
     ranks.barrier("both have counted")
@@ -167,10 +167,10 @@ def words_on_two_threads():
     def wait_in_first():
         if first.rank == 1:
             results["in time"] = stepped.wait(30)
-        results["first"] = first.gather("late", first.rank)
+        results["first"] = first.all_gather("late", first.rank)
 
     def step_in_second():
-        results["second"] = [second.gather("quick", (n, second.rank)) for n in range(20)]
+        results["second"] = [second.all_gather("quick", (n, second.rank)) for n in range(20)]
         stepped.set()
 
     in_threads([wait_in_first, step_in_second])
@@ -208,8 +208,8 @@ def test_alone_every_word_is_answered_here():
     alone = group_for()
     assert isinstance(alone, SoloRank)
     assert (alone.rank, alone.size, alone.is_leader) == (0, 1, True)
-    assert alone.gather("phase", 3) == [3]
-    assert alone.decide("phase", 3) == 3
+    assert alone.all_gather("phase", 3) == [3]
+    assert alone.broadcast("phase", 3) == 3
     assert alone.maximum("phase", [1.0, 2.0]) == [1.0, 2.0]
     assert alone.barrier("phase") is alone.align() is None
     assert alone.facts()["world_size"] == "1"
@@ -275,18 +275,18 @@ def on_threads(*bodies):
 
 def meet(ranks, function="op", call=0, delay=0.0, limit=LIMIT):
     time.sleep(delay)
-    talk = ranks.converse(function, "7", call)
+    talk = ranks.channel(function, "7", call)
     try:
         return talk.meet("first call", (ranks.rank, function), limit)
     except RankTimeout as error:
-        talk.leave(f"RankTimeout: {error}")
+        talk.abort(f"RankTimeout: {error}")
         raise
 
 
 def refuse(ranks, function="op", call=0, delay=0.0):
     """A call that raises before it says a word."""
     time.sleep(delay)
-    ranks.converse(function, call=call).leave("KeyError: 'M'", refused=True)
+    ranks.channel(function, call=call).abort("KeyError: 'M'", refused=True)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.4])
@@ -409,7 +409,7 @@ def test_who_is_awaited_is_said_after_a_while(monkeypatch, caplog):
 def test_a_hint_is_said_where_nothing_is_known(monkeypatch, caplog):
     monkeypatch.setattr(store_ranks, "_REMIND_SECONDS", 0.1)
     with pytest.raises(RankTimeout):
-        ranks_of(2)[0].converse("op", "7", hint="6 is tuned.").meet("first call", 0, 0.8)
+        ranks_of(2)[0].channel("op", "7", hint="6 is tuned.").meet("first call", 0, 0.8)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith(" s. 6 is tuned.")
 

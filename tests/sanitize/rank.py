@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.distributed import ag_gemm_calls, collective_calls, gemm_ar_calls, gemm_rs_calls
-from tests.distributed.collective_calls import way
+from tests.distributed.collective_calls import algorithm
 from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal
 from tests.distributed.summed_gemm_calls import SummedCalls
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
@@ -53,10 +53,10 @@ def ag_gemm(own: bool) -> int:
 
 def _summed(kind: type[SummedCalls], own: bool) -> int:
     calls = kind(ROWS, COLUMNS, K, **kind.options)
-    for each in kind.ways:
-        if each["way"] == "copy_engine" and current_device().launches_block:
+    for each in kind.algorithms:
+        if each["algorithm"] == "copy_engine" and current_device().launches_block:
             continue  # it would never end, and says so
-        if own and each["way"] == "serial":
+        if own and each["algorithm"] == "serial":
             continue
         for rows in (ROWS, 5):
             lined_up(calls, rows, has_bias=rows == 5, persistent=rows == ROWS, **each)
@@ -65,9 +65,9 @@ def _summed(kind: type[SummedCalls], own: bool) -> int:
 
 def _collective(op: str) -> int:
     calls = collective_calls.Calls(op, 1 << 16)
-    for name in collective_calls.WAYS[op]:
+    for name in collective_calls.ALGORITHMS[op]:
         for elements in (1000, 7):
-            lined_up(calls, elements, num_ctas=3, block_bytes=1024, **way(op, name))
+            lined_up(calls, elements, num_ctas=3, block_bytes=1024, **algorithm(op, name))
     return calls.finish()
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.testing.assertions import assert_allclose, count_mismatches
 from triton_dist.testing.opinfo import GEMM_OPINFOS
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM, gather_alone
@@ -21,17 +21,17 @@ KINDS = {
         "GEMM alone": "gemm",
         "all-gather alone": "transfer",
         "copy-engine all-gather alone": "transfer",
-        "all-gather + matmul": "peer",
+        "all-gather + matmul": "baseline",
     },
     "gemm_ar": {
         "GEMM alone": "gemm",
         "all-reduce alone": "transfer",
-        "matmul + all-reduce": "peer",
+        "matmul + all-reduce": "baseline",
     },
     "gemm_rs": {
         "GEMM alone": "gemm",
         "reduce-scatter alone": "transfer",
-        "matmul + reduce-scatter": "peer",
+        "matmul + reduce-scatter": "baseline",
     },
 }
 ON_GPUS = {
@@ -47,13 +47,13 @@ def everything_there_is(name):
     shape = info.of_rank(3, 8, 16, 2)
     with info.context(shape, dtype) as ctx:
         operands = info.operands(shape, dtype, 2, has_bias=info.sums_over_ranks)
-        peers = info.baselines(operands, ctx)
+        baselines = info.baselines(operands, ctx)
         info.refill(operands, 2)
         tolerance = info.tolerance(dtype, 2)
-        for each in peers.values():
+        for each in baselines.values():
             if each.expected is not None:
                 assert_allclose(each.call(), each.expected(), tolerance, tolerance)
-    return {name: each.kind for name, each in peers.items()}
+    return {name: each.kind for name, each in baselines.items()}
 
 
 def what_a_rank_gets():
@@ -64,8 +64,8 @@ def what_a_rank_gets():
         rows = gather_alone(A, ctx)
         shards = [torch.empty_like(A) for _ in range(2)]
         dist.all_gather(shards, A)
-        peer = 1 - dist.get_rank()
-        torch.testing.assert_close(rows[3 * peer : 3 * peer + 3], shards[peer])
+        baseline = 1 - dist.get_rank()
+        torch.testing.assert_close(rows[3 * baseline : 3 * baseline + 3], shards[baseline])
 
 
 @pytest.mark.parametrize("op", KINDS)
@@ -85,7 +85,7 @@ def test_the_transfer_alone_brings_the_rows_of_peers(spawn_ranks):
 @pytest.mark.parametrize("op", ON_GPUS)
 def test_torch_has_peers_on_gpus(spawn_ranks, op):
     for kinds in spawn_ranks(2, everything_there_is, op, device="cuda", timeout=110):
-        assert {kinds[name] for name in ON_GPUS[op]} == {"peer"}
+        assert {kinds[name] for name in ON_GPUS[op]} == {"baseline"}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_limit_is_the_slower_part_at_its_fastest(gemm, transfers, limit):
 
 
 def test_own_algorithms_are_told_from_vendors():
-    own = {way for way in WAYS if AG_GEMM.is_own({"way": way})}
+    own = {algorithm for algorithm in ALGORITHMS if AG_GEMM.is_own({"algorithm": algorithm})}
     assert own == {method.value for method in AllGatherMethod}
 
 

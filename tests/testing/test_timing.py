@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.vendor import all_gather_matmul, all_gather_rows
+from triton_dist.kernels.common.libraries import all_gather_matmul, all_gather_rows
 from triton_dist.testing.timing import captured, interleaved
 
 

@@ -86,7 +86,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(ran
             if event.get("cat") == "mark" and event["pid"] == f"rank-{rank} marks in kernels"
         ]  # fmt: skip
         calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
-        assert len(calls) == len(timeline_ranks.WAYS)
+        assert len(calls) == len(timeline_ranks.ALGORITHMS)
         for call, more in zip(calls, (set(), {"push"}), strict=True):
             assert set(call["marks"]) == {"wait", "load", "mma", "store"} | more
             assert all(0 < share <= 1 for share in call["marks"].values())

@@ -19,7 +19,7 @@ from triton_dist.timelines import trace
 
 SHAPE = Shape(32, 32, 32)
 DTYPE = torch.float16
-WAYS = ("full_mesh_push", "fused_push")
+ALGORITHMS = ("full_mesh_push", "fused_push")
 OVERWRITE = {"autotune": False, "autotune_allow_arg_overwrite": True}
 
 
@@ -52,8 +52,8 @@ def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
     if tool == "torch":
         args, kwargs = calls["ag_gemm"]
         with group_profile("marked", folder=folder, marks=True):
-            for way in WAYS:
-                cases["ag_gemm"].op(*args, **kwargs, way=way, **OVERWRITE)
+            for algorithm in ALGORITHMS:
+                cases["ag_gemm"].op(*args, **kwargs, algorithm=algorithm, **OVERWRITE)
         cases["ag_gemm"].op(*args, **kwargs, autotune=False)  # as it was before
     dist.barrier()
     for context in contexts.values():

@@ -96,20 +96,20 @@ class ThreadRank(StoreRanks):
     def facts(self) -> Mapping[str, str]:
         return {"world_size": str(self.size)}
 
-    def meeting_seconds(self) -> float:
+    def agreement_seconds(self) -> float:
         return self.seconds
 
     def meet(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
         self.phases.append(phase)
         return super().meet(phase, value, seconds)
 
-    def gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
+    def all_gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
         self.phases.append(phase)
-        return super().gather(phase, value, seconds)
+        return super().all_gather(phase, value, seconds)
 
-    def decide(self, phase: str, value: Any, seconds: float | None = None) -> Any:
+    def broadcast(self, phase: str, value: Any, seconds: float | None = None) -> Any:
         self.phases.append(phase)
-        return super().decide(phase, value, seconds)
+        return super().broadcast(phase, value, seconds)
 
 
 def thread_ranks(size: int, seconds: float = SECONDS) -> list[ThreadRank]:
@@ -164,8 +164,8 @@ class Rank:
     compiler: Any = None
     search: Any = Exhaustive
     sizes: Sizes | None = None
-    safe_kind: Callable[[Any], object] = lambda config: False
-    transfer_ms: float = 30.0
+    fallback_kind: Callable[[Any], object] = lambda config: False
+    warm_start_ms: float = 30.0
     most_hits: int = 4096
     settling: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -191,7 +191,7 @@ class Rank:
             memory.clear,
             Surroundings(lambda group: self.ranks, most_hits=lambda: self.most_hits),
             sizes=self.sizes,
-            safe_kind=self.safe_kind,
+            fallback_kind=self.fallback_kind,
         )
 
     def parts(self, memory: MemoryStore) -> Parts:
@@ -205,7 +205,7 @@ class Rank:
                 seconds=SECONDS,
                 compile_seconds=SECONDS,
                 grace=SECONDS,
-                transfer_ms=self.transfer_ms,
+                warm_start_ms=self.warm_start_ms,
             ),
             device=self.device,
             ranks=self.ranks,
@@ -217,7 +217,7 @@ class Rank:
             hardware="fake",
             quiet=contextlib.nullcontext,
             settling=self.settling,
-            gate=lambda: self.gate,
+            tuning_lock=lambda: self.tuning_lock,
             journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),
             log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),
             compiler=None if self.compiler is None else lambda: self.compiler,
@@ -225,7 +225,7 @@ class Rank:
         )
 
     @property
-    def gate(self) -> Any:
+    def tuning_lock(self) -> Any:
         return self.__dict__.setdefault("_gate", threading.RLock())
 
 

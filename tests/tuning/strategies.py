@@ -49,7 +49,7 @@ class Access(enum.IntFlag):
 
 class Mode(enum.Flag):
     FAST = 1
-    SAFE = 2
+    FALLBACK = 2
 
 
 class Shape(NamedTuple):
@@ -90,7 +90,7 @@ scalars = st.one_of(
     st.text(max_size=8),
     st.binary(max_size=4),
     st.sampled_from([*Method, *Level, *Unit, *Access, *Mode, *Plan.Nested]),
-    st.sampled_from([Mode.FAST | Mode.SAFE, Mode(0), Access.READ | Access.WRITE, Access(0)]),
+    st.sampled_from([Mode.FAST | Mode.FALLBACK, Mode(0), Access.READ | Access.WRITE, Access(0)]),
     st.sampled_from(DTYPES),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 1), Method, int, Problem]),
     st.builds(Shape, st.integers(0, 9), st.integers(0, 9)),

@@ -24,7 +24,7 @@ from triton_dist.tune import AutoTuner, autotune
 
 
 @pytest.mark.parametrize(
-    ("way", "called"),
+    ("algorithm", "called"),
     [
         ("hit", ["__call__", "key_fn", "function"]),
         ("hit with keywords", ["__call__", "key_fn", "function"]),
@@ -34,9 +34,9 @@ from triton_dist.tune import AutoTuner, autotune
         ),
     ],
 )
-def test_a_hit_is_a_look_up_after_key_fn(way, called):
+def test_a_hit_is_a_look_up_after_key_fn(algorithm, called):
     """In steps, which no other process changes; how long they take says bench_dispatch."""
-    call = eval(f"lambda: {bench_dispatch.WAYS[way]}", bench_dispatch.subjects())
+    call = eval(f"lambda: {bench_dispatch.ALGORITHMS[algorithm]}", bench_dispatch.subjects())
     call()
     calls, instructions = [], 0
 

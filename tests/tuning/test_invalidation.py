@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from triton_dist._tuning import shared
-from triton_dist.cli import judge
+from triton_dist.cli import validator
 from triton_dist.cli.main import main
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks.solo import SoloRank
@@ -243,7 +243,7 @@ class Package:
         """What it says when it imports nothing."""
         self.forget()
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(judge, "OURS", set())
+            patched.setattr(validator, "OURS", set())
             result = self._explain()
         assert f"{self.name}.{self.module}" not in sys.modules
         return result
@@ -256,7 +256,7 @@ class Package:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch, capsys) -> Package:
-    monkeypatch.setattr(judge, "OURS", {"edited", "moved"})  # imported in this process
+    monkeypatch.setattr(validator, "OURS", {"edited", "moved"})  # imported in this process
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits come within a file's time stamp
     monkeypatch.syspath_prepend(str(tmp_path))
     made = Package(tmp_path, capsys)

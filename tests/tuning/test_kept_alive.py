@@ -92,8 +92,8 @@ CASES = {
     "recover_fn raises": ({"recover_fn": fail}, (3,), Exception),
     "prepare_fn": ({"prepare_fn": lambda x, y, n: None}, (), None),
     "prepare_fn raises": ({"prepare_fn": fail}, (), NoValidConfig),
-    "vary_fn": ({"vary_fn": lambda x, y: [{"x": x + 1}]}, (), None),
-    "vary_fn raises": ({"vary_fn": fail}, (), KeyError),
+    "input_variants_fn": ({"input_variants_fn": lambda x, y: [{"x": x + 1}]}, (), None),
+    "input_variants_fn raises": ({"input_variants_fn": fail}, (), KeyError),
     "agree_fn": ({"agree_fn": lambda x, y: x.shape}, (), None),
     "agree_fn raises": ({"agree_fn": fail}, (), KeyError),
     "key_fn raises": ({"key_fn": fail}, (), KeyError),
@@ -133,12 +133,12 @@ def test_a_recorded_winner_that_fails_today(call):
     assert call.kept() == 0
 
 
-@pytest.mark.parametrize("way", ["tune", "best_config", "overwritten", "refused"])
-def test_other_ways_to_a_first_call(call, way):
+@pytest.mark.parametrize("algorithm", ["tune", "best_config", "overwritten", "refused"])
+def test_other_ways_to_a_first_call(call, algorithm):
     tuned = autotune([{"n": 1}, {"n": 2}], lambda x: x.shape, scope="rank")(Fails(call))
     extra = {"overwritten": {"n": 1, "autotune_allow_arg_overwrite": True}, "refused": {"n": 1}}
-    function = {"tune": tuned.tune, "best_config": tuned.best_config}.get(way, tuned)
-    call.make(function, call.new(), **extra.get(way, {}))
+    function = {"tune": tuned.tune, "best_config": tuned.best_config}.get(algorithm, tuned)
+    call.make(function, call.new(), **extra.get(algorithm, {}))
     assert call.kept() == 0
 
 
@@ -159,12 +159,12 @@ def test_calls_that_find_a_record(call, monkeypatch):
     assert call.kept() == 0
 
 
-@pytest.mark.parametrize("raises", ["prune_fn", "safe_fn", "waves_fn", "nothing"])
+@pytest.mark.parametrize("raises", ["prune_fn", "fallback_fn", "waves_fn", "nothing"])
 def test_sizes_that_learn_from_others(call, monkeypatch, raises):
     late = []
     hooks = {
         "prune_fn": lambda config, x, size: True,
-        "safe_fn": lambda config: config["n"] == 1,
+        "fallback_fn": lambda config: config["n"] == 1,
         "waves_fn": lambda key, config: 1.5,
     }
     if raises != "nothing":

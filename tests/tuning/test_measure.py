@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.tuning.fakes import SECONDS, FakeDevice, FakeTimer, Rank, thread_ranks, together
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.engine.trial import Sampler
 from triton_dist._tuning.values import Config, Failure, Policy
@@ -18,25 +18,25 @@ from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks import SoloRank
 
 
-class Meeting(Conversation):
+class Agreement(Channel):
     """Of one rank: there is nobody to wait for. Notes what a sampler does, in order."""
 
     def __init__(self, order=None, meet=lambda: None):
         super().__init__(SoloRank(), "op", SECONDS, SECONDS)
         self.order, self._meet = [] if order is None else order, meet
 
-    def gather(self, at, value, after=0.0):
+    def all_gather(self, at, value, after=0.0):
         self.order.append("meet")
         self._meet()
-        return super().gather(at, value, after)
+        return super().all_gather(at, value, after)
 
     def line_up(self):
         self.order.append("line up")
 
 
 def sample(device, call, policy, number, ranks=None, settle=lambda: None, reset=lambda: None):
-    sampler = Sampler(device, ranks or Meeting(), policy, SECONDS, settle)
-    return sampler.sample(Situation("measure"), call, number, reset)
+    sampler = Sampler(device, ranks or Agreement(), policy, SECONDS, settle)
+    return sampler.sample(Step("measure"), call, number, reset)
 
 
 def test_warm_up_runs_are_not_samples():
@@ -48,7 +48,7 @@ def test_warm_up_runs_are_not_samples():
 
 def test_what_happens_while_ranks_meet_is_not_timed():
     device = FakeDevice()
-    ranks = Meeting(meet=lambda: device.advance(100.0))
+    ranks = Agreement(meet=lambda: device.advance(100.0))
     assert sample(device, lambda: device.advance(1.0), Policy(0), 2, ranks) == (1.0, 1.0)
 
 
@@ -67,7 +67,7 @@ def test_ranks_are_lined_up_after_what_holds_the_device():
         lambda: order.append("run"),
         Policy(warmup=0),
         2,
-        Meeting(order),
+        Agreement(order),
         settle=lambda: order.append("settle"),
         reset=lambda: order.append("reset"),
     )
@@ -96,9 +96,9 @@ def test_the_first_sample_of_a_config_is_held_for_as_long_as_its_first_run_took_
         def hold(self, queueing=0.0):
             held.append(queueing)
 
-    slow, quick = (Situation("measure", Config({"n": n})) for n in (1, 2))
+    slow, quick = (Step("measure", Config({"n": n})) for n in (1, 2))
     device = Recording()
-    sampler = Sampler(device, Meeting(), Policy(warmup=0), SECONDS, lambda: None)
+    sampler = Sampler(device, Agreement(), Policy(warmup=0), SECONDS, lambda: None)
     sampler.queued(slow.config, 5e-4)
     sampler.queued(quick.config, 2.0)  # it was compiled then
     for at in (quick, slow, quick):
@@ -123,7 +123,7 @@ def refuse():
     ids=["flush", "reset", "settle"],
 )
 def test_a_rank_that_cannot_begin_meets_and_lines_up_all_the_same(device, fails):
-    ranks, runs = Meeting(), []
+    ranks, runs = Agreement(), []
     with pytest.raises(MemoryError, match="no room"):
         sample(device, lambda: runs.append(1), Policy(1), 4, ranks, **fails)
     assert (ranks.order, runs) == (["meet", "line up"] * 5, [])
@@ -136,7 +136,7 @@ def test_no_flush_when_the_policy_says_so():
 
 
 def test_a_call_that_fails_is_not_repeated_but_meeting_is():
-    ranks, runs = Meeting(), []
+    ranks, runs = Agreement(), []
 
     def call():
         runs.append(1)
@@ -196,7 +196,7 @@ def test_numbers_by_device_and_search():
 
     assert Policy.on("cuda", timing="events", search="racing").rounds == (1, 2, 5)
     assert Policy.on("cpu", timing="events", search="racing").rounds == (2,)
-    shared = Policy.on("cuda", timing="events", search="racing", takes_turns=True)
+    shared = Policy.on("cuda", timing="events", search="racing", alternates=True)
     assert (shared.rounds, shared.repeat) == ((2,), 4)
     assert runs("cuda", "exhaustive") == (3, 10)
     assert runs("cuda", "racing") == (0, 10)

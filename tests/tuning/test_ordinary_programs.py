@@ -100,10 +100,10 @@ def configs(): return [{"m": VALUE}]
 @autotune(configs, K)
 def helper(x, m): return x
 return helper(x)
-=== which config of a tuned function that it calls is safe
-def safe(config): return VALUE
+=== which config of a tuned function that it calls is fallback
+def fallback(config): return VALUE
 def key(M): return ()
-@autotune([{"m": 1}], key, sizes=("M",), safe_fn=safe)
+@autotune([{"m": 1}], key, sizes=("M",), fallback_fn=fallback)
 def helper(M, m): return M
 return helper(x)
 === the function that a callable object holds

@@ -55,7 +55,7 @@ HOOKS = {
         "check_fn": lambda *outputs: draw_and_pass() and len(set(map(rewound, outputs))) == 1
     },
     "agree_fn": {"agree_fn": draw_and_pass},
-    "vary_fn": {"vary_fn": lambda x, generators: [{"x": draw()}]},
+    "input_variants_fn": {"input_variants_fn": lambda x, generators: [{"x": draw()}]},
     "graph": {"timing": "graph"},
     "restore": {"restore": ("x",)},
 }

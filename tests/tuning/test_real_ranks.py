@@ -137,7 +137,7 @@ def test_an_exception_without_a_text_fails_its_config_alone():
         ({"config_space": lambda: None}, "the result of config_space is None"),
         ({"sizes": {"x": lambda n: n // 2}}, "512 rounded, size x is 256"),
         ({"sizes": {"x": lambda n: None}}, "512 rounded, size x is None"),
-        ({"vary_fn": lambda x: None}, "the result of vary_fn is None"),
+        ({"input_variants_fn": lambda x: None}, "the result of input_variants_fn is None"),
     ],
 )
 def test_what_a_hook_returns_is_checked(options, named):

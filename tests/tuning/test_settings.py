@@ -12,7 +12,7 @@ from triton_dist import knobs
 from triton_dist._archive import Pack
 from triton_dist._tuning.store.packs import records_of
 from triton_dist._tuning.values import SCHEMA, codec
-from triton_dist.cli import judge
+from triton_dist.cli import validator
 from triton_dist.cli.main import main
 from triton_dist.tune import AutoTuner, autotune
 
@@ -121,7 +121,7 @@ def test_a_relative_folder_is_that_of_its_first_read(monkeypatch, tmp_path):
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The files of a run, under "", and of one that blocks at each launch."""
-    monkeypatch.setattr(judge, "OURS", {"tests"})  # imported in this process
+    monkeypatch.setattr(validator, "OURS", {"tests"})  # imported in this process
     in_a_new_process()
     monkeypatch.setenv(BLOCKING, "1")
     in_a_new_process()
@@ -139,12 +139,14 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["list", "show", "explain"])
-def test_commands_say_which_record_is_of_which_run(both, capsys, verb):
-    shown = said(capsys, verb, NAME if verb == "explain" else "settled")
+@pytest.mark.parametrize("subcommand", ["list", "show", "explain"])
+def test_commands_say_which_record_is_of_which_run(both, capsys, subcommand):
+    shown = said(capsys, subcommand, NAME if subcommand == "explain" else "settled")
     assert shown.count(UNDER) == 1
     assert all(str(path) in shown for path in both.values())
-    tree = json.loads(said(capsys, verb, NAME if verb == "explain" else "settled", "--json"))
+    tree = json.loads(
+        said(capsys, subcommand, NAME if subcommand == "explain" else "settled", "--json")
+    )
     assert {each["settings"]: each["file"] for each in tree["records"]} == {
         name: str(path) for name, path in both.items()
     }

@@ -10,7 +10,7 @@ import torch
 
 from triton_dist._tuning import shared
 from triton_dist.errors import TuningWarning
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import cuda
 from triton_dist.runtime.device.cpu import CpuDevice
@@ -58,17 +58,19 @@ def test_records_of_a_shared_gpu_lie_apart_and_do_not_hold(gpu, sharing):
 def test_a_shared_gpu_has_no_libraries_that_need_one_alone(gpu, monkeypatch):
     assert gpu.has_nccl
     assert gpu.has_async_tp
-    monkeypatch.setattr(vendor, "current_device", lambda: gpu)
-    both = list(vendor.VendorMethod)
-    assert vendor.methods_here(vendor.ALL_GATHER_MATMUL) == both
-    assert vendor.candidates_here(vendor.ALL_GATHER_MATMUL) == both
+    monkeypatch.setattr(libraries, "current_device", lambda: gpu)
+    both = list(libraries.LibraryAlgorithm)
+    assert libraries.methods_here(libraries.ALL_GATHER_MATMUL) == both
+    assert libraries.candidates_here(libraries.ALL_GATHER_MATMUL) == both
     monkeypatch.setenv("TRITON_DIST_SHARE_GPUS", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not gpu.has_nccl
     assert not gpu.has_async_tp
     # Asked for by name, the group's collective goes through the host.
-    assert vendor.methods_here(vendor.ALL_GATHER_MATMUL) == [vendor.VendorMethod.COLLECTIVE]
-    assert vendor.candidates_here(vendor.ALL_GATHER_MATMUL) == []
+    assert libraries.methods_here(libraries.ALL_GATHER_MATMUL) == [
+        libraries.LibraryAlgorithm.COLLECTIVE
+    ]
+    assert libraries.candidates_here(libraries.ALL_GATHER_MATMUL) == []
 
 
 def tunings(device, ranks):

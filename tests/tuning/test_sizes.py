@@ -152,11 +152,11 @@ def test_a_neighbour_takes_few_runs_and_a_far_size_a_tuning():
     brief = runs(rank)
     assert brief < whole / 2
     record = rank.tuned.tune(640)
-    assert record.carried == "carried over from M=512"
+    assert record.warm_started_from == "warm-started from M=512"
     assert len(record.trials) < len(SPACE)
     call([rank], 4096)
     assert runs(rank) == whole
-    assert rank.tuned.tune(4096).carried == ""
+    assert rank.tuned.tune(4096).warm_started_from == ""
 
 
 def test_what_is_carried_over_follows_the_size():
@@ -171,7 +171,7 @@ def test_what_is_carried_over_follows_the_size():
 
 def test_the_time_to_spend_bounds_a_brief_race_and_zero_means_none():
     def spent(milliseconds: float) -> float:
-        (rank,) = ranks(transfer_ms=milliseconds)
+        (rank,) = ranks(warm_start_ms=milliseconds)
         call([rank], 512)
         runs(rank)
         call([rank], 576)
@@ -185,25 +185,29 @@ def test_the_time_to_spend_bounds_a_brief_race_and_zero_means_none():
 
 def test_what_no_neighbour_could_try_is_no_reason_to_leave_it_out():
     """Of two algorithms one is for few rows alone, where it is the faster one."""
-    space = [{"way": way, "tile": tile} for way in ("any", "few rows") for tile in (4, 8, 16, 32)]
+    space = [
+        {"algorithm": algorithm, "tile": tile}
+        for algorithm in ("any", "few rows")
+        for tile in (4, 8, 16, 32)
+    ]
 
     def prune_fn(config: Any, M: int, **_: Any) -> bool:
-        return config["way"] == "any" or M <= 512
+        return config["algorithm"] == "any" or M <= 512
 
     def cost(rank: int, config: dict[str, Any]) -> float:
-        return 0.1 * config["tile"] / (1 + (config["way"] == "few rows"))
+        return 0.1 * config["tile"] / (1 + (config["algorithm"] == "few rows"))
 
     (rank,) = ranks(space=space, prune_fn=prune_fn, cost=cost)
-    assert call([rank], 1024)[0][1]["way"] == "any"
-    assert call([rank], 576)[0][1]["way"] == "any"
-    assert rank.tuned.tune(576).carried == "carried over from M=1024"
-    assert call([rank], 512)[0][1] == {"way": "few rows", "tile": 4}
-    assert rank.tuned.tune(512).carried == ""
+    assert call([rank], 1024)[0][1]["algorithm"] == "any"
+    assert call([rank], 576)[0][1]["algorithm"] == "any"
+    assert rank.tuned.tune(576).warm_started_from == "warm-started from M=1024"
+    assert call([rank], 512)[0][1] == {"algorithm": "few rows", "tile": 4}
+    assert rank.tuned.tune(512).warm_started_from == ""
     # Where a neighbour knows both, few race again, and upward nothing is new.
-    assert call([rank], 448)[0][1] == {"way": "few rows", "tile": 4}
-    assert rank.tuned.tune(448).carried == "carried over from M=512; M=576"
-    assert call([rank], 640)[0][1]["way"] == "any"
-    assert rank.tuned.tune(640).carried.startswith("carried over from")
+    assert call([rank], 448)[0][1] == {"algorithm": "few rows", "tile": 4}
+    assert rank.tuned.tune(448).warm_started_from == "warm-started from M=512; M=576"
+    assert call([rank], 640)[0][1]["algorithm"] == "any"
+    assert rank.tuned.tune(640).warm_started_from.startswith("warm-started from")
 
 
 def test_all_ranks_take_the_leaders_neighbours():
@@ -221,7 +225,7 @@ def test_one_safe_config_of_each_name_races_at_every_size():
 
     space = [{"tile": 1}, {"tile": 2}, *({"tile": name} for name in "abc")]
     names = {"a": "one", "b": "one", "c": "other"}
-    (rank,) = ranks(cost=cost, space=space, safe_kind=lambda config: names.get(config["tile"]))
+    (rank,) = ranks(cost=cost, space=space, fallback_kind=lambda config: names.get(config["tile"]))
     rank.cost.M = 0
     together([rank], 512)
     record = rank.tuned.tune(576)
@@ -229,23 +233,27 @@ def test_one_safe_config_of_each_name_races_at_every_size():
 
 
 def test_the_safe_configs_that_neighbours_tried_are_brought_to_one_scale():
-    def neighbour(M: int, far: float, carried: str, **ms: float) -> Neighbour:
-        trials = [Trial.of(Config({"way": n}), Measurement((each,), 0)) for n, each in ms.items()]
+    def neighbour(M: int, far: float, warm_started_from: str, **ms: float) -> Neighbour:
+        trials = [
+            Trial.of(Config({"algorithm": n}), Measurement((each,), 0)) for n, each in ms.items()
+        ]
         key = Key.of("run", Keyed(M, "n"), "fake")
-        record = TuningRecord(key, fingerprint(), tuple(trials), "2030", 1.0, carried=carried)
+        record = TuningRecord(
+            key, fingerprint(), tuple(trials), "2030", 1.0, warm_started_from=warm_started_from
+        )
         return Neighbour((M,), far, record, slowdowns(record))
 
     # The slow one was tried beside none that is fast, and twice, quite near.
     every = neighbour(4096, 0.9, "", ours=0.9, good=1.02, slow=1.06, library=1.07)
     beside = [
-        neighbour(M, far, "carried over", slow=1.0, library=1.01)
+        neighbour(M, far, "warm-started", slow=1.0, library=1.01)
         for M, far in ((2176, 0.1), (2304, 0.2))
     ]
     kinds = {"good": "serial", "slow": "serial", "library": "library"}
     family = SIZES.family(Keyed(2049, "n"))
-    near = Neighbours(family, [*beside, every], lambda config: kinds.get(config["way"]))
-    kept = [Config({"way": way}) for way in ("slow", "library", "good", "ours")]
-    assert [config["way"] for config in near.safe(kept)] == ["good", "library"]
+    near = Neighbours(family, [*beside, every], lambda config: kinds.get(config["algorithm"]))
+    kept = [Config({"algorithm": algorithm}) for algorithm in ("slow", "library", "good", "ours")]
+    assert [config["algorithm"] for config in near.fallback(kept)] == ["good", "library"]
 
 
 def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():
@@ -257,7 +265,7 @@ def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():
     assert call([rank], 576)[0] == (576, {"tile": 8})
     assert runs(rank) == 1
     record = rank.tuned.tune(576)
-    assert record.carried == "predicted from M=640; M=512"
+    assert record.warm_started_from == "predicted from M=640; M=512"
     call([rank], 570)
     with_far = call([rank], 8192)[0]
     assert isinstance(with_far, TuningFrozen)
@@ -269,7 +277,7 @@ def test_where_tuning_is_forbidden_one_who_learned_from_others_is_asked_too():
     assert call([rank], 640)[0][1] == {"tile": 8}
     rank.frozen = True
     assert call([rank], 400)[0] == (400, {"tile": 8})  # 1024 is too far
-    assert rank.tuned.tune(400).carried == "predicted from M=640"
+    assert rank.tuned.tune(400).warm_started_from == "predicted from M=640"
 
 
 def library_and_tiles(rank: int, config: dict[str, Any]) -> float:
@@ -280,7 +288,7 @@ def library_and_tiles(rank: int, config: dict[str, Any]) -> float:
 
 def sized(**options: Any) -> list[Rank]:
     space = [{"tile": 128}, {"tile": "library"}]
-    return ranks(cost=library_and_tiles, space=space, safe_kind=is_library, **options)
+    return ranks(cost=library_and_tiles, space=space, fallback_kind=is_library, **options)
 
 
 def test_within_a_range_the_exact_size_decides():
@@ -313,8 +321,8 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
 
     space = [{"tile": tile} for tile in (128, 64, "library")]
     found = fingerprint(version="7")
-    options = {"space": space, "safe_kind": is_library}
-    (source,) = ranks(cost=cost, fingerprint=found, transfer_ms=0, **options)
+    options = {"space": space, "fallback_kind": is_library}
+    (source,) = ranks(cost=cost, fingerprint=found, warm_start_ms=0, **options)
     for M in times:
         call([source], M)
     shipped = list(unpack(pack([record for record, _ in source.disk.records()])))
@@ -342,7 +350,7 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
 def beside_a_library(cost: Any) -> list[Rank]:
     """A rank with tiles of 64 and a library, which is safe."""
     space = [{"tile": "library"}, {"tile": 64}]
-    return ranks(cost=cost, space=space, safe_kind=is_library, transfer_ms=0)
+    return ranks(cost=cost, space=space, fallback_kind=is_library, warm_start_ms=0)
 
 
 # Milliseconds of the library and of the tiles by size, in the order in which sizes were measured;
@@ -395,7 +403,7 @@ def test_where_nothing_was_measured_the_winner_has_no_start_on_another_library()
         return times[cost.M][config["library"]]
 
     space = [{"library": name} for name in ("one", "other")]
-    (rank,) = ranks(cost=cost, space=space, safe_kind=lambda _: True, transfer_ms=0)
+    (rank,) = ranks(cost=cost, space=space, fallback_kind=lambda _: True, warm_start_ms=0)
     for M in reversed(times):
         call([rank], M)
     expected = {2050: "one", 2076: "one", 2086: "other", 2175: "other"}
@@ -406,7 +414,7 @@ def test_no_rows_are_a_size_too():
     """The nearest other size is measured too, and tells how a library's time grows from none."""
     pairs = {"M": lambda M: -(-M // 2) * 2}
     space = [{"n": 1}, {"n": 2}]
-    tuned = tune.autotune(space, lambda M: (), sizes=pairs, safe_fn=lambda config: True)(
+    tuned = tune.autotune(space, lambda M: (), sizes=pairs, fallback_fn=lambda config: True)(
         lambda M, n: M
     )
     assert [tuned(M=M) for M in (1, 0, 2, 0)] == [1, 0, 2, 0]
@@ -433,7 +441,7 @@ def test_a_library_that_won_is_used_where_no_smaller_size_was_measured():
     (rank,) = sized()
     call([rank], 2304)
     assert call([rank], 2060)[0][1] == {"tile": "library"}
-    assert rank.tuned.tune(2060).carried
+    assert rank.tuned.tune(2060).warm_started_from
     assert call([rank], 2060)[0][1] == {"tile": "library"}
 
 
@@ -458,7 +466,7 @@ def test_in_doubt_a_safe_config_is_predicted():
         return {"library": 0.11, 1: 0.1}[config["tile"]]
 
     space = [{"tile": 1}, {"tile": "library"}]
-    (rank,) = ranks(cost=cost, space=space, safe_kind=is_library)
+    (rank,) = ranks(cost=cost, space=space, fallback_kind=is_library)
     together([rank], 512)
     rank.frozen = True
     assert together([rank], 576)[0][1] == {"tile": 1}
@@ -514,7 +522,7 @@ def test_what_is_predicted_in_a_capture_is_measured_after_it():
     assert call([rank], 576)[0][1] == {"tile": 8}
     rank.device.capturing = False
     call([rank], 576)
-    assert rank.tuned.tune(576).carried == "carried over from M=512"
+    assert rank.tuned.tune(576).warm_started_from == "warm-started from M=512"
 
 
 def test_ranks_must_be_in_one_range():
@@ -582,7 +590,7 @@ def test_records_of_other_functions_keys_and_hardware_are_no_neighbours():
     (other,) = ranks(disk=store)
     other.tuned.fn.__qualname__ = "another"
     call([other], 640)
-    assert other.tuned.tune(640).carried == ""
+    assert other.tuned.tune(640).warm_started_from == ""
 
 
 def test_arguments_of_the_function_are_sizes_too():
@@ -599,7 +607,7 @@ def test_arguments_of_the_function_are_sizes_too():
     assert run.tuning_count == 2
     run("b", 500)
     record = run.tune("a", 511, 5)
-    assert record.carried == "carried over from M=511, N=4"
+    assert record.warm_started_from == "warm-started from M=511, N=4"
     assert "Sized" in json.dumps(record.key.text)
 
 
@@ -623,20 +631,20 @@ def test_a_carried_record_survives_the_file(tmp_path, monkeypatch):
     run(640)
     run.clear()
     record = run.tune(640)
-    assert record.carried == "carried over from M=512"
+    assert record.warm_started_from == "warm-started from M=512"
     assert run.tuning_count == 2
     run.clear()
     run(704)  # both are found on disk
-    assert run.tune(704).carried == "carried over from M=640; M=512"
+    assert run.tune(704).warm_started_from == "warm-started from M=640; M=512"
     assert Config({"tile": 1}) in list(run.config_space)
 
 
 def test_what_safe_fn_returns_tells_configs_apart():
     tuned = tune.autotune(
-        [{"n": 1}, {"n": 2}], lambda M: (), sizes=("M",), safe_fn=lambda config: [1]
+        [{"n": 1}, {"n": 2}], lambda M: (), sizes=("M",), fallback_fn=lambda config: [1]
     )(lambda M, n: M)
     tuned(M=4096)
-    with pytest.raises(InvalidArgument, match=r"result of safe_fn is \[1\], expected True"):
+    with pytest.raises(InvalidArgument, match=r"result of fallback_fn is \[1\], expected True"):
         tuned(M=3999)
 
 
@@ -680,9 +688,11 @@ def test_a_record_that_was_measured_in_another_range_is_not_used_nor_a_neighbour
     assert tuned_in(steps_of(1024)).tune("layer", 5).at == (5,)
     step = tuned_in(steps_of(128))
     found = step.tune("layer", 1000)
-    assert (found.at, found.carried, step.tuning_count) == ((1000,), "", 1)
-    assert tuned_in(steps_of(512)).tune("layer", 1500).carried == "carried over from M=1024"
-    assert tuned_in(steps_of(300)).tune("layer", 1300).carried == ""
+    assert (found.at, found.warm_started_from, step.tuning_count) == ((1000,), "", 1)
+    assert (
+        tuned_in(steps_of(512)).tune("layer", 1500).warm_started_from == "warm-started from M=1024"
+    )
+    assert tuned_in(steps_of(300)).tune("layer", 1300).warm_started_from == ""
 
 
 @pytest.mark.parametrize(
@@ -714,7 +724,7 @@ def test_no_rows_say_nothing_about_some():
 
     step("layer", 0)
     record = step.tune("layer", 1)
-    assert (record.carried, len(record.trials)) == ("", 12)
+    assert (record.warm_started_from, len(record.trials)) == ("", 12)
 
 
 def test_where_all_of_the_few_fail_all_are_tried():
@@ -735,32 +745,32 @@ def test_where_all_of_the_few_fail_all_are_tried():
     with pytest.warns(TuningWarning, match="8 of 9 configs failed"):
         assert step("layer", 511) == 1
     record = step.tune("layer", 511)
-    assert record.carried == ""
+    assert record.warm_started_from == ""
     assert len(record.trials) == len(space)
 
 
 @pytest.mark.filterwarnings("ignore::triton_dist.errors.TuningWarning")
 def test_safe_fn_and_waves_fn_see_whole_configs_and_keys_where_the_caller_gives_some_values():
-    seen = {"safe": set(), "waves": set()}
+    seen = {"fallback": set(), "waves": set()}
 
-    def is_safe(config):
-        seen["safe"].add((config["way"], config["n"]))
-        return config["way"] == "library"
+    def is_fallback(config):
+        seen["fallback"].add((config["algorithm"], config["n"]))
+        return config["algorithm"] == "library"
 
     def waves(key, config):
-        seen["waves"].add((key.M, config["way"], config["n"]))
+        seen["waves"].add((key.M, config["algorithm"], config["n"]))
         return 1.0
 
-    space = [{"way": way, "n": n} for way in ("library", "tiles") for n in (1, 2)]
+    space = [{"algorithm": algorithm, "n": n} for algorithm in ("library", "tiles") for n in (1, 2)]
 
-    @autotune(space, Pair, scope="rank", sizes=("M",), safe_fn=is_safe, waves_fn=waves)
-    def step(m, k, way, n):
-        return way, n
+    @autotune(space, Pair, scope="rank", sizes=("M",), fallback_fn=is_fallback, waves_fn=waves)
+    def step(m, k, algorithm, n):
+        return algorithm, n
 
     for m in (512, 500):
         assert step(m, 7, n=2, autotune_allow_arg_overwrite=True)[1] == 2
     whole = {("library", 2), ("tiles", 2)}
-    assert seen["safe"] == whole
+    assert seen["fallback"] == whole
     assert seen["waves"] == {(M, *each) for M in (511, 512) for each in whole}
 
 
@@ -793,7 +803,7 @@ def test_a_key_that_gave_way_to_others_is_at_hand_again(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-1"])
-@pytest.mark.parametrize("knob", ["TRANSFER_MS", "TIMEOUT"])
+@pytest.mark.parametrize("knob", ["WARM_START_MS", "TIMEOUT"])
 def test_times_are_numbers(monkeypatch, knob, value):
     monkeypatch.setenv(f"TRITON_DIST_AUTOTUNE_{knob}", value)
     with pytest.raises(InvalidKnob, match=f"TRITON_DIST_AUTOTUNE_{knob}='{value}', expected"):

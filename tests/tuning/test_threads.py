@@ -16,7 +16,7 @@ from tests.commands import python
 from tests.tuning.fakes import in_threads
 from triton_dist._tuning.engine import watchdog as module
 from triton_dist._tuning.engine.watchdog import Watchdog, watchdog
-from triton_dist._tuning.shared import Gate
+from triton_dist._tuning.shared import TuningLock
 from triton_dist.errors import WATCHDOG_EXIT_STATUS
 from triton_dist.tune import autotune
 
@@ -194,11 +194,11 @@ def test_a_backward_pass_in_a_backward_pass():
 
 
 def test_who_worked_for_a_tuning_waits_for_the_next_one_as_any_other():
-    world, alone = Gate(), Gate()
+    world, alone = TuningLock(), TuningLock()
     order = []
 
-    def enter(gate, name):
-        with gate.turn():
+    def enter(tuning_lock, name):
+        with tuning_lock.turn():
             order.append(name)
 
     with world.turn():
@@ -222,16 +222,16 @@ def test_who_worked_for_a_tuning_waits_for_the_next_one_as_any_other():
 
 
 def test_those_that_one_thread_waits_for_take_turns():
-    gate, inside = Gate(), []
+    tuning_lock, inside = TuningLock(), []
 
     def enter():
-        with gate.turn():
+        with tuning_lock.turn():
             inside.append(1)
             time.sleep(0.05)
             assert sum(inside) == 1
             inside.append(-1)
 
-    with gate.turn():
+    with tuning_lock.turn():
         state = torch._C._get_obj_in_tls("triton_dist.tuning")
 
         def helper():

@@ -1,4 +1,4 @@
-"""Samples that are the mean of several calls, as ``vary_fn`` says."""
+"""Samples that are the mean of several calls, as ``input_variants_fn`` says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def varied(x: int, **_: Any) -> list[dict[str, int]]:
 
 
 def test_what_wins_at_one_draw_alone_does_not_win() -> None:
-    (alone,), (with_others,) = ranks(Hooks()), ranks(Hooks(vary=lambda x, **_: [{"x": 2}]))
+    (alone,), (with_others,) = (
+        ranks(Hooks()),
+        ranks(Hooks(input_variants=lambda x, **_: [{"x": 2}])),
+    )
     assert together([alone]) == [(1, {"tile": "lucky"})]
     assert together([with_others]) == [(1, {"tile": "steady"})]
 
@@ -42,7 +45,7 @@ def test_what_wins_at_one_draw_alone_does_not_win() -> None:
 @pytest.mark.parametrize("timing", ["events", "graph"])
 def test_a_sample_is_the_mean_of_a_call_each(timing: str) -> None:
     policy = Policy(warmup=1, repeat=3, timing=timing)
-    (rank,) = ranks(Hooks(vary=varied), policy=policy)
+    (rank,) = ranks(Hooks(input_variants=varied), policy=policy)
     record = rank.tuned.tune(1)
     found = {trial.config["tile"]: trial.outcome.samples for trial in record.trials}
     assert found == {"lucky": (2.0,) * 3, "steady": (2.0,) * 3}
@@ -53,14 +56,14 @@ def test_a_sample_is_the_mean_of_a_call_each(timing: str) -> None:
 
 @pytest.mark.parametrize("result", [[{"y": 2}], [2]])
 def test_what_are_no_arguments_of_the_call_is_refused(result: Any) -> None:
-    (rank,) = ranks(Hooks(vary=lambda x, **_: result))
+    (rank,) = ranks(Hooks(input_variants=lambda x, **_: result))
     with pytest.raises(InvalidArgument, match="names of arguments of the call: x"):
         rank.tuned(1)
     assert not rank.calls
 
 
 def test_all_ranks_have_as_many_or_none_goes_on() -> None:
-    both = ranks(*(Hooks(vary=lambda x, n=n, **_: [{"x": 2}] * n) for n in (1, 2)))
+    both = ranks(*(Hooks(input_variants=lambda x, n=n, **_: [{"x": 2}] * n) for n in (1, 2)))
     for error in together(both):
         assert isinstance(error, RankDisagreement)
         assert "rank 0: 2 calls\n  rank 1: 3 calls" in str(error)
@@ -71,7 +74,7 @@ def test_what_it_raises_on_one_rank_is_told_on_the_other() -> None:
     def broken(x: int, **_: Any) -> list[dict[str, int]]:
         raise KeyError("no ids")
 
-    told, own = together(ranks(Hooks(vary=varied), Hooks(vary=broken)))
+    told, own = together(ranks(Hooks(input_variants=varied), Hooks(input_variants=broken)))
     assert isinstance(own, KeyError)
     assert isinstance(told, RankDisagreement)
     assert "rank 1: KeyError: 'no ids'" in str(told)
@@ -80,10 +83,12 @@ def test_what_it_raises_on_one_rank_is_told_on_the_other() -> None:
 def test_arguments_may_be_given_by_place_or_by_name() -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def vary(a: Any, b: Any, *rest: Any, c: Any = 0) -> list[dict[str, Any]]:
+    def input_variants(a: Any, b: Any, *rest: Any, c: Any = 0) -> list[dict[str, Any]]:
         return [{"a": 10}, {"c": 30}]
 
-    @tune.autotune([{"n": 1}, {"n": 2}], key_fn=lambda *_, **__: "key", vary_fn=vary)
+    @tune.autotune(
+        [{"n": 1}, {"n": 2}], key_fn=lambda *_, **__: "key", input_variants_fn=input_variants
+    )
     def function(a: Any, b: Any, *rest: Any, c: Any = 0, n: int = 0) -> None:
         seen.append((a, b, rest, c))
 
@@ -97,13 +102,15 @@ def test_another_vary_fn_is_another_tuning() -> None:
         return n
 
     space = [{"n": 1}, {"n": 2}]
-    for vary, tunings in ((varied, 1), (varied, 0), (lambda x, **_: [{"x": 3}], 1)):
-        tuned = tune.autotune(space, key_fn=lambda x: x, vary_fn=vary)(function)
+    for input_variants, tunings in ((varied, 1), (varied, 0), (lambda x, **_: [{"x": 3}], 1)):
+        tuned = tune.autotune(space, key_fn=lambda x: x, input_variants_fn=input_variants)(function)
         tuned(1)
         assert tuned.tuning_count == tunings
 
 
 @pytest.mark.parametrize("other", [{"restore": ("x",)}, {"reset_fn": print}])
 def test_it_brings_nothing_back(other: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="vary_fn"):
-        tune.autotune(SPACE, key_fn=lambda x: x, vary_fn=varied, **other)(lambda x, tile: x)
+    with pytest.raises(InvalidArgument, match="input_variants_fn"):
+        tune.autotune(SPACE, key_fn=lambda x: x, input_variants_fn=varied, **other)(
+            lambda x, tile: x
+        )

@@ -46,7 +46,8 @@ def test_laps_that_one_was_not_in_do_not_count_for_it():
     """The second left the race after four laps, all in a fast moment; medians would have it win."""
     clocks = (0.95, 0.95, 0.96, 0.95, 1.02, 1.03, 1.02, 1.03)
     stayed, left = (
-        measured(*(each * clock for clock in clocks[:laps])) for each, laps in ((1.0, 8), (1.02, 4))
+        measured(*(each * clock for clock in clocks[:rounds]))
+        for each, rounds in ((1.0, 8), (1.02, 4))
     )
     assert left.median < stayed.median
     assert winner([stayed, left], 0.01) == winner([left, stayed], 0.01) - 1 == 0

@@ -68,9 +68,9 @@ def autotune(
     restore: Sequence[str] = (),
     ignore: Sequence[str] = (),
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]] = (),
-    safe_fn: Callable[[Config], object] | None = None,
+    fallback_fn: Callable[[Config], object] | None = None,
     waves_fn: Callable[[Any, Config], float | None] | None = None,
-    vary_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
+    input_variants_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
@@ -129,22 +129,22 @@ def autotune(
             tuning serves a range of each (``fine_bucket``; a mapping gives another rounding by
             name), and keys that differ in sizes alone learn from one another: the first call of a
             new range, beside tuned ones, lets their few best configs race for
-            ``TRITON_DIST_AUTOTUNE_TRANSFER_MS`` milliseconds. Where nothing can be measured,
+            ``TRITON_DIST_AUTOTUNE_WARM_START_MS`` milliseconds. Where nothing can be measured,
             neighbours decide alone. Arguments are added to what ``key_fn`` returns, which then
             need not know them.
-        safe_fn: ``safe_fn(config)``, true for configs that are far from the best nowhere, such as
-            a library's: one of them races at every size, and is used in doubt. Where it returns
-            names, one of each, of four at most.
+        fallback_fn: ``fallback_fn(config)``, true for configs that are far from the best nowhere,
+            such as a library's: one of them races at every size, and is used in doubt. Where it
+            returns names, one of each, of four at most.
         waves_fn: ``waves_fn(key, config)``, how many times a call of ``key``, which is what
             ``key_fn`` returns, fills the device: its tiles over those that run at a time, not
             rounded. What takes no more waves takes no more time, so this says which config is worth
             racing at a size beside those that were measured. ``None``: its time grows with the
             sizes. Needs ``sizes``.
-        vary_fn: ``vary_fn(*args, **kwargs)`` returns mappings from names of arguments to other
-            values, as likely as those of the call and as many on every rank, for functions whose
-            time depends on values in their tensors: each sample is the mean of the call and of one
-            call with each mapping. Not with ``restore`` and ``reset_fn``, as nothing is brought
-            back between these calls.
+        input_variants_fn: ``input_variants_fn(*args, **kwargs)`` returns mappings from names of
+            arguments to other values, as likely as those of the call and as many on every rank, for
+            functions whose time depends on values in their tensors: each sample is the mean of the
+            call and of one call with each mapping. Not with ``restore`` and ``reset_fn``, as
+            nothing is brought back between these calls.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -171,17 +171,17 @@ def autotune(
         "prepare_fn": prepare_fn,
         "recover_fn": recover_fn,
         "agree_fn": agree_fn,
-        "safe_fn": safe_fn,
+        "fallback_fn": fallback_fn,
         "waves_fn": waves_fn,
-        "vary_fn": vary_fn,
+        "input_variants_fn": input_variants_fn,
     }
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
-    if vary_fn is not None and (restore or reset_fn is not None):
+    if input_variants_fn is not None and (restore or reset_fn is not None):
         expected = "None where restore or reset_fn bring back what a run changes"
-        raise InvalidArgument("autotune", "vary_fn", vary_fn, expected)
+        raise InvalidArgument("autotune", "input_variants_fn", input_variants_fn, expected)
     rounding = roundings(sizes)
     if waves_fn is not None and not rounding:
         raise InvalidArgument("autotune", "waves_fn", waves_fn, "None where there are no sizes")
@@ -212,7 +212,7 @@ def autotune(
     )
     space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
-    hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore, vary_fn)
+    hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore, input_variants_fn)
     surroundings = Surroundings(
         functools.partial(group_for, scope=scope),
         default_group if scope == "world" else NoGroup,
@@ -228,17 +228,17 @@ def autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
         keys, known = sized_key(fn, key_fn, rounding, waves_fn)
-        deciding = (prune_fn, check_fn, vary_fn, reset_fn)
-        judges = tuple(each for each in deciding if each is not None)
+        deciding = (prune_fn, check_fn, input_variants_fn, reset_fn)
+        validators = tuple(each for each in deciding if each is not None)
         composer = _Composer(
             scope,
             policy,
             functools.partial(search_for, own=own, ahead=prepare_fn is not None),
-            judges,
+            validators,
             version or "",
             tuple(restore),
             ignore,
-            Snapshot([fn, *judges]),
+            Snapshot([fn, *validators]),
             MemoryStore(),
         )
         tuned = AutoTuner(
@@ -252,7 +252,7 @@ def autotune(
             surroundings,
             origin_of,
             known,
-            safe_fn or (lambda config: False),
+            fallback_fn or (lambda config: False),
         )
         _tuned.add(tuned)
         return tuned
@@ -289,7 +289,7 @@ class _Composer:
     policy: Callable[..., Policy]
     """Policy of a device, by its name and by whether ranks take turns on it."""
     search: Callable[..., Search]
-    judges: tuple[Callable[..., object], ...]
+    validators: tuple[Callable[..., object], ...]
     """Functions that decide which configs can win, and what is timed."""
     version: str
     restore: tuple[str, ...]
@@ -300,8 +300,8 @@ class _Composer:
     def compose(self, process_group: Any, verbose: bool) -> Parts:
         """The parts for a first call over ``process_group``, as the environment is now."""
         ranks: RankGroup = group_for(process_group, self.scope)
-        takes_turns = current_device().name == "cuda" and ranks_per_gpu() > 1
-        policy = self.policy(current_device().name, takes_turns=takes_turns)
+        alternates = current_device().name == "cuda" and ranks_per_gpu() > 1
+        policy = self.policy(current_device().name, alternates=alternates)
         packs = map(pack_store, pack_places())
         common = common_parts(policy, ranks, verbose, self.memory, *packs)
         files = file_store(knobs.cache_dir.get())
@@ -317,11 +317,11 @@ class _Composer:
     def _fingerprint(
         self, ranks: RankGroup, policy: Policy, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
-        judges = source_of(self.judges, self.ignore, self.snapshot)
+        validators = source_of(self.validators, self.ignore, self.snapshot)
         source = source_of([function, *space.functions], self.ignore, self.snapshot, space.classes)
         kept = [list(self.restore)] if self.restore else []  # as before for records without it
-        digest = codec.digest(space.digest, judges.digests, *kept)
-        return fingerprint_of(ranks, policy, source, judges, digest, self.version)
+        digest = codec.digest(space.digest, validators.digests, *kept)
+        return fingerprint_of(ranks, policy, source, validators, digest, self.version)
 
 
 @contextmanager

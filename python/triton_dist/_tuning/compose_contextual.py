@@ -17,7 +17,7 @@ from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.decorated import check_tunable
 from triton_dist._tuning.engine.parts import NoGroup
 from triton_dist._tuning.protocols import RankGroup
-from triton_dist._tuning.search.steps import InTurn, Race
+from triton_dist._tuning.search.steps import InOrder, Race
 from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store import StepLog
@@ -128,7 +128,7 @@ class _Composer:
         return ContextualParts(
             **vars(common),
             fingerprint=functools.partial(_fingerprint, ranks, policy),
-            plan=Race if self.race else InTurn,
+            plan=Race if self.race else InOrder,
             log=StepLog(path, prints=common.settings.verbose and ranks.is_leader),
             no_grad=torch.no_grad,
         )
@@ -140,10 +140,12 @@ def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpac
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):
             hooks.append(getattr(tuner, name))
-    judges = source_of([judge for judge in (tuner.early_config_prune, tuner.perf_model) if judge])
+    validators = source_of(
+        [validator for validator in (tuner.early_config_prune, tuner.perf_model) if validator]
+    )
     source = source_of([tuner.base_fn, *_heuristics(tuner.fn), *hooks])
-    digest = codec.digest(space.digest, judges.digests, tuner.configs_top_k)
-    return fingerprint_of(ranks, policy, source, judges, digest)
+    digest = codec.digest(space.digest, validators.digests, tuner.configs_top_k)
+    return fingerprint_of(ranks, policy, source, validators, digest)
 
 
 def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:

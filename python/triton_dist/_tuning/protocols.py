@@ -74,8 +74,8 @@ class Device(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks that tune together. ``meet``, ``decide`` and ``gather`` are messages: all of them
-    send each, in the same order.
+    """The ranks that tune together. ``meet``, ``broadcast`` and ``all_gather`` are messages: all of
+    them send each, in the same order.
 
     ``phase`` names the step in the error, ``RankTimeout``, that a rank gets when another does not
     arrive within ``seconds``, or is known not to come. Ranks in different phases at one step get
@@ -94,7 +94,7 @@ class RankGroup(Protocol):
     def named(self, rank: int) -> int:
         """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
-    def converse(
+    def channel(
         self, function: str = "", key: str = "", call: int = 0, hint: str = ""
     ) -> RankGroup:
         """The same ranks for one tuning: messages of different conversations never meet.
@@ -107,7 +107,7 @@ class RankGroup(Protocol):
     def is_current(self) -> bool:
         """True until the group is destroyed."""
 
-    def leave(self, reason: str, refused: bool = False) -> None:
+    def abort(self, reason: str, refused: bool = False) -> None:
         """Tell the others, without waiting for them, that this rank sends no more messages here.
         ``refused``: because its own call cannot be made."""
 
@@ -115,13 +115,13 @@ class RankGroup(Protocol):
         """Leave a note, once for a text, that may explain to others why this rank does not come."""
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``gather`` as the first message of a conversation, which may wait for as long as
+        """``all_gather`` as the first message of a conversation, which may wait for as long as
         collectives do; ``RankTimeout`` as soon as it is known that a rank stays away."""
 
-    def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
+    def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""
 
-    def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+    def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Every rank's value, ordered by rank, on every rank."""
 
     def others(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
@@ -129,8 +129,8 @@ class RankGroup(Protocol):
         others cannot come there. For any thread; the message need not be about to be sent."""
 
     def line_up(self) -> None:
-        """After a ``gather`` to which all ranks came: let the ranks' devices go on together with
-        what is queued next. Does not block the host.
+        """After a ``all_gather`` to which all ranks came: let the ranks' devices go on together
+        with what is queued next. Does not block the host.
 
         What was queued before, to keep the device busy until the host has queued that, is lined up
         too: a spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few

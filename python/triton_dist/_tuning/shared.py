@@ -63,7 +63,7 @@ def is_off() -> bool:
 
 # A trial that waits for its backward pass is paused by what tunes there.
 watchdog.around = InheritedValue("triton_dist.watches")
-_gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
+_gates: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
 """By ranks, as long as these live."""
 
 
@@ -114,7 +114,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
             seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
             grace=knobs.autotune_grace.get(),
-            transfer_ms=knobs.autotune_transfer_ms.get(),
+            warm_start_ms=knobs.autotune_warm_start_ms.get(),
         ),
         device=device,
         ranks=ranks,
@@ -125,7 +125,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         quiet=functools.partial(_trials, device, ranks, seconds / 2),
         settling=functools.partial(settling, device, seconds),
         # Ranks that are alone share one: they share a device too.
-        gate=_gates.setdefault(ranks if ranks.size > 1 else Gate, Gate()).turn,
+        tuning_lock=_gates.setdefault(ranks if ranks.size > 1 else TuningLock, TuningLock()).turn,
         compiler=CompilePool if device.name == "cuda" else None,
         random_state=RandomState,
     )
@@ -154,7 +154,7 @@ def fingerprint_of(
     ranks: RankGroup,
     policy: Policy,
     source: Source,
-    judges: Source,
+    validators: Source,
     space: str,
     version: str = "",
 ) -> Fingerprint:
@@ -172,13 +172,13 @@ def fingerprint_of(
         source=source.digests,
         space=space,
         version=version,
-        literal=source.literal | _judging(judges.literal, source.literal),
-        bound=source.bound | _judging(judges.bound, source.bound),
-        uncounted=source.uncounted | _judging(judges.uncounted, source.uncounted),
+        literal=source.literal | _validating(validators.literal, source.literal),
+        bound=source.bound | _validating(validators.bound, source.bound),
+        uncounted=source.uncounted | _validating(validators.uncounted, source.uncounted),
     )
 
 
-def _judging(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+def _validating(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
     """Constants of judges, besides those that are ``known`` of the function that is tuned; under
     names apart from these."""
     return {
@@ -186,13 +186,13 @@ def _judging(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str
     }
 
 
-Turns: TypeAlias = "Mapping[Gate, tuple[int, AbstractContextManager[object]]]"
+Waiters: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
 _turns = InheritedValue("triton_dist.tuning")
-"""``Turns`` of the running thread, and of the one whose backward pass it works on: by gate, who is
-inside, and a lock for those that this one waits for."""
+"""``Waiters`` of the running thread, and of the one whose backward pass it works on: by gate, who
+is inside, and a lock for those that this one waits for."""
 
 
-class Gate:
+class TuningLock:
     """A lock that lets one thread tune at a time, and whoever that thread waits for.
 
     Re-entrant: a tuned function may call a tuned function. On GPUs it may do so on a thread of
@@ -208,7 +208,7 @@ class Gate:
     def turn(self) -> Iterator[None]:
         """Within, no other thread tunes, but those that this one waits for, one after another."""
         this = threading.get_ident()
-        turns: Turns = _turns.get() or {}
+        turns: Waiters = _turns.get() or {}
         inside, lock = turns.get(self, (None, self._lock))
         if inside == this:
             yield

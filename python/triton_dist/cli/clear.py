@@ -11,15 +11,15 @@ from typing import Any
 from triton_dist._tuning.store import is_held, places, removable
 from triton_dist._tuning.values import StoredRecord
 from triton_dist.cli import cache, text
-from triton_dist.cli.judge import imported, is_ours, verdict
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
+from triton_dist.cli.validator import imported, is_ours, verdict
 
 _THINGS = {"record": "record", "journal": "interrupted tuning", "log": "log"}
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "clear",
         _run,
         help="remove the records of a function",

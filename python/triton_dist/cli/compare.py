@@ -13,14 +13,14 @@ from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.values import StoredRecord
 from triton_dist._tuning.values.analysis import Analysis, Changes, elsewhere
 from triton_dist.cli import cache, text
-from triton_dist.cli.verb import add_verb, counted, folder
+from triton_dist.cli.subcommand import add_subcommand, counted, folder
 
 _MOVED = 5
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "compare",
         _run,
         help="records of one key: other GPUs, other numbers of ranks, other versions",
@@ -44,8 +44,8 @@ def add_to(verbs: Any) -> None:
         "is as large as its group does not count",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser = add_verb(
-        verbs,
+    parser = add_subcommand(
+        subcommands,
         "diff",
         _diff,
         help="what changed from one record to another",

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from triton_dist import knobs
-from triton_dist.cli.verb import add_verb
+from triton_dist.cli.subcommand import add_subcommand
 
 _SLOWER = 50.0  # how much longer a limit is under compute-sanitizer
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "debug",
         _run,
         help="run a command with its kernels checked, or look into one that runs",

@@ -13,7 +13,7 @@ from typing import Any
 
 from triton_dist import _files, knobs
 from triton_dist.cli import site
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import InvalidArgument
 
 _SASS = "sass"
@@ -21,9 +21,9 @@ _ROW = "{:<40} {:>5} {:>5} {:>6} {:>9} {:>7} {:>8}"
 _HEAD = ("kernel", "arch", "warps", "stages", "registers", "stack B", "shared B")
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "dump",
         _run,
         help="run a program and export every kernel that it uses; compare two",

@@ -19,7 +19,7 @@ from typing import Any
 import triton_dist
 from triton_dist import knobs
 from triton_dist._archive import pack_places
-from triton_dist.cli.verb import add_verb
+from triton_dist.cli.subcommand import add_subcommand
 
 _PACKAGES = ("torch", "triton", "numpy", "filelock", "rich")
 _PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
@@ -29,9 +29,9 @@ _SECONDS = 20
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "env",
         _run,
         help="versions, GPUs, variables and paths, for bug reports",
@@ -43,7 +43,7 @@ def add_to(verbs: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    readonly_dirs = list(_told(knobs.autotune_readonly_dirs.get))
+    readonly_dirs = list(_from_leader(knobs.autotune_readonly_dirs.get))
     known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
     shown = {}
     for name, value in sorted(knobs.environment().items()):
@@ -64,14 +64,14 @@ def _run(arguments: argparse.Namespace) -> int:
             "system": platform.platform(),
             **{package: _version(package) for package in _PACKAGES},
         },
-        "device": _told(_device),
-        "GPUs": _told(_gpus),
-        "links": _told(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
+        "device": _from_leader(_device),
+        "GPUs": _from_leader(_gpus),
+        "links": _from_leader(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
         "variables": shown,
         "paths": {
             "cache": _path(knobs.cache_dir.get()),
             "read-only": [_path(folder) for folder in readonly_dirs],
-            "packs": [_path(place) for place in _told(pack_places)],
+            "packs": [_path(place) for place in _from_leader(pack_places)],
             "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
         },
     }
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _told(of: Callable[[], Any]) -> Any:
+def _from_leader(of: Callable[[], Any]) -> Any:
     """The answer of ``of``, or why there is none: reports of broken installations matter most."""
     try:
         return of()

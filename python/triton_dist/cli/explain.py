@@ -11,16 +11,16 @@ from typing import Any
 from triton_dist import knobs
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.cli import cache, listing, text
-from triton_dist.cli.judge import OTHER_FUNCTION, Verdict, imported, is_ours, verdict
-from triton_dist.cli.verb import add_verb, counted, positive
+from triton_dist.cli.subcommand import add_subcommand, counted, positive
+from triton_dist.cli.validator import OTHER_FUNCTION, Verdict, imported, is_ours, verdict
 from triton_dist.errors import NoSuchFunction
 
 _FOUND, _NOTHING = 0, 1
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "explain",
         _run,
         help="why the records of a function are or are not used",
@@ -188,6 +188,6 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
         f"  on      {cache.made_on(record)}",
         f"  winner  {best}, {best.outcome.median:.4f} ms",  # type: ignore[union-attr]
         f"  tuned   {tuned}",
-        *([f"  how     {record.carried}"] if record.carried else []),
+        *([f"  how     {record.warm_started_from}"] if record.warm_started_from else []),
         f"  file    {where}",
     ]

@@ -16,7 +16,7 @@ from triton_dist._tuning.values import Failure, StoredRecord, Trial, TuningRecor
 from triton_dist._tuning.values.analysis import parameters
 from triton_dist._warn import printable
 from triton_dist.cli import cache, show
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
 
 _INVALID = {
     "pruned": "constraints",
@@ -30,9 +30,9 @@ _INVALID = {
 """Words of the T4 format for kinds of failures."""
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "export",
         _run,
         help="records as CSV, JSON or T4",

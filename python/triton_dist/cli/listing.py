@@ -11,12 +11,12 @@ from triton_dist import knobs
 from triton_dist._tuning.store import Interrupted, is_held
 from triton_dist._tuning.values import Failure, StoredRecord
 from triton_dist.cli import cache, text
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "list",
         _run,
         help="all records, or those of a function",
@@ -27,8 +27,8 @@ def add_to(verbs: Any) -> None:
     )
     parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only records of it")
     parser.add_argument("--json", action="store_true", help="all of it, for programs")
-    parser = add_verb(
-        verbs,
+    parser = add_subcommand(
+        subcommands,
         "status",
         _status,
         help="tunings that are going on, or were interrupted",

@@ -28,11 +28,11 @@ from triton_dist.cli import (
     show,
     tune_model,
 )
-from triton_dist.cli.verb import show_commands, split
+from triton_dist.cli.subcommand import show_commands, split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
-VERBS = (
+SUBCOMMANDS = (
     listing,
     show,
     explain,
@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="`triton-dist VERB --help` has examples.",
     )
     parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        verb.add_to(verbs)
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="VERB")
+    for subcommand in SUBCOMMANDS:
+        subcommand.add_to(subcommands)
     show_commands()
     if sys.stdout is None:
         print("triton-dist: standard output is closed", file=sys.stderr)
@@ -102,8 +102,8 @@ def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[No
 
     Other subcommands start without torch. Those that compile kernels set the variable themselves.
     """
-    command = arguments.verb == "profile" and arguments.command
-    if not (command or arguments.verb == "explain" or getattr(arguments, "stale", False)):
+    command = arguments.subcommand == "profile" and arguments.command
+    if not (command or arguments.subcommand == "explain" or getattr(arguments, "stale", False)):
         return nullcontext()
     from triton_dist.runtime.device import interprets_kernels
 

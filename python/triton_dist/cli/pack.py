@@ -21,15 +21,15 @@ from triton_dist._tuning.store.packs import (
 )
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, text
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import PackRefused
 
 _NAMES = f"{SUFFIX}, or {RECORDS_SUFFIX} for records of one function and GPU model as text"
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "pack",
         _run,
         help="ship records and kernels in one file; show, diff, merge, verify, import such files",

@@ -54,7 +54,7 @@ def _lines(subject: Subject) -> Iterator[str]:
         ["on", escape(cache.made_on(record)), ""],
         ["tuned", escape(record.timestamp), f"in {record.seconds:.1f} s"],
         ["file", _code(where), ""],
-        *([["how", escape(record.carried), ""]] if record.carried else []),
+        *([["how", escape(record.warm_started_from), ""]] if record.warm_started_from else []),
         *([["all have", _code(shown(found.fixed, found.fixed)), ""]] if found.fixed else []),
     ]
     yield _table([], facts)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from triton_dist import _files, knobs
 from triton_dist._warn import printable
 from triton_dist.cli import site
+from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.cli.text import fitted, say
-from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ _ROW = "{:<17} {:>5} {:>9} {:>7} {:>7} {:>6} {:>6} {:>10} {:>5}"
 _HEAD = ("op", "calls", "ms", "skew us", "TFLOP/s", "GB/s", "link", "bound by", "share")
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "profile",
         _run,
         help="a timeline of all ranks of a command, and rates of its ops",

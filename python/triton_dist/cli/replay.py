@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triton_dist.cli import cache, export, text
-from triton_dist.cli.verb import add_verb, counted, positive
+from triton_dist.cli.subcommand import add_subcommand, counted, positive
 from triton_dist.errors import NoSuchRecord
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _SEARCHES = ("racing", "exhaustive", "surrogate")
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "replay",
         _run,
         help="what other searches would have found with the times of a tuning",

@@ -9,13 +9,13 @@ from typing import Any
 
 from triton_dist import _files
 from triton_dist.cli import cache, compare, show
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import MissingExtra
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "report",
         _run,
         help="a tuning as pictures: HTML and PNG",

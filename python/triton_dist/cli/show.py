@@ -11,14 +11,14 @@ from typing import Any
 from triton_dist._tuning.values import StoredRecord
 from triton_dist._tuning.values.analysis import Analysis, shown
 from triton_dist.cli import cache, text
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.subcommand import add_subcommand, counted
 
 _TOP = 8
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "show",
         _run,
         help="the configs that a tuning tried, as a table",
@@ -106,8 +106,8 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     yield f"{record.key.full_name}, key {record.key}"
     yield f"  on      {cache.made_on(record)}"
     yield f"  tuned   {record.timestamp}, {'shipped' if record.shipped else age}"
-    if record.carried:
-        yield f"  how     {record.carried}"
+    if record.warm_started_from:
+        yield f"  how     {record.warm_started_from}"
     yield f"  file    {where}"
     yield f"  winner  {record.best}, {found.winner.ms:.4f} ms"
     if found.varying and found.fixed:

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from triton_dist.cli.verb import add_verb
+from triton_dist.cli.subcommand import add_subcommand
 
 _MODES = {
     "ag_rs": "triton_dist",
@@ -15,9 +15,9 @@ _MODES = {
 }
 
 
-def add_to(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
         "tune-model",
         _run,
         help="tune a model ahead of serving, on all ranks",

@@ -25,7 +25,7 @@ def install(checks: Iterable[str]) -> Undo:
     """
     undos = [
         replace(upstream.InterpreterBuilder, "create_assert", _with_site),
-        printing.tell_ranks(upstream),
+        printing.notify_ranks(upstream),
     ]
     observers: list[Observer] = []
     if "bounds" in checks:
@@ -35,7 +35,7 @@ def install(checks: Iterable[str]) -> Undo:
         observers.append(memory_checks.Uninitialised())
         undos.append(memory_checks.poison_empty())
     if "waits" in checks or "where" in checks:
-        waiting = DeadlockCheck(judges="waits" in checks, tells="where" in checks)
+        waiting = DeadlockCheck(validators="waits" in checks, tells="where" in checks)
         observers.append(waiting)
         rank_status.start()
         undos += [rank_status.stop, waiting.start()]

@@ -61,10 +61,10 @@ class DeadlockCheck:
         tells: whether somebody may ask where a rank that has no others stands.
     """
 
-    def __init__(self, judges: bool = True, tells: bool = True) -> None:
-        self._judges, self._tells = judges, tells
+    def __init__(self, validators: bool = True, tells: bool = True) -> None:
+        self._validators, self._tells = validators, tells
         self._waits: dict[int, dict[str, Any]] = {}  # by thread
-        self._told: OrderedDict[str, str] = OrderedDict()
+        self._from_leader: OrderedDict[str, str] = OrderedDict()
         self._moved = self._judged = time.monotonic()
         self._host: FrameType | None = None
         self._host_since = time.monotonic()
@@ -97,10 +97,10 @@ class DeadlockCheck:
         if access.semantic == "release":
             for address in np.asarray(access.touched()).flat:
                 flag = flag_at(int(address))
-                self._told[flag] = str(site())
-                self._told.move_to_end(flag)
-            while len(self._told) > _MOST_TOLD:
-                self._told.popitem(last=False)
+                self._from_leader[flag] = str(site())
+                self._from_leader.move_to_end(flag)
+            while len(self._from_leader) > _MOST_TOLD:
+                self._from_leader.popitem(last=False)
 
     def after(self, access: Access, values: Any) -> None:
         """Nothing: it does not matter what a flag was."""
@@ -128,7 +128,7 @@ class DeadlockCheck:
             wait["writer"] = rank_status.writer_of(address)
             self._waits[thread], self._moved = wait, now  # whole, for the thread that tells
         wait["looked"] = now
-        if overdue or (self._judges and now - self._judged > _TELL_SECONDS):
+        if overdue or (self._validators and now - self._judged > _TELL_SECONDS):
             self._judged = now
             states = self._states()
             if overdue or _nobody_is_left(states):
@@ -151,7 +151,7 @@ class DeadlockCheck:
             "as_of": now,
             "pid": os.getpid(),
             "waits": list(self._waits.values()),
-            "told": dict(self._told),
+            "told": dict(self._from_leader),
             "host": line,
             "stands_since": self._moved if in_kernel else self._host_since if collective else None,
         }

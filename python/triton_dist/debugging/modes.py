@@ -258,7 +258,7 @@ def activate() -> tuple[str, ...]:
 
         rank_status.install_signal_handler()
         rank_status.start()
-        deadlock_check.DeadlockCheck(judges=False).start()
+        deadlock_check.DeadlockCheck(validators=False).start()
     return checks + tell
 
 

@@ -74,7 +74,7 @@ def _numbers(block: Any, element: str) -> Any:
     return signed.view(_AS_BITS[element]).float().numpy()
 
 
-def tell_ranks(upstream: Any) -> Undo:
+def notify_ranks(upstream: Any) -> Undo:
     """Let ``print`` and ``tl.device_print`` in kernels say who prints; of ``upstream``, the module
     ``triton.runtime.interpreter``. Until undone."""
 

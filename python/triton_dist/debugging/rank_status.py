@@ -50,7 +50,7 @@ class Region(Protocol):
 class Memory(Protocol):
     """Symmetric memory that can say who has come how far."""
 
-    def standing(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """``name``; ``epochs``: by name of a counter, that of each rank (None: cannot be read);
         ``late``: flags that are awaited, as ``flag``, ``expected``, ``seen``, ``writer``."""
 
@@ -80,7 +80,7 @@ class Slots:
     late: Callable[[int, int, Read], Iterable[dict[str, Any]]]
     flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
 
-    def standing(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """See :class:`Memory`. In use is a slot of which more calls have begun than epochs are
         over; that of a graph's replays is not known to be."""
         peek, peers = current_device().peek, self.epochs.peers
@@ -137,7 +137,7 @@ def add(memory: Memory) -> bool:
     if _is_on:
         _memories.add(memory)
         with suppress(Exception):
-            memory.standing()  # now: what it needs for that may not be made beside a kernel
+            memory.status()  # now: what it needs for that may not be made beside a kernel
     return _is_on
 
 
@@ -178,7 +178,7 @@ def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
                 )
             frame = frame.f_back
         known = state | {"question": question, "stack": lines[::-1], "launches": list(_launches)}
-        known["memories"] = [_standing_of(memory) for memory in list(_memories)]
+        known["memories"] = [_status_of(memory) for memory in list(_memories)]
         write_state(folder / f"where-{state['rank']}.json", known)
     return question
 
@@ -190,9 +190,9 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def _standing_of(memory: Memory) -> dict[str, Any]:
+def _status_of(memory: Memory) -> dict[str, Any]:
     try:
-        return memory.standing()
+        return memory.status()
     except Exception as failure:  # the others' standing is worth as much
         return {"name": type(memory).__name__, "epochs": {}, "late": [], "failed": repr(failure)}
 

@@ -37,11 +37,11 @@ def _deadline_interpreted() -> float:
 
 
 def _spin_interpreted(
-    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any, sized: Any
+    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, timeout_words: Any, sized: Any
 ) -> int:
     """Give other programs, threads and processes a turn; -1 once a wait with this guard has noted
     a disagreement. Raise once a flag is overdue."""
-    if guard is not None and _gave_up(guard):
+    if timeout_words is not None and _gave_up(timeout_words):
         return -1
     debugger.stop_if_asked()
     overdue = deadlines.is_overdue(deadline, waits.interpreted_limit_seconds())
@@ -59,13 +59,13 @@ def _spin_interpreted(
             seconds=waits.interpreted_limit_seconds(),
         )
     watched = waits.on_look is not None or debugger.is_active()
-    unchanged = None if watched else _unchanged(ptr, seen, value, deadline, guard)
+    unchanged = None if watched else _unchanged(ptr, seen, value, deadline, timeout_words)
     pause(polls, unchanged)
     return polls + 1
 
 
 def _unchanged(
-    ptr: Any, seen: Any, value: Any, deadline: float, guard: Any
+    ptr: Any, seen: Any, value: Any, deadline: float, timeout_words: Any
 ) -> Callable[[], bool] | None:
     """A test of whether a wait would find what it has ``seen``, on the words themselves: a look
     takes the interpreter a hundred times as long. ``None`` where they are something else already,
@@ -78,7 +78,7 @@ def _unchanged(
     before: list[int] = values[late].tolist()
 
     def holds() -> bool:
-        if time.monotonic() >= deadline or (guard is not None and _gave_up(guard)):
+        if time.monotonic() >= deadline or (timeout_words is not None and _gave_up(timeout_words)):
             return False
         return _values(words) == before
 
@@ -93,10 +93,10 @@ def _word(ptr: Any) -> type[ctypes.c_int64] | type[ctypes.c_int32]:
     return ctypes.c_int64 if ptr.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
 
 
-def _gave_up(guard: Any) -> bool:
+def _gave_up(timeout_words: Any) -> bool:
     """True once the second word of a guard is set."""
-    word = _word(guard)
-    address = int(guard.handle.data.flat[0]) + ctypes.sizeof(word)
+    word = _word(timeout_words)
+    address = int(timeout_words.handle.data.flat[0]) + ctypes.sizeof(word)
     return bool(word.from_address(address).value)
 
 
@@ -125,7 +125,7 @@ def _deadline_compiled():
 
 
 @jit
-def _spin_compiled(ptr, seen, value, deadline, polls, guard, SIZED: tl.constexpr):
+def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.constexpr):
     """Count a look at the flag; -1 when this program gives up.
 
     Every thread of the program must come to the same decision, so it is made from a count and from
@@ -134,15 +134,15 @@ def _spin_compiled(ptr, seen, value, deadline, polls, guard, SIZED: tl.constexpr
     Without a limit, only every 64th look is also one at what other programs have noted, since it
     takes as long as the one at the flag.
     """
-    if guard is not None:
-        most = tl.load(guard)
+    if timeout_words is not None:
+        most = tl.load(timeout_words)
         polls += 1
         gave_up = False
         if (most > 0) | (polls % _LOOKS == 1):
-            gave_up = tl.atomic_add(guard + 1, 0, sem="relaxed", scope="gpu") != 0
+            gave_up = tl.atomic_add(timeout_words + 1, 0, sem="relaxed", scope="gpu") != 0
         if most > 0:
             if (polls >= most) & (gave_up == 0):
-                tl.atomic_max(guard + 1, 1, sem="relaxed", scope="gpu")
+                tl.atomic_max(timeout_words + 1, 1, sem="relaxed", scope="gpu")
                 gave_up = True
         else:
             polls = polls % _MOST_COUNTED

@@ -67,38 +67,38 @@ def sized(count, size):
 
 
 @jit
-def _standing(seen, value, SIZED: tl.constexpr):
+def _status(seen, value, SIZED: tl.constexpr):
     if SIZED:
         late = ((seen | _SIZE) - value) < 0
         differs = ((seen ^ value) & _SIZE) != 0
-        standing = tl.where(late, _LATE, tl.where(differs, _DIFFERS, _REACHED))
+        status = tl.where(late, _LATE, tl.where(differs, _DIFFERS, _REACHED))
     else:
-        standing = tl.where(seen - value < 0, _LATE, _REACHED)
-    return standing
+        status = tl.where(seen - value < 0, _LATE, _REACHED)
+    return status
 
 
 @jit
-def note_disagreement(guard, flag, seen, value):
+def note_disagreement(timeout_words, flag, seen, value):
     """Let all waits with the guards of this ring end, and the host know why: the flag at address
     ``flag`` is ``seen`` and was awaited at ``value``. The first of a context that notes is heard.
 
     All, since a rank that has heard of it launches no more, and peers may have launched what waits
     for that with the other guards.
     """
-    if tl.atomic_xchg(guard + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
-        tl.store(guard + _SEEN, seen)
-        tl.store(guard + _AWAITED, value)
-        tl.store(guard + _FLAG, flag)
-        other = tl.load(guard + _NEXT)
-        while (other != 0) & (other != guard.to(tl.int64)):
+    if tl.atomic_xchg(timeout_words + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
+        tl.store(timeout_words + _SEEN, seen)
+        tl.store(timeout_words + _AWAITED, value)
+        tl.store(timeout_words + _FLAG, flag)
+        other = tl.load(timeout_words + _NEXT)
+        while (other != 0) & (other != timeout_words.to(tl.int64)):
             words = other.to(tl.pointer_type(tl.int64))
             tl.atomic_max(words + 1, 1, sem="relaxed", scope="gpu")
             other = tl.load(words + _NEXT)
-        tl.store(tl.load(guard + _REPORT).to(tl.pointer_type(tl.int64)), 1)
+        tl.store(tl.load(timeout_words + _REPORT).to(tl.pointer_type(tl.int64)), 1)
 
 
 @jit
-def _wait_together(ptr, count, value, guard, SIZED: tl.constexpr):
+def _wait_together(ptr, count, value, timeout_words, SIZED: tl.constexpr):
     # Carries no block around the loop: Triton 3.6 aborts ("Result number is out of range").
     among = tl.arange(0, ptr.shape[0]) < count
     deadline = wait_deadline()
@@ -107,20 +107,20 @@ def _wait_together(ptr, count, value, guard, SIZED: tl.constexpr):
     while (latest == -1) & (polls >= 0):
         seen = tl.atomic_add(ptr, 0, mask=among, sem="acquire", scope="sys")
         seen = tl.where(among, seen, value)
-        latest = tl.min(_standing(seen, value, SIZED), 0)
+        latest = tl.min(_status(seen, value, SIZED), 0)
         if latest == _LATE:
-            polls = spin(ptr, seen, value, deadline, polls, guard, SIZED)
+            polls = spin(ptr, seen, value, deadline, polls, timeout_words, SIZED)
         if SIZED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
             if latest == _DIFFERS:
                 flags = ptr.to(tl.int64)
-                flag = tl.max(tl.where(_standing(seen, value, SIZED) == _DIFFERS, flags, 0), 0)
+                flag = tl.max(tl.where(_status(seen, value, SIZED) == _DIFFERS, flags, 0), 0)
                 other = tl.max(tl.where(flags == flag, seen, 0), 0)
-                note_disagreement(guard, flag, other, value)
+                note_disagreement(timeout_words, flag, other, value)
     tl.debug_barrier()  # each flag was acquired by a thread of its own
 
 
 @jit
-def _wait_in_turn(ptr, count, value, guard, SIZED: tl.constexpr):
+def _wait_in_turn(ptr, count, value, timeout_words, SIZED: tl.constexpr):
     """True if all have come with the same size."""
     index = 0
     agree = True
@@ -128,20 +128,20 @@ def _wait_in_turn(ptr, count, value, guard, SIZED: tl.constexpr):
         deadline = wait_deadline()
         polls = 0
         seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
-        while (_standing(seen, value, SIZED) == _LATE) & (polls >= 0):
-            polls = spin(ptr + index, seen, value, deadline, polls, guard, SIZED)
+        while (_status(seen, value, SIZED) == _LATE) & (polls >= 0):
+            polls = spin(ptr + index, seen, value, deadline, polls, timeout_words, SIZED)
             seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
         if SIZED:
-            standing = _standing(seen, value, SIZED)
-            agree = agree & (standing == _REACHED)
-            if standing == _DIFFERS:
-                note_disagreement(guard, (ptr + index).to(tl.int64), seen, value)
+            status = _status(seen, value, SIZED)
+            agree = agree & (status == _REACHED)
+            if status == _DIFFERS:
+                note_disagreement(timeout_words, (ptr + index).to(tl.int64), seen, value)
         index += 1
     return agree
 
 
 @jit
-def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
+def wait(ptr, count, value, timeout_words=None, SIZED: tl.constexpr = False):
     """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
 
     ``ptr`` may be a block of pointers: then its first ``count`` are looked at all at once, which
@@ -152,22 +152,24 @@ def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
     for. Returns a token (int32 0) for ``consume_token``.
 
     Interpreted, a wait has a wall-clock limit and raises ``WaitTimeout``. Compiled, it waits for as
-    long as it takes, unless ``guard`` points to int32 [2]: ``guard[0]`` > 0 is how often to look
-    before giving up; then ``guard[1]`` becomes 1, all waits with this guard end soon, and what the
-    kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
+    long as it takes, unless ``timeout_words`` points to int32 [2]: ``timeout_words[0]`` > 0 is how
+    often to look before giving up; then ``timeout_words[1]`` becomes 1, all waits with this guard
+    end soon, and what the kernel computes is of no use. The host looks at ``timeout_words[1]``
+    afterwards.
 
-    ``SIZED``: flags and ``value`` are int64 of ``sized``, and ``guard`` points to int64 [7]. A flag
-    that was set with another size ends the wait: then ``guard[1]`` becomes 2, ``guard[2:5]`` the
-    flag's value, ``value`` and the flag's address, and the int64 at address ``guard[5]`` 1.
-    ``guard[6]``: 0, or the address of the next guard of a ring, whose waits end, too.
+    ``SIZED``: flags and ``value`` are int64 of ``sized``, and ``timeout_words`` points to int64
+    [7]. A flag that was set with another size ends the wait: then ``timeout_words[1]`` becomes 2,
+    ``timeout_words[2:5]`` the flag's value, ``value`` and the flag's address, and the int64 at
+    address ``timeout_words[5]`` 1. ``timeout_words[6]``: 0, or the address of the next guard of a
+    ring, whose waits end, too.
     """
     refuse_text(value)
-    refuse_text(guard)
+    refuse_text(timeout_words)
     with mark("wait"):
         if ptr.type.is_block():
-            _wait_together(ptr, count, value, guard, SIZED)
+            _wait_together(ptr, count, value, timeout_words, SIZED)
         else:
-            _wait_in_turn(ptr, count, value, guard, SIZED)
+            _wait_in_turn(ptr, count, value, timeout_words, SIZED)
     return _token()
 
 

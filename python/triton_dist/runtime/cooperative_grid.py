@@ -103,7 +103,7 @@ class CooperativeGrid:
         """
         outer = _local.grid, _local.seat
         try:
-            self._take_turns(self._front)
+            self._alternate(self._front)
         finally:
             _local.grid, _local.seat = outer
         if self._ready:
@@ -143,7 +143,7 @@ class CooperativeGrid:
             time.sleep(nap)
         return True
 
-    def _take_turns(self, seat: _Seat) -> None:
+    def _alternate(self, seat: _Seat) -> None:
         """Start programs, in order, until another seat does because this one's program paused."""
         _local.grid, _local.seat = self, seat
         try:
@@ -179,7 +179,7 @@ class CooperativeGrid:
     def _start_thread(self, seat: _Seat) -> None:
         def work() -> None:
             seat.await_turn(self._fail)
-            self._take_turns(seat)
+            self._alternate(seat)
             (self._ready.popleft() if self._ready else self._all_left).give_turn()
 
         # The context carries numpy's error state, which a kernel inherits from its launcher.

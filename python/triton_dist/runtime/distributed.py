@@ -97,7 +97,7 @@ def _settle_on(gpu: int) -> None:
         DeviceUnavailable: on every rank, when some ranks cannot.
     """
     ranks = group_for()
-    places = ranks.gather("GPUs of the ranks", Place.of(gpu))
+    places = ranks.all_gather("GPUs of the ranks", Place.of(gpu))
     for machine in sorted({place.machine for place in places}):
         here = [rank for rank, place in enumerate(places) if place.machine == machine]
         refused = refusal([places[rank] for rank in here], lambda n: ranks.named(here[n]))  # noqa: B023
@@ -108,7 +108,7 @@ def _settle_on(gpu: int) -> None:
         _use(gpu)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
         failed = str(error).partition("\n")[0]
-    for rank, failure in enumerate(ranks.gather("ranks have settled on their GPUs", failed)):
+    for rank, failure in enumerate(ranks.all_gather("ranks have settled on their GPUs", failed)):
         if failure:
             raise DeviceUnavailable(
                 f"cuda:{gpu}",

@@ -1,7 +1,7 @@
 """Mends of Triton's interpreter, which runs the kernels of a rank without a GPU.
 
 Each mend is a function with the Triton versions that need it and, in its docstring, the reason. All
-of them stand in ``MENDS``; :func:`install` applies those that the installed Triton needs.
+of them stand in ``WORKAROUNDS``; :func:`install` applies those that the installed Triton needs.
 ``triton_dist.jit`` calls it when it decorates a kernel that will be interpreted.
 
 A process is a rank: the interpreter patches ``triton.language`` and has one global builder, so
@@ -43,11 +43,11 @@ from triton_dist.runtime import (
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
 from triton_dist.runtime.triton_compat import HostDriver, check_versions, triton_version
 
-__all__ = ["MENDS", "Mend", "install", "pause"]
+__all__ = ["WORKAROUNDS", "Workaround", "install", "pause"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Mend:
+class Workaround:
     """A change of the interpreter, for the Triton ``versions`` that need it."""
 
     name: str
@@ -59,14 +59,14 @@ class Mend:
         return triton_version() in SpecifierSet(self.versions)
 
 
-MENDS: list[Mend] = []
+WORKAROUNDS: list[Workaround] = []
 
 
-def mend(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Enter a function into ``MENDS``, for Triton ``versions`` such as ``">=3.6,<3.8"``."""
+def workaround(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Enter a function into ``WORKAROUNDS``, for Triton ``versions`` such as ``">=3.6,<3.8"``."""
 
     def add(apply: Callable[[], None]) -> Callable[[], None]:
-        MENDS.append(Mend(apply.__name__, versions, apply))
+        WORKAROUNDS.append(Workaround(apply.__name__, versions, apply))
         return apply
 
     return add
@@ -80,7 +80,7 @@ def install() -> None:
     which also turns on the checks of ``TRITON_DIST_DEBUG``.
     """
     check_versions()
-    for entry in MENDS:
+    for entry in WORKAROUNDS:
         if entry.is_needed:
             entry.apply()
     interpreter_speed.install(upstream)
@@ -191,14 +191,14 @@ def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: An
     CooperativeGrid(x * y * z, run_program, vars(builder), residents).run()
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def cooperative_grid() -> None:
     """Programs of a grid run one after another to their end, so one that waits for a later one
     waits forever; upstream has no place where a waiting program could let another run."""
     upstream.GridExecutor.__call__ = _launch
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def typed_errors() -> None:
     """Each level of a kernel's calls turns any exception into an ``InterpreterError`` that holds
     only its ``repr``, so a caller cannot tell a ``WaitTimeout`` from a typing error. Ours pass as
@@ -219,7 +219,7 @@ def typed_errors() -> None:
     upstream.InterpretedFunction.__call__ = call
 
 
-@mend("<3.7")
+@workaround("<3.7")
 def runtime_range() -> None:
     """``range(n)`` with a runtime ``n`` calls ``int`` on an array of one element, which numpy ≥ 2.4
     refuses: "only 0-dimensional arrays can be converted". Mended upstream in 3.7."""
@@ -232,7 +232,7 @@ def runtime_range() -> None:
     upstream._patch_lang_tensor = patch
 
 
-@mend("<3.8")
+@workaround("<3.8")
 def bool_argument() -> None:
     """A Python ``bool`` as a runtime argument is stored in 32 bits under the type ``int1``, which
     raises "data itemsize exceeds". Mended upstream in 3.8."""
@@ -246,7 +246,7 @@ def bool_argument() -> None:
     upstream._implicit_cvt = convert
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def device_assert() -> None:
     """``tl.device_assert`` does nothing: the options say ``debug=False`` and nothing can set them.
 
@@ -258,7 +258,7 @@ def device_assert() -> None:
     builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def bfloat16() -> None:
     """A bf16 block is held as its bit patterns in ``uint16``, and most operations work on those as
     if they were numbers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, comparison of negatives is
@@ -267,7 +267,7 @@ def bfloat16() -> None:
     interpreter_operators.use_float32_for_bfloat16(upstream)
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def descriptor_copy() -> None:
     """A descriptor load or store makes a pointer and a mask for each element, a quarter of the time
     of a descriptor matmul; and padding a bf16 block with NaN casts NaN to an integer, which gives
@@ -275,7 +275,7 @@ def descriptor_copy() -> None:
     interpreter_descriptors.apply_copy(upstream)
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def descriptor_reduce() -> None:
     """``desc.atomic_add`` and its kin need ``create_descriptor_reduce``, which the interpreter
     lacks.
@@ -304,7 +304,7 @@ class _InterpretingDriver(HostDriver):
         return benchmark
 
 
-@mend(">=3.6,<3.10")
+@workaround(">=3.6,<3.10")
 def autotune_without_gpu() -> None:
     """``@triton.autotune`` asks the active driver how to time, and without a GPU there is none: "0
     active drivers". Give it one that times by the wall clock, unless the process has set one."""

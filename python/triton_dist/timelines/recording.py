@@ -199,7 +199,7 @@ def _agree_to_write(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
             _files.check_writable(file)
     except OSError as error:
         why = str(error)
-    for rank, refused in enumerate(ranks.gather("files of timelines", why)):
+    for rank, refused in enumerate(ranks.all_gather("files of timelines", why)):
         if refused:
             folder = str(files[-1].parent)
             expected = f"one that rank {ranks.named(rank)} can write to ({refused})"
@@ -212,7 +212,7 @@ def _clock_of(ranks: ProcessGroupRanks | SoloRank) -> int:
     for number in range(_READINGS):
         ranks.barrier(f"clock reading {number}")
         readings.append(time.time_ns())
-    everyone = ranks.gather("clocks", (socket.gethostname(), readings))
+    everyone = ranks.all_gather("clocks", (socket.gethostname(), readings))
     return trace.offsets(everyone)[ranks.rank]
 
 

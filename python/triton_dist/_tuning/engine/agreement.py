@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from triton_dist._tuning.engine.channel import Conversation
+from triton_dist._tuning.engine.channel import Channel
 from triton_dist._tuning.values import (
     Fingerprint,
     StoredRecord,
@@ -55,12 +55,12 @@ class OwnRecord(NamedTuple):
 
 
 def own_record(
-    stored: Iterable[StoredRecord], judge: Callable[[TuningRecord], Validity]
+    stored: Iterable[StoredRecord], validator: Callable[[TuningRecord], Validity]
 ) -> OwnRecord:
-    """Return the first of the ``stored`` records that ``judge`` finds valid."""
+    """Return the first of the ``stored`` records that ``validator`` finds valid."""
     reason = ""
     for record, where in stored:
-        found = judge(record)
+        found = validator(record)
         if not found.reasons:
             return OwnRecord(record, where, "; ".join(found.tolerated))
         # Report the reason against the nearest record: it is this function's own.
@@ -70,7 +70,7 @@ def own_record(
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Proposal:
     """The first message of one rank."""
 
     compared: Sequence[tuple[str, str]]
@@ -87,7 +87,7 @@ class Arrival:
     """The function is called with the choice at once."""
 
 
-class Meeting:
+class Agreement:
     """Result of the first exchange, the same on all ranks.
 
     Attributes:
@@ -101,7 +101,7 @@ class Meeting:
         winner: digest of the winning config in that record.
     """
 
-    def __init__(self, ranks: Conversation, name: str, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
         """
         Args:
             name: the function, or kernel, that is tuned.
@@ -110,12 +110,12 @@ class Meeting:
             RankDisagreement: on every rank, if the compared texts or the fingerprints differ. It
                 lists the values by rank.
         """
-        for each in zip(*(arrival.compared for arrival in arrivals), strict=True):
+        for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.named(rank): text for rank, (_, text) in enumerate(each)}
                 raise ranks.lose(RankDisagreement(each[ranks.rank][0], texts))
         # Constants that functions bind may differ. Ranks are compared with rank 0, field by field.
-        first, *others = agreed([arrival.fingerprint for arrival in arrivals])
+        first, *others = agreed([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
             by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
             for rank, other in enumerate(others, start=1):
@@ -123,12 +123,12 @@ class Meeting:
             what = f"what a tuning of {name} depends on"
             raise ranks.lose(RankDisagreement(what, by_rank))
         self.fingerprint = first
-        verdicts = [arrival.verdict for arrival in arrivals]
+        verdicts = [proposal.verdict for proposal in proposals]
         self.all_hold_it = len({verdict.record for verdict in verdicts}) == 1
-        self.leader = arrivals[0]
-        self.capturing = any(arrival.capturing for arrival in arrivals)
-        self.frozen = [ranks.named(r) for r, arrival in enumerate(arrivals) if arrival.frozen]
-        self.runs = all(arrival.runs for arrival in arrivals)
+        self.leader = proposals[0]
+        self.capturing = any(proposal.capturing for proposal in proposals)
+        self.frozen = [ranks.named(r) for r, proposal in enumerate(proposals) if proposal.frozen]
+        self.runs = all(proposal.runs for proposal in proposals)
         # The constants that a record depends on must be equal on all ranks. The holder has already
         # checked that they are as recorded.
         counted = frozenset(self.fingerprint.bound)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
+from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import head_of
 from triton_dist._tuning.sizes.neighbours import ASKED, Neighbours
-from triton_dist._tuning.sizes.size_table import Span
+from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import (
     Candidates,
     Config,
@@ -64,7 +64,7 @@ class Pruning:
         cause: error that a prediction raised on this rank.
     """
 
-    def __init__(self, subject: Subject, call: Call, ranks: Conversation) -> None:
+    def __init__(self, subject: Subject, call: Call, ranks: Channel) -> None:
         self._subject, self._call, self._ranks = subject, call, ranks
         self.cause: Exception | None = None
         self._answer: Answer | None = None
@@ -76,7 +76,7 @@ class Pruning:
         if self._answer is None:
             subject, call = self._subject, self._call
             try:
-                with self._ranks.user_code(Situation("prune_fn")):
+                with self._ranks.user_code(Step("prune_fn")):
                     kept_and_dropped = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
                 self._answer = Answer(*kept_and_dropped)
             except Exception as error:
@@ -99,14 +99,14 @@ class _Plan:
     kept: tuple[int, ...] | None = ()
     """``None``: they are too many to be listed."""
     pruned: tuple[tuple[int, str], ...] = ()
-    carried: str = ""
+    warm_started_from: str = ""
     """The neighbours that chose the candidates; empty if none did."""
     failure: str | None = None
     raising: str = "prune_fn"
     """The user's function that failed."""
 
 
-class Field:
+class CandidateSet:
     """The configs that may be tried.
 
     Attributes:
@@ -120,9 +120,14 @@ class Field:
         space: ConfigSpace,
         candidates: Candidates,
         pruned: Sequence[Pruned] = (),
-        carried: str = "",
+        warm_started_from: str = "",
     ) -> None:
-        self._space, self.candidates, self.pruned, self.carried = space, candidates, pruned, carried
+        self._space, self.candidates, self.pruned, self.warm_started_from = (
+            space,
+            candidates,
+            pruned,
+            warm_started_from,
+        )
         listed = () if isinstance(candidates, Unlisted) else candidates
         self._labels = {
             config.digest: f"{place}/{len(listed)}" for place, config in enumerate(listed, start=1)
@@ -161,7 +166,7 @@ class Field:
         return dict(Counter(each.reason for each in many))
 
 
-class Transfer:
+class WarmStart:
     """Finds the candidates of one call, and predicts its record from neighbouring sizes.
 
     All ranks call every method. Only the leader's records are used.
@@ -172,7 +177,7 @@ class Transfer:
         parts: Parts,
         subject: Subject,
         call: Call,
-        ranks: Conversation,
+        ranks: Channel,
         pruning: Pruning,
         key: Key,
         fingerprint: Fingerprint,
@@ -180,7 +185,7 @@ class Transfer:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self._pruning, self._key, self._fingerprint = pruning, key, fingerprint
 
-    def field(self, warm: bool = True) -> Field:
+    def field(self, warm: bool = True) -> CandidateSet:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
@@ -188,7 +193,7 @@ class Transfer:
 
         Raises:
             NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
-            RankDisagreement: the leader's ``prune_fn``, ``safe_fn`` or ``waves_fn`` raised. The
+            RankDisagreement: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised. The
                 leader raises the exception itself.
         """
         ranks, space, plan = self._ranks, self._subject.space, _Plan()
@@ -200,16 +205,16 @@ class Transfer:
             plan = _Plan(kept=None)
         elif ranks.is_leader:
             try:
-                few, carried = self._few(answer.kept) if warm else (answer.kept, "")
+                few, warm_started_from = self._few(answer.kept) if warm else (answer.kept, "")
                 plan = _Plan(
                     tuple(map(space.place, few)),
                     tuple((space.place(each.config), each.reason) for each in answer.dropped),
-                    carried,
+                    warm_started_from,
                 )
-            except Exception as error:  # raised by the user's safe_fn or waves_fn
+            except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
                 plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
-        decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
+        decided = ranks.broadcast(Step("prune_fn"), plan, self._parts.settings.seconds)
         if failure is not None:
             try:
                 raise failure
@@ -220,23 +225,23 @@ class Transfer:
             raise RankDisagreement(f"{decided.raising} of {self._subject.name}", raised)
         if decided.kept is None:
             own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
-            return Field(space, own)
+            return CandidateSet(space, own)
         candidates = [space[place] for place in decided.kept]
         pruned = [Pruned(space[place], reason) for place, reason in decided.pruned]
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
             raise NoValidConfig(self._subject.name, self._key, causes)
-        return Field(space, candidates, pruned, decided.carried)
+        return CandidateSet(space, candidates, pruned, decided.warm_started_from)
 
     def _few(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
         """Return the configs of ``kept`` that neighbours choose, and the neighbours in words.
         Return all of ``kept`` if there are no neighbours."""
         settings, unusable = self._parts.settings, self._call.unusable
-        if settings.transfer_ms > 0 and not (settings.always_tune or unusable):
+        if settings.warm_start_ms > 0 and not (settings.always_tune or unusable):
             near = self._neighbours()
             if near is not None and near.know(kept):
-                few = near.candidates(kept, settings.transfer_ms)
-                return (few, f"carried over from {near}") if few else (kept, "")
+                few = near.candidates(kept, settings.warm_start_ms)
+                return (few, f"warm-started from {near}") if few else (kept, "")
         return kept, ""
 
     def predicted(self) -> tuple[TuningRecord | None, str]:
@@ -251,13 +256,13 @@ class Transfer:
             if pruning.cause is None:
                 try:
                     record = near.predict(self._key, pruning.answer.listed, timestamp())
-                except Exception as error:  # raised by the user's safe_fn or waves_fn
+                except Exception as error:  # raised by the user's fallback_fn or waves_fn
                     pruning.cause, failure = error, f"{ASKED} raised {said(error)}"
         failure = failure and f"{failure} on rank {self._ranks.named(0)}"
         seconds = self._parts.settings.seconds
-        return self._ranks.decide(Situation("predict"), (record, failure), seconds)
+        return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
 
-    def span(self, record: TuningRecord, winner: Config) -> Span | None:
+    def size_table(self, record: TuningRecord, winner: Config) -> SizeTable | None:
         """Return the configs by exact size, if the function has one size.
 
         All configs of an own record may be used: they passed ``prune_fn`` when they were measured.
@@ -274,8 +279,8 @@ class Transfer:
             usable = [*kept] if winner in kept else [winner, *kept]
             times = near.times(record, usable, others)
         seconds = self._parts.settings.seconds
-        (times,) = self._ranks.decide(Situation("sizes"), (times,), seconds)
-        return None if times is None else Span.of(times, space)
+        (times,) = self._ranks.broadcast(Step("sizes"), (times,), seconds)
+        return None if times is None else SizeTable.of(times, space)
 
     def _neighbours(self) -> Neighbours | None:
         """Return the neighbours of the key, on the leader; ``None`` if the function has no
@@ -289,5 +294,5 @@ class Transfer:
             return not validity(record, self._fingerprint, subject.space, strict).reasons
 
         records = (record for record, _ in parts.store.records_of(self._key))
-        value, safe_kind = self._call.key, subject.safe_kind
-        return Neighbours.of(subject.sizes, safe_kind, self._key, value, records, is_valid)
+        value, fallback_kind = self._call.key, subject.fallback_kind
+        return Neighbours.of(subject.sizes, fallback_kind, self._key, value, records, is_valid)

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Situation:
+class Step:
     """A step of a tuning, as errors name it."""
 
     phase: str
@@ -71,7 +71,7 @@ class Situation:
         return self.phase if self.config is None else f"{self.phase} {self.config}"
 
 
-class Conversation:
+class Channel:
     """Messages between all of ``ranks``.
 
     Args:
@@ -95,7 +95,7 @@ class Conversation:
         call: int = 0,
         hint: str = "",
     ) -> None:
-        self._ranks = ranks.converse(function, key, call, hint)
+        self._ranks = ranks.channel(function, key, call, hint)
         self._hint = hint
         self.has_met = False
         self._is_nested = watchdog.is_inside()
@@ -110,7 +110,7 @@ class Conversation:
         """Return the rank of the world, for messages, errors and records."""
         return self._ranks.named(rank)
 
-    def meet(self, at: Situation, value: T, soon: bool = False) -> list[T]:
+    def meet(self, at: Step, value: T, soon: bool = False) -> list[T]:
         """Gather as the first message.
 
         Inside the trial of another function, wait no longer than a step may take: ranks that
@@ -120,30 +120,30 @@ class Conversation:
             RankDisagreement: the call of some rank was refused.
         """
         limit = self._seconds if self._is_nested or soon else None
-        values = self._say(at, lambda: self._ranks.meet(str(at), value, limit))
+        values = self._exchange(at, lambda: self._ranks.meet(str(at), value, limit))
         self.has_met = True
         return values
 
-    def decide(self, at: Situation, value: T | None, after: float = 0.0) -> T:
+    def broadcast(self, at: Step, value: T | None, after: float = 0.0) -> T:
         """Broadcast the leader's value.
 
         Args:
             after: seconds that the leader's code, or the user's, may take before the message.
         """
         limit = self._limit(after)
-        return self._say(at, lambda: self._ranks.decide(str(at), value, limit))
+        return self._exchange(at, lambda: self._ranks.broadcast(str(at), value, limit))
 
-    def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
+    def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
         """Gather the values of all ranks.
 
         Args:
             after: seconds that the user's code may run on other ranks before the message.
         """
         limit = self._limit(after)
-        return self._say(at, lambda: self._ranks.gather(str(at), value, limit))
+        return self._exchange(at, lambda: self._ranks.all_gather(str(at), value, limit))
 
     def line_up(self) -> None:
-        """Queue work that lets the ranks' devices continue together, after a ``gather``."""
+        """Queue work that lets the ranks' devices continue together, after a ``all_gather``."""
         self._ranks.line_up()
 
     def lose(self, error: Exception) -> Exception:
@@ -161,18 +161,18 @@ class Conversation:
         collector. An error holds its frames, and these hold this conversation."""
         self.lost = self.on_stuck = None
 
-    def leave(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks, so that they do not wait for this rank."""
         said = error.summary if isinstance(error, TuningTimeout) else error
         text = f"{type(error).__name__}: {said}"
         told = isinstance(error, (RankTimeout, RankDisagreement))
         refused = not self.has_met and isinstance(error, Exception) and not told
         with suppress(RankTimeout):
-            self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...", refused)
+            self._ranks.abort(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
     @contextmanager
     def user_code(
-        self, at: Situation, seconds: float | None = None, begun: bool = True
+        self, at: Step, seconds: float | None = None, begun: bool = True
     ) -> Iterator[Watch]:
         """Context manager that lets the user's code run for ``seconds`` at most.
 
@@ -185,18 +185,18 @@ class Conversation:
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")
-        with watchdog.watching(limit, self._grace, stuck, self.leave) as watch:
+        with watchdog.watching(limit, self._grace, stuck, self.abort) as watch:
             if begun:
                 watch.begin()
             yield watch
         if watch.overdue:
             raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
 
-    def accused(self, at: Situation) -> Config | None:
+    def accused(self, at: Step) -> Config | None:
         """Return the config to blame if a rank is stuck in this step."""
         return at.config
 
-    def stuck(self, at: Situation, seconds: float, how: str) -> TuningTimeout:
+    def stuck(self, at: Step, seconds: float, how: str) -> TuningTimeout:
         """Return the error of this rank, which is stuck, and quarantine the config to blame. If
         other ranks failed, ended or are stopped, this rank may wait for them in a collective: they
         are named first."""
@@ -214,7 +214,7 @@ class Conversation:
                 known[rank] = f"failed: {value.message}"
         return {self.named(rank): why for rank, why in sorted(known.items())}
 
-    def _say(self, at: Situation, message: Callable[[], T]) -> T:
+    def _exchange(self, at: Step, message: Callable[[], T]) -> T:
         try:
             with self.clock.phase("agree"):
                 return message()
@@ -229,7 +229,7 @@ class Conversation:
         finally:
             del late  # it holds this frame
 
-    def _explained(self, at: Situation, late: RankTimeout) -> Exception:
+    def _explained(self, at: Step, late: RankTimeout) -> Exception:
         """Return the error of a message that some rank did not send."""
         if late.refusals:
             ranks = [self.named(rank) for rank in range(self.size)]
@@ -243,7 +243,7 @@ class Conversation:
 
     def _timeout(
         self,
-        at: Situation,
+        at: Step,
         missing: Sequence[int],
         seconds: float,
         because: Mapping[int, str],
@@ -260,7 +260,7 @@ class Conversation:
             seconds=seconds,
             because=because,
             remark=at.remark,
-            is_meeting=not self.has_met and config is None,
+            is_first_message=not self.has_met and config is None,
         )
         if blames and config is not None:
             self.quarantine(config, Failure("timeout", error.summary, int(missing[0])))

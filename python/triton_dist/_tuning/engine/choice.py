@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.protocols import RandomState
-from triton_dist._tuning.sizes.size_table import Span
+from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import Config, TuningRecord
 from triton_dist._tuning.values.show import said
 from triton_dist.errors import InvalidArgument, RankDisagreement, TuningTimeout
@@ -105,7 +105,7 @@ _FAILED_PASS = "PassManager::run failed"
 
 def use_first(
     call: Callable[[], Any],
-    ranks: Conversation,
+    ranks: Channel,
     source: str,
     remedy: str,
     votes: bool,
@@ -135,7 +135,7 @@ def use_first(
         if not votes:
             return ""
         try:
-            failures = ranks.gather(Situation("first use of a record"), failure)
+            failures = ranks.all_gather(Step("first use of a record"), failure)
         except TuningTimeout:  # the call itself is over, and without that rank nothing is tuned
             return ""
         if None in failures or (restores and "" in failures):
@@ -156,7 +156,7 @@ def use_first(
             add_note(error, f"triton_dist: {source} was used. {remedy}")
         raise
     except BaseException as error:  # the others must not wait for this rank
-        ranks.leave(error)
+        ranks.abort(error)
         raise
     return result, reason_to_tune("")
 
@@ -187,7 +187,7 @@ class Choice:
     """``None``: nothing could be tuned, so the config is the default, for this call alone."""
     kept: bool = True
     """Later calls use the choice too."""
-    span: Span | None = None
+    size_table: SizeTable | None = None
     """Configs by exact size, within the range of the key."""
     first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
     """:func:`use_first`, set in the call that found a record."""
@@ -200,7 +200,9 @@ class Choice:
 
     def of(self, sizes: tuple[int, ...]) -> Choice:
         """Return the choice for exact sizes."""
-        return self if self.span is None else replace(self, config=self.span.at(sizes[0]))
+        return (
+            self if self.size_table is None else replace(self, config=self.size_table.at(sizes[0]))
+        )
 
 
 @dataclass

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.protocols import Compiler
 from triton_dist._tuning.values import Config
 
@@ -41,7 +41,7 @@ class CompileAhead:
         prepare: Callable[[Config], object] | None,
         compiler: Callable[[], Compiler] | None,
         seconds: float,
-        ranks: Conversation,
+        ranks: Channel,
     ) -> None:
         self._prepare, self._seconds, self._ranks = prepare, seconds, ranks
         self._compiler = None if compiler is None else compiler()
@@ -55,12 +55,12 @@ class CompileAhead:
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
-        at = Situation("list the kernels")
+        at = Step("list the kernels")
         new = [config for config in candidates if config.digest not in self._needed]
         with self._ranks.user_code(at, self._seconds):
             kernels = {c.digest: compiler.missing(functools.partial(prepare, c)) for c in new}
         own = Needs(compiler.cache, kernels)
-        everyone = self._ranks.gather(at, own, self._seconds)
+        everyone = self._ranks.all_gather(at, own, self._seconds)
         for digest in kernels:
             missed = (needs.kernels.get(digest, ()) for needs in everyone)
             self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(missed)))

@@ -91,8 +91,8 @@ def told(function: str, ranks: Callable[[], RankGroup], call: int = 0) -> Iterat
         yield
     except BaseException as error:  # an interrupt too: the others must not wait for this rank
         with suppress(TritonDistError):
-            about = ranks().converse(function, call=call)
-            about.leave(said(error), refused=isinstance(error, Exception))
+            about = ranks().channel(function, call=call)
+            about.abort(said(error), refused=isinstance(error, Exception))
         raise
 
 

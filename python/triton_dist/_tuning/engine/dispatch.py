@@ -32,7 +32,7 @@ from triton_dist._tuning.values import (
     Sizes,
     TuningRecord,
 )
-from triton_dist._tuning.values.config import judge_of_whole
+from triton_dist._tuning.values.config import validator_of_whole
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import (
     CaptureInProgress,
@@ -50,7 +50,7 @@ class AutoTuner(Decorated):
         config_space: the candidates, evaluated when first looked at.
         key_fn, prune_fn: as given.
         sizes: those in its keys; ``None`` without.
-        safe_kind: ``safe_fn``, or a function that calls none safe.
+        fallback_kind: ``fallback_fn``, or a function that calls none safe.
         tuning_count: how many tunings this process did; a cached result is none.
         overwritten: names of arguments that each call writes as a whole, such as a buffer for its
             result, so that trials may write them.
@@ -73,7 +73,7 @@ class AutoTuner(Decorated):
         surroundings: Surroundings,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
         sizes: Sizes | None = None,
-        safe_kind: Callable[[Config], object] = lambda config: False,
+        fallback_kind: Callable[[Config], object] = lambda config: False,
     ) -> None:
         super().__init__(fn)
         self.config_space = config_space
@@ -85,7 +85,7 @@ class AutoTuner(Decorated):
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
-        self.sizes, self.safe_kind = sizes, safe_kind
+        self.sizes, self.fallback_kind = sizes, fallback_kind
         self._first_call = self._surroundings.untraced(self._call_first)
         self._default_group = self._surroundings.default_group
         self._is_compiled = self._surroundings.is_compiled
@@ -278,7 +278,7 @@ class AutoTuner(Decorated):
             unusable: why the recorded winner failed in this call, so that all ranks tune.
         """
         choices = self._choices
-        with self._told(process_group):
+        with self._from_leader(process_group):
             ranks = self._surroundings.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
             space = self.config_space.without(fixed) if fixed else self.config_space
@@ -307,9 +307,9 @@ class AutoTuner(Decorated):
                 self.prune_fn,
                 self._hooks,
                 self.sizes and self.sizes.beside(fixed) if fixed else self.sizes,
-                judge_of_whole(self.safe_kind, fixed) if fixed else self.safe_kind,
+                validator_of_whole(self.fallback_kind, fixed) if fixed else self.fallback_kind,
             )
-        with watchdog.paused(), parts.gate():
+        with watchdog.paused(), parts.tuning_lock():
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
@@ -356,7 +356,7 @@ class AutoTuner(Decorated):
             self._enter_world()
         self._calls += 1
 
-    def _told(self, process_group: Any) -> AbstractContextManager[None]:
+    def _from_leader(self, process_group: Any) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception of its block to all ranks."""
 
         def ranks() -> RankGroup:
@@ -398,7 +398,7 @@ class AutoTuner(Decorated):
     ) -> Config | None:
         """Return the default config without the names that the caller gives, if tuning is off;
         else ``None``."""
-        with self._told(group):
+        with self._from_leader(group):
             if autotune and not self._surroundings.is_off():
                 return None
             fixed, default = self._fixed(kwargs, allow_overwrite), self._default()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.engine.parts import Call, Subject
 from triton_dist._tuning.protocols import RandomState
 from triton_dist.errors import InvalidArgument, RankDisagreement
@@ -121,39 +121,43 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def sampled_calls(
-    subject: Subject, call: Call, ranks: Conversation, seconds: float
+    subject: Subject, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
     """Arguments of the calls, as many on each rank; the first are those of ``call``. Collective,
-    where there is a ``vary_fn``, which may take so many ``seconds``.
+    where there is a ``input_variants_fn``, which may take so many ``seconds``.
 
     Raises:
-        InvalidArgument: what ``vary_fn`` returned are no arguments of the call.
+        InvalidArgument: what ``input_variants_fn`` returned are no arguments of the call.
         RankDisagreement: other ranks have more or fewer, or it raised there.
-        Exception: of ``vary_fn``.
+        Exception: of ``input_variants_fn``.
     """
-    at, failure, vary = Situation("vary_fn"), None, subject.hooks.vary
+    at, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
     calls: list[Arguments] = [(call.args, call.kwargs)]
-    if vary is None:
+    if input_variants is None:
         return calls
     try:
         with ranks.user_code(at, seconds):
             signature = inspect.signature(subject.function)
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
-            varied: object = vary(*call.args, **call.kwargs)
+            varied: object = input_variants(*call.args, **call.kwargs)
             if not isinstance(varied, Iterable):
                 expected = "mappings, one for each other call"
-                raise InvalidArgument("autotune", "the result of vary_fn", varied, expected)
+                raise InvalidArgument(
+                    "autotune", "the result of input_variants_fn", varied, expected
+                )
             for others in varied:
                 if not isinstance(others, Mapping) or not others.keys() <= given.keys():
                     expected = f"mappings from names of arguments of the call: {', '.join(given)}"
-                    raise InvalidArgument("autotune", "the result of vary_fn", others, expected)
+                    raise InvalidArgument(
+                        "autotune", "the result of input_variants_fn", others, expected
+                    )
                 # In the order of the parameters, as ``given`` is.
                 bound = inspect.BoundArguments(signature, {**given, **others})
                 calls.append((bound.args, bound.kwargs))
     except Exception as error:
         failure = error
     own = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
-    said = ranks.gather(at, own, seconds)
+    said = ranks.all_gather(at, own, seconds)
     if failure is not None:
         try:
             raise failure
@@ -161,5 +165,5 @@ def sampled_calls(
             del failure  # the error holds this frame
     if len(set(said)) > 1:
         by_rank = {ranks.named(rank): each for rank, each in enumerate(said)}
-        raise RankDisagreement(f"vary_fn of {subject.name}", by_rank)
+        raise RankDisagreement(f"input_variants_fn of {subject.name}", by_rank)
     return calls

@@ -38,8 +38,9 @@ class Hooks:
     """``agree(*args, **kwargs)``: what must be the same on all ranks, besides the key."""
     restore: tuple[str, ...] = ()
     """Names of arguments that the function changes: restored before each run; not timed."""
-    vary: Callable[..., Iterable[Mapping[str, Any]]] | None = None
-    """``vary(*args, **kwargs)``: by name, other values of arguments that are as likely."""
+    input_variants: Callable[..., Iterable[Mapping[str, Any]]] | None = None
+    """``input_variants(*args, **kwargs)``: by name, other values of arguments that are as
+    likely."""
 
 
 class DefaultGroup(Protocol):
@@ -95,7 +96,7 @@ class Subject:
     hooks: Hooks
     sizes: Sizes | None = None
     """Sizes in its keys."""
-    safe_kind: Callable[[Config], object] = lambda config: False
+    fallback_kind: Callable[[Config], object] = lambda config: False
     """True, or a name, for configs that are nowhere far from the best, such as a library's. Those
     of one name are alike."""
 
@@ -117,7 +118,7 @@ class Settings:
     """The same for compiling one."""
     grace: float
     """Time from the report that this rank is stuck to the end of its process."""
-    transfer_ms: float = 0.0
+    warm_start_ms: float = 0.0
     """Device time of the first call of a key that has neighbours; 0: it is tuned as any other."""
 
 
@@ -137,7 +138,7 @@ class Common:
     """Entered around candidates: waits in kernels are bounded."""
     settling: Callable[[], AbstractContextManager[Callable[[], None]]]
     """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
-    gate: Callable[[], AbstractContextManager[object]]
+    tuning_lock: Callable[[], AbstractContextManager[object]]
     """Entered where the threads of a rank tune one after another. Re-entrant, also from threads
     that the one inside waits for: a tuned function may call a tuned function."""
     compiler: Callable[[], Compiler] | None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,
@@ -56,13 +56,13 @@ class Progress:
     """
 
     def __init__(
-        self, journal: Journal, head: codec.Tree, own: TuningRecord | None, ranks: Conversation
+        self, journal: Journal, head: codec.Tree, own: TuningRecord | None, ranks: Channel
     ) -> None:
         self._journal, self._ranks = journal, ranks
         self._head = head
         # Ranks on other hosts may have cache folders of their own.
         self._stuck: dict[str, Failure] = {}
-        for stuck in ranks.gather(Situation("quarantine"), dict(journal.quarantined(head))):
+        for stuck in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
             self._stuck = {**stuck, **self._stuck}
         self._entries: list[Entry] = []
         if ranks.is_leader:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from triton_dist._tuning.engine.candidates import Field
+from triton_dist._tuning.engine.candidates import CandidateSet
 from triton_dist._tuning.engine.channel import Clock
 from triton_dist._tuning.engine.parts import Parts
 from triton_dist._tuning.values import (
@@ -58,10 +58,12 @@ class Report:
         best, kind = record.best, "record"
         if record.shipped:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
-        self._say(f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}")
+        self._exchange(
+            f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}"
+        )
 
     @contextmanager
-    def begin(self, field: Field, reason: str, default: Config) -> Iterator[None]:
+    def begin(self, field: CandidateSet, reason: str, default: Config) -> Iterator[None]:
         ranks, policy = self._parts.ranks, self._parts.settings.policy
         self._default = default.digest
         self._total = policy.most_tried(len(field.candidates))
@@ -70,7 +72,7 @@ class Report:
             f"{self._title}: {reason}; tuning {field.shown(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
         )
-        self._say(line)
+        self._exchange(line)
         self._log.line(f"rank {ranks.named(ranks.rank)}: {line}")
         self._event(
             "begin",
@@ -126,7 +128,7 @@ class Report:
             self._failed.add(config.digest)
         if new or isinstance(outcome, Failure):
             text = f"  [{label}] {_ms(together)} {config}  ({self._so_far()})"
-            self._say(text, logging.DEBUG)
+            self._exchange(text, logging.DEBUG)
         if self._bar is not None:
             with suppress(OSError, ValueError):
                 self._bar.update(self._task, advance=int(new), description=self._so_far())
@@ -146,7 +148,7 @@ class Report:
         if earlier > _NOTICEABLE_SECONDS:
             phases["earlier starts"] = earlier
         for text in [*summary(record, self._default, phases), line]:
-            self._say(text)
+            self._exchange(text)
             self._log.line(text)
         self._event(
             "winner",
@@ -182,7 +184,7 @@ class Report:
         if self._parts.ranks.is_leader:
             self._log.event(name, **facts)
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
+    def _exchange(self, text: str, level: int = logging.INFO) -> None:
         # A handler of the user, or the bar, may write to a standard error that is closed.
         with suppress(OSError, ValueError):
             if self._parts.ranks.is_leader:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Arguments, Restorer
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -59,7 +59,7 @@ class Sampler:
     def __init__(
         self,
         device: Device,
-        ranks: Conversation,
+        ranks: Channel,
         policy: Policy,
         seconds: float,
         settle: Callable[[], object],
@@ -75,7 +75,7 @@ class Sampler:
         self._queueing.setdefault(config, min(seconds, _LONGEST_FIRST))
 
     def sample(
-        self, at: Situation, call: Callable[[], Any], number: int, reset: Callable[[], object]
+        self, at: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
     ) -> tuple[float, ...]:
         """Milliseconds of ``number`` runs, after ``policy.warmup`` that do not count.
 
@@ -101,7 +101,7 @@ class Sampler:
                         self._settle()  # the run before
                         with watch:
                             reset()
-                self._ranks.gather(at, None, self._seconds)
+                self._ranks.all_gather(at, None, self._seconds)
                 with _noted(failures):
                     # Keep the device busy until the host has queued the call. A rank that failed
                     # does so too.
@@ -124,7 +124,7 @@ class Sampler:
             self._settle()  # the last run
         return samples
 
-    def _run(self, at: Situation, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
+    def _run(self, at: Step, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
         timer.start()
         began = time.perf_counter()
         with watch:
@@ -176,7 +176,7 @@ class Attempts:
         subject: Subject,
         parts: Parts,
         call: Call,
-        ranks: Conversation,
+        ranks: Channel,
         ahead: CompileAhead,
         settle: Callable[[], None],
         restorer: Restorer,
@@ -221,7 +221,7 @@ class Attempts:
         """
         if self._subject.hooks.reset is None or not self._has_run:
             return
-        at, failure = Situation("reset after the last run"), None
+        at, failure = Step("reset after the last run"), None
         try:
             self._vote(at, "launch", lambda: self._user(at, self._reset))
         except _Failed as failed:
@@ -267,14 +267,14 @@ class Attempts:
         """Compile, and launch nothing."""
         prepare, call = self._subject.hooks.prepare, self._call
         if self._ahead.is_needed(config):
-            at = Situation(f"compile {label}", config)
+            at = Step(f"compile {label}", config)
             self._compile(at, functools.partial(self._ahead.wait, config))
             self._ahead.is_done(config)
         if prepare is not None:
-            at, chosen = Situation(f"prepare {label}", config), config.arguments()
+            at, chosen = Step(f"prepare {label}", config), config.arguments()
             self._compile(at, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
 
-    def _compile(self, at: Situation, step: Callable[[], object]) -> None:
+    def _compile(self, at: Step, step: Callable[[], object]) -> None:
         """Take ``step``, whose result does not count."""
         limit = self._parts.settings.compile_seconds
 
@@ -286,7 +286,7 @@ class Attempts:
     def _first_run_of(self, config: Config, label: str) -> Measurement | None:
         """Run once; return ``None`` if the config has to be measured now."""
         self._has_run = True
-        at, arguments = Situation(f"run {label}", config), config.arguments()
+        at, arguments = Step(f"run {label}", config), config.arguments()
         voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
         self._ready.add(config.digest)
         return Measurement(voted, 0, "maximum") if self._is_only else None
@@ -315,14 +315,14 @@ class Attempts:
 
         if policy.timing == "graph":
             # Voted on its own: no rank replays what another could not capture.
-            at = Situation(f"capture {label}", config)
+            at = Step(f"capture {label}", config)
             self._vote(at, "launch", capture)
-        at = Situation(f"measure {label}", config)
+        at = Step(f"measure {label}", config)
         return Measurement(self._vote(at, "launch", samples), policy.warmup, "maximum")
 
     def _vote(
         self,
-        at: Situation,
+        at: Step,
         kind: FailureKind,
         step: Callable[[], Sequence[float] | None],
         after: float | None = None,
@@ -350,19 +350,19 @@ class Attempts:
                 traceback.clear_frames(error.__traceback__)  # they hold what the config allocated
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if after is None else after
-        votes: list[Failure | tuple[float, ...]] = self._ranks.gather(at, own or samples, limit)
+        votes: list[Failure | tuple[float, ...]] = self._ranks.all_gather(at, own or samples, limit)
         for vote in votes:
             if isinstance(vote, Failure):
                 raise _Failed(vote)
         self.by_rank = [vote for vote in votes if not isinstance(vote, Failure)]
         return tuple(map(max, zip(*self.by_rank, strict=True)))
 
-    def _user(self, at: Situation, call: Callable[[], Any], seconds: float | None = None) -> Any:
+    def _user(self, at: Step, call: Callable[[], Any], seconds: float | None = None) -> Any:
         """Call the user's code under the watchdog's eyes."""
         with self._ranks.user_code(at, seconds):
             return call()
 
-    def _first_run(self, at: Situation, arguments: dict[str, Any]) -> Sequence[float]:
+    def _first_run(self, at: Step, arguments: dict[str, Any]) -> Sequence[float]:
         """One run to the end: compiles what is not compiled, and gives the output to check. Returns
         its milliseconds if nothing else is measured.
 
@@ -388,9 +388,7 @@ class Attempts:
             raise _WrongResult("check_fn rejected its output")
         return milliseconds
 
-    def _run_once(
-        self, at: Situation, arguments: dict[str, Any], timer: Timer | None = None
-    ) -> Any:
+    def _run_once(self, at: Step, arguments: dict[str, Any], timer: Timer | None = None) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
         self._user(at, self._reset)
         if timer is not None:
@@ -423,7 +421,7 @@ class Attempts:
         Raises:
             TuningAborted: some rank could not be brought back into order.
         """
-        at, recover = Situation(f"recover after {label}", config), self._subject.hooks.recover
+        at, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
         own: str | None = None
         try:
             if recover is not None:
@@ -436,7 +434,7 @@ class Attempts:
             raise
         except Exception as error:
             own = text_of(error)
-        votes = self._ranks.gather(at, own, self._parts.settings.seconds)
+        votes = self._ranks.all_gather(at, own, self._parts.settings.seconds)
         causes = {
             self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
         }

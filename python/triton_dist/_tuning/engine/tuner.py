@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from triton_dist._tuning.engine.agreement import (
-    Arrival,
-    Meeting,
+    Agreement,
     OwnRecord,
+    Proposal,
     is_used,
     own_record,
     restless_constants,
 )
-from triton_dist._tuning.engine.candidates import Field, Pruning, Transfer
-from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
+from triton_dist._tuning.engine.candidates import CandidateSet, Pruning, WarmStart
+from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.choice import Choice, use_first
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Restorer, sampled_calls
@@ -69,8 +69,8 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
 
     Raises:
         TuningFrozen: tuning is forbidden on some rank; on every rank.
-        CaptureInProgress: the leader's ``prune_fn``, ``safe_fn`` or ``waves_fn`` raised during a
-            capture; on every rank.
+        CaptureInProgress: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised during
+            a capture; on every rank.
         RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
@@ -83,7 +83,7 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
         with watchdog.paused():
             return first.resolve()
     except BaseException as error:  # an interrupt too: the others must not wait for this rank
-        first.ranks.leave(error)
+        first.ranks.abort(error)
         raise
     finally:
         # Errors that were met hold frames of this call, and with them their owners.
@@ -107,7 +107,7 @@ class _FirstCall:
                 "that calls it with one of those does not come. See that all ranks come with the "
                 "same sizes, and that clear() was called on all or none"
             )
-        self.ranks = Conversation(
+        self.ranks = Channel(
             parts.ranks,
             subject.name,
             parts.settings.seconds,
@@ -118,18 +118,18 @@ class _FirstCall:
         )
         self.pruning = Pruning(subject, call, self.ranks)
         self._incumbent: Config | None = None
-        self._restless = ""
+        self._unstable_constants = ""
 
     def resolve(self) -> Choice:
         subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
         key = Key.of(subject.origin, call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.under(fingerprint))
-        own = own_record(stored, lambda record: self._judge(record, fingerprint))
+        own = own_record(stored, lambda record: self._validate(record, fingerprint))
         meeting = self._meet(key, fingerprint, own)
         self._key = key = key.under(meeting.fingerprint)
         self._fingerprint = meeting.fingerprint
-        transfer = Transfer(parts, subject, call, ranks, self.pruning, key, meeting.fingerprint)
+        transfer = WarmStart(parts, subject, call, ranks, self.pruning, key, meeting.fingerprint)
         report = Report(parts, key, ranks.clock)
 
         if meeting.holder is not None:
@@ -151,7 +151,9 @@ class _FirstCall:
                 restores=bool(subject.hooks.restore),
                 random_state=self._random_state,
             )
-            return Choice(config, record, span=transfer.span(record, config), first_use=first_use)
+            return Choice(
+                config, record, size_table=transfer.size_table(record, config), first_use=first_use
+            )
 
         if meeting.frozen or meeting.capturing:
             predicted, failure = transfer.predicted()
@@ -169,16 +171,18 @@ class _FirstCall:
         if ranks.is_leader and call.unusable:
             advice = f"{subject.name}, key {key}: {call.unusable}. It was tuned again, and uses "
             advice += str(config)
-        elif ranks.is_leader and self._restless:
+        elif ranks.is_leader and self._unstable_constants:
             advice = (
-                f"{subject.name} was tuned again, because of {self._restless}. If that is another "
-                "value at each start, it is tuned at each start: name it in ignore=(...) of "
-                "autotune, or do not bind it"
+                f"{subject.name} was tuned again, because of {self._unstable_constants}. If "
+                "this value differs at each start, the function is tuned at each start: name it in "
+                "ignore=(...) of autotune, or do not bind it"
             )
-        span = transfer.span(record, config)
-        return Choice(config, record, span=span, tuned=True, advice=advice, changed=self._changed)
+        size_table = transfer.size_table(record, config)
+        return Choice(
+            config, record, size_table=size_table, tuned=True, advice=advice, changed=self._changed
+        )
 
-    def _cannot(self, meeting: Meeting, where: str, failure: str) -> Exception:
+    def _cannot(self, meeting: Agreement, where: str, failure: str) -> Exception:
         """Return the error where nothing may be measured."""
         name, key = self._subject.name, self._key
         why = f"{where}; {failure}" if failure else where
@@ -190,7 +194,7 @@ class _FirstCall:
             error.__cause__ = self.pruning.cause
         return error
 
-    def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
+    def _validate(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
         space, best = self._subject.space, record.best
         # It won once, if under other circumstances: worth a place in the race.
@@ -199,7 +203,9 @@ class _FirstCall:
         if not found.reasons:
             found = replace(found, reasons=tuple(self._reasons_against(record)))
         if found.reasons:
-            self._restless = restless_constants(record, fingerprint) or self._restless
+            self._unstable_constants = (
+                restless_constants(record, fingerprint) or self._unstable_constants
+            )
         return found
 
     def _reasons_against(self, record: TuningRecord) -> Iterator[str]:
@@ -214,7 +220,7 @@ class _FirstCall:
         elif record.shipped and self._winner(record) not in self.pruning.answer.kept:
             yield f"prune_fn drops the winner {record.best}"
 
-    def _meet(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Meeting:
+    def _meet(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
         """Tell the other ranks what this one came with, and go on only if all have the same.
 
         Raises:
@@ -231,7 +237,7 @@ class _FirstCall:
             (f"the arguments of {name}", details),
             (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
         ]
-        arrival = Arrival(
+        proposal = Proposal(
             compared,
             fingerprint,
             own.verdict,
@@ -240,34 +246,36 @@ class _FirstCall:
             capturing=call.traced or self._parts.device.is_capturing(),
             runs=call.runs,
         )
-        arrivals = self.ranks.meet(Situation("first call of a key"), arrival, bool(call.unusable))
-        return Meeting(self.ranks, name, arrivals)
+        proposals = self.ranks.meet(Step("first call of a key"), proposal, bool(call.unusable))
+        return Agreement(self.ranks, name, proposals)
 
-    def _shared_record(self, meeting: Meeting, own: TuningRecord | None) -> TuningRecord:
+    def _shared_record(self, meeting: Agreement, own: TuningRecord | None) -> TuningRecord:
         """The holder's record. It is sent only if some rank has none or another one."""
         if meeting.all_hold_it and own is not None:
             return own
         offer = own if self.ranks.rank == meeting.holder else None
-        offers = self.ranks.gather(Situation("share the record"), offer)
+        offers = self.ranks.all_gather(Step("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory.put(record)
         return record
 
-    def _tune(self, transfer: Transfer, own: OwnRecord, report: Report) -> StoredRecord:
+    def _tune(self, transfer: WarmStart, own: OwnRecord, report: Report) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         told = "told to tune always" if self._parts.settings.always_tune else ""
         field = transfer.field()
         try:
             return self._race(field, self._call.unusable or told or own.where, own.record, report)
         except NoValidConfig as none:
-            if not field.carried:
+            if not field.warm_started_from:
                 raise
-            reason = f"those {field.carried} all failed: {next(iter(none.causes.values()))}"
+            reason = (
+                f"those {field.warm_started_from} all failed: {next(iter(none.causes.values()))}"
+            )
         # What is fast beside these sizes need not work here: all may be tried.
         return self._race(transfer.field(warm=False), reason, own.record, report)
 
     def _race(
-        self, field: Field, reason: str, own: TuningRecord | None, report: Report
+        self, field: CandidateSet, reason: str, own: TuningRecord | None, report: Report
     ) -> StoredRecord:
         """Measure the candidates of ``field``."""
         parts, ranks, subject = self._parts, self.ranks, self._subject
@@ -287,15 +295,15 @@ class _FirstCall:
                         restorer.restore()
                     self._changed = tuple(restorer.changed())
                 trials = (*progress.trials(subject.space.place), *field.pruned_trials())
-                ended, seconds, dropped = ranks.decide(
-                    Situation("end"), (timestamp(), progress.seconds, field.dropped())
+                ended, seconds, dropped = ranks.broadcast(
+                    Step("end"), (timestamp(), progress.seconds, field.dropped())
                 )
                 # The exact sizes of the call, where they are not the end of their range.
                 ends = call.sizes if sizes is None else sizes.values(call.key)
                 at = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
-                    self._key, self._fingerprint, trials, ended, seconds, field.carried, at,
-                    dropped, progress.by_rank(),
+                    self._key, self._fingerprint, trials, ended, seconds, field.warm_started_from,
+                    at, dropped, progress.by_rank(),
                 )  # fmt: skip
                 try:
                     _ = record.best
@@ -313,7 +321,7 @@ class _FirstCall:
         return StoredRecord(record, where)
 
     def _try(
-        self, field: Field, progress: Progress, report: Report, restorer: Restorer
+        self, field: CandidateSet, progress: Progress, report: Report, restorer: Restorer
     ) -> Exception | None:
         """Do what the search asks for, until it asks for nothing more.
 
@@ -323,8 +331,12 @@ class _FirstCall:
         call, prepare = self._call, self._subject.hooks.prepare
         sampled = sampled_calls(self._subject, call, ranks, parts.settings.seconds)
         search: Search | None = None
-        if ranks.is_leader and field.carried and not isinstance(field.candidates, Unlisted):
-            search = parts.brief(field.candidates, policy, parts.settings.transfer_ms)
+        if (
+            ranks.is_leader
+            and field.warm_started_from
+            and not isinstance(field.candidates, Unlisted)
+        ):
+            search = parts.brief(field.candidates, policy, parts.settings.warm_start_ms)
         elif ranks.is_leader:
             search = parts.search(field.candidates, policy, self._incumbent)
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
@@ -368,7 +380,7 @@ class _FirstCall:
         if search is not None:
             watching: AbstractContextManager[object] = nullcontext()
             if search.runs_user_code:
-                watching = self.ranks.user_code(Situation("the search"))
+                watching = self.ranks.user_code(Step("the search"))
             with self.ranks.clock.phase("search"), watching:
                 asked = search.ask()
                 named = tuple(map(space.place, search.ahead()))
@@ -379,8 +391,10 @@ class _FirstCall:
                 if not (too_many or too_long):
                     known = progress.known(asked)
                     wanted = (space.place(asked.config), asked.samples, known, named)
-        at = Situation(f"request {progress.requests + 1}")
-        place, samples, outcome, named = self.ranks.decide(at, wanted, self._parts.settings.seconds)
+        at = Step(f"request {progress.requests + 1}")
+        place, samples, outcome, named = self.ranks.broadcast(
+            at, wanted, self._parts.settings.seconds
+        )
         if place is None:
             return None
         if named:

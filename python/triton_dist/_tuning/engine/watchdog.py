@@ -188,7 +188,7 @@ class Watchdog:
                     continue
                 reported, first.overdue = first.overdue, True
             if reported:
-                _say(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
+                _exchange(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
                 _end(WATCHDOG_EXIT_STATUS)
                 return
             # Not here: what a report does may block, and the end must come nevertheless.
@@ -197,7 +197,7 @@ class Watchdog:
 
 def _report(watch: Watch) -> None:
     error = watch.report()
-    _say(
+    _exchange(
         f"triton_dist: {error}\nThis process ends in {watch.grace:g} s if it does not "
         "come back. What it is doing:"
     )
@@ -207,7 +207,7 @@ def _report(watch: Watch) -> None:
     watch.tell(error)
 
 
-def _say(text: str) -> None:
+def _exchange(text: str) -> None:
     with suppress(Exception):
         print(text, file=sys.__stderr__, flush=True)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from triton_dist._tuning.search.racing import Requesting
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
-LAPS = (1, 1, 1, 2)
+ROUNDS = (1, 1, 1, 2)
 """Samples of each candidate in each lap."""
 _FIRST_MARGIN = 0.2
 """A candidate so far behind after one sample leaves; the noise is not known then. (Of a library's
@@ -37,11 +37,15 @@ class Brief(Requesting):
     """
 
     def __init__(self, candidates: Sequence[Config], policy: Policy, milliseconds: float) -> None:
-        self._field, self._policy, self._milliseconds = list(candidates), policy, milliseconds
+        self._candidate_set, self._policy, self._milliseconds = (
+            list(candidates),
+            policy,
+            milliseconds,
+        )
         self._samples: dict[str, list[float]] = {}
         self._spent = 0.0
         self._requests = self._race()
-        self._ahead = self._field
+        self._ahead = self._candidate_set
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest
@@ -53,18 +57,18 @@ class Brief(Requesting):
         self._samples.setdefault(digest, []).extend(outcome.samples)
 
     def _race(self) -> Iterator[Request]:
-        for place, config in enumerate(self._field):
+        for place, config in enumerate(self._candidate_set):
             # What one more takes is known from those before it.
             if place >= 2 and self._spent * (place + 1) / place > self._milliseconds:
                 break
-            yield Request(config, LAPS[0])
-        left = self._close(self._field)
-        for lap in LAPS[1:]:
-            left = self._affordable(left, lap)[::-1]
+            yield Request(config, ROUNDS[0])
+        left = self._close(self._candidate_set)
+        for round_ in ROUNDS[1:]:
+            left = self._affordable(left, round_)[::-1]
             if len(left) < 2:
                 return
             for config in left:
-                yield Request(config, lap)
+                yield Request(config, round_)
             left = self._close(left)
 
     def _close(self, candidates: Sequence[Config]) -> list[Config]:
@@ -76,9 +80,9 @@ class Brief(Requesting):
         limit = min(medians.values(), default=0.0) * (1 + margin)
         return [config for config, median in medians.items() if median <= limit]
 
-    def _affordable(self, candidates: Sequence[Config], lap: int) -> list[Config]:
+    def _affordable(self, candidates: Sequence[Config], round_: int) -> list[Config]:
         """As many, the fastest, as a lap of so many samples has time for; in their order."""
-        runs = lap + self._policy.untimed
+        runs = round_ + self._policy.untimed
         time = self._milliseconds - self._spent
         chosen = set()
         for config in sorted(candidates, key=self._median):
@@ -91,9 +95,9 @@ class Brief(Requesting):
     def _median(self, config: Config) -> float:
         return statistics.median(self._samples[config.digest])
 
-    def _margin(self, lap: Sequence[Sequence[float]]) -> float:
+    def _margin(self, round_: Sequence[Sequence[float]]) -> float:
         """Relative delay that noise may add to an equal of the fastest; 0 if that is no more than
-        nobody minds. ``lap``: samples of those that were in the last lap, as many of each."""
+        nobody minds. ``round_``: samples of those that were in the last lap, as many of each."""
         several = [own for own in self._samples.values() if len(own) > 1]
         if not several:
             return _FIRST_MARGIN
@@ -101,7 +105,9 @@ class Brief(Requesting):
         squares = sum(
             (statistics.stdev(o) / (statistics.fmean(o) or 1)) ** 2 * (len(o) - 1) for o in several
         )
-        error = _STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / min(map(len, lap), default=1))
+        error = _STANDARD_ERRORS * math.sqrt(
+            squares / freedom * 2 / min(map(len, round_), default=1)
+        )
         if freedom < _SEVERAL:
             return max(error, _FEW_MARGIN)
         return error if error > self._policy.indifference else 0.0

@@ -125,7 +125,7 @@ STANDARD_ERRORS = 4.0
 FEW_TELL_LITTLE = 3.0
 """So many candidates more would have to be asked, if it were as many again, how noisy it is."""
 FINALISTS = 16
-LEAST_LAPS = 6
+LEAST_ROUNDS = 6
 """Laps of the final before anybody leaves it: more than the samples before it, so that who was not
 in it does not win by samples of which none was taken beside the others' (it has less than half)."""
 STANDARD_ERRORS_IN_FINAL = 3.0
@@ -171,15 +171,17 @@ class Racing(Requesting):
         entrants = list(candidates[: policy.max_trials])
         if incumbent is not None and incumbent in candidates[len(entrants) :] and len(entrants) > 1:
             entrants[-1] = incumbent
-        self._field = entrants
-        self._seeded = {config.digest for config in (*self._field[:1], incumbent) if config}
-        self._samples: dict[str, list[float]] = {config.digest: [] for config in self._field}
+        self._candidate_set = entrants
+        self._seeded = {config.digest for config in (*self._candidate_set[:1], incumbent) if config}
+        self._samples: dict[str, list[float]] = {
+            config.digest: [] for config in self._candidate_set
+        }
         self._drift = Drift()
         # Of each in a lap. Runs that do not count come with each request: then more that do.
         self._step = 1 + 2 * policy.warmup
         self._direction = 1  # of the next lap
         self._requests = self._race()
-        self._ahead = self._field
+        self._ahead = self._candidate_set
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest
@@ -191,7 +193,7 @@ class Racing(Requesting):
 
     def _race(self) -> Iterator[Request]:
         """Every request, in order; what was told meanwhile decides how it goes on."""
-        yield from self._each(self._field, self._policy.rounds[0])
+        yield from self._each(self._candidate_set, self._policy.rounds[0])
         while True:
             valid = len(self._samples)
             yield from self._run()
@@ -202,14 +204,14 @@ class Racing(Requesting):
     def _run(self) -> Iterator[Request]:
         """From the first round to the final; who has samples is asked for those missing alone."""
         first, *later = self._policy.rounds
-        left: Sequence[Config] = self._field
+        left: Sequence[Config] = self._candidate_set
         if first == 1:
             left = self._not_clearly_slower(left)
             if later:
                 left = yield from self._second_look(left)
         left = self._still_racing(left)
         while left and later and self._least(left) < later[-1]:
-            yield from self._lap(left, later[-1])
+            yield from self._round(left, later[-1])
             left = self._still_racing(left)
         left = [
             config
@@ -218,7 +220,7 @@ class Racing(Requesting):
         ]
         most = self._policy.rounds[-1] + self._policy.repeat + self._policy.doubt
         while len(left) > 1 and self._least(left) < most:
-            yield from self._lap(left, most)
+            yield from self._round(left, most)
             left = self._in_doubt(left)
 
     def _second_look(
@@ -234,7 +236,7 @@ class Racing(Requesting):
         told = {config.digest for config in seen}
         others = [config for config in candidates if config.digest not in told]
         yield from self._each(seen, 2)
-        spare = SPARE * self._time_of(self._field)
+        spare = SPARE * self._time_of(self._candidate_set)
         while others:
             self._drift.fit(self._digests(seen))
             limit, ranked = self._limit(seen, 1, CLOCKS), self._ranked(others)
@@ -249,7 +251,7 @@ class Racing(Requesting):
             seen += now
         return seen
 
-    def _lap(self, left: Sequence[Config], most: int) -> Iterator[Request]:
+    def _round(self, left: Sequence[Config], most: int) -> Iterator[Request]:
         """One sample more of each, up to ``most``; of whom others are ahead of, so many more."""
         yield from self._each(left[:: self._direction], min(self._least(left) + self._step, most))
         self._direction = -self._direction
@@ -283,7 +285,7 @@ class Racing(Requesting):
         """Finalists that may be first; none if it is all the same who is."""
         left = [config for config in finalists if config.digest in self._samples]
         taken = self._least(left)
-        if taken < self._policy.rounds[-1] + LEAST_LAPS or not left:
+        if taken < self._policy.rounds[-1] + LEAST_ROUNDS or not left:
             return left
         found = levels([self._samples[config.digest] for config in left])
         fastest, doubt = min(found.level), found.doubt(taken, taken)

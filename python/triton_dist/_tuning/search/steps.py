@@ -16,14 +16,14 @@ from triton_dist._tuning.values import Config
 
 
 @dataclass(frozen=True)
-class Step:
+class LaunchStep:
     """One launch."""
 
     config: Config
     timed: bool
 
 
-class InTurn:
+class InOrder:
     """Every config ``warmup`` times untimed, then ``repeat`` times timed, one config after another.
 
     What failed is left out from then on. ``current`` is the step to take; ``None``: all is known.
@@ -33,7 +33,7 @@ class InTurn:
         self._candidates, self._warmup, self._repeat = candidates, warmup, repeat
         self.samples: dict[str, list[float]] = {config.digest: [] for config in candidates}
         self._steps = self._plan()
-        self.current: Step | None = None
+        self.current: LaunchStep | None = None
         self._advance()
 
     def tell(self, milliseconds: float) -> None:
@@ -52,16 +52,16 @@ class InTurn:
         remaining = (step for step in self._steps if step.config.digest in self.samples)
         self.current = next(remaining, None)
 
-    def _plan(self) -> Iterator[Step]:
+    def _plan(self) -> Iterator[LaunchStep]:
         for config in self._candidates:
             yield from self._launches(config, self._warmup, self._repeat)
 
-    def _launches(self, config: Config, warmup: int, repeat: int) -> Iterator[Step]:
+    def _launches(self, config: Config, warmup: int, repeat: int) -> Iterator[LaunchStep]:
         for launch in range(warmup + repeat):
-            yield Step(config, timed=launch >= warmup)
+            yield LaunchStep(config, timed=launch >= warmup)
 
 
-class Race(InTurn):
+class Race(InOrder):
     """Clear losers leave early.
 
     =====  ==================================================  ================================
@@ -75,14 +75,14 @@ class Race(InTurn):
            backward, so that a drifting clock hits all alike
     =====  ==================================================  ================================
 
-    So with the default 3 + 5 launches a race takes less than half of what :class:`InTurn` takes,
+    So with the default 3 + 5 launches a race takes less than half of what :class:`InOrder` takes,
     whatever the times are. A config stands where the lower median of its samples stands: noise is
     mostly delay, and one hiccup must not end a race.
     """
 
     _CLEARLY_SLOWER = (2.0, 1.5)
 
-    def _plan(self) -> Iterator[Step]:
+    def _plan(self) -> Iterator[LaunchStep]:
         field = list(self._candidates)
         two_thirds, third = math.ceil(2 * len(field) / 3), math.ceil(len(field) / 3)
         for config in field:
@@ -90,22 +90,22 @@ class Race(InTurn):
         if self._repeat > 1:
             field = self._fastest(field, self._CLEARLY_SLOWER[0], two_thirds)
             for config in field:
-                yield Step(config, timed=True)
+                yield LaunchStep(config, timed=True)
             field = self._fastest(field, self._CLEARLY_SLOWER[1], third)
         for _ in range(self._repeat - 2 if len(field) > 1 else 0):
             for config in field:
-                yield Step(config, timed=True)
+                yield LaunchStep(config, timed=True)
             field.reverse()
 
     def _fastest(self, field: Sequence[Config], slower: float, most: int) -> list[Config]:
         ranked = sorted(
-            (config for config in field if config.digest in self.samples), key=self._standing
+            (config for config in field if config.digest in self.samples), key=self._status
         )
         return [
             config
             for config in ranked[:most]
-            if self._standing(config) <= slower * self._standing(ranked[0])
+            if self._status(config) <= slower * self._status(ranked[0])
         ]
 
-    def _standing(self, config: Config) -> float:
+    def _status(self, config: Config) -> float:
         return statistics.median_low(self.samples[config.digest])

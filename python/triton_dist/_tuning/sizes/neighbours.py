@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from triton_dist._tuning.sizes.size_table import Times, times_of
+from triton_dist._tuning.sizes.size_table import SizeTimes, size_times
 from triton_dist._tuning.values import (
     Config,
     Key,
@@ -32,13 +32,13 @@ from triton_dist.errors import InvalidArgument
 
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
-ASKED = "safe_fn or waves_fn"
+ASKED = "fallback_fn or waves_fn"
 """Functions of the user's that are asked about neighbours' configs."""
 _CANDIDATES, _FORESEEN = 6, 4
 """Configs of the neighbours that race: without, and with, known waves."""
 _ALIKE = 0.03
 """Relative time that a candidate has to be ahead for each one before it with as many waves."""
-_SAFE = 4
+_FALLBACKS = 4
 """Safe kinds that race besides, at most."""
 _NEIGHBOURS, _IN_FULL = 6, 3
 """So many, the nearest, have a say, and so many of those that were tuned in full."""
@@ -116,7 +116,7 @@ class Neighbours:
 
     family: Family
     all: Sequence[Neighbour]
-    safe_kind: Callable[[Config], object]
+    fallback_kind: Callable[[Config], object]
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
     """Number of waves of a config at these sizes; ``None``: not known."""
 
@@ -125,19 +125,19 @@ class Neighbours:
         algorithm for smaller sizes: whether it wins here, nobody knows, and each transfer would see
         less of the space than the last. Shipped records, of which the best alone are kept, are
         taken to have tried all."""
-        full = [each.record for each in self.all if not each.record.carried]
+        full = [each.record for each in self.all if not each.record.warm_started_from]
         if any(record.shipped for record in full):
             return True
         trials = (trial for record in full for trial in record.trials)
         tried = {each.digest for each in trials if getattr(each.outcome, "kind", "") != "pruned"}
         kinds = {_kind(config) for config in kept if config.digest in tried}
-        return all(_kind(config) in kinds or self.safe_kind(config) for config in kept)
+        return all(_kind(config) in kinds or self.fallback_kind(config) for config in kept)
 
     @classmethod
     def of(
         cls,
         sizes: Sizes,
-        safe_kind: Callable[[Config], object],
+        fallback_kind: Callable[[Config], object],
         key: Key,
         value: object,
         records: Iterable[TuningRecord],
@@ -157,7 +157,7 @@ class Neighbours:
                 far = distance(at, family.sizes)
                 relatives += [(far, at, record)] if far <= REACH else []
         waves = functools.partial(sizes.waves, value)
-        return cls(family, nearest(relatives, is_valid), safe_kind, waves)
+        return cls(family, nearest(relatives, is_valid), fallback_kind, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
@@ -170,7 +170,7 @@ class Neighbours:
         # The mean delay over the neighbours that know a config, the nearest counting most. Where
         # waves are foreseen, over neighbours that were tuned in full: a warm-started neighbour
         # knows few configs, and not that others are faster.
-        heard = [each for each in self.all if not (foreseen and each.record.carried)]
+        heard = [each for each in self.all if not (foreseen and each.record.warm_started_from)]
         delays = [self._delays(each, kept) for each in heard]
         scores = means(delays, [each.weight for each in heard])
         known = sorted(
@@ -183,23 +183,23 @@ class Neighbours:
         near = _varied(near, scores, waves, number)
         if not near:
             return []
-        safe = self.safe(kept)
-        pairs = itertools.zip_longest(near, safe[:_SAFE])  # time may end the race
+        fallback = self.fallback(kept)
+        pairs = itertools.zip_longest(near, fallback[:_FALLBACKS])  # time may end the race
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
-    def safe(self, kept: Sequence[Config]) -> list[Config]:
+    def fallback(self, kept: Sequence[Config]) -> list[Config]:
         """The fastest of each kind that is safe, as the neighbours say, the fastest kind first.
         Their order changes little with size, so every neighbour that measured two counts."""
-        safe = [config for config in kept if self.safe_kind(config)]
-        delays = [self._delays(each, safe) for each in self.all]
+        fallback = [config for config in kept if self.fallback_kind(config)]
+        delays = [self._delays(each, fallback) for each in self.all]
         scores = on_one_scale(delays, [each.weight for each in self.all])
         kinds: dict[object, Config] = {}
-        for config in sorted(safe, key=lambda config: scores.get(config.digest, math.inf)):
-            kind = self.safe_kind(config)
+        for config in sorted(fallback, key=lambda config: scores.get(config.digest, math.inf)):
+            kind = self.fallback_kind(config)
             try:
                 kinds.setdefault(kind, config)
             except TypeError as error:
-                expected, what = "True, False or a name", "the result of safe_fn"
+                expected, what = "True, False or a name", "the result of fallback_fn"
                 raise InvalidArgument("autotune", what, kind, expected) from error
         return list(kinds.values())
 
@@ -210,13 +210,13 @@ class Neighbours:
 
     def times(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
-    ) -> Times:
+    ) -> SizeTimes:
         """The times of these configs by size, for the range of ``record``; ``others``: what sizes
         go by that were not measured."""
         (at,) = record.at or self.family.sizes
         measured = [((each.record.at or each.sizes)[0], each.record) for each in others]
-        is_safe = {config.digest: bool(self.safe_kind(config)) for config in usable}
-        return times_of(record, at, measured, is_safe)
+        is_fallback = {config.digest: bool(self.fallback_kind(config)) for config in usable}
+        return size_times(record, at, measured, is_fallback)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
         """The record that is used for ``key`` where nothing can be measured: of the config that is
@@ -238,7 +238,7 @@ class Neighbours:
         chosen = min(candidates, key=lambda config: worst[config])
         one_sided = len(nearest) == 1 and nearest[0].distance > _IN_DOUBT
         if one_sided or worst[chosen] > math.log1p(_NEAR_BEST):
-            chosen = next(filter(self.safe_kind, candidates), chosen)
+            chosen = next(filter(self.fallback_kind, candidates), chosen)
         source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
         if source is None:
             return None
@@ -250,7 +250,7 @@ class Neighbours:
             trials=(Trial(trial.digest, trial.config, _scaled(trial, growth)),),
             timestamp=now,
             seconds=0.0,
-            carried=f"predicted from {self}",
+            warm_started_from=f"predicted from {self}",
             at=(),
         )
 
@@ -285,11 +285,11 @@ def nearest(
     found: dict[tuple[int, ...], Neighbour] = {}
     full = 0
     for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
-        if sizes in found or (len(found) >= _NEIGHBOURS and record.carried):
+        if sizes in found or (len(found) >= _NEIGHBOURS and record.warm_started_from):
             continue
         if is_valid(record):
             found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
-            full += not record.carried
+            full += not record.warm_started_from
         if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
             break
     return list(found.values())

@@ -29,7 +29,7 @@ _APART = 15 / 16
 nearer ones a library may take other tiles, which would tell of 44 us a row for 0.4."""
 
 
-class Line(NamedTuple):
+class LatencyCurve(NamedTuple):
     """Milliseconds of a config by size."""
 
     digest: str
@@ -46,26 +46,26 @@ class Line(NamedTuple):
         return self.ms * (1 + growth * (size / max(1, self.size) - 1))
 
 
-class Times(NamedTuple):
+class SizeTimes(NamedTuple):
     """Words of the leader to all ranks: plain values."""
 
     winner: str
     """Digest of the record's winner."""
     fixed: tuple[str, float] | None
     """Digest and milliseconds of the winner, if it is not safe; else of the fastest that is not."""
-    lines: tuple[Line, ...]
+    lines: tuple[LatencyCurve, ...]
     """Those of configs that are safe."""
 
 
 @dataclass(frozen=True)
-class Span:
+class SizeTable:
     """The configs of a range by size; the same on all ranks."""
 
-    times: Times
+    times: SizeTimes
     configs: dict[str, Config]
 
     @classmethod
-    def of(cls, times: Times, space: ConfigSpace) -> Span:
+    def of(cls, times: SizeTimes, space: ConfigSpace) -> SizeTable:
         digests = [times.winner, *(line.digest for line in times.lines)]
         if times.fixed is not None:
             digests.append(times.fixed[0])
@@ -86,23 +86,23 @@ class Span:
         return self.configs[chosen if chosen in self.configs else winner]
 
 
-def times_of(
+def size_times(
     record: TuningRecord,
     at: int,
     others: Sequence[tuple[int, TuningRecord]],
-    is_safe: Mapping[str, bool],
-) -> Times:
+    is_fallback: Mapping[str, bool],
+) -> SizeTimes:
     """The times of ``record``, which was measured at size ``at``.
 
     Args:
         others: records of other ranges, with the sizes at which they were measured.
-        is_safe: by digest of the configs that may be used, the winner among them.
+        is_fallback: by digest of the configs that may be used, the winner among them.
     """
-    medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_safe}
+    medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_fallback}
     nearest = sorted(others, key=lambda each: abs(each[0] - at))
     elsewhere = [(size, _medians(each)) for size, each in nearest if size != at]
     growths = {}
-    for digest in filter(is_safe.__getitem__, medians):
+    for digest in filter(is_fallback.__getitem__, medians):
         there = [(size, known[digest]) for size, known in elsewhere if digest in known]
         growths[digest] = _growths(at, medians[digest], there)
     # Of a config that was not measured elsewhere, that of its like.
@@ -113,19 +113,19 @@ def times_of(
     lines = []
     for digest, sides in growths.items():
         down, up = (u if each is None else each for each, u in zip(sides, usual, strict=True))
-        lines.append(Line(digest, at, medians[digest], down, up))
+        lines.append(LatencyCurve(digest, at, medians[digest], down, up))
     winner = record.best.digest
-    tiled = {digest: ms for digest, ms in medians.items() if not is_safe[digest]}
+    tiled = {digest: ms for digest, ms in medians.items() if not is_fallback[digest]}
     first = winner if winner in tiled else min(tiled, key=tiled.__getitem__, default="")
     fixed = (first, tiled[first]) if first else None
-    return Times(winner, fixed, tuple(lines))
+    return SizeTimes(winner, fixed, tuple(lines))
 
 
 def _growths(
     at: int, ms: float, there: Sequence[tuple[int, float]]
 ) -> tuple[float | None, float | None]:
-    """``Line.down`` and ``up``, as far as times at other sizes tell, of which the nearest is
-    first."""
+    """``LatencyCurve.down`` and ``up``, as far as times at other sizes tell, of which the nearest
+    is first."""
 
     def towards(size: int, other: float) -> float:
         share = (ms - other) / ms * at / (at - size) if ms > 0 else 0.0

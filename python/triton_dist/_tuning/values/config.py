@@ -327,17 +327,17 @@ class FixedSpace(ConfigSpace):
         kwargs: Mapping[str, Any],
     ) -> tuple[list[Config], list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        judge = prune_fn and judge_of_whole(prune_fn, self._fixed)
-        return super().prune(judge, args, others)
+        validator = prune_fn and validator_of_whole(prune_fn, self._fixed)
+        return super().prune(validator, args, others)
 
 
-def judge_of_whole(judge: Callable[..., object], fixed: Config) -> Callable[..., object]:
-    """``prune_fn`` or ``safe_fn`` about configs without the names in ``fixed``: it still sees
+def validator_of_whole(validator: Callable[..., object], fixed: Config) -> Callable[..., object]:
+    """``prune_fn`` or ``fallback_fn`` about configs without the names in ``fixed``: it still sees
     whole ones."""
 
-    @functools.wraps(judge)
+    @functools.wraps(validator)
     def of_rest(config: Config, /, *args: Any, **kwargs: Any) -> object:
-        return judge(Config({**config, **fixed}), *args, **kwargs)
+        return validator(Config({**config, **fixed}), *args, **kwargs)
 
     return of_rest
 

@@ -111,8 +111,8 @@ class ByRank(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[Sequence[float]]) -> ByRank:
         """``samples`` in the order in which they were taken, by rank."""
-        laps = list(zip(*samples, strict=True))
-        slowest = [lap.index(max(lap)) for lap in laps]
+        rounds = list(zip(*samples, strict=True))
+        slowest = [round_.index(max(round_)) for round_ in rounds]
         medians = (round(statistics.median(own), 6) for own in samples)
         return cls(tuple(medians), tuple(map(slowest.count, range(len(samples)))))
 

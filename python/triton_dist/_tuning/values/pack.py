@@ -68,7 +68,7 @@ class _Result:
             "ms": _median(best),
             "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
             **({"near": {t.digest[:_DIGITS]: _median(t) for t in near}} if near else {}),
-            **({"carried": record.carried} if record.carried else {}),
+            **({"warm_started_from": record.warm_started_from} if record.warm_started_from else {}),
             **({"at": list(record.at)} if record.at else {}),
         }
         configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *near)}
@@ -186,7 +186,7 @@ def _record(
         ),
         timestamp=str(group["date"]),
         seconds=0.0,
-        carried=str(result.get("carried", "")),
+        warm_started_from=str(result.get("warm_started_from", "")),
         at=tuple(int(read_number(size)) for size in result.get("at", ())),
     )
 

@@ -69,7 +69,7 @@ class Policy:
         *,
         timing: str,
         search: str,
-        takes_turns: bool = False,
+        alternates: bool = False,
         max_seconds: float | None = None,
         max_trials: int | None = None,
         effort: str = "normal",
@@ -82,20 +82,20 @@ class Policy:
 
         On CPU ranks a run takes 10 to 100 ms in the interpreter and no user minds which config
         wins: few runs. Nor does one sample show a clear loser there: processes share the cores. Nor
-        on a GPU that ranks share (``takes_turns``), where a run takes as long and its time says how
+        on a GPU that ranks share (``alternates``), where a run takes as long and its time says how
         often it waited for a turn; nor is a graph of use then, or on a CPU.
         """
         in_turn, cpu = search == "exhaustive", device == "cpu"
-        timing = "events" if cpu or takes_turns else timing
-        warmup = (1 if cpu or takes_turns else 3) if in_turn else 0
+        timing = "events" if cpu or alternates else timing
+        warmup = (1 if cpu or alternates else 3) if in_turn else 0
         lists = search in LISTING
         if effort == "quick" and lists and max_trials is None:
             max_trials = EFFORTS[effort]
         return cls(
             warmup=max(warmup, 1) if timing == "graph" else warmup,
-            repeat=4 if cpu or takes_turns else 10,
-            doubt=0 if cpu or takes_turns else 60,
-            rounds=(2,) if cpu or takes_turns else (1, 2, 5),
+            repeat=4 if cpu or alternates else 10,
+            doubt=0 if cpu or alternates else 60,
+            rounds=(2,) if cpu or alternates else (1, 2, 5),
             timing=timing,
             search=search,
             max_seconds=max_seconds,

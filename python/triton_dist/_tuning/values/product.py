@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton_dist._tuning.values import codec
-from triton_dist._tuning.values.config import Config, ConfigSpace, Pruned, judge_of_whole, reason_of
+from triton_dist._tuning.values.config import (
+    Config,
+    ConfigSpace,
+    Pruned,
+    reason_of,
+    validator_of_whole,
+)
 from triton_dist.errors import InvalidArgument
 
 Point = tuple[int, ...]
@@ -185,8 +191,8 @@ class _Rest(Product):
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        judge = prune_fn and judge_of_whole(prune_fn, self._fixed)
-        return super().prune(judge, args, others)
+        validator = prune_fn and validator_of_whole(prune_fn, self._fixed)
+        return super().prune(validator, args, others)
 
 
 class Unlisted:

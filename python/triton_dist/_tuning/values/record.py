@@ -65,7 +65,7 @@ class TuningRecord:
     """Time at which it was finished, UTC, ISO 8601."""
     seconds: float
     """Duration of the tuning."""
-    carried: str = ""
+    warm_started_from: str = ""
     """Source of the results that left few candidates to be tried, or none; else empty."""
     at: tuple[int, ...] = ()
     """Sizes of the call that was measured; empty if those of the key, which end its range."""
@@ -151,7 +151,7 @@ class TuningRecord:
             ],
             "timestamp": self.timestamp,
             "seconds": self.seconds,
-            **({"carried": self.carried} if self.carried else {}),
+            **({"warm_started_from": self.warm_started_from} if self.warm_started_from else {}),
             **({"at": list(self.at)} if self.at else {}),
             **({"dropped": dict(self.dropped)} if self.dropped else {}),
             **(
@@ -248,7 +248,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "fingerprint": _read_fingerprint(tree["fingerprint"], tree["schema"]),
         "timestamp": str(tree["timestamp"]),
         "seconds": read_number(tree["seconds"]),
-        "carried": str(tree.get("carried", "")),
+        "warm_started_from": str(tree.get("warm_started_from", "")),
         "at": tuple(int(read_number(size)) for size in tree.get("at", ())),
         "by_rank": {
             str(digest): ByRank.from_tree(own) for digest, own in tree.get("by_rank", {}).items()

@@ -53,19 +53,20 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
     common = [0.0] * max(map(len, samples))
     for _ in range(_PASSES):
         level = [
-            typical([time - lap for time, lap in zip(own, common, strict=False)]) for own in samples
+            typical([time - round_ for time, round_ in zip(own, common, strict=False)])
+            for own in samples
         ]
         if len(samples) == 1:
             break
         pairs = list(zip(samples, level, strict=True))
         common = [
-            statistics.median(own[lap] - mine for own, mine in pairs if lap < len(own))
-            for lap in range(len(common))
+            statistics.median(own[round_] - mine for own, mine in pairs if round_ < len(own))
+            for round_ in range(len(common))
         ]
     left = [
-        abs(time - lap - mine)
+        abs(time - round_ - mine)
         for own, mine in zip(samples, level, strict=True)
-        for time, lap in zip(own, common, strict=False)
+        for time, round_ in zip(own, common, strict=False)
     ]
     # Laps took their share of the differences; of two candidates, half.
     taken = len(samples) / max(len(samples) - 1, 1)

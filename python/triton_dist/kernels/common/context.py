@@ -174,7 +174,7 @@ def agree_to_create(
     values = [
         each if isinstance(each, numbers.Integral | str) else repr(each) for each in asked.values()
     ]
-    answers = ranks.gather(f"creation of {a_context} context", (*values, str(refusal or "")))
+    answers = ranks.all_gather(f"creation of {a_context} context", (*values, str(refusal or "")))
     if refusal is not None:
         raise refusal
     if len(set(answers)) > 1:

@@ -1,13 +1,13 @@
 """An op is a function that several algorithms can compute, its *ways*, and that is tuned over them.
 
-    @op(ways=WAYS, call=Call, sizes=Sizes.of, key_fn=key_fn, version="3")
-    def gemm_rs(A, B, ctx, gemm_config=None, ..., way=None):
+    @op(algorithms=ALGORITHMS, call=Call, sizes=Sizes.of, key_fn=key_fn, version="3")
+    def gemm_rs(A, B, ctx, gemm_config=None, ..., algorithm=None):
         return Call(A, B, ctx, gemm_config, ..., way).run()
 
 A config is the name of a way and the values of that way's tunables, nothing else. From the ways
 come the config space, what is pruned, what is compiled ahead, and the call itself; so another
-algorithm is another ``Way`` in the tuple. A call looks its way up once: what it costs the host is
-benchmarks/bench_host_cost.py.
+algorithm is another ``Algorithm`` in the tuple. A call looks its way up once: what it costs the
+host is benchmarks/bench_host_cost.py.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ASKING = ("method", "fuse_scatter")
 """Older keywords that name a way."""
 
 
-class Way(ABC, Generic[C, S]):
+class Algorithm(ABC, Generic[C, S]):
     """An algorithm of an op: ``C`` is the type of the op's calls, ``S`` of the sizes of a key."""
 
     name: str
-    """Text that ``way=`` and records say."""
+    """Text that ``algorithm=`` and records say."""
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
-    is_safe: ClassVar[bool] = False
+    is_fallback: ClassVar[bool] = False
     """Near the best at every size, as a library's: always raced."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Way(ABC, Generic[C, S]):
         first."""
 
     @abstractmethod
-    def suits(self, config: Mapping[str, Any], sizes: S) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: S) -> bool:
         """Tell whether a config is worth trying for every call of a key with these sizes."""
 
     def check(self, call: C) -> None:
@@ -65,7 +65,7 @@ class Way(ABC, Generic[C, S]):
         """Launch the call, and return its result."""
 
 
-class AskedSizes(Protocol):
+class NamedSizes(Protocol):
     """Sizes of a key of an op whose older keywords name a way."""
 
     @property
@@ -73,32 +73,32 @@ class AskedSizes(Protocol):
         """The way that the caller's keywords ask for."""
 
 
-A = TypeVar("A", bound=AskedSizes)
+A = TypeVar("A", bound=NamedSizes)
 
 
-class AskedWay(Way[C, A]):
+class NamedAlgorithm(Algorithm[C, A]):
     """A way of an op whose older keywords name a way: then it alone is tried."""
 
-    def suits(self, config: Mapping[str, Any], sizes: A) -> bool:
-        return sizes.asked in (None, self.name) and self.fits(config, sizes)
+    def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
+        return sizes.asked in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
-    def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
         """Tell whether a config is worth trying where this way is allowed. It must not go by what a
         context holds: others have the same key."""
 
 
-class Ways(dict[str, Way[C, S]]):
+class Algorithms(dict[str, Algorithm[C, S]]):
     """The ways of an op by name, in the order in which they are tried. A dict, for each call looks
     its way up."""
 
-    def __init__(self, function: str, ways: Iterable[Way[C, S]]) -> None:
-        super().__init__((way.name, way) for way in ways)
+    def __init__(self, function: str, algorithms: Iterable[Algorithm[C, S]]) -> None:
+        super().__init__((algorithm.name, algorithm) for algorithm in algorithms)
         self.function = function
 
-    def __missing__(self, name: object) -> Way[C, S]:
+    def __missing__(self, name: object) -> Algorithm[C, S]:
         expected = f"None or one of {', '.join(map(repr, self))}"
-        raise InvalidArgument(self.function, "way", name, expected)
+        raise InvalidArgument(self.function, "algorithm", name, expected)
 
     def asked(self, method: object) -> str | None:
         """Name the way that the older keyword ``method`` asks for, by the member of an enumeration
@@ -113,16 +113,18 @@ class Ways(dict[str, Way[C, S]]):
 
     def has_candidates(self, name: str, sizes: S) -> bool:
         """Tell whether the way ``name`` is worth trying at all for calls of a key."""
-        way = self[name]
-        configs = (dict(zip(way.tunables, each, strict=True)) for each in way.candidates())
-        return any(way.suits({"way": name, **config}, sizes) for config in configs)
+        algorithm = self[name]
+        configs = (
+            dict(zip(algorithm.tunables, each, strict=True)) for each in algorithm.candidates()
+        )
+        return any(algorithm.fits({"algorithm": name, **config}, sizes) for config in configs)
 
     def config_space(self) -> list[dict[str, Any]]:
         """Configs of all ways; the first is the default."""
         return [
-            {"way": way.name, **dict(zip(way.tunables, values, strict=True))}
-            for way in self.values()
-            for values in way.candidates()
+            {"algorithm": algorithm.name, **dict(zip(algorithm.tunables, values, strict=True))}
+            for algorithm in self.values()
+            for values in algorithm.candidates()
         ]
 
 
@@ -139,7 +141,7 @@ def check_straggler(function: str, option: object) -> None:
     raise InvalidArgument(function, "straggler_option", option, expected)
 
 
-def check_tiles(function: str, config: Any, way: str | None = None) -> None:
+def check_tiles(function: str, config: Any, algorithm: str | None = None) -> None:
     """Refuse a ``gemm_config`` that has no tiles of a product.
 
     Raises:
@@ -148,7 +150,11 @@ def check_tiles(function: str, config: Any, way: str | None = None) -> None:
     try:
         config.kwargs["BLOCK_SIZE_K"]
     except (AttributeError, KeyError) as error:
-        expected = "a triton.Config" if way is None else f"a triton.Config for way={way!r}"
+        expected = (
+            "a triton.Config"
+            if algorithm is None
+            else f"a triton.Config for algorithm={algorithm!r}"
+        )
         if isinstance(config, triton.Config):
             missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
             config, expected = str(config), f"one with {', '.join(sorted(missing))}"
@@ -162,7 +168,7 @@ class OpCall:
     ``key_fn`` has checked already.
     """
 
-    chosen: Way[Any, Any]
+    chosen: Algorithm[Any, Any]
 
     def run(self) -> torch.Tensor:
         """Launch the call, and return its result."""
@@ -175,7 +181,7 @@ class OpCall:
 
 def op(
     *,
-    ways: Ways[Any, Any],
+    algorithms: Algorithms[Any, Any],
     call: Callable[..., OpCall],
     sizes: Callable[..., Any],
     key_fn: Callable[..., Any],
@@ -190,7 +196,7 @@ def op(
     inside it can be named anew without a tuning being lost.
 
     Args:
-        sizes: ``sizes(*args, **kwargs)`` returns what ``Way.suits`` receives, the same for all
+        sizes: ``sizes(*args, **kwargs)`` returns what ``Algorithm.fits`` receives, the same for all
             calls of a key, since a winner serves all of them.
         key_sizes: ``sizes`` of ``tune.autotune``. key_fn, agree_fn, settings: of ``tune.autotune``,
             such as ``scope="rank"`` for an op of one rank, which has no context.
@@ -201,11 +207,11 @@ def op(
         signature = inspect.signature(fn)
 
         def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
-            way = ways[config["way"]]
+            algorithm = algorithms[config["algorithm"]]
             # A caller who fixes a way leaves configs of others, with their tunables.
-            if config.keys() != {"way", *way.tunables}:
+            if config.keys() != {"algorithm", *algorithm.tunables}:
                 return False
-            return way.suits(config, sizes(*args, **kwargs))
+            return algorithm.fits(config, sizes(*args, **kwargs))
 
         def prepare(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
@@ -216,14 +222,16 @@ def op(
             """Refuse at the first call of a key what would make every candidate of it fail."""
             given = signature.bind_partial(*args, **kwargs).arguments
             if given.get("straggler_option") is not None:
-                check_straggler(ways.function, given["straggler_option"])
+                check_straggler(algorithms.function, given["straggler_option"])
             found = sizes(*args, **kwargs)
             asked = getattr(found, "asked", None)
-            if asked is not None and not ways.has_candidates(asked, found):
+            if asked is not None and not algorithms.has_candidates(asked, found):
                 by = next(name for name in _ASKING if given.get(name) is not None)
-                expected = f"a way that a tuning tries here: {ways.function}.fn(…, way={asked!r}) "
-                expected += "or autotune=False runs it all the same"
-                raise InvalidArgument(ways.function, by, given[by], expected)
+                expected = "an algorithm that fits here; to run it nevertheless, pass "
+                expected += (
+                    f"autotune=False or call {algorithms.function}.fn(…, algorithm={asked!r})"
+                )
+                raise InvalidArgument(algorithms.function, by, given[by], expected)
             return agree_fn(*args, **kwargs)
 
         def recover(*args: Any, **kwargs: Any) -> None:
@@ -232,7 +240,7 @@ def op(
             signature.bind_partial(*args, **kwargs).arguments["ctx"].reset()
 
         tuner = tuned(
-            config_space=ways.config_space,
+            config_space=algorithms.config_space,
             key_fn=key_fn,
             prune_fn=prune,
             prepare_fn=prepare,
@@ -241,11 +249,15 @@ def op(
             timing="graph",  # as in serving; streams of a library overlap there, whatever the host
             version=version,
             sizes=key_sizes,
-            safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
+            fallback_fn=lambda config: (
+                algorithms[config["algorithm"]].is_fallback and config["algorithm"]
+            ),
             **settings,
         )(fn)
         tuner.overwritten = ("output", "gathered")
-        tuner.unsaid = ("way",)  # the first is an op's own default, unless a context has another
+        tuner.unsaid = (
+            "algorithm",
+        )  # the first is an op's own default, unless a context has another
         tuner.key_argument = "accepted_key"
         return tuner
 

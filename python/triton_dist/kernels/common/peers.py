@@ -42,7 +42,7 @@ from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 # without this it stores 2 bytes at a time.
 TARGET_ALIGNMENT = tl.constexpr(16)
 # Word of a slot's line at which the guard begins, after the epoch.
-GUARD = tl.constexpr(1)
+TIMEOUT_WORD = tl.constexpr(1)
 _PRIME = 2**20 - 3
 
 
@@ -60,9 +60,9 @@ def epoch_at(epoch_ptr):
 
 
 @jit
-def guard_of(epoch_ptr):
+def timeout_word_of(epoch_ptr):
     """The guard of the waits in a slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
-    return epoch_ptr + GUARD
+    return epoch_ptr + TIMEOUT_WORD
 
 
 @jit
@@ -98,7 +98,7 @@ def folded(number: int) -> int:
 
 @dataclass(frozen=True)
 class ShardPush:
-    """Memory that a consumer needs to send this rank's shard itself (``gemm/units.py``).
+    """Memory that a consumer needs to send this rank's shard itself (``gemm/work_items.py``).
 
     shards, arrivals: int64 [num_ranks], addresses of each rank's gathered rows and flags.
     consumed: int32 [num_ranks], the last epoch whose shards each peer has consumed.
@@ -131,7 +131,7 @@ class GatheredShards:
 
 
 # Control words of a guard, int64 (``language.wait``).
-MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, GUARD_WORDS = range(8)
+MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, TIMEOUT_WORDS = range(8)
 DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
@@ -154,22 +154,29 @@ class Disagreements:
         self.address = memory.data_ptr()
         self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
         # Weak: guards refer to this object, and to memory that is to go with its owner.
-        self._guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()
+        self._timeouts: WeakValueDictionary[int, TimeoutWord] = WeakValueDictionary()
 
-    def add(self, guard: Guard) -> None:
+    def add(self, timeout_words: TimeoutWord) -> None:
         """Add the guards of a memory to the ring."""
-        self._guards[id(guard)] = guard
+        self._timeouts[id(timeout_words)] = timeout_words
         self.link()
 
     def link(self) -> None:
         """Write to each guard where the next of the ring is, and where to report."""
-        each = [words for guard in self._guards.values() for words in guard.of_slots()]
+        each = [
+            words for timeout_words in self._timeouts.values() for words in timeout_words.of_slots()
+        ]
         for words, following in zip(each, each[1:] + each[:1], strict=True):
             words[REPORT], words[NEXT] = self.address, following.data_ptr()
 
     def noted(self) -> RankDisagreement | None:
         """Once the device is done: the disagreement that is noted in one of the guards."""
-        return next(filter(None, (guard.disagreement() for guard in self._guards.values())), None)
+        return next(
+            filter(
+                None, (timeout_words.disagreement() for timeout_words in self._timeouts.values())
+            ),
+            None,
+        )
 
     def check(self) -> None:
         """Raise if a kernel has found that ranks disagree; some tens of ns otherwise.
@@ -194,13 +201,15 @@ class Disagreements:
         """Forget what was reported: the memories are reset."""
         self.word[0] = 0
 
-    def of(self, rank: int, guard: Sequence[int], flags: Iterable[Flags]) -> RankDisagreement:
-        """The error of rank ``rank`` of the group, whose ``guard`` says that one of ``flags`` came
-        with another size."""
-        own, others = size_in(guard[AWAITED]), size_in(guard[SEEN])
+    def of(
+        self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
+    ) -> RankDisagreement:
+        """The error of rank ``rank`` of the group, whose ``timeout_words`` says that one of
+        ``flags`` came with another size."""
+        own, others = size_in(timeout_words[AWAITED]), size_in(timeout_words[SEEN])
         by_rank: dict[int, object] = {self._of_world(rank): own}
         for words, source_of in flags:
-            index, rest = divmod(guard[FLAG] - words.data_ptr(), words.element_size())
+            index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
                 by_rank[self._of_world(source_of(index))] = others
         remedy = (
@@ -219,7 +228,7 @@ is late, what was awaited there, and what is there."""
 
 
 @dataclass(eq=False)
-class Guard:
+class TimeoutWord:
     """The guards of a memory's slots, as the host sees them.
 
     name, kernels: of the memory, and of what waits in it, for errors.
@@ -287,7 +296,11 @@ class Guard:
     def gave_up(self) -> WaitTimeout | RankDisagreement | None:
         """Once the device is done: the error of the first call, since this was last asked, of which
         a wait gave up."""
-        late = {slot: guard for slot, guard in enumerate(self._guards()) if guard[GAVE_UP]}
+        late = {
+            slot: timeout_words
+            for slot, timeout_words in enumerate(self._timeouts())
+            if timeout_words[GAVE_UP]
+        }
         if not late:
             return None
         disagreed = self.found.noted()
@@ -326,12 +339,12 @@ class Guard:
 
     def disagreement(self) -> RankDisagreement | None:
         """Once the device is done: the sizes of the present calls, if a peer's is another one."""
-        for slot, guard in enumerate(self._guards()):
-            if guard[GAVE_UP] == DISAGREED:
-                return self.found.of(self.ranks.rank, guard, self.flags(slot))
+        for slot, timeout_words in enumerate(self._timeouts()):
+            if timeout_words[GAVE_UP] == DISAGREED:
+                return self.found.of(self.ranks.rank, timeout_words, self.flags(slot))
         return None
 
-    def _guards(self) -> list[list[int]]:
+    def _timeouts(self) -> list[list[int]]:
         return [line[self.first :] for line in self.lines.tolist()]
 
     def _clear(self) -> None:

@@ -10,7 +10,7 @@ Arguments that are the same for every GEMM across ranks:
         unit stride in one dimension and multiples of 16 bytes in the other; pointers serve others.
     ctx: from the op's ``create_…_context``.
     way: the algorithm (tuned). Older keywords of an op are names of a way too; tuned with one of
-        them, the tuning is of that way. Where nothing is tuned they go before ``way``.
+        them, the tuning is of that way. Where nothing is tuned they go before ``algorithm``.
     gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
     straggler_option: (rank, cycles): that rank sleeps so long in the call, for tests.
 
@@ -26,8 +26,8 @@ Creating a context is collective over its group (default: the world, else this p
     DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
 """
 
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
-from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather import (
     AllGatherContext,
     GatherMethod,
@@ -102,7 +102,7 @@ __all__ = [
     "MoEReduceRSContext",
     "ReduceScatterContext",
     "ReduceScatterMethod",
-    "VendorMethod",
+    "LibraryAlgorithm",
     "ag_gemm",
     "ag_group_gemm",
     "all_gather",

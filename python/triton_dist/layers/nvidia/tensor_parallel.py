@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from triton_dist.errors import ContextFinalized, InvalidArgument
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import DTYPES, OpContext
 from triton_dist.kernels.nvidia import (
     ag_gemm,
@@ -93,17 +93,17 @@ class Collectives:
         """[m, …] of each rank to [M, …], in the order of ranks."""
         if self.num_ranks == 1:
             return shard
-        return vendor.all_gather_rows(shard.contiguous(), self.group)
+        return libraries.all_gather_rows(shard.contiguous(), self.group)
 
     def reduce_scatter(self, addend: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum over ranks: [M, …] to [m, …]."""
         if self.num_ranks == 1:
             return addend
-        return vendor.reduce_scatter(addend.contiguous(), self.group)
+        return libraries.reduce_scatter(addend.contiguous(), self.group)
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """``addend``, which becomes its sum over ranks."""
-        return addend if self.num_ranks == 1 else vendor.all_reduce(addend, self.group)
+        return addend if self.num_ranks == 1 else libraries.all_reduce(addend, self.group)
 
     def ag_gemm(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None

@@ -29,15 +29,13 @@ class SoloRank:
         in_world = dist.is_available() and dist.is_initialized()
         return WorldRank(dist.get_rank() if in_world else knobs.rank.get())
 
-    def converse(
-        self, function: str = "", key: str = "", call: int = 0, hint: str = ""
-    ) -> SoloRank:
+    def channel(self, function: str = "", key: str = "", call: int = 0, hint: str = "") -> SoloRank:
         return self
 
     def is_current(self) -> bool:
         return True
 
-    def leave(self, reason: str, refused: bool = False) -> None:
+    def abort(self, reason: str, refused: bool = False) -> None:
         pass
 
     def note(self, function: str, text: str) -> None:
@@ -49,10 +47,10 @@ class SoloRank:
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
-    def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
+    def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         return value  # type: ignore[return-value]  # the leader always brings a value
 
-    def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+    def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:

@@ -43,7 +43,7 @@ class StoreRanks:
     what the step is for: it is in the error when a rank is missing, and different phases at one
     step are an error on every rank.
 
-    A tuning has a conversation of its own (``converse``), with its own numbers. So what the tuned
+    A tuning has a conversation of its own (``channel``), with its own numbers. So what the tuned
     function says to the other ranks while it is tried is not taken for a message of the tuner.
 
     Conversations are numbered too, and ranks need not count alike, because a rank may raise in a
@@ -103,11 +103,11 @@ class StoreRanks:
         """True: nobody destroys these ranks."""
         return True
 
-    def meeting_seconds(self) -> float:
+    def agreement_seconds(self) -> float:
         """Limit of the first message of a conversation, unless its caller gives another."""
         return knobs.autotune_meeting_timeout.get() or 1800.0
 
-    def converse(
+    def channel(
         self, function: str = "", key: str = "", call: int = 0, hint: str = ""
     ) -> StoreRanks:
         """The same ranks, about one thing: the n-th conversation of a rank meets the n-th of the
@@ -129,7 +129,7 @@ class StoreRanks:
         self._last = new
         return new
 
-    def leave(self, reason: str, refused: bool = False) -> None:
+    def abort(self, reason: str, refused: bool = False) -> None:
         """Tell ranks that wait for this one, or will, that it does not come. Does not block."""
         last = Left(self.rank, self._function, self._call, reason, refused)
         with self._reachable(f"leaving ({reason})"):
@@ -149,15 +149,15 @@ class StoreRanks:
                 self._mailbox.put(f"note/{function}/{self.rank}", text)
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``gather`` as the first message of a conversation.
+        """``all_gather`` as the first message of a conversation.
 
         Raises:
-            RankTimeout: a rank does not come within ``seconds`` (default: ``meeting_seconds``), or
-                has left a conversation about the same and does not come back at once.
-            RankDisagreement: as ``gather``.
+            RankTimeout: a rank does not come within ``seconds`` (default: ``agreement_seconds``),
+                or has left a conversation about the same and does not come back at once.
+            RankDisagreement: as ``all_gather``.
         """
         begin, before = time.monotonic(), len(self._written)
-        end = begin + (self.meeting_seconds() if seconds is None else seconds)
+        end = begin + (self.agreement_seconds() if seconds is None else seconds)
         back = end
         away: dict[int, Left] = {}
         """Those that may have been meant for this call."""
@@ -187,7 +187,7 @@ class StoreRanks:
                 away[left.rank], back = left, min(end, time.monotonic() + _RETURN_SECONDS)
             self._next_topic()
 
-    def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
+    def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         step = self._next_step()
         if self.is_leader:
             self._put(step, phase, value)
@@ -198,7 +198,7 @@ class StoreRanks:
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
         return decided  # type: ignore[no-any-return]
 
-    def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+    def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         step = self._next_step()
         before = len(self._written)
         self._put(step, phase, value)
@@ -206,10 +206,10 @@ class StoreRanks:
         return self._compared(step, phase, entries, before)
 
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
-        return [max(column) for column in zip(*self.gather(phase, list(values)), strict=True)]
+        return [max(column) for column in zip(*self.all_gather(phase, list(values)), strict=True)]
 
     def barrier(self, phase: str, seconds: float | None = None) -> None:
-        self.gather(phase, None, seconds)
+        self.all_gather(phase, None, seconds)
 
     def align(
         self,
@@ -291,7 +291,7 @@ class StoreRanks:
                 self._remind(phase, missing, waited)
 
         with self._reachable(phase):
-            return self._mailbox.take(names, seconds, left, remind, self.meeting_seconds)
+            return self._mailbox.take(names, seconds, left, remind, self.agreement_seconds)
 
     def _remind(self, phase: str, missing: Sequence[int], waited: float) -> None:
         about = f"{self._function}, " if self._function else ""
@@ -392,7 +392,7 @@ class ProcessGroupRanks(StoreRanks):
         counts any more."""
         return self._process_group() in distributed_c10d._world.pg_map
 
-    def meeting_seconds(self) -> float:
+    def agreement_seconds(self) -> float:
         """The knob's, else as long as the group's own collectives wait, else 30 minutes."""
         limit = knobs.autotune_meeting_timeout.get()
         if limit is not None:

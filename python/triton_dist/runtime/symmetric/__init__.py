@@ -45,7 +45,7 @@ def allocate(
             return SoloSymmetricMemory(layout, device.torch_device)
         if device.name == "cuda":
             ranks = group_for(group)
-            places = ranks.gather("GPUs of the ranks", Place.of(device.torch_device.index))
+            places = ranks.all_gather("GPUs of the ranks", Place.of(device.torch_device.index))
             if not share_a_gpu(places):
                 return CudaSymmetricMemory(layout, device.torch_device, group)
             refused = refusal(places, ranks.named)

@@ -28,7 +28,7 @@ class CudaSymmetricMemory(SymmetricMemory):
         else:
             reason = ""
         # The rendezvous below would hang if some rank did not come, so the ranks agree first.
-        asked = ranks.gather("symmetric allocation", (layout.describe(), reason))
+        asked = ranks.all_gather("symmetric allocation", (layout.describe(), reason))
         if len({layouts for layouts, _ in asked}) > 1:
             raise RankDisagreement(
                 "symmetric regions", {ranks.named(r): what for r, (what, _) in enumerate(asked)}

@@ -27,7 +27,7 @@ class HostSymmetricMemory(SymmetricMemory):
         own = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             shortage = _reserve(own, layout.nbytes)
-            asked = self._ranks.gather(
+            asked = self._ranks.all_gather(
                 "symmetric allocation", (layout.describe(), os.getpid(), own, shortage)
             )
             if len({entry[0] for entry in asked}) > 1:

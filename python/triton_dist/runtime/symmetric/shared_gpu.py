@@ -43,7 +43,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
 
     def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
         self._ranks, self._device = group_for(group), device
-        asked = self._ranks.gather("symmetric allocation", layout.describe())
+        asked = self._ranks.all_gather("symmetric allocation", layout.describe())
         if len(set(asked)) > 1:
             by_rank = {self._ranks.named(rank): what for rank, what in enumerate(asked)}
             raise RankDisagreement("symmetric regions", by_rank)
@@ -51,12 +51,12 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         lease.end_retired()  # all ranks are here, so all have closed what they freed before
         with ExitStack() as undone:
             self._own = 0
-            offers = self._ranks.gather("shared GPU memory", self._offer(layout.nbytes, undone))
+            offers = self._ranks.all_gather("shared GPU memory", self._offer(layout.nbytes, undone))
             _raise_refusal(layout, offers, self._ranks)
             closing = undone.enter_context(ExitStack())  # before the own block is given back
             addresses, refusal = self._open(offers, closing)
             # Blocks are zero before any rank is told that it may use them.
-            refusals = self._ranks.gather("shared GPU memory is mapped", refusal)
+            refusals = self._ranks.all_gather("shared GPU memory is mapped", refusal)
             for rank, refusal in enumerate(refusals):
                 if refusal:
                     raise DeviceUnavailable(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
@@ -64,7 +64,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, B = operands["A"], operands["B"]
-        rows = vendor.all_gather_rows(A, group)
+        rows = libraries.all_gather_rows(A, group)
         return torch.matmul(rows.float(), B.float()).to(A.dtype)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
@@ -72,7 +72,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         (NCCL; copy engines); NCCL's and the GEMM one after the other; and torch's async-TP where it
         can run."""
         A, B, group = operands["A"], operands["B"], ctx.group
-        rows = vendor.all_gather_rows(A, group)
+        rows = libraries.all_gather_rows(A, group)
 
         def expected() -> torch.Tensor:
             return self.reference(operands, group)
@@ -81,16 +81,18 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
             "GEMM alone": Baseline("gemm", lambda: torch.matmul(rows, B)),
             "all-gather alone": Baseline(
                 "transfer",
-                lambda: vendor.all_gather_rows(A, group),
-                lambda: vendor.all_gather_rows(A, group),
+                lambda: libraries.all_gather_rows(A, group),
+                lambda: libraries.all_gather_rows(A, group),
             ),
             # The own rows stay where they are, so its output is no gathered A.
             "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(A, ctx)),
-            self.serial: Baseline("peer", lambda: vendor.all_gather_matmul(A, B, group), expected),
+            self.serial: Baseline(
+                "baseline", lambda: libraries.all_gather_matmul(A, B, group), expected
+            ),
         }
-        if vendor.has_async_tp(group, vendor.ALL_GATHER_MATMUL):
+        if libraries.has_async_tp(group, libraries.ALL_GATHER_MATMUL):
             baselines[ASYNC_TP] = Baseline(
-                "peer", lambda: vendor.async_tp_matmul(A, B, group), expected
+                "baseline", lambda: libraries.async_tp_matmul(A, B, group), expected
             )
         return baselines
 
@@ -118,10 +120,10 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
             "num_streams (a text)": {"num_streams": "2"},
             "gathered": {"gathered": 1},
             "method": {"method": "full_mesh_push"},
-            "way": {"way": "ring"},
+            "algorithm": {"algorithm": "ring"},
             "gathered.shape": {"gathered": A.new_ones(rows, K + 1)},
-            "num_comm_sms": {"way": "serial", "num_comm_sms": 0},
-            "num_comm_sms (many)": {"way": "serial", "num_comm_sms": MAX_CTAS + 1},
+            "num_comm_sms": {"algorithm": "serial", "num_comm_sms": 0},
+            "num_comm_sms (many)": {"algorithm": "serial", "num_comm_sms": MAX_CTAS + 1},
         }
 
     def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:

@@ -11,15 +11,15 @@ import torch.distributed as dist
 import triton
 from torch import Generator
 
-from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.moe.rows import has_fast_library, suits_library
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.moe.rows import has_fast_library, tries_library
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     MoEAllGatherGroupGEMMTensorParallelContext,
     ag_group_gemm,
     create_ag_group_gemm_context,
 )
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import COLLECTIVE, Library
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey, check_operands
-from triton_dist.kernels.nvidia.allgather_group_gemm.ways import COLLECTIVE, Library
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.allgather_gemm import gather_alone
@@ -94,7 +94,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         a = operands["a"]
-        rows = vendor.all_gather_rows(a, group) if group_for(group).size > 1 else a
+        rows = libraries.all_gather_rows(a, group) if group_for(group).size > 1 else a
         return routed_product(rows, operands["b"], operands["full_topk_ids"])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
@@ -103,27 +103,27 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         map, where torch has a kernel."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         group = ctx.group
-        rows = vendor.all_gather_rows(a, group)
+        rows = libraries.all_gather_rows(a, group)
         grouped_gemm(rows, b, ids)  # tuned now: calls that follow may be captured
 
         def expected() -> torch.Tensor:
             return self.reference(operands, group)
 
         def gathered() -> torch.Tensor:
-            return vendor.all_gather_rows(a, group)
+            return libraries.all_gather_rows(a, group)
 
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids)),
             "all-gather alone": Baseline("transfer", gathered, gathered),
             # The own rows stay where they are, so its output is not all rows.
             "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(a, ctx)),
-            self.serial: Baseline("peer", lambda: grouped_gemm(gathered(), b, ids), expected),
+            self.serial: Baseline("baseline", lambda: grouped_gemm(gathered(), b, ids), expected),
         }
         key = check_operands(a, b, ctx, ids)
-        if has_fast_library() and suits_library(key.N, key.K, key.dtype, key.layout):
-            library = {"way": Library.name, "gather": COLLECTIVE}
+        if has_fast_library() and tries_library(key.N, key.K, key.dtype, key.layout):
+            library = {"algorithm": Library.name, "gather": COLLECTIVE}
             baselines[LIBRARIES] = Baseline(
-                "peer", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
+                "baseline", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
             )
         return baselines
 
@@ -171,8 +171,8 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             "num_groups": {"num_groups": 0},
             "num_groups (many)": {"num_groups": 5},
             "gather": {"gather": "collective"},
-            "gather (serial)": {"way": "serial", "gather": "full_mesh_push"},
-            "way": {"way": "expert_parallel"},
+            "gather (serial)": {"algorithm": "serial", "gather": "full_mesh_push"},
+            "algorithm": {"algorithm": "expert_parallel"},
         }  # fmt: skip
 
     def inputs_for(self, key: RoutedKey) -> Call:

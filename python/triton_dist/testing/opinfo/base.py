@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Generator
 
-from triton_dist.kernels.common.vendor import VendorMethod
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import two_shot_all_reduce
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import two_shot_all_reduce
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import RELATIVE_RATE, Peak
 from triton_dist.tune import AutoTuner
@@ -31,10 +31,10 @@ Operands: TypeAlias = dict[str, torch.Tensor]
 """Tensors of a call on this rank, by the name of the argument."""
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
-Kind = Literal["gemm", "transfer", "peer", "vendor", "own"]
-"""``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``peer``, code
-of others; ``own`` and ``vendor``, configs of ours that run an algorithm of this package or call
-libraries."""
+Kind = Literal["gemm", "transfer", "baseline", "library", "own"]
+"""``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``baseline``,
+code of others; ``own`` and ``libraries``, configs of ours that run an algorithm of this package or
+call libraries."""
 Bound = Literal["arithmetic", "memory", "link"]
 """A resource whose peak limits a call."""
 LAYOUTS = ("row-major", "column-major", "strided")
@@ -126,7 +126,7 @@ class OpInfo(ABC, Generic[S]):
         serial: the baseline that does one part after the other.
         overlaps: it hides the collective behind arithmetic. Else it is a collective alone, and
             ``serial`` is the library's.
-        library_algorithms: algorithms that call libraries, beside those of ``VendorMethod``.
+        library_algorithms: algorithms that call libraries, beside those of ``LibraryAlgorithm``.
         choices: names of tunables that count as part of a config's algorithm.
     """
 
@@ -227,12 +227,12 @@ class OpInfo(ABC, Generic[S]):
 
     def is_own(self, config: Mapping[str, Any]) -> bool:
         """Return whether a config runs an algorithm of this package instead of a library's."""
-        libraries = (*(method.value for method in VendorMethod), *self.library_algorithms)
-        return config["way"] not in libraries
+        libraries = (*(method.value for method in LibraryAlgorithm), *self.library_algorithms)
+        return config["algorithm"] not in libraries
 
     def algorithm(self, config: Mapping[str, Any]) -> Hashable:
         """Return the algorithm of a config, without its tiles and layouts."""
-        return (config["way"], *(config.get(name) for name in self.choices))
+        return (config["algorithm"], *(config.get(name) for name in self.choices))
 
     @abstractmethod
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

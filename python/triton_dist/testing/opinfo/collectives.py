@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.nvidia import (
     all_gather,
     all_reduce,
@@ -120,7 +120,7 @@ class CollectiveOpInfo(OpInfo[Size]):
 
     def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
         """Return other code for the collective."""
-        return Baseline("peer", call, lambda: self.reference(operands, group))
+        return Baseline("baseline", call, lambda: self.reference(operands, group))
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
         """The whole is read, and written or the shard of it; what is not the own crosses links."""
@@ -136,7 +136,7 @@ class CollectiveOpInfo(OpInfo[Size]):
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         x = good["x"]
         columns = x.new_ones(x.numel(), 2)
-        way = "two_shot" if self.name == "all_reduce" else "push"
+        algorithm = "two_shot" if self.name == "all_reduce" else "push"
         return {
             "x": {"x": None},
             "x (of another library)": {"x": x.cpu().numpy()},
@@ -152,13 +152,13 @@ class CollectiveOpInfo(OpInfo[Size]):
             "output": {"output": "output"},
             "straggler_option": {"straggler_option": {}},
             "method": {"method": "one_shot"},
-            "way": {"way": "ring"},
+            "algorithm": {"algorithm": "ring"},
             **{
-                f"{name} ({value!r})": {name: value, "way": way}
+                f"{name} ({value!r})": {name: value, "algorithm": algorithm}
                 for name, value in (
                     ("num_ctas", "2"), ("num_ctas", 1.5), ("num_ctas", 0),
                     ("block_bytes", "2"), ("block_bytes", 1000),
-                    ("num_pieces", "2"), ("num_pieces", 17),
+                    ("num_chunks", "2"), ("num_chunks", 17),
                 )
             },
         }  # fmt: skip
@@ -186,7 +186,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
     create = staticmethod(create_allreduce_ctx)
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return vendor.all_reduce(x.clone(), group)
+        return libraries.all_reduce(x.clone(), group)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Also torch's own over symmetric memory on GPUs, whose input is copied there first; and
@@ -197,7 +197,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
         return {
             **super().baselines(operands, ctx),
             **{name: self.whole(call, operands, group) for name, call in symmetric.items()},
-            IN_PLACE: Baseline("peer", lambda: vendor.all_reduce(zeros, group)),
+            IN_PLACE: Baseline("baseline", lambda: libraries.all_reduce(zeros, group)),
         }
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
@@ -206,7 +206,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
         return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        packets = {"packets": True, "way": "two_shot"}
+        packets = {"packets": True, "algorithm": "two_shot"}
         return {**super().error_inputs(good, num_ranks), "packets": packets}
 
     def inputs_for(self, key: Any) -> Call:
@@ -239,7 +239,7 @@ class ReduceScatterOpInfo(ShardOpInfo):
     create = staticmethod(create_reduce_scatter_ctx)
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return vendor.reduce_scatter(x, group)
+        return libraries.reduce_scatter(x, group)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         bad = super().error_inputs(good, num_ranks)
@@ -259,10 +259,10 @@ class AllGatherOpInfo(ShardOpInfo):
         return Size(operands["x"].nbytes * num_ranks)
 
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return vendor.all_gather_rows(x, group)
+        return libraries.all_gather_rows(x, group)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        return vendor.all_gather_rows(operands["x"], group)
+        return libraries.all_gather_rows(operands["x"], group)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """None: elements are copied."""

@@ -206,7 +206,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         """Return other code for the sum, to which the bias is added."""
         bias = operands.get("bias")
         return Baseline(
-            "peer",
+            "baseline",
             call if bias is None else lambda: call() + bias,
             lambda: self.reference(operands, group),
         )

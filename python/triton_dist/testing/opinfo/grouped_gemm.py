@@ -13,7 +13,7 @@ from torch import Generator
 
 from triton_dist.kernels.common.moe.rows import grouped_mm
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
-from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library
+from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey, Library
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import (
     LAYOUTS,
@@ -91,13 +91,13 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         ends = torch.bincount(flat, minlength=B.shape[0]).cumsum(0).int()
 
         def whole() -> torch.Tensor:
-            C: torch.Tensor = grouped_gemm.fn(A, B, ids, way=Library.name)
+            C: torch.Tensor = grouped_gemm.fn(A, B, ids, algorithm=Library.name)
             return C
 
         return {
             "grouped_mm alone": Baseline("gemm", lambda: grouped_mm(rows, B, ends)),
             "dense": Baseline("gemm", lambda: torch.mm(rows, B[0])),
-            self.serial: Baseline("peer", whole, lambda: self.reference(operands)),
+            self.serial: Baseline("baseline", whole, lambda: self.reference(operands)),
         }
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
@@ -138,8 +138,8 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
             "topk_ids.stride()": {"topk_ids": ids.new_zeros(2, M).T},
             "order": {"order": "expert"},
             "activation": {"activation": "gelu"},
-            "way": {"way": "loop"},
-            "way (odd sizes)": {"way": "library", "B": B.new_ones(2, K, N + 1)},
+            "algorithm": {"algorithm": "loop"},
+            "algorithm (odd sizes)": {"algorithm": "library", "B": B.new_ones(2, K, N + 1)},
             "gemm_config": {"gemm_config": None},
         }
 

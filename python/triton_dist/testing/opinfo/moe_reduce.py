@@ -12,7 +12,7 @@ import torch.distributed as dist
 import triton
 from torch import Generator
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumKey, summed_routes
@@ -154,7 +154,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "our product alone": Baseline("gemm", product),
             f"{self.transfer} alone": Baseline("transfer", lambda: self.reduce(zeros, group)),
             self.serial: Baseline(
-                "peer",
+                "baseline",
                 lambda: self.reduce(product(), group),
                 lambda: self.reference(operands, group),
             ),
@@ -168,18 +168,18 @@ class MoEReduceOpInfo(RoutedOpInfo):
             ends = torch.bincount(flat, minlength=len(weights)).cumsum(0).int()
             ordered = x[order]
 
-            def vendors() -> torch.Tensor:
+            def library_calls() -> torch.Tensor:
                 products = grouped_mm(x.index_select(0, order), weights, ends)
                 added = x.new_empty(M, N)
                 topk_sum(
-                    products, choices, ids, rows, added, len(weights), slab_rows=M, first=0, N=N
+                    products, choices, ids, rows, added, len(weights), block_rows=M, first=0, N=N
                 ).run()
                 return self.reduce(added, group)
 
             baselines["grouped_mm alone"] = Baseline(
                 "gemm", lambda: grouped_mm(ordered, weights, ends)
             )
-            baselines[f"grouped_mm + {self.transfer}"] = Baseline("peer", vendors)
+            baselines[f"grouped_mm + {self.transfer}"] = Baseline("baseline", library_calls)
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
@@ -243,9 +243,9 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "n_chunks": {"n_chunks": 9},
             "n_chunks (none)": {"n_chunks": 0},
             "config": {"config": "128x128"},
-            "way": {"way": "ring"},
+            "algorithm": {"algorithm": "ring"},
             "gemm_config": {"gemm_config": None},
-            "reduction": {"way": "serial", "reduction": "ring"},
+            "reduction": {"algorithm": "serial", "reduction": "ring"},
         }  # fmt: skip
 
     def inputs_for(self, key: Any) -> Call:
@@ -287,7 +287,7 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return vendor.reduce_scatter(total, group)
+        return libraries.reduce_scatter(total, group)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         bad = super().error_inputs(good, num_ranks)
@@ -308,7 +308,7 @@ class MoEReduceAROpInfo(MoEReduceOpInfo):
         return total
 
     def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        return vendor.all_reduce(total, group)
+        return libraries.all_reduce(total, group)
 
 
 MOE_REDUCE_RS = MoEReduceRSOpInfo(run_moe_reduce_rs)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.nvidia.gemm_allreduce import (
     GEMMAllReduceMethod,
     create_gemm_ar_context,
     gemm_ar,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import SymmetricCollective
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import SymmetricCollective
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import create_gemm_rs_context, gemm_rs
 from triton_dist.testing.opinfo.base import Baseline, Group, Operands, symmetric_all_reduces
 from triton_dist.testing.opinfo.gemm import SummedGEMMOpInfo
@@ -39,19 +39,19 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
         product = torch.matmul(A, B)
 
         def serial() -> torch.Tensor:
-            return vendor.reduce_scatter(torch.matmul(A, B), group)
+            return libraries.reduce_scatter(torch.matmul(A, B), group)
 
         def async_tp() -> torch.Tensor:
-            return vendor.async_tp_matmul_scatter(A, B, group)
+            return libraries.async_tp_matmul_scatter(A, B, group)
 
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: torch.matmul(A, B)),
             "reduce-scatter alone": Baseline(
-                "transfer", lambda: vendor.reduce_scatter(product, group)
+                "transfer", lambda: libraries.reduce_scatter(product, group)
             ),
             self.serial: self.whole(serial, operands, group),
         }
-        if vendor.has_async_tp(group, vendor.MATMUL_REDUCE_SCATTER):
+        if libraries.has_async_tp(group, libraries.MATMUL_REDUCE_SCATTER):
             baselines[ASYNC_TP] = self.whole(async_tp, operands, group)
         return baselines
 
@@ -62,7 +62,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             **super().error_inputs(good, num_ranks),
             "M": {"A": A.new_ones(A.shape[0] + 1, A.shape[1])},
             "reduce_st": {"reduce_st": True},
-            "way": {"way": "ring"},
+            "algorithm": {"algorithm": "ring"},
             "method": {"method": "collective"},
         }
 
@@ -90,14 +90,14 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         zeros = A.new_zeros((A.shape[0], B.shape[1]))
 
         def serial() -> torch.Tensor:
-            return vendor.all_reduce(torch.matmul(A, B), group)
+            return libraries.all_reduce(torch.matmul(A, B), group)
 
         symmetric = symmetric_all_reduces(
             zeros, lambda staged: torch.matmul(A, B, out=staged), group
         )
         return {
             "GEMM alone": Baseline("gemm", lambda: torch.matmul(A, B)),
-            "all-reduce alone": Baseline("transfer", lambda: vendor.all_reduce(zeros, group)),
+            "all-reduce alone": Baseline("transfer", lambda: libraries.all_reduce(zeros, group)),
             self.serial: self.whole(serial, operands, group),
             **{
                 f"matmul + {name}": self.whole(call, operands, group)
@@ -109,12 +109,12 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         two_shot = GEMMAllReduceMethod.TWO_SHOT
         return {
             **super().error_inputs(good, num_ranks),
-            "way": {"way": "three_shot"},
+            "algorithm": {"algorithm": "three_shot"},
             "method": {"method": "two_shot"},
             "gemm_config (none)": {"gemm_config": None, "method": two_shot},
-            "num_ctas": {"way": "serial", "num_ctas": "2"},
-            "block_bytes": {"way": "serial", "block_bytes": 1000},
-            "reduction": {"way": "serial", "reduction": "tree"},
+            "num_ctas": {"algorithm": "serial", "num_ctas": "2"},
+            "block_bytes": {"algorithm": "serial", "block_bytes": 1000},
+            "reduction": {"algorithm": "serial", "reduction": "tree"},
         }
 
 

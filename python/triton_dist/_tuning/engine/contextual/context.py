@@ -15,13 +15,13 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from triton_dist._tuning.engine.agreement import (
-    Arrival,
-    Meeting,
+    Agreement,
     OwnRecord,
+    Proposal,
     Verdict,
     own_record,
 )
-from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
+from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual.launch import keeps_own_table
 from triton_dist._tuning.engine.parts import Common
@@ -54,7 +54,7 @@ from triton_dist.errors import (
 )
 
 
-class Step(Protocol):
+class LaunchStep(Protocol):
     """One launch."""
 
     @property
@@ -70,7 +70,7 @@ class Plan(Protocol):
     """Milliseconds, by the digest of each config that has not failed."""
 
     @property
-    def current(self) -> Step | None:
+    def current(self) -> LaunchStep | None:
         """``None``: all is known."""
 
     def tell(self, milliseconds: float) -> None: ...
@@ -203,8 +203,8 @@ class Context:
         stuck, entries = dict(journal.quarantined(head)), list[Entry]()
         if parts.ranks.is_leader:
             entries = list(journal.begin(head, None if record is None else record.digest))
-        at = Situation(f"call {call}: journal of {self.name}")
-        everyone = messages.gather(at, (stuck, entries))
+        at = Step(f"call {call}: journal of {self.name}")
+        everyone = messages.all_gather(at, (stuck, entries))
         for entry in next((leaders for _, leaders in everyone if leaders), []):
             # Untimed steps were not noted: those before a timed one were taken.
             while (step := self.plan.current) is not None and not step.timed:
@@ -342,9 +342,9 @@ T = TypeVar("T")
 Suspect: TypeAlias = Callable[[], tuple[Context, Config] | None]
 
 
-class Messages(Conversation):
-    """Messages of one contextual tuning. All are a ``gather``, whose phase is compared: ranks at
-    different places get an error that names the place of each.
+class Messages(Channel):
+    """Messages of one contextual tuning. All are a ``all_gather``, whose phase is compared: ranks
+    at different places get an error that names the place of each.
 
     Args:
         suspect: which kernel is at which config now, if one is.
@@ -354,19 +354,19 @@ class Messages(Conversation):
     """
 
     def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
-        with watchdog.paused(), parts.gate():
+        with watchdog.paused(), parts.tuning_lock():
             super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
         self._suspect, self.limit = suspect, parts.settings.compile_seconds
 
-    def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
+    def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
         """``after``: how long other ranks may take to come here; default: as long as the call."""
         with watchdog.paused():  # the call's, which is in our code here
             at = replace(at, phase=f"{self._function}, {at.phase}")
             if not self.has_met:
                 return self.meet(at, value)
-            return super().gather(at, value, after or self.limit)
+            return super().all_gather(at, value, after or self.limit)
 
-    def accused(self, at: Situation) -> Config | None:
+    def accused(self, at: Step) -> Config | None:
         suspect = self._suspect()
         return None if suspect is None else suspect[1]
 
@@ -426,7 +426,7 @@ def open_context(
         (f"the pruning of {context.name}", own.failure_text),
         (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
     ]
-    arrival = Arrival(
+    proposal = Proposal(
         compared,
         fingerprint,
         verdict,
@@ -435,10 +435,10 @@ def open_context(
         capturing=parts.device.is_capturing(),
         kept=[config.digest for config in own.kept],
     )
-    arrivals = messages.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
+    proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
     if own.failure is not None:
         raise messages.lose(own.take_failure())
-    meeting = Meeting(messages, context.name, arrivals)
+    meeting = Agreement(messages, context.name, proposals)
     context.key = key.under(meeting.fingerprint)
     if meeting.winner is not None:
         context.use(own.live[meeting.winner])

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from triton_dist._tuning.engine.channel import Situation
+from triton_dist._tuning.engine.channel import Step
 from triton_dist._tuning.engine.contextual.context import (
     Context,
     ContextualParts,
@@ -25,7 +25,7 @@ from triton_dist._tuning.engine.contextual.context import (
 )
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.launch import Launch, keeps_own_table
-from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
+from triton_dist._tuning.engine.contextual.tuning_call import Stepped, TuningCall
 from triton_dist._tuning.engine.report import warn_of_failures
 from triton_dist._tuning.engine.trial import failure_of, text_of
 from triton_dist._tuning.protocols import RandomState
@@ -68,7 +68,7 @@ class Session:
         self._contexts, self._parts = contexts, parts
         self._interception = interception
         self._messages = Messages(parts, function, lambda: self._turn.suspect())
-        self._turn = self._next_turn(0)
+        self._turn = self._next_call(0)
         self._settle: Callable[[], None] = lambda: None
         self._scope = ExitStack()
         self._began = self._call_began = time.monotonic()
@@ -97,7 +97,7 @@ class Session:
                 del self._contexts[place]
             context.close(error)
         if error is not None:
-            self._messages.leave(error)
+            self._messages.abort(error)
         with self._scope:
             if kind is not None:
                 self._undo()
@@ -112,7 +112,7 @@ class Session:
             while True:
                 self._call_began = time.monotonic()
                 try:
-                    at = Situation(f"call {self._turn.number}")
+                    at = Step(f"call {self._turn.number}")
                     with self._messages.user_code(at, self._messages.limit):
                         result = call()
                 except Exception as error:
@@ -156,7 +156,7 @@ class Session:
         if self._messages.lost is not None:  # and the function has swallowed it
             raise self._messages.lost
         turn = self._turn
-        ending = Situation(f"end of call {turn.number}")
+        ending = Step(f"end of call {turn.number}")
         try:
             self._settle()
             turn.read_timers()
@@ -168,7 +168,7 @@ class Session:
                 ) from error
             self.fail_call(error)
             raise
-        everyone = self._messages.gather(ending, list(turn.steps.values()))
+        everyone = self._messages.all_gather(ending, list(turn.steps.values()))
         positions = [[(s.context, s.digest, s.iteration) for s in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
             named = [
@@ -202,7 +202,7 @@ class Session:
             return True
         self._undo()
         self.random_state.rewind()
-        self._turn = self._next_turn(turn.number + 1)
+        self._turn = self._next_call(turn.number + 1)
         return False
 
     def fail_call(self, error: Exception) -> None:
@@ -217,11 +217,11 @@ class Session:
         if not self._messages.has_met:  # others learn it as this rank leaves
             self._messages.lose(error)
             return
-        ending = Situation(f"end of call {self._turn.number}, which raised {text_of(error)}")
+        ending = Step(f"end of call {self._turn.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.named(self._messages.rank)))
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
-            self._messages.gather(ending, own)
+            self._messages.all_gather(ending, own)
         self._messages.lose(error)
 
     def _finish(self, context: Context) -> None:
@@ -268,11 +268,11 @@ class Session:
     def _reduction(self) -> Reduction:
         return "maximum" if self._parts.ranks.size > 1 else "none"
 
-    def _next_turn(self, number: int) -> Turn:
+    def _next_call(self, number: int) -> TuningCall:
         if number:
             took = time.monotonic() - self._call_began
             self._messages.limit = max(self._parts.settings.seconds, _SLOWER * took)
-        return Turn(number, self._parts, self._messages, self._finish)
+        return TuningCall(number, self._parts, self._messages, self._finish)
 
 
 def step_line(call: int, context: Context, stepped: Stepped) -> str:

@@ -1,7 +1,7 @@
 """Shards that copy engines push to peers, for the plain collectives: many bytes without an SM.
 
 The slots, their epochs and the consent of peers are those of ``slots/epochs.py``. A slot has, on
-each rank, ``shards`` uint8 [source rank, bytes of a shard] and ``arrivals`` int64 [MAX_PIECES,
+each rank, ``shards`` uint8 [source rank, bytes of a shard] and ``arrivals`` int64 [MAX_CHUNKS,
 source rank], the flags of their pieces: both written by the source's copy engines.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.exchange.buffer import (
-    MAX_PIECES,
+    MAX_CHUNKS,
     Exchange,
     lengths_of,
     plan_of,
@@ -39,7 +39,7 @@ class PushedShards(PushedSlots):
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         regions = {
             "shards": ((size * shard_bytes,), torch.uint8),
-            "arrivals": ((MAX_PIECES * size,), torch.int64),
+            "arrivals": ((MAX_CHUNKS * size,), torch.int64),
         }
         slots = EpochSlots(
             f"{name}.pushed", regions, ("arrivals",), "a kernel of a collective", group,
@@ -53,7 +53,7 @@ class PushedShards(PushedSlots):
         shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
         pushed = Pushed(shards, arrivals, slots.epoch)
         arguments = (x, out, pushed, lengths_of(exchange), exchange.size, self.rank)
-        plan = plan_of(self.num_ranks, shape, x, shape.num_pieces)
+        plan = plan_of(self.num_ranks, shape, x, shape.num_chunks)
         options = {"plan": plan, "num_warps": shape.num_warps}
         return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
@@ -83,13 +83,13 @@ class PushedShards(PushedSlots):
             slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
 
     def _expected(self, exchange: Exchange, item_bytes: int) -> dict[str, list[int]]:
-        pieces = len(list(_pieces(exchange, item_bytes)))
-        return {"arrivals": self.flags_of_peers(pieces)}
+        chunks = len(list(_chunks(exchange, item_bytes)))
+        return {"arrivals": self.flags_of_peers(chunks)}
 
     def _push(self, exchange: Exchange, dtype: torch.dtype) -> Iterable[Step]:
         own = self.rank * shard_elements(exchange.elements)
         scatters = exchange.kernel is kernel_add_pushed
-        for number, (first, end) in enumerate(_pieces(exchange, dtype.itemsize)):
+        for number, (first, end) in enumerate(_chunks(exchange, dtype.itemsize)):
             for step in range(1, self.num_ranks):
                 stream = (number * (self.num_ranks - 1) + step) % PUSH_STREAMS
                 peer = (self.rank + step) % self.num_ranks
@@ -101,11 +101,11 @@ class PushedShards(PushedSlots):
                 yield Copy(stream, arrivals[flag : flag + 1], self.slots.epoch[:1])
 
 
-def _pieces(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
+def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
     """First element and end of each piece of a shard, as the kernels cut it; none is empty."""
     shape = exchange.shape
     round_elements = shape.num_ctas * shape.block_bytes // item_bytes
     rounds = -(-exchange.elements // round_elements)
-    step = -(-rounds // shape.num_pieces) * round_elements
+    step = -(-rounds // shape.num_chunks) * round_elements
     for first in range(0, exchange.elements, step):
         yield first, min(first + step, exchange.elements)

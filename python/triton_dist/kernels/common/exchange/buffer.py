@@ -23,7 +23,14 @@ from triton_dist.kernels.common.exchange.protocol import (
     kernel_reduce_scatter,
 )
 from triton_dist.kernels.common.launch import Launch, Launcher
-from triton_dist.kernels.common.peers import AWAITED, FLAG, Disagreements, Flags, Guard, size_in
+from triton_dist.kernels.common.peers import (
+    AWAITED,
+    FLAG,
+    Disagreements,
+    Flags,
+    TimeoutWord,
+    size_in,
+)
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
@@ -32,10 +39,10 @@ from triton_dist.runtime.garbage import weak
 from triton_dist.runtime.ranks import group_for
 
 MAX_CTAS: int = protocol.MAX_CTAS.value
-MAX_PIECES: int = protocol.MAX_PIECES.value
+MAX_CHUNKS: int = protocol.MAX_CHUNKS.value
 VECTOR_BYTES = 16
 LINE_BYTES: int = protocol.LINE_BYTES.value
-TUNABLES = ("num_ctas", "block_bytes", "num_pieces")
+TUNABLES = ("num_ctas", "block_bytes", "num_chunks")
 """Names of what lays a launch out, in configs."""
 _SHARD_ALIGNMENT: int = protocol.SHARD_ALIGNMENT.value
 _PART_ALIGNMENT: int = protocol.PART_ALIGNMENT.value
@@ -50,17 +57,17 @@ class Shape:
     """Layout of a launch.
 
     num_ctas: programs, at most ``MAX_CTAS``. block_bytes: what a program moves at a time, a power
-    of two from 512 on. num_pieces: in how many pieces its share travels, at most ``MAX_PIECES``.
+    of two from 512 on. num_chunks: in how many pieces its share travels, at most ``MAX_CHUNKS``.
     """
 
     num_ctas: int
     block_bytes: int
-    num_pieces: int = 1
+    num_chunks: int = 1
 
     @property
     def values(self) -> tuple[int, int, int]:
         """Values of ``TUNABLES``."""
-        return self.num_ctas, self.block_bytes, self.num_pieces
+        return self.num_ctas, self.block_bytes, self.num_chunks
 
     @property
     def num_warps(self) -> int:
@@ -79,13 +86,13 @@ SMALL_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
 )
 """For few bytes: what counts is how soon the last program is done."""
-LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pieces in (1, 4, 8))
+LARGE_SHAPES = tuple(Shape(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (1, 4, 8))
 """For many: what counts is how many bytes are under way."""
 
 
 def shape_in(config: Mapping[str, Any]) -> Shape:
     """The shape in a config that has one."""
-    return Shape(config["num_ctas"], config["block_bytes"], config.get("num_pieces", 1))
+    return Shape(config["num_ctas"], config["block_bytes"], config.get("num_chunks", 1))
 
 
 @functools.cache
@@ -107,7 +114,7 @@ def shape_of(
     function: str,
     num_ctas: int | None,
     block_bytes: int | None,
-    num_pieces: int | None,
+    num_chunks: int | None,
     default: Shape = DEFAULT_SHAPE,
 ) -> Shape:
     """The shape of tunables of ``function``; what is ``None`` is as in ``default``, untuned.
@@ -115,15 +122,15 @@ def shape_of(
     Raises:
         InvalidArgument: a number that no launch can have.
     """
-    asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_pieces": num_pieces}
+    asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
     shape = replace(untuned(default), **{name: n for name, n in asked.items() if n is not None})
     if shape.num_ctas not in range(1, MAX_CTAS + 1):
         raise InvalidArgument(function, "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
     nbytes = shape.block_bytes
     if not isinstance(nbytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
         raise InvalidArgument(function, "block_bytes", nbytes, "a power of two from 512 on")
-    if shape.num_pieces not in range(1, MAX_PIECES + 1):
-        raise InvalidArgument(function, "num_pieces", shape.num_pieces, f"1 to {MAX_PIECES}")
+    if shape.num_chunks not in range(1, MAX_CHUNKS + 1):
+        raise InvalidArgument(function, "num_chunks", shape.num_chunks, f"1 to {MAX_CHUNKS}")
     return shape
 
 
@@ -131,7 +138,7 @@ def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
     """Say whether a shard of so many bytes has a block for each program and piece. The smallest
     shape is always worth it: something has to be left."""
     blocks = -(-shard_bytes // shape.block_bytes)
-    return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces
+    return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_chunks
 
 
 @dataclass(frozen=True)
@@ -174,10 +181,10 @@ def lengths_of(exchange: Exchange) -> Lengths:
     return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)
 
 
-def plan_of(num_ranks: int, shape: Shape, x: torch.Tensor, num_pieces: int = 1) -> Plan:
+def plan_of(num_ranks: int, shape: Shape, x: torch.Tensor, num_chunks: int = 1) -> Plan:
     """Constants of an exchange of elements like those of x, as its kernel takes them."""
     lanes = triton.next_power_of_2(num_ranks)
-    return Plan(num_ranks, lanes, shape.block_bytes // x.element_size(), num_pieces)
+    return Plan(num_ranks, lanes, shape.block_bytes // x.element_size(), num_chunks)
 
 
 def scattering(addend: torch.Tensor, num_ranks: int, shape: Shape) -> tuple[Exchange, torch.Tensor]:
@@ -250,7 +257,7 @@ class ExchangeBuffer:
         ).split(self.num_ranks)
         self.launcher = Launcher()
         self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
-        self.guard = Guard(
+        self.timeout_words = TimeoutWord(
             name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
             weak(self._late), weak(self._flags), self.disagreements, ranks,
         )  # fmt: skip
@@ -260,18 +267,18 @@ class ExchangeBuffer:
         """Arguments of every kernel; slots as of ``dtype``."""
         slots, arrivals = self.memory["slots"], self.memory["arrivals"]
         slots_table, arrivals_table = self._tables
-        calls, guard = self.memory["calls"].local, self.memory["guard"].local
+        calls, timeout_words = self.memory["calls"].local, self.memory["guard"].local
         elements = self.slot_bytes // dtype.itemsize
         return (
             Slots(slots.local.view(dtype), slots_table, elements),
-            Peers(arrivals.local, arrivals_table, calls, guard),
+            Peers(arrivals.local, arrivals_table, calls, timeout_words),
         )
 
     def packet_regions(self) -> Packets:
         """Argument of every kernel that sends packets."""
         words = self.memory["packets"]
-        calls, guard = self.memory["calls"].local, self.memory["guard"].local
-        return Packets(words.local, words.pointers, calls, guard, self.part_words)
+        calls, timeout_words = self.memory["calls"].local, self.memory["guard"].local
+        return Packets(words.local, words.pointers, calls, timeout_words, self.part_words)
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of an exchange; x and out contiguous."""
@@ -282,7 +289,7 @@ class ExchangeBuffer:
             plan, num_warps = plan_of(self.num_ranks, shape, x), shape.num_warps_in_packets
         else:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))
-            plan = plan_of(self.num_ranks, shape, x, shape.num_pieces)
+            plan = plan_of(self.num_ranks, shape, x, shape.num_chunks)
             num_warps = shape.num_warps
         options = {"plan": plan, "num_warps": num_warps}
         arguments += (exchange.size, self.rank)
@@ -297,31 +304,31 @@ class ExchangeBuffer:
                 settles such things later.
         """
         shape = exchange.shape
-        self.begin(exchange.phases, shape.num_ctas, shape.num_pieces)
+        self.begin(exchange.phases, shape.num_ctas, shape.num_chunks)
         tensors = {"x_ptr": x, "out_ptr": out}
         self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
-        self.guard.end()
+        self.timeout_words.end()
 
-    def begin(self, phases: int, num_ctas: int, num_pieces: int) -> None:
-        """Prepare for a launch: ``num_ctas`` programs wait in each phase for ``num_pieces`` pieces
+    def begin(self, phases: int, num_ctas: int, num_chunks: int) -> None:
+        """Prepare for a launch: ``num_ctas`` programs wait in each phase for ``num_chunks`` pieces
         from every peer. Waits that use the guard time out as trials require.
 
         Raises:
             RankDisagreement: ranks have come to an earlier call with different sizes.
         """
-        self.guard.begin()
-        self._last = phases, num_ctas, num_pieces
+        self.timeout_words.begin()
+        self._last = phases, num_ctas, num_chunks
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
-        with self.guard.resetting():
+        with self.timeout_words.resetting():
             for region in ("arrivals", "calls", "guard", "packets"):
                 self.memory[region].local.zero_()
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
-        self.guard.free()
+        self.timeout_words.free()
         self.memory.free()
 
     def _flags(self, slot: int) -> list[Flags]:
@@ -336,22 +343,22 @@ class ExchangeBuffer:
         assert self._last is not None
         return self._late_word(gave_up[0]) or self._overdue(*self._last)
 
-    def _late_word(self, guard: Sequence[int]) -> tuple[str, int, int] | None:
+    def _late_word(self, timeout_words: Sequence[int]) -> tuple[str, int, int] | None:
         """Name, by slot, source rank and place, of a word of a packet that the last call waited for
         in vain, and the tags that it had to have, and has. ``None``: it waited for none."""
-        address = guard[FLAG]
+        address = timeout_words[FLAG]
         if not address:
             return None
         words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
-        tag = protocol.tag_number(epoch, size_in(guard[AWAITED]))
+        tag = protocol.tag_number(epoch, size_in(timeout_words[AWAITED]))
         return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
 
-    def _overdue(self, phases: int, num_ctas: int, num_pieces: int) -> tuple[str, int, int]:
+    def _overdue(self, phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
         """The first flag that the last call waited for in vain: its name, what it had to count, and
         what it counts."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
-        expected = epoch * MAX_PIECES + num_pieces - 1
+        expected = epoch * MAX_CHUNKS + num_chunks - 1
         flags = self.memory["arrivals"].local.view(_TURNS, _PHASES, MAX_CTAS, self.num_ranks)
         flags = flags[epoch % _TURNS]
         seen = flags[:phases, :num_ctas] >> SIZE_BITS.value

@@ -151,23 +151,23 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
         lines = lines + (part_ptr + line * LINE_WORDS,)  # noqa: RUF005
     with dl.mark("wait"):
         if INTERPRETED:
-            payloads = _poll_in_turn(lines, tag, mask, packets.guard)
+            payloads = _poll_in_turn(lines, tag, mask, packets.timeout_words)
         else:
-            payloads = _poll_together(lines, tag, mask, packets.guard)
+            payloads = _poll_together(lines, tag, mask, packets.timeout_words)
     return payloads
 
 
 @jit
-def _poll_together(lines, tag, mask, guard_ptr):
+def _poll_together(lines, tag, mask, timeout_ptr):
     """Each thread its words."""
     PEERS: tl.constexpr = len(lines)
-    most = tl.load(guard_ptr.to(tl.pointer_type(tl.int32)))  # of int64, the lower half
+    most = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # of int64, the lower half
     # All pointers have to be of one type.
-    guard_ptr = guard_ptr.to(lines[0].dtype.scalar)
+    timeout_ptr = timeout_ptr.to(lines[0].dtype.scalar)
     halves = tl.inline_asm_elementwise(
         _polling(PEERS),
         _constraints(PEERS),
-        lines + (tag, mask.to(tl.int32), most, guard_ptr),  # noqa: RUF005
+        lines + (tag, mask.to(tl.int32), most, timeout_ptr),  # noqa: RUF005
         dtype=_payload_types(PEERS),
         is_pure=False,
         pack=1,
@@ -180,7 +180,7 @@ def _poll_together(lines, tag, mask, guard_ptr):
 
 
 @jit
-def _poll_in_turn(lines, tag, mask, guard_ptr):
+def _poll_in_turn(lines, tag, mask, timeout_ptr):
     """Peer after peer, giving others a turn."""
     # As unsigned numbers, of which a word that has not come has a smaller one than any tag.
     wanted = tag.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -198,8 +198,8 @@ def _poll_in_turn(lines, tag, mask, guard_ptr):
                 words_at = word_ptr.to(tl.int64)
                 flag = tl.max(tl.where(foreign, words_at, 0))
                 other = tl.max(tl.where(words_at == flag, seen, 0))
-                note_disagreement(guard_ptr, flag, other, wanted)
-            polls = spin(word_ptr, seen, wanted, deadline, 0, guard_ptr, False)
+                note_disagreement(timeout_ptr, flag, other, wanted)
+            polls = spin(word_ptr, seen, wanted, deadline, 0, timeout_ptr, False)
             words = tl.load(word_ptr, mask=there, other=wanted << 32, volatile=True)
             seen = (words >> 32) & 0xFFFFFFFF
         payloads = payloads + (words.to(tl.int32),)  # noqa: RUF005
@@ -253,7 +253,7 @@ def _polling(peers: int) -> str:
     ``t``, tags' exclusive or, is 0 for a word that has come, and negative for one that has not.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
-    tag, mask, most, guard = (f"${3 * peers + place}" for place in range(4))
+    tag, mask, most, timeout_words = (f"${3 * peers + place}" for place in range(4))
     out = [f"${place}" for place in range(2 * peers)]
     look, compare, foreign = [], [], []
     for peer, line in enumerate(lines):
@@ -292,7 +292,7 @@ def _polling(peers: int) -> str:
         "@some bra done;",
         "look:",
         *look,
-        f"ld.relaxed.gpu.global.b32 others, [{guard} + {8 * _GAVE_UP}];",
+        f"ld.relaxed.gpu.global.b32 others, [{timeout_words} + {8 * _GAVE_UP}];",
         "mov.b32 missing, 0;",
         *compare,
         "setp.eq.b32 some, missing, 0;",
@@ -308,29 +308,29 @@ def _polling(peers: int) -> str:
         f"setp.lt.u32 some, looks, {most};",
         "@some bra look;",
         *name_late,
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _FLAG}], late;",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _FLAG}], late;",
         f"cvt.u64.u32 value, {tag};",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _AWAITED}], value;",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _GAVE_UP}], 1;",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _AWAITED}], value;",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _GAVE_UP}], 1;",
         "bra done;",
         "disagree:",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _FLAG}], late;",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _FLAG}], late;",
         "cvt.u64.u32 value, others;",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _SEEN}], value;",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _SEEN}], value;",
         f"cvt.u64.u32 value, {tag};",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _AWAITED}], value;",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _GAVE_UP}], {DISAGREED.value};",
-        f"ld.relaxed.gpu.global.b64 late, [{guard} + {8 * _NEXT}];",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _AWAITED}], value;",
+        f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _GAVE_UP}], {DISAGREED.value};",
+        f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _NEXT}];",
         "tell:",  # as ``note_disagreement``
         "setp.eq.b64 some, late, 0;",
         "@some bra told;",
-        f"setp.eq.b64 some, late, {guard};",
+        f"setp.eq.b64 some, late, {timeout_words};",
         "@some bra told;",
         f"red.relaxed.gpu.global.max.s64 [late + {8 * _GAVE_UP}], 1;",
         f"ld.relaxed.gpu.global.b64 late, [late + {8 * _NEXT}];",
         "bra tell;",
         "told:",
-        f"ld.relaxed.gpu.global.b64 late, [{guard} + {8 * _REPORT}];",
+        f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _REPORT}];",
         "st.relaxed.sys.global.b64 [late], 1;",
         "done:",
     ]

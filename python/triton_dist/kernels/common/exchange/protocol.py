@@ -23,8 +23,8 @@ long as every call waits for every peer, and a kernel begins after the one befor
 the order of their numbers: of all that wait, those with the smallest number have peers that are
 running or will run.
 
-*Pieces.* A program's share may be cut in up to ``MAX_PIECES``, so that it sends one while it waits
-for another; a flag counts ``epoch * MAX_PIECES + pieces - 1``.
+*Pieces.* A program's share may be cut in up to ``MAX_CHUNKS``, so that it sends one while it waits
+for another; a flag counts ``epoch * MAX_CHUNKS + chunks - 1``.
 
 *Sizes.* A flag also carries the size of the call (``common/peers.py``), and who waits compares it
 with its own. A peer may be one call ahead, which may be of another size: so calls take turns with
@@ -46,7 +46,7 @@ peers.guard       int64           as of ``language.wait``                     th
 lengths           ints            shard, room, total: elements                the host
 size, rank        int             what ranks have to agree on; not            the host
                                   specialised
-plan              constants       NUM_RANKS, LANES, BLOCK, NUM_PIECES         the host
+plan              constants       NUM_RANKS, LANES, BLOCK, NUM_CHUNKS         the host
 ================  ==============  ==========================================  ====================
 """
 
@@ -62,7 +62,7 @@ from triton_dist.kernels.common.peers import flag_value, target_at
 from triton_dist.language.signals import SIZE_BITS, sized
 
 MAX_CTAS = tl.constexpr(256)
-MAX_PIECES = tl.constexpr(16)
+MAX_CHUNKS = tl.constexpr(16)
 PHASES = tl.constexpr(2)
 _EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # of a flag, where the number of its call begins
 # Elements of which shards in a slot are multiples, so that each starts on 16 bytes and more.
@@ -90,7 +90,7 @@ class Peers(NamedTuple):
     arrivals: Any
     table: Any
     calls: Any
-    guard: Any
+    timeout_words: Any
 
 
 class Packets(NamedTuple):
@@ -99,7 +99,7 @@ class Packets(NamedTuple):
     words: Any
     table: Any
     calls: Any
-    guard: Any
+    timeout_words: Any
     part_words: Any
 
 
@@ -114,12 +114,12 @@ class Lengths(NamedTuple):
 
 class Plan(NamedTuple):
     """Layout of programs: constants. LANES: ranks, rounded up to a power of two. BLOCK:
-    elements that a program moves at a time. NUM_PIECES: in which its share travels."""
+    elements that a program moves at a time. NUM_CHUNKS: in which its share travels."""
 
     NUM_RANKS: Any
     LANES: Any
     BLOCK: Any
-    NUM_PIECES: Any
+    NUM_CHUNKS: Any
 
 
 class Call(NamedTuple):
@@ -160,9 +160,9 @@ def slot_offset(epoch, slot_elements):
 
 
 @jit
-def flag_of_piece(call, piece):
-    """Value of the flag of a program that has got through ``piece`` of ``call``; the first is 0."""
-    return sized(call.epoch * MAX_PIECES + piece, call.size)
+def flag_of_chunk(call, chunk):
+    """Value of the flag of a program that has got through ``chunk`` of ``call``; the first is 0."""
+    return sized(call.epoch * MAX_CHUNKS + chunk, call.size)
 
 
 @jit
@@ -174,7 +174,7 @@ def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
 
 
 @jit
-def tell_ranks(call, phase, value, plan: tl.constexpr):
+def notify_ranks(call, phase, value, plan: tl.constexpr):
     """Set the flag of this program at every rank, the own one too, whose other programs may want to
     know, after everything that it stored (release).
 
@@ -200,7 +200,7 @@ def await_programs(peers, phase, programs, value, plan: tl.constexpr):
     """
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
     flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)
-    return dl.wait(flags, plan.NUM_RANKS, value, peers.guard, True)
+    return dl.wait(flags, plan.NUM_RANKS, value, peers.timeout_words, True)
 
 
 @jit
@@ -211,10 +211,10 @@ def await_peers(peers, phase, value, plan: tl.constexpr):
 
 
 @jit
-def pieces_of(elements, plan: tl.constexpr):
+def chunks_of(elements, plan: tl.constexpr):
     """Blocks of a program's share in one piece, the same in all programs and on all ranks."""
     blocks = tl.cdiv(elements, plan.BLOCK)
-    return tl.cdiv(tl.cdiv(blocks, tl.num_programs(0)), plan.NUM_PIECES)
+    return tl.cdiv(tl.cdiv(blocks, tl.num_programs(0)), plan.NUM_CHUNKS)
 
 
 @jit
@@ -354,15 +354,15 @@ def tag_number(epoch: int, size: int) -> int:
 def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
     """Every rank adds its shard of x into out."""
     call = begin(slots, peers, size, rank, plan)
-    blocks = pieces_of(lengths.shard, plan)
+    blocks = chunks_of(lengths.shard, plan)
     own = rank.to(tl.int64) * lengths.shard
-    for piece in range(plan.NUM_PIECES + 1):
-        first = piece * blocks
-        if piece < plan.NUM_PIECES:
+    for chunk in range(plan.NUM_CHUNKS + 1):
+        first = chunk * blocks
+        if chunk < plan.NUM_CHUNKS:
             push_shards(x_ptr, slots, call, first, first + blocks, lengths, plan)
-            tell_ranks(call, 0, flag_of_piece(call, piece), plan)
-        if piece >= 1:
-            token = await_peers(peers, 0, flag_of_piece(call, piece - 1), plan)
+            notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
+        if chunk >= 1:
+            token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
             add_parts(
                 x_ptr + own, out_ptr, slots.data, call.offset, own, first - blocks, first, token,
                 lengths, rank, plan,
@@ -373,15 +373,15 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
 def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
     """Every rank sends x to all and copies what it gets into out."""
     call = begin(slots, peers, size, rank, plan)
-    blocks = pieces_of(lengths.shard, plan)
-    for piece in range(plan.NUM_PIECES + 1):
-        first = piece * blocks
-        if piece < plan.NUM_PIECES:
+    blocks = chunks_of(lengths.shard, plan)
+    for chunk in range(plan.NUM_CHUNKS + 1):
+        first = chunk * blocks
+        if chunk < plan.NUM_CHUNKS:
             own_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
             send_copies(x_ptr, own_ptr, slots, call, first, first + blocks, lengths, plan)
-            tell_ranks(call, 0, flag_of_piece(call, piece), plan)
-        if piece >= 1:
-            token = await_peers(peers, 0, flag_of_piece(call, piece - 1), plan)
+            notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
+        if chunk >= 1:
+            token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
             copy_shards(
                 out_ptr, slots.data, call.offset, first - blocks, first, token, lengths, rank, plan
             )  # fmt: skip

@@ -6,7 +6,7 @@ argument         dtype   shape                                     who writes
 ===============  ======  ========================================  ========================
 x_ptr, out_ptr   fp      add: [total], [shard]; copy: the reverse  the caller, this kernel
 pushed.shards    of x    [NUM_RANKS, room]                         the sources' copy engines
-pushed.arrivals  int64   [NUM_PIECES, NUM_RANKS], by source rank   the same
+pushed.arrivals  int64   [NUM_CHUNKS, NUM_RANKS], by source rank   the same
 pushed.epoch     int64   the line of the slot                      this rank's kernels
 ===============  ======  ========================================  ========================
 """
@@ -21,11 +21,11 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     add_parts,
+    chunks_of,
     copy_shards,
     first_of,
-    pieces_of,
 )
-from triton_dist.kernels.common.peers import flag_of, guard_of
+from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 
 
 class Pushed(NamedTuple):
@@ -37,14 +37,14 @@ class Pushed(NamedTuple):
 
 
 @jit
-def await_pushed(pushed, value, piece, rank, NUM_RANKS: tl.constexpr):
-    """Wait until a copy engine of every peer has brought ``piece``; gives a token. The flags are
+def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
+    """Wait until a copy engine of every peer has brought ``chunk``; gives a token. The flags are
     set to ``value``, that of the slot."""
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
-        flag = pushed.arrivals + piece * NUM_RANKS + source
-        token += dl.wait(flag, 1, value, guard_of(pushed.epoch), True)
+        flag = pushed.arrivals + chunk * NUM_RANKS + source
+        token += dl.wait(flag, 1, value, timeout_word_of(pushed.epoch), True)
     return token
 
 
@@ -55,11 +55,11 @@ def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.cons
     value = flag_of(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
     own = rank.to(tl.int64) * lengths.shard
-    blocks = pieces_of(lengths.shard, plan)
-    for piece in range(plan.NUM_PIECES):
-        first = piece * blocks
+    blocks = chunks_of(lengths.shard, plan)
+    for chunk in range(plan.NUM_CHUNKS):
+        first = chunk * blocks
         if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:
-            token = await_pushed(pushed, value, piece, rank, plan.NUM_RANKS)
+            token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
             add_parts(
                 x_ptr + own, out_ptr, pushed.shards, begin_of_shards, own, first, first + blocks,
                 token, lengths, rank, plan,
@@ -71,16 +71,16 @@ def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.con
     """Copy x, and the shards that copy engines push as they come, into out."""
     value = flag_of(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
-    blocks = pieces_of(lengths.shard, plan)
+    blocks = chunks_of(lengths.shard, plan)
     own_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
-    for block in range(plan.NUM_PIECES * blocks):
+    for block in range(plan.NUM_CHUNKS * blocks):
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = index < lengths.shard
         tl.store(own_ptr + index, tl.load(x_ptr + index, mask=mask), mask=mask)
-    for piece in range(plan.NUM_PIECES):
-        first = piece * blocks
+    for chunk in range(plan.NUM_CHUNKS):
+        first = chunk * blocks
         if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:
-            token = await_pushed(pushed, value, piece, rank, plan.NUM_RANKS)
+            token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
             copy_shards(
                 out_ptr, pushed.shards, begin_of_shards, first, first + blocks, token, lengths,
                 rank, plan,

@@ -32,14 +32,14 @@ from triton_dist.kernels.common.exchange.protocol import (
     add_parts,
     await_peers,
     begin,
+    chunks_of,
     copy_shards,
     first_of,
-    flag_of_piece,
-    pieces_of,
+    flag_of_chunk,
+    notify_ranks,
     push_shards,
     send_block,
     send_copies,
-    tell_ranks,
 )
 from triton_dist.kernels.common.peers import Disagreements, folded
 from triton_dist.runtime.ranks import group_for
@@ -63,18 +63,18 @@ def kernel_all_reduce_one_shot(
 ):
     """Every rank sends all of x to all, and adds what it gets; a shard is the whole.
 
-    Once: a flag a program and peer, so ``NUM_PIECES`` is 1."""
-    tl.static_assert(plan.NUM_PIECES == 1)
+    Once: a flag a program and peer, so ``NUM_CHUNKS`` is 1."""
+    tl.static_assert(plan.NUM_CHUNKS == 1)
     # What needs no number of the call comes first, so that it is under way while that is counted.
     index = first_of(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
     call = begin(slots, peers, size, rank, plan)
-    blocks = pieces_of(lengths.shard, plan)
+    blocks = chunks_of(lengths.shard, plan)
     send_block(x, index, mask, slots, call.offset, lengths.room, rank, plan)
     send_copies(x_ptr, None, slots, call, 1, blocks, lengths, plan)
-    value = flag_of_piece(call, 0)
-    tell_ranks(call, 0, value, plan)
+    value = flag_of_chunk(call, 0)
+    notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
     add_parts(
         x_ptr, out_ptr, slots.data, call.offset, 0, 0, blocks, token, lengths, rank, plan
@@ -92,23 +92,23 @@ def kernel_all_reduce_two_shot(
     is sent, the one before it is added and its sums sent, and the one before that copied out.
     """
     call = begin(slots, peers, size, rank, plan)
-    blocks = pieces_of(lengths.shard, plan)
+    blocks = chunks_of(lengths.shard, plan)
     sums = call.offset + plan.NUM_RANKS * lengths.room.to(tl.int64)
     own = rank.to(tl.int64) * lengths.shard
-    for piece in range(plan.NUM_PIECES + 2):
-        first = piece * blocks
-        if piece < plan.NUM_PIECES:
+    for chunk in range(plan.NUM_CHUNKS + 2):
+        first = chunk * blocks
+        if chunk < plan.NUM_CHUNKS:
             push_shards(x_ptr, slots, call, first, first + blocks, lengths, plan)
-            tell_ranks(call, 0, flag_of_piece(call, piece), plan)
-        if (piece >= 1) & (piece <= plan.NUM_PIECES):
-            token = await_peers(peers, 0, flag_of_piece(call, piece - 1), plan)
+            notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
+        if (chunk >= 1) & (chunk <= plan.NUM_CHUNKS):
+            token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
             add_parts(
                 x_ptr + own, out_ptr + own, slots.data, call.offset, own, first - blocks, first,
                 token, lengths, rank, plan, slots, sums,
             )  # fmt: skip
-            tell_ranks(call, 1, flag_of_piece(call, piece - 1), plan)
-        if piece >= 2:
-            token = await_peers(peers, 1, flag_of_piece(call, piece - 2), plan)
+            notify_ranks(call, 1, flag_of_chunk(call, chunk - 1), plan)
+        if chunk >= 2:
+            token = await_peers(peers, 1, flag_of_chunk(call, chunk - 2), plan)
             copy_shards(
                 out_ptr, slots.data, sums, first - 2 * blocks, first - blocks, token, lengths,
                 rank, plan,
@@ -199,7 +199,7 @@ class SumBuffer(ExchangeBuffer):
         reduction: str | None,
         num_ctas: int | None = None,
         block_bytes: int | None = None,
-        num_pieces: int | None = None,
+        num_chunks: int | None = None,
     ) -> Iterator[tuple[slice, Exchange]]:
         """Describe each launch, and which elements it sums."""
         elements, item_bytes = product.numel(), product.element_size()
@@ -208,7 +208,7 @@ class SumBuffer(ExchangeBuffer):
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
         in_packets = one_shot and nbytes <= PACKETS_UP_TO
         default = PACKET_SHAPE if in_packets else DEFAULT_SHAPE
-        shape = shape_of("gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_pieces, default)
+        shape = shape_of("gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_chunks, default)
         size = folded(product.shape[0])
         step = most_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):

@@ -1,9 +1,10 @@
 """Launches of the sharded GEMM: tiles that it alone has, which of them fit a shape, and the kernel
 that can serve the tensors as they lie.
 
-Tiles of a last wave that is not full are cut along K (``gemm/units.py``), in two parts. With 2048
-gathered rows, 7168 columns and K = 8192 that took 349 us on four H200 instead of 380. More parts,
-smaller tiles and cuts of all waves were slower everywhere: to write and read two parts takes 16 us.
+Tiles of a last wave that is not full are cut along K (``gemm/work_items.py``), in two parts. With
+2048 gathered rows, 7168 columns and K = 8192 that took 349 us on four H200 instead of 380. More
+parts, smaller tiles and cuts of all waves were slower everywhere: to write and read two parts takes
+16 us.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton_dist.kernels.common.gemm.sharded import (
 )
 from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for, most_rows
 from triton_dist.kernels.common.gemm.tile import Strides
-from triton_dist.kernels.common.gemm.units import (
+from triton_dist.kernels.common.gemm.work_items import (
     GEMMPlan,
     Partials,
     Shards,
@@ -52,11 +53,11 @@ def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
     )  # fmt: skip
     return tuple(
         triton.Config(
-            dict(zip(names, (m, n, k, group, parts, shards), strict=True)),
+            dict(zip(names, (m, n, k, group, splits, shards), strict=True)),
             num_warps=warps,
             num_stages=stages,
         )
-        for m, n, k, warps, stages, group, parts, shards in rows
+        for m, n, k, warps, stages, group, splits, shards in rows
     )
 
 
@@ -194,9 +195,9 @@ def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -
         return False
     if tile.get("GROUP_SIZE_SHARDS", 1) > 1 and own >= sms:
         return False
-    parts = tile.get("SPLIT_K", 1)
-    waves_of_parts = full + triton.cdiv(last * parts, sms) / parts
-    return bool(parts == 1 or waves_of_parts <= (1 - _LEAST_SAVING) * waves)
+    splits = tile.get("SPLIT_K", 1)
+    waves_of_splits = full + triton.cdiv(last * splits, sms) / splits
+    return bool(splits == 1 or waves_of_splits <= (1 - _LEAST_SAVING) * waves)
 
 
 def sharded_gemm(
@@ -255,13 +256,13 @@ def sharded_gemm(
     by_descriptor = persistent and plan.PRECISION != "ieee" and own.is_contiguous()
     if by_descriptor and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
-        parts = options.get("SPLIT_K", 1)
-        if parts > 1:
+        splits = options.get("SPLIT_K", 1)
+        if splits > 1:
             options["partials"] = _partials(config, tiles, num_sms, split)
         kernel: Any = kernel_gemm_persistent
         if specialized:
             kernel, plan, options = _specialized(plan, options)
-        grid = (min(num_sms, tiles * parts + senders),)
+        grid = (min(num_sms, tiles * splits + senders),)
         return Launch(
             kernel, grid, (*operands, max(B.stride()), *sharding), {**options, "gemm_plan": plan}
         )

@@ -14,10 +14,10 @@ a chunk is there when its flag has reached the epoch at ``shards.epoch``. A flag
 rows of a shard, and whoever waits compares them (``common/peers.py``).
 
 The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
-(``gemm/units.py``).
+(``gemm/work_items.py``).
 
 With ``NUM_COMM_SMS`` above 0 the kernel sends the own shard itself, by its first so many programs,
-and flags stand for chunks of K instead of rows (``gemm/units.py``).
+and flags stand for chunks of K instead of rows (``gemm/work_items.py``).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from triton_dist.kernels.common.gemm.tile import (
     store_tile,
     tile_in_group,
 )
-from triton_dist.kernels.common.gemm.units import (
+from triton_dist.kernels.common.gemm.work_items import (
     multiply_arriving_tile,
-    part_of_unit,
     publish_partial,
     push_own_shard,
+    split_of_work_item,
     sum_of_partials,
-    units_of_tiles,
+    work_items_of_tiles,
 )
-from triton_dist.kernels.common.peers import flag_of, guard_of
+from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 
 
 @jit
@@ -80,7 +80,9 @@ def wait_for_rows(
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
     flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
-    return dl.wait(flags_ptr, count, flag_of(shards.epoch, rows), guard_of(shards.epoch), True)
+    return dl.wait(
+        flags_ptr, count, flag_of(shards.epoch, rows), timeout_word_of(shards.epoch), True
+    )
 
 
 @jit
@@ -92,8 +94,8 @@ def finish_tile(
     column,
     partials,
     split_tile,
-    part,
-    num_parts,
+    split,
+    num_splits,
     EPILOGUE_SUBTILE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -104,13 +106,13 @@ def finish_tile(
     part."""
     is_complete = True
     if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
-        if num_parts > 1:
+        if num_splits > 1:
             is_complete = publish_partial(
-                accumulator, partials, split_tile, part, SPLIT_K, NUM_WARPS
+                accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
             )
             if is_complete:
                 accumulator = sum_of_partials(
-                    accumulator, partials, split_tile, part, SPLIT_K, NUM_WARPS
+                    accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
                 )
     if is_complete:
         store_tile(
@@ -170,7 +172,7 @@ def kernel_gemm_persistent(
     store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
     tiles = tiles_per_shard * num_ranks
     whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
-    own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
+    own_work_items = work_items_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
     if B_COLUMN_MAJOR:
@@ -185,16 +187,16 @@ def kernel_gemm_persistent(
         c_ptr, [num_ranks, rows, N], [rows.to(tl.int64) * N, N, 1], [1, BLOCK_SIZE_M, store_n]
     )
 
-    for unit in range(program, own_units, NUM_SMS):
-        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+    for work_item in range(program, own_work_items, NUM_SMS):
+        tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         accumulator = multiply_tile(
-            own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, part, num_parts,
+            own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, split, num_splits,
             B_COLUMN_MAJOR, PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
         )  # fmt: skip
         finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            partials, tile - whole, part, num_parts,
+            partials, tile - whole, split, num_splits,
             EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
@@ -202,11 +204,13 @@ def kernel_gemm_persistent(
         gathered_desc = tl.make_tensor_descriptor(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
         )
-        taken = tl.cdiv(own_units, NUM_SMS) * NUM_SMS
-        skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
-        first = own_units + (program + skipped) % NUM_SMS
-        for unit in range(first, units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
-            tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+        taken = tl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
+        skipped = (
+            taken - own_work_items
+        )  # programs that had no unit in the last wave of the own shard
+        first = own_work_items + (program + skipped) % NUM_SMS
+        for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+            tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
             position, m, n = gathered_tile(
                 tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
             )
@@ -214,8 +218,8 @@ def kernel_gemm_persistent(
             row = m * BLOCK_SIZE_M
             if NUM_COMM_SMS > 0:
                 accumulator = multiply_arriving_tile(
-                    gathered_desc, b_desc, shards, shard, rows, row, n * BLOCK_SIZE_N, K, part,
-                    num_parts, gemm_plan, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                    gathered_desc, b_desc, shards, shard, rows, row, n * BLOCK_SIZE_N, K, split,
+                    num_splits, gemm_plan, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
                 )  # fmt: skip
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
@@ -224,13 +228,13 @@ def kernel_gemm_persistent(
                 )
                 accumulator = multiply_tile(
                     dl.only_rows(gathered_desc, shard * rows, shard * rows + last_row + 1), b_desc,
-                    dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, K, part,
-                    num_parts, B_COLUMN_MAJOR, PRECISION,
+                    dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, K, split,
+                    num_splits, B_COLUMN_MAJOR, PRECISION,
                     BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
                 )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                partials, tile - whole, part, num_parts,
+                partials, tile - whole, split, num_splits,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 
@@ -285,7 +289,7 @@ def kernel_gemm_non_persistent(
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
                 value = flag_of(shards.epoch, rows)
                 flags = gemm_plan.NUM_CHUNKS * NUM_COMM_SMS
-                token = dl.wait(flags_ptr, flags, value, guard_of(shards.epoch), True)
+                token = dl.wait(flags_ptr, flags, value, timeout_word_of(shards.epoch), True)
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(

@@ -208,7 +208,7 @@ def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
     return TILES_TO_OWNERS if persistent else POINTER_TILES_TO_OWNERS
 
 
-def suits_rows(tiles: triton.Config, rows: int) -> bool:
+def fits_rows(tiles: triton.Config, rows: int) -> bool:
     """Tell whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
     if current_device().interprets:
@@ -262,7 +262,7 @@ def prune_fn_by_group_size_m(
     return arithmetic / traffic <= _COMPUTE_BOUND
 
 
-def suits_gemm(
+def fits_gemm(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
     """Keep configs that fit shared memory as launched for A's dtype, are worth trying, and would

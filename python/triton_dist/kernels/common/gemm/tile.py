@@ -75,8 +75,8 @@ def multiply_tile(
     row,
     column,
     K,
-    part,
-    num_parts,
+    split,
+    num_splits,
     B_COLUMN_MAJOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
@@ -84,11 +84,11 @@ def multiply_tile(
     BLOCK_SIZE_K: tl.constexpr,
 ):
     """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N] product of rows from ``row`` and columns from ``column``
-    on, over the ``part``-th of ``num_parts`` parts of K."""
+    on, over the ``split``-th of ``num_splits`` parts of K."""
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     return multiply_steps(
         tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
-        steps * part // num_parts, steps * (part + 1) // num_parts,
+        steps * split // num_splits, steps * (split + 1) // num_splits,
         B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K,
     )  # fmt: skip
 

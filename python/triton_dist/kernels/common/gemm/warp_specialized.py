@@ -37,7 +37,7 @@ from triton_dist.kernels.common.gemm.tile import (
     shard_in_arrival_order,
     tile_in_group,
 )
-from triton_dist.kernels.common.gemm.units import part_of_unit, units_of_tiles
+from triton_dist.kernels.common.gemm.work_items import split_of_work_item, work_items_of_tiles
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 
 WARPS_OF_A_GROUP = 4
@@ -78,9 +78,9 @@ def _place_of_tile(
 
 
 @gluon.jit
-def _steps_of_part(K, part, num_parts, BLOCK_SIZE_K: gl.constexpr):
+def _steps_of_part(K, split, num_splits, BLOCK_SIZE_K: gl.constexpr):
     steps = gl.cdiv(K, BLOCK_SIZE_K)
-    return steps * part // num_parts, steps * (part + 1) // num_parts
+    return steps * split // num_splits, steps * (split + 1) // num_splits
 
 
 @gluon.jit
@@ -122,7 +122,7 @@ def _produce(
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
     whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
-    own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
+    own_work_items = work_items_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tma.make_tensor_descriptor(
         own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
@@ -137,10 +137,10 @@ def _produce(
         )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for unit in range(gl.program_id(0), own_units, NUM_SMS):
-        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+    for work_item in range(gl.program_id(0), own_work_items, NUM_SMS):
+        tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
-        first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
+        first_step, end_step = _steps_of_part(K, split, num_splits, BLOCK_SIZE_K)
         with dl.mark("load"):
             stage, phase = _load_tile(
                 own_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
@@ -151,11 +151,13 @@ def _produce(
         gathered_desc = tma.make_tensor_descriptor(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
         )
-        taken = gl.cdiv(own_units, NUM_SMS) * NUM_SMS
-        skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
-        first = own_units + (gl.program_id(0) + skipped) % NUM_SMS
-        for unit in range(first, units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
-            tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+        taken = gl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
+        skipped = (
+            taken - own_work_items
+        )  # programs that had no unit in the last wave of the own shard
+        first = own_work_items + (gl.program_id(0) + skipped) % NUM_SMS
+        for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+            tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
             position, m, n = gathered_tile(
                 tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
             )
@@ -165,7 +167,7 @@ def _produce(
             token = wait_for_rows(
                 shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
             )
-            first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
+            first_step, end_step = _steps_of_part(K, split, num_splits, BLOCK_SIZE_K)
             with dl.mark("load"):
                 stage, phase = _load_tile(
                     gathered_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
@@ -202,7 +204,7 @@ def _multiply_half(
 
 
 @gluon.jit
-def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, part, SPLIT_K: gl.constexpr):
+def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
     """Publish this group's half of a part, as ``split_k.publish_partial`` does; whether it was the
     last part of its half, and then the sum of all.
 
@@ -216,8 +218,8 @@ def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, part, SPLIT_K
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_SIZE_N, layout=gl.SliceLayout(0, LAYOUT))
     offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
-    first_ptr = partials.parts + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
-    gl.store(first_ptr + part * (2 * SIZE) + offsets, accumulator)
+    first_ptr = partials.splits + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
+    gl.store(first_ptr + split * (2 * SIZE) + offsets, accumulator)
     tl.debug_barrier()  # of the group: its stores come before the release, which is one thread's
     before = gl.atomic_add(partials.counters + tile, ONE, sem="acq_rel", scope="gpu")
     is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
@@ -282,8 +284,8 @@ def _consume(
     )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for unit in range(gl.program_id(0), units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
-        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+    for work_item in range(gl.program_id(0), work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+        tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
         shard, m, n = _place_of_tile(
             tile,
             tiles_m,
@@ -294,7 +296,7 @@ def _consume(
             GROUP_SIZE_M,
             GROUP_SIZE_SHARDS,
         )
-        first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
+        first_step, end_step = _steps_of_part(K, split, num_splits, BLOCK_SIZE_K)
         with dl.mark("mma"):
             accumulator, stage, phase = _multiply_half(
                 GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
@@ -302,9 +304,9 @@ def _consume(
             )  # fmt: skip
         is_complete = True
         if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
-            if num_parts > 1:
+            if num_splits > 1:
                 is_complete, accumulator = _finish_part(
-                    GROUP, accumulator, partials, tile - whole, part, SPLIT_K
+                    GROUP, accumulator, partials, tile - whole, split, SPLIT_K
                 )
         if is_complete:
             with dl.mark("store"):

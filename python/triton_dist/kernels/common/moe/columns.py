@@ -198,12 +198,12 @@ class PushedColumns(PushedSlots):
         """Push a chunk of each peer's slab."""
         first, end = list(columns)[chunk]
         begin, end = columns.rows * first, columns.rows * end
-        own, slab = self.rank * self._room, columns.rows * columns.N
+        own, block = self.rank * self._room, columns.rows * columns.N
         arrivals, flag = self.slots["arrivals"], chunk * self.num_ranks + self.rank
         for step in range(1, self.num_ranks):
             stream = (chunk * (self.num_ranks - 1) + step) % PUSH_STREAMS
             peer = (self.rank + step) % self.num_ranks
             target = self.slots["shards"].peers[peer][own + begin : own + end]
-            source = OwnRows(peer * slab + begin, peer * slab + end)
+            source = OwnRows(peer * block + begin, peer * block + end)
             yield Copy(stream, target.view(-1, 1), source)
             yield Copy(stream, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])

@@ -27,7 +27,7 @@ from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD, BlockMap
-from triton_dist.kernels.common.peers import GatheredShards, flag_of, guard_of
+from triton_dist.kernels.common.peers import GatheredShards, flag_of, timeout_word_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
@@ -78,7 +78,9 @@ class GroupedPlan(NamedTuple):
 
 
 @jit
-def unit_of_run(tiles_ptr, unit, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr):
+def work_item_of_run(
+    tiles_ptr, unit, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
+):
     """(expert, first row, end of rows, column tile, tile) of the ``unit``-th unit of work.
 
     A run of L tiles from the a-th on owns units ``a * tiles_n`` to ``(a + L) * tiles_n``. So tile
@@ -111,7 +113,7 @@ def await_positions(
         source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
         value = flag_of(sources.epoch, shard_rows)
-        token += dl.wait(flag_ptr, 1, value, guard_of(sources.epoch), True)
+        token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
     return awaited, token
 
 
@@ -200,7 +202,7 @@ def kernel_grouped_gemm(
     if grouped_plan.NUM_SOURCES > 1:  # where all rows would begin if they lay around the own ones
         own_rows_ptr = sources.own - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        expert, row, end, n, tile = unit_of_run(
+        expert, row, end, n, tile = work_item_of_run(
             blocks.tiles, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
         )
         column = n * COLUMNS

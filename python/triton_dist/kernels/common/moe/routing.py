@@ -186,10 +186,10 @@ def rows_by_position(
     position = tl.arange(0, SOURCES_PAD)
     rows = tl.zeros((SOURCES_PAD,), tl.int32)
     for first in range(0, chunks, ROWS):
-        piece = first + tl.arange(0, ROWS)
+        chunk = first + tl.arange(0, ROWS)
         counts = tl.load(
-            counts_ptr + (position[:, None] * chunks + piece[None, :]) * E_PAD + expert,
-            mask=(position < NUM_SOURCES)[:, None] & (piece < chunks)[None, :],
+            counts_ptr + (position[:, None] * chunks + chunk[None, :]) * E_PAD + expert,
+            mask=(position < NUM_SOURCES)[:, None] & (chunk < chunks)[None, :],
             other=0,
         )
         rows += tl.sum(counts, 1)
@@ -466,7 +466,7 @@ def compare_ids(function: str, ctx: OpContext[Any], topk_ids: torch.Tensor) -> N
     if waits.limit_seconds() is not None or current_device().is_capturing():
         return
     ranks = group_for(ctx.group)
-    answers = ranks.gather(f"ids of {function}", ids_as_text(topk_ids))
+    answers = ranks.all_gather(f"ids of {function}", ids_as_text(topk_ids))
     if len(set(answers)) > 1:
         by_rank = {ranks.named(rank): answer for rank, answer in enumerate(answers)}
         raise RankDisagreement(f"the ids of a call of {function}", by_rank)

@@ -33,7 +33,7 @@ def has_fast_library() -> bool:
     return is_fast and not device.interprets
 
 
-def suits_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
+def tries_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
     """Tell whether torch's kernel serves weights [E, K, N] of a ``weights_layout``: bf16 only, and
     ``fits_library``."""
     return dtype is torch.bfloat16 and fits_library(N, K, dtype, layout)

@@ -77,7 +77,7 @@ def grouped_tiles() -> list[triton.Config]:
     return list(INTERPRETED_GROUPED_TILES if current_device().interprets else GROUPED_TILES)
 
 
-def suits_grouped(
+def fits_grouped(
     config: Mapping[str, Any], dtype: torch.dtype, E: int, columns: int, tokens: int, topk: int
 ) -> bool:
     """Tell whether tiles are worth trying for all calls in the range of ``tokens``.

@@ -44,7 +44,7 @@ from triton_dist.kernels.common.moe.routing import (
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.common.op import OpCall, Ways
+from triton_dist.kernels.common.op import Algorithms, OpCall
 from triton_dist.runtime.ranks import Group, process_group_of
 
 COLLECTIVE = "collective"
@@ -127,7 +127,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
         """Compile and load what that launches."""
 
-    def slab_rows(self, M: int) -> int:
+    def block_rows(self, M: int) -> int:
         """Rows that a rank adds, of M tokens."""
         return -(-M // self.num_ranks)
 
@@ -274,11 +274,11 @@ class SumCall(OpCall):
     gemm_config: triton.Config | None
     num_chunks: int | None
     reduction: str | None
-    way: str | None
+    algorithm: str | None
     accepted_key: Any = None
 
     kind: ClassVar[type[MoESumContext]]
-    ways: ClassVar[Ways[Any, Any]]
+    algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
         known = self.accepted_key  # with what the caller fixes, if anything
@@ -292,7 +292,7 @@ class SumCall(OpCall):
         """Tiles of the product, where it is ours."""
         given = self.num_chunks if self.n_chunks is None else self.n_chunks
         self.chunks = 1 if given is None else given
-        self.chosen = self.ways[self.way or next(iter(self.ways))]
+        self.chosen = self.algorithms[self.algorithm or next(iter(self.algorithms))]
         self.chosen.check(self)
 
     def run(self) -> torch.Tensor:
@@ -370,7 +370,7 @@ class SumCall(OpCall):
     def columns(self) -> Columns:
         """Chunks of the call, cut where tiles end."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
-        rows = self.ctx.slab_rows(self.key.M)
+        rows = self.ctx.block_rows(self.key.M)
         return columns_of(rows, self.key.N, self.chunks, width)
 
 
@@ -409,7 +409,7 @@ def varied(
     *_: Any,
     **__: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """``vary_fn`` of both ops: calls with other batches of ids."""
+    """``input_variants_fn`` of both ops: calls with other batches of ids."""
     return [{"chosen_experts": ids} for ids in other_batches(chosen_experts, len(weights))]
 
 
@@ -438,5 +438,5 @@ def summed_routes(
     M, N = len(chosen_experts), weights.shape[2]
     total = x.new_empty(M, N)
     routing = expert_weight.detach(), chosen_experts
-    topk_sum(products, *routing, None, total, E, slab_rows=M, first=0, N=N).run()
+    topk_sum(products, *routing, None, total, E, block_rows=M, first=0, N=N).run()
     return total

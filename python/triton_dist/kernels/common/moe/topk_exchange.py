@@ -29,8 +29,8 @@ from triton_dist.kernels.common.exchange.protocol import (
     await_peers,
     begin,
     behind,
-    flag_of_piece,
-    tell_ranks,
+    flag_of_chunk,
+    notify_ranks,
 )
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import target_at
@@ -110,8 +110,8 @@ def kernel_topk_exchange(
                 )  # fmt: skip
             target = target_at(slots.table, peer, slots.data) + call.offset
             tl.store(target + rank.to(tl.int64) * room + index, sums, mask=column < N)
-    value = flag_of_piece(call, 0)
-    tell_ranks(call, 0, value, plan)
+    value = flag_of_chunk(call, 0)
+    notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
     for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
         column = block % across * plan.BLOCK + lanes
@@ -160,7 +160,7 @@ class RoutedSums(NamedTuple):
         buffer.launcher.run(
             (kernel_topk_exchange, alike, dtypes), lambda: self._launch(buffer, out, whole), tensors
         )
-        buffer.guard.end()
+        buffer.timeout_words.end()
         return out
 
     def compile(self, buffer: ExchangeBuffer, whole: bool) -> None:

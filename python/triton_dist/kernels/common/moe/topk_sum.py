@@ -17,7 +17,7 @@ from triton_dist.kernels.common.launch import Launch
 _ELEMENTS, _WIDEST = 2048, 1024
 
 
-@jit(do_not_specialize=["M", "E", "slab_rows"])
+@jit(do_not_specialize=["M", "E", "block_rows"])
 def kernel_topk_sum(
     products_ptr,
     weights_ptr,
@@ -26,7 +26,7 @@ def kernel_topk_sum(
     out_ptr,
     M,
     E,
-    slab_rows,
+    block_rows,
     first,
     width,
     N,
@@ -38,9 +38,9 @@ def kernel_topk_sum(
     """Columns ``first`` to ``first + width`` of N, of M tokens: products [M * TOPK, width], where
     the row of a route is ``rows[route]``, or without ``rows`` its number.
 
-    out: slabs of ``slab_rows`` tokens, [slab_rows, N] elements each; in a slab, columns of one call
-    lie together, [slab_rows, width] from ``slab_rows * first`` on. Grid (blocks of tokens, blocks
-    of columns).
+    out: slabs of ``block_rows`` tokens, [block_rows, N] elements each; in a slab, columns of one
+    call lie together, [block_rows, width] from ``block_rows * first`` on. Grid (blocks of tokens,
+    blocks of columns).
     """
     token = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
@@ -61,9 +61,9 @@ def kernel_topk_sum(
             products[:, None] + column[None, :], mask=named[:, None] & inside[None, :], other=0.0
         )
         total += weight[:, None] * product.to(tl.float32)
-    slab = (token // slab_rows).to(tl.int64)
-    in_slab = (token % slab_rows).to(tl.int64)
-    out = out_ptr + slab * slab_rows * N + slab_rows.to(tl.int64) * first + in_slab * width
+    block = (token // block_rows).to(tl.int64)
+    in_block = (token % block_rows).to(tl.int64)
+    out = out_ptr + block * block_rows * N + block_rows.to(tl.int64) * first + in_block * width
     if ALIGNED:
         out = tl.multiple_of(out, 16)
     tl.store(
@@ -81,7 +81,7 @@ def topk_sum(
     out: torch.Tensor,
     E: int,
     *,
-    slab_rows: int,
+    block_rows: int,
     first: int,
     N: int,
 ) -> Launch:
@@ -91,7 +91,7 @@ def topk_sum(
         products: contiguous; the row of a route is ``rows[route]``, or without ``rows`` its number.
         expert_weight: [M, topk], contiguous, of any floating dtype.
         topk_ids: [M, topk]; ids that are not one of 0 to E - 1 add nothing.
-        out: whole slabs of ``slab_rows`` tokens, laid out as the kernel says; with all columns at
+        out: whole slabs of ``block_rows`` tokens, laid out as the kernel says; with all columns at
             once, simply [M, N].
     """
     (M, topk), width = topk_ids.shape, products.shape[1]
@@ -102,7 +102,7 @@ def topk_sum(
     return Launch(
         kernel_topk_sum,
         (triton.cdiv(M, block_m), triton.cdiv(width, block_n)),
-        (products, expert_weight, topk_ids, rows, out, M, E, slab_rows, first, width, N),
+        (products, expert_weight, topk_ids, rows, out, M, E, block_rows, first, width, N),
         {
             "TOPK": topk,
             "ALIGNED": aligned and products.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0,

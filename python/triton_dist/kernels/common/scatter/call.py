@@ -23,7 +23,7 @@ from triton_dist.kernels.common.context import (
     signature_of,
     tensor_checks,
 )
-from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_rows
+from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, most_rows
 from triton_dist.kernels.common.launch import dot_precision
 from triton_dist.kernels.common.op import OpCall, check_straggler, check_tiles
 from triton_dist.kernels.common.scatter.partials import (
@@ -54,7 +54,7 @@ class SummingCall(OpCall):
     bias: torch.Tensor | None
     straggler_option: tuple[int, int] | None
     method: enum.Enum | None
-    way: str | None
+    algorithm: str | None
     num_ctas: int | None
     block_bytes: int | None
     accepted_key: tuple[Any, ...] | None
@@ -158,7 +158,7 @@ class SummingCall(OpCall):
         """Refuse more rows than the memory of the way holds."""
         if self.A.shape[0] > most and self.ctx.num_ranks > 1:
             expected = f"another one for an M of more than {most}"
-            raise InvalidArgument(self.kind.function, "way", self.chosen.name, expected)
+            raise InvalidArgument(self.kind.function, "algorithm", self.chosen.name, expected)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class SummingSizes:
 
     def suit(self, config: Mapping[str, Any], rows: int) -> bool:
         """Return whether the tiles of a config are worth trying for ``rows`` rows."""
-        return suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
+        return fits_rows(config["gemm_config"], rows) and fits_gemm(config, self.A, self.B)
 
     def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
         """Tell whether there are as many chunks of so many rows as a config says."""

@@ -84,8 +84,8 @@ from triton_dist.kernels.common.exchange.protocol import (
     await_programs,
     begin,
     behind,
-    flag_of_piece,
-    tell_ranks,
+    flag_of_chunk,
+    notify_ranks,
 )
 from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
 from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
@@ -242,8 +242,8 @@ def kernel_gemm_exchange(
                     target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
                     rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS,
                 )  # fmt: skip
-    value = flag_of_piece(call, 0)
-    tell_ranks(call, 0, value, plan)
+    value = flag_of_chunk(call, 0)
+    notify_ranks(call, 0, value, plan)
     # With PASS_ON: [M, N]
     sums_offset = call.offset + NUM_RANKS * shard_elements.to(tl.int64)
     own_offset = 0  # of the own rows in C
@@ -266,7 +266,7 @@ def kernel_gemm_exchange(
                     NUM_RANKS, False, SUB_TILE_ROWS, tile.N, SUB_TILE_ROWS, tile.INT64_OFFSETS,
                 )  # fmt: skip
     if PASS_ON:
-        tell_ranks(call, 1, value, plan)
+        notify_ranks(call, 1, value, plan)
         token = await_peers(peers, 1, value, plan)
         for step in tl.static_range(1, NUM_RANKS):
             begin_row = (rank + step) % NUM_RANKS * rows

@@ -53,9 +53,9 @@ from triton_dist.kernels.common.gemm.tile import (
     tile_in_group,
 )
 from triton_dist.kernels.common.launch import Launch, as_rows
+from triton_dist.kernels.common.scatter.algorithms import Exchanged
 from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
 from triton_dist.kernels.common.scatter.partials import Out
-from triton_dist.kernels.common.scatter.ways import Exchanged
 
 
 @jit(do_not_specialize=["M", "rank"])

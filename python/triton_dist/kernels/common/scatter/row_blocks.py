@@ -76,8 +76,8 @@ class PartialsBuffer(InSlots):
         self._staging: torch.Tensor | None = None
         # Of both slots at once, and as far as it costs no memory now: what is made in a capture is
         # no good outside of its graph.
-        ways: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
-        self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in ways}
+        algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
+        self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in algorithms}
         self._transfers: Bounded[Any, Any] = Bounded()
 
     def describe(self, scatter: Scatter) -> Scattering:

@@ -31,7 +31,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.peers import flag_of, guard_of, target_at
+from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     chunks_of_row_block,
@@ -136,7 +136,7 @@ def await_partials(slot, M, unit, rank, NUM_RANKS: tl.constexpr):
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
         flag_ptr = slot.arrivals + unit * NUM_RANKS + source
-        token += dl.wait(flag_ptr, 1, value, guard_of(slot.epoch), True)
+        token += dl.wait(flag_ptr, 1, value, timeout_word_of(slot.epoch), True)
     return token
 
 

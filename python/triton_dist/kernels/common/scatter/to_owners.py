@@ -9,6 +9,7 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import operands_at
 from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.common.scatter.algorithms import Scattered
 from triton_dist.kernels.common.scatter.kernel import (
     describe_targets,
     multiply_described,
@@ -24,7 +25,6 @@ from triton_dist.kernels.common.scatter.tiles import (
     store_tile_by_pointers,
     tile_in_scatter_order,
 )
-from triton_dist.kernels.common.scatter.ways import Scattered
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -66,7 +66,7 @@ def kernel_gemm_scatter_persistent(
     target_descs = tl.tuple([])
     if summing.SCATTER != "add":
         target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
-    stored_row_block, stored_unit = (
+    stored_row_block, stored_work_item = (
         rank,
         0,
     )  # what is to be announced yet; of the own row block: nothing
@@ -81,7 +81,7 @@ def kernel_gemm_scatter_persistent(
         if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
             if stored_row_block != rank:
                 dl.publish_tile()
-                announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
+                announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
                 stored_row_block = rank
         if summing.SCATTER == "add":
             store_tile_by_pointers(
@@ -94,7 +94,7 @@ def kernel_gemm_scatter_persistent(
                 dl.publish_tile()
         if row_block != rank:
             if summing.LATER:
-                stored_row_block, stored_unit = row_block, unit
+                stored_row_block, stored_work_item = row_block, unit
             else:
                 announce_tile(slot, M, row_block, unit, rank, summing)
         else:
@@ -111,7 +111,7 @@ def kernel_gemm_scatter_persistent(
     if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
         if stored_row_block != rank:  # of a program whose last tile is for others
             dl.publish_tile()
-            announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
+            announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
 
 
 class ToOwners(Scattered):

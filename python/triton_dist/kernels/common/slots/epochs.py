@@ -35,16 +35,16 @@ from triton_dist.debugging import rank_status
 from triton_dist.kernels.common.launch import Bounded, Launch, Launcher
 from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.kernels.common.peers import (
-    GUARD,
-    GUARD_WORDS,
+    TIMEOUT_WORD,
+    TIMEOUT_WORDS,
     Disagreements,
     Flags,
-    Guard,
+    TimeoutWord,
     count_in,
     epoch_at,
     flag_of,
     flag_value,
-    guard_of,
+    timeout_word_of,
 )
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
@@ -61,9 +61,9 @@ SLOTS = 2
 _LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
 # Control words of a slot's "epoch" line. The first is the flag of the slot's present use: its
 # epoch, and the size of the last call with a peer check. Then comes the guard of its waits.
-EPOCH, _GUARD = 0, GUARD.value
-GAVE_UP = tl.constexpr(_GUARD + _GAVE_UP)
-SOUND = tl.constexpr(_GUARD + GUARD_WORDS)  # the last epoch before any wait gave up
+EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
+GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
+SOUND = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # the last epoch before any wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait for the limit.
 _WAITS_IN_A_ROW = 3
@@ -83,7 +83,7 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.wait(consumed_ptr + peer, 1, last, guard_of(epoch_ptr))
+            dl.wait(consumed_ptr + peer, 1, last, timeout_word_of(epoch_ptr))
         peer += 1
 
 
@@ -155,9 +155,9 @@ class EpochSlots:
         self._in_turn = self._in_graphs = self._capturing = False
         self._clear_lines()
         flags = weak(self._flags)
-        self.guard = Guard(
-            name, kernels, self.memory["epoch"].local, _GUARD, _WAITS_IN_A_ROW, weak(self._late),
-            flags, self.disagreements, ranks,
+        self.timeout_words = TimeoutWord(
+            name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _WAITS_IN_A_ROW,
+            weak(self._late), flags, self.disagreements, ranks,
         )  # fmt: skip
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._peer_check(0).followed_by(self._finishing()).compile()
@@ -203,7 +203,7 @@ class EpochSlots:
         if self.num_ranks == 1:
             return
         self._begun[self.index] += 1
-        most_polls = self.guard.begin()
+        most_polls = self.timeout_words.begin()
         self._capturing = self.device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
@@ -234,11 +234,11 @@ class EpochSlots:
         if self.num_ranks == 1:
             return
         self.launcher.run((kernel_finish_epoch, self.index), self._finishing)
-        most_polls = self.guard.most_polls
+        most_polls = self.timeout_words.most_polls
         self._in_turn = awaited and not self._capturing and not most_polls
         if most_polls or self._tells:
             self._expected[self.index] = expected
-        self.guard.end()
+        self.timeout_words.end()
 
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which uses none of this memory.
@@ -250,17 +250,17 @@ class EpochSlots:
         self.disagreements.check()
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
-        self.guard.begin()
+        self.timeout_words.begin()
         slot = self.following  # it stays the next call's
         self._check_peers(slot, self._sizes[slot])
         result = call()
-        self.guard.see_to_waits()
+        self.timeout_words.see_to_waits()
         return result
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
-        with self.guard.resetting():
+        with self.timeout_words.resetting():
             for region in self._zeroed:
                 for slot in range(SLOTS):
                     self.of_slot(slot, region).local.zero_()
@@ -272,7 +272,7 @@ class EpochSlots:
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
-        self.guard.free()
+        self.timeout_words.free()
         self.memory.free()
 
     def _clear_lines(self) -> None:
@@ -312,7 +312,7 @@ class EpochSlots:
         and the flag's."""
         oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
-        epoch = gave_up[slot][SOUND.value - _GUARD] + 1
+        epoch = gave_up[slot][SOUND.value - _TIMEOUT_WORD] + 1
         lines = self.memory["epoch"].local
         lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
         for flag in self._late_of(slot, epoch, torch.Tensor.cpu):

@@ -5,7 +5,7 @@ No producer here uses an SM for data: copies go to a copy engine, and a flag is 
 follows its data on the same stream. What a flag is copied from must lie on another GPU than what it
 is copied to: the driver may give a copy within one GPU to an SM, which a full grid that waits for
 the flag never frees. In a fused method the consumer is the producer, too, in the same slots and by
-the same protocol; it checks its peers itself (``gemm/units.py``).
+the same protocol; it checks its peers itself (``gemm/work_items.py``).
 
 Flags are copied from device memory, this rank's epoch. So flag writes need no SM, either.
 """

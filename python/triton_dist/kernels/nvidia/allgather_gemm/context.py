@@ -25,7 +25,7 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.gemm.launch import SplitMemory
-from triton_dist.kernels.common.gemm.units import SplitWorkspace
+from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.ranks import Group, process_group_of

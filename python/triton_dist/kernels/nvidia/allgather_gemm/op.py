@@ -8,7 +8,7 @@ Abstraction
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
 
-    Other ways than by copy engine: ``ways.py``.
+    Other ways than by copy engine: ``algorithms.py``.
 
 Stream timeline of one call (W = 4, push)
     main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
@@ -40,15 +40,15 @@ import torch
 import triton
 
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
-from triton_dist.kernels.common.vendor import VendorMethod
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, Call, Sizes
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
     check_operands,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, Call, Sizes
 from triton_dist.runtime.device import current_device
 
 
@@ -58,18 +58,18 @@ def key_fn(
     ctx: AllGatherGEMMTensorParallelContext,
     *_: Any,
     local_copy: bool = True,
-    method: AllGatherMethod | VendorMethod | None = None,
+    method: AllGatherMethod | LibraryAlgorithm | None = None,
     gathered: torch.Tensor | None = None,
     **__: Any,
 ) -> Any:
     """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
     more than those of the context. A way that the older keyword asks for is tuned by itself."""
     key = (check_operands(A, B, ctx, local_copy, gathered), local_copy)
-    return key if method is None else (*key, WAYS.asked(method))
+    return key if method is None else (*key, ALGORITHMS.asked(method))
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=Sizes.of,
     key_fn=key_fn,
@@ -83,13 +83,13 @@ def ag_gemm(
     ctx: AllGatherGEMMTensorParallelContext,
     gemm_config: triton.Config | None = None,
     persistent: bool | None = True,
-    method: AllGatherMethod | VendorMethod | None = None,
+    method: AllGatherMethod | LibraryAlgorithm | None = None,
     num_streams: int = 1,
     num_chunks: int = 1,
     local_copy: bool = True,
     straggler_option: tuple[int, int] | None = None,
     num_comm_sms: int | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     gathered: torch.Tensor | None = None,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
@@ -116,7 +116,7 @@ def ag_gemm(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
-        straggler_option, num_comm_sms, way, gathered, accepted_key,
+        straggler_option, num_comm_sms, algorithm, gathered, accepted_key,
     ).run()  # fmt: skip
 
 

@@ -47,16 +47,16 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.moe.routing import ids_as_text
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, Call
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
     MoEAllGatherGroupGEMMTensorParallelContext,
     RoutedKey,
     check_operands,
 )
-from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS, Call
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 
 
@@ -71,13 +71,13 @@ def key_fn(
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=key_fn,
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda a, b, ctx, full_topk_ids, **_: ids_as_text(full_topk_ids),
-    vary_fn=lambda a, b, ctx, full_topk_ids, **_: [
+    input_variants_fn=lambda a, b, ctx, full_topk_ids, **_: [
         {"full_topk_ids": ids} for ids in other_batches(full_topk_ids, len(b))
     ],
     version="1",  # another one when results that are shipped (records/) should not be used any more
@@ -92,7 +92,7 @@ def ag_group_gemm(
     num_groups: int = 1,
     gather: str | None = None,
     straggler_option: tuple[int, int] | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: RoutedKey | None = None,
 ) -> torch.Tensor:
     """Each token of all ranks times the weights of its experts; tuned over the ranks of ``ctx``.
@@ -123,7 +123,7 @@ def ag_group_gemm(
             with ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
-        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, way,
+        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, algorithm,
         accepted_key,
     ).run()  # fmt: skip
 
@@ -152,6 +152,6 @@ def run_moe_ag_triton_non_overlap(
     rows = x_shard.new_empty(len(chosen_experts), x_shard.shape[1])
     grouped_gemm.key_fn(rows, weights, chosen_experts)  # refuses what cannot work
     if size > 1:
-        vendor.all_gather_into(rows, x_shard.detach().contiguous(), None)
+        libraries.all_gather_into(rows, x_shard.detach().contiguous(), None)
     product: torch.Tensor = grouped_gemm(rows if size > 1 else x_shard, weights, chosen_experts)
     return product

@@ -74,7 +74,7 @@ class AllReduceContext(collective_context.CollectiveContext):
     slot_bytes = staticmethod(sums.slot_bytes)
     packet_bytes = staticmethod(sums.packet_bytes)
 
-    def piece_elements(
+    def chunk_elements(
         self, method: AllReduceMethod, item_bytes: int, in_packets: bool = False
     ) -> int:
         """Elements of ``item_bytes`` that one launch can sum."""

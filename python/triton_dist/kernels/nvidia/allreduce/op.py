@@ -27,8 +27,14 @@ import torch
 from triton_dist import tune
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.op import op
+from triton_dist.kernels.nvidia.allreduce.algorithms import (
+    ALGORITHMS,
+    Call,
+    Sizes,
+    algorithm_of,
+    check_tensors,
+)
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
-from triton_dist.kernels.nvidia.allreduce.ways import WAYS, Call, Sizes, check_tensors, way_of
 
 
 def key_fn(
@@ -44,14 +50,14 @@ def key_fn(
     sum replaces x, of which a library need not make a copy then. A way that older keywords ask for
     is tuned by itself."""
     check_tensors(x, ctx, output)
-    asked = way_of(method)
+    asked = algorithm_of(method)
     vectors = collective_context.fits_vectors(x, x.numel())
     in_place = output is not None and output.data_ptr() == x.data_ptr()
     return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, asked, in_place
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=Sizes.of,
     key_fn=key_fn,
@@ -66,9 +72,9 @@ def all_reduce(
     straggler_option: tuple[int, int] | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
-    num_pieces: int | None = None,
+    num_chunks: int | None = None,
     packets: bool | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
     """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
@@ -87,7 +93,7 @@ def all_reduce(
         way: the algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"``, see
             the module (tuned); default: ``"by_size"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
-        num_pieces: in how many pieces a program's share travels, not in one shot (tuned).
+        num_chunks: in how many pieces a program's share travels, not in one shot (tuned).
         packets: whether one shot goes in packets, of up to 256 KB a launch; ``None``: by size
             (tuned).
         straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
@@ -98,6 +104,6 @@ def all_reduce(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     return Call(
-        x, ctx, output, method, straggler_option, num_ctas, block_bytes, num_pieces, packets, way,
-        accepted_key,
+        x, ctx, output, method, straggler_option, num_ctas, block_bytes, num_chunks, packets,
+        algorithm, accepted_key,
     ).run()  # fmt: skip

@@ -11,9 +11,9 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import (
+    fits_gemm,
     get_config_space,
     of_both_kinds,
-    suits_gemm,
     warp_specialized_tiles,
 )
 from triton_dist.kernels.common.launch import Launch
@@ -109,7 +109,7 @@ def _prepare(persistent: bool) -> Callable[..., None]:
 @tuned(
     config_space=_both_spaces,
     key_fn=_key,
-    prune_fn=suits_gemm,
+    prune_fn=fits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
     sizes=("M",),
@@ -134,7 +134,7 @@ def matmul(
 @tuned(
     config_space=lambda: _space(True),
     key_fn=_key,
-    prune_fn=suits_gemm,
+    prune_fn=fits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
     sizes=("M",),
@@ -151,7 +151,7 @@ def gemm_persistent(
 @tuned(
     config_space=lambda: _space(False),
     key_fn=_key,
-    prune_fn=suits_gemm,
+    prune_fn=fits_gemm,
     prepare_fn=_prepare(False),
     scope="rank",
     sizes=("M",),

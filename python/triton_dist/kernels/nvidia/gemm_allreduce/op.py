@@ -6,8 +6,8 @@ Abstraction
     rows, [K / W, N]. Each rank's product is one addend of the whole, which every rank needs. M is
     anything from 1 on: no rank's share needs a particular size.
 
-    Tiles travel (``ways.py``) in one shot, crossing the link once with W - 1 times the bytes, for
-    few rows (decode); or in two, with 2 (W - 1) / W times the bytes.
+    Tiles travel (``algorithms.py``) in one shot, crossing the link once with W - 1 times the bytes,
+    for few rows (decode); or in two, with 2 (W - 1) / W times the bytes.
 
 Timeline of one call in two shots (W = 4, two chunks), on every rank at once
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C
@@ -39,15 +39,15 @@ import torch
 import triton
 
 from triton_dist.kernels.common.op import op
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import ALGORITHMS, Call
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     GEMMAllReduceMethod,
     GEMMAllReduceTensorParallelContext,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS, Call
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=Call.sizes,
     key_fn=Call.key_fn,
@@ -69,7 +69,7 @@ def gemm_ar(
     bias: torch.Tensor | None = None,
     copy_to_local: bool = True,
     straggler_option: tuple[int, int] | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """``sum over ranks of A @ B``, plus ``bias``, on every rank; tuned over all ranks. Returns
@@ -95,6 +95,6 @@ def gemm_ar(
         method: older name of the way: a ``GEMMAllReduceMethod`` is the way of its value.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, way,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,
         num_ctas, block_bytes, accepted_key, copy_to_local, reduction,
     ).run()  # fmt: skip

@@ -11,11 +11,11 @@ Timeline of one call (W = 4), on every rank at once
     GEMM         rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' ─ finish
     fused         └ each tile → rank+1     └ → rank+2  └ → rank+3
     copy engine              └ chunks → rank+1 └ → rank+2 └ → rank+3
-    ``way="fused"``: the program that computed a tile stores it into its owner's memory.
+    ``algorithm="fused"``: the program that computed a tile stores it into its owner's memory.
     ``"copy_engine"``: tiles stay here, and a copy engine pushes the rows of each peer, in
     ``num_chunks`` chunks, as their tiles are complete. Either way the program that computes an own
     tile waits until the peers have sent theirs, and adds them.
-    Other ways: ``ways.py``.
+    Other ways: ``algorithms.py``.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
@@ -39,16 +39,16 @@ from typing import Any
 import torch
 import triton
 
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.common.vendor import VendorMethod
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import ALGORITHMS, Call
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
 )
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS, Call
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=Call.sizes,
     key_fn=Call.key_fn,
@@ -64,13 +64,13 @@ def gemm_rs(
     persistent: bool = True,
     fuse_scatter: bool | None = None,
     num_chunks: int = 1,
-    method: VendorMethod | None = None,
+    method: LibraryAlgorithm | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
     straggler_option: tuple[int, int] | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
@@ -91,9 +91,9 @@ def gemm_rs(
         reduce_st: tiles are added to one fp32 sum on their owner, by ``"fused"`` alone; default:
             the context's.
         fuse_scatter, method: older names of the way: ``True`` is ``"fused"``, ``False``
-            ``"copy_engine"``; a ``VendorMethod`` the way of its value.
+            ``"copy_engine"``; a ``LibraryAlgorithm`` the way of its value.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, way,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,
         num_ctas, block_bytes, accepted_key, reduce_st, fuse_scatter,
     ).run()  # fmt: skip

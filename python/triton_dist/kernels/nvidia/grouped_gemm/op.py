@@ -33,16 +33,16 @@ import triton
 
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.grouped_gemm.ways import WAYS, Call, GroupedKey
+from triton_dist.kernels.nvidia.grouped_gemm.algorithms import ALGORITHMS, Call, GroupedKey
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=GroupedKey.of,
     key_fn=GroupedKey.of,
     key_sizes=("M",),
-    vary_fn=lambda A, B, topk_ids, **_: [
+    input_variants_fn=lambda A, B, topk_ids, **_: [
         {"topk_ids": ids} for ids in other_batches(topk_ids, len(B))
     ],
     scope="rank",
@@ -56,7 +56,7 @@ def grouped_gemm(
     order: str = "route",
     activation: str | None = None,
     gemm_config: triton.Config | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: GroupedKey | None = None,
 ) -> torch.Tensor:
     """Each row of A times the weights of the expert that its route goes to; tuned by each rank
@@ -83,4 +83,4 @@ def grouped_gemm(
     Raises:
         InvalidArgument: before anything is launched.
     """
-    return Call(A, B, topk_ids, order, activation, gemm_config, way, accepted_key).run()
+    return Call(A, B, topk_ids, order, activation, gemm_config, algorithm, accepted_key).run()

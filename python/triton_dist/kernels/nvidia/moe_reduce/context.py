@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
@@ -47,7 +47,7 @@ class MoEReduceRSContext(MoESumContext):
     def __init__(self, products: RoutedProducts) -> None:
         super().__init__(products)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
-        rows = self.slab_rows(self.max_tokens)
+        rows = self.block_rows(self.max_tokens)
         held = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = bytes_of_parts(max(1, held) * N, dtype, self.num_ranks)
         with self._allocating() as own:
@@ -66,7 +66,7 @@ class MoEReduceRSContext(MoESumContext):
 
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:
-            return vendor.reduce_scatter(total, self.group)
+            return libraries.reduce_scatter(total, self.group)
         exchange, rows = self._exchange(total)
         self.exchange.run(exchange, total, rows)
         return rows
@@ -92,7 +92,7 @@ class MoEReduceARContext(MoESumContext):
     def __init__(self, products: RoutedProducts) -> None:
         super().__init__(products)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
-        rows = self.slab_rows(self.max_tokens)
+        rows = self.block_rows(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
         with self._allocating() as own:
             self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
@@ -109,7 +109,7 @@ class MoEReduceARContext(MoESumContext):
 
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:
-            return vendor.all_reduce(total, self.group)
+            return libraries.all_reduce(total, self.group)
         return self.exchange.sum(total, reduction)
 
     def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:

@@ -47,23 +47,23 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import refuse
 from triton_dist.kernels.common.moe.summing import agreed, summed_routes, varied
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
+from triton_dist.kernels.nvidia.moe_reduce.algorithms import AllReduceCall, ReduceScatterCall
 from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, MoEReduceRSContext
-from triton_dist.kernels.nvidia.moe_reduce.ways import AllReduceCall, ReduceScatterCall
 
 
 @op(
-    ways=ReduceScatterCall.ways,
+    algorithms=ReduceScatterCall.algorithms,
     call=ReduceScatterCall,
     sizes=ReduceScatterCall.sizes,
     key_fn=ReduceScatterCall.key_fn,
     key_sizes=("M",),
     agree_fn=agreed,
-    vary_fn=varied,
+    input_variants_fn=varied,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def run_moe_reduce_rs(
@@ -78,7 +78,7 @@ def run_moe_reduce_rs(
     gemm_config: triton.Config | None = None,
     num_chunks: int | None = None,
     reduction: str | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
     """This rank's tokens of the sum, over ranks and choices, of ``expert_weight * (x @ weights of
@@ -115,7 +115,7 @@ def run_moe_reduce_rs(
     """
     return ReduceScatterCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, way, accepted_key,
+        num_chunks, reduction, algorithm, accepted_key,
     ).run()  # fmt: skip
 
 
@@ -140,17 +140,17 @@ def run_moe_reduce_rs_triton_non_overlap(
     M, size = len(chosen_experts), dist.get_world_size()
     refuse(function, [MoEReduceRSContext.tokens_check("M", M, size)])
     total = summed_routes(function, grouped_gemm, x, weights, *routing, config)
-    return vendor.reduce_scatter(total, None)
+    return libraries.reduce_scatter(total, None)
 
 
 @op(
-    ways=AllReduceCall.ways,
+    algorithms=AllReduceCall.algorithms,
     call=AllReduceCall,
     sizes=AllReduceCall.sizes,
     key_fn=AllReduceCall.key_fn,
     key_sizes=("M",),
     agree_fn=agreed,
-    vary_fn=varied,
+    input_variants_fn=varied,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def run_moe_reduce_ar(
@@ -165,7 +165,7 @@ def run_moe_reduce_ar(
     gemm_config: triton.Config | None = None,
     num_chunks: int | None = None,
     reduction: str | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
     """The sum, over ranks and choices, of ``expert_weight * (x @ weights of the expert)``, on every
@@ -185,7 +185,7 @@ def run_moe_reduce_ar(
     """
     return AllReduceCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, way, accepted_key,
+        num_chunks, reduction, algorithm, accepted_key,
     ).run()  # fmt: skip
 
 
@@ -210,4 +210,4 @@ def run_moe_reduce_ar_triton_non_overlap(
         "run_moe_reduce_ar_triton_non_overlap", grouped_gemm, x, weights, chosen_experts,
         expert_weight, config,
     )  # fmt: skip
-    return vendor.all_reduce(total, None)
+    return libraries.all_reduce(total, None)

@@ -1,5 +1,9 @@
 """All-gather and reduce-scatter: ``op.py`` has what they are and how they are built."""
 
+from triton_dist.kernels.nvidia.shard_collectives.algorithms import (
+    GatherMethod,
+    ReduceScatterMethod,
+)
 from triton_dist.kernels.nvidia.shard_collectives.context import (
     AllGatherContext,
     ReduceScatterContext,
@@ -7,7 +11,6 @@ from triton_dist.kernels.nvidia.shard_collectives.context import (
     create_reduce_scatter_ctx,
 )
 from triton_dist.kernels.nvidia.shard_collectives.op import all_gather, reduce_scatter
-from triton_dist.kernels.nvidia.shard_collectives.ways import GatherMethod, ReduceScatterMethod
 
 __all__ = [
     "AllGatherContext",

@@ -21,20 +21,20 @@ import torch
 
 from triton_dist.kernels.common.collective.context import exact_size
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.shard_collectives.context import (
-    AllGatherContext,
-    ReduceScatterContext,
-)
-from triton_dist.kernels.nvidia.shard_collectives.ways import (
+from triton_dist.kernels.nvidia.shard_collectives.algorithms import (
     AllGatherCall,
     GatherMethod,
     ReduceScatterCall,
     ReduceScatterMethod,
 )
+from triton_dist.kernels.nvidia.shard_collectives.context import (
+    AllGatherContext,
+    ReduceScatterContext,
+)
 
 
 @op(
-    ways=AllGatherCall.ways,
+    algorithms=AllGatherCall.algorithms,
     call=AllGatherCall,
     sizes=AllGatherCall.sizes,
     key_fn=AllGatherCall.key_fn,
@@ -48,9 +48,9 @@ def all_gather(
     method: GatherMethod | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
-    num_pieces: int | None = None,
+    num_chunks: int | None = None,
     straggler_option: tuple[int, int] | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
     """x of all ranks, in their order; tuned over all ranks. Returns ``output``, or a new tensor
@@ -66,7 +66,7 @@ def all_gather(
         way: the algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"``, see the module
             (tuned); default: ``"push"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
-        num_pieces: in how many pieces a program's share travels (tuned).
+        num_chunks: in how many pieces a program's share travels (tuned).
         straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
         method: older name of the way, which is that of its value. Tuned with it, the tuning is of
             that way.
@@ -75,13 +75,13 @@ def all_gather(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     return AllGatherCall(
-        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way,
+        x, ctx, output, method, num_ctas, block_bytes, num_chunks, straggler_option, algorithm,
         accepted_key,
     ).run()  # fmt: skip
 
 
 @op(
-    ways=ReduceScatterCall.ways,
+    algorithms=ReduceScatterCall.algorithms,
     call=ReduceScatterCall,
     sizes=ReduceScatterCall.sizes,
     key_fn=ReduceScatterCall.key_fn,
@@ -95,9 +95,9 @@ def reduce_scatter(
     method: ReduceScatterMethod | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
-    num_pieces: int | None = None,
+    num_chunks: int | None = None,
     straggler_option: tuple[int, int] | None = None,
-    way: str | None = None,
+    algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
     """This rank's shard of the sum of x over all ranks; tuned over all ranks. Returns ``output``,
@@ -117,6 +117,6 @@ def reduce_scatter(
         output: where the shard goes, contiguous; in memory apart from x.
     """
     return ReduceScatterCall(
-        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way,
+        x, ctx, output, method, num_ctas, block_bytes, num_chunks, straggler_option, algorithm,
         accepted_key,
     ).run()  # fmt: skip

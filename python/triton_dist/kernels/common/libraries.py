@@ -18,7 +18,7 @@ MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
 """Operators of torch's async tensor parallelism, in ``torch.ops.symm_mem``."""
 
 
-class VendorMethod(enum.Enum):
+class LibraryAlgorithm(enum.Enum):
     """A GEMM across ranks by libraries of others; has no tiles, streams or chunks."""
 
     COLLECTIVE = "collective"
@@ -30,15 +30,15 @@ class VendorMethod(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-def methods_here(operator: str) -> list[VendorMethod]:
+def methods_here(operator: str) -> list[LibraryAlgorithm]:
     """Methods that work on this process's device with this torch; ``operator``: the op's own."""
     device = current_device()
     if device.has_async_tp and has_operator(operator):
-        return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
-    return [VendorMethod.COLLECTIVE]
+        return [LibraryAlgorithm.COLLECTIVE, LibraryAlgorithm.ASYNC_TP]
+    return [LibraryAlgorithm.COLLECTIVE]
 
 
-def candidates_here(operator: str) -> list[VendorMethod]:
+def candidates_here(operator: str) -> list[LibraryAlgorithm]:
     """Candidates of a tuning: on GPUs all that works there. None on CPU ranks, which are there to
     run our kernels, and where an interpreted kernel would never win; nor where ranks share a GPU,
     and the collective would go through the host."""
@@ -49,16 +49,16 @@ def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
     """Refuse a call over several ranks that only ``operator`` could make, where it is not.
 
     Raises:
-        InvalidArgument: of the argument ``way``.
+        InvalidArgument: of the argument ``algorithm``.
     """
-    if num_ranks > 1 and VendorMethod.ASYNC_TP not in methods_here(operator):
+    if num_ranks > 1 and LibraryAlgorithm.ASYNC_TP not in methods_here(operator):
         expected = f"another one here: torch's {operator} is on GPUs alone, in builds that have it"
-        raise InvalidArgument(function, "way", VendorMethod.ASYNC_TP.value, expected)
+        raise InvalidArgument(function, "algorithm", LibraryAlgorithm.ASYNC_TP.value, expected)
 
 
 def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:
     """Tell if ``operator`` can run over ``group``: not on CPU ranks, and not alone."""
-    return dist.get_world_size(group) > 1 and VendorMethod.ASYNC_TP in methods_here(operator)
+    return dist.get_world_size(group) > 1 and LibraryAlgorithm.ASYNC_TP in methods_here(operator)
 
 
 def all_gather_into(

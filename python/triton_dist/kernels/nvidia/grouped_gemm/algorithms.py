@@ -30,10 +30,10 @@ from triton_dist.kernels.common.moe.rows import (
     grouped_mm,
     has_fast_library,
     rows_put_back,
-    suits_library,
+    tries_library,
 )
-from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
-from triton_dist.kernels.common.op import OpCall, Way, Ways, check_tiles
+from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
+from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.runtime.device import current_device
 
 ORDERS = ("route", "sorted")
@@ -135,7 +135,7 @@ class Call(OpCall):
     order: str
     activation: str | None
     gemm_config: triton.Config | None
-    way: str | None
+    algorithm: str | None
     accepted_key: GroupedKey | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class Call(OpCall):
         )
         self.width = self.key.N // (1 if self.activation is None else 2)
         """Columns of the result."""
-        self.chosen = WAYS[self.way or Tiled.name]
+        self.chosen = ALGORITHMS[self.algorithm or Tiled.name]
         self.chosen.check(self)
 
     def blocks(self, block_m: int) -> BlockMap:
@@ -152,7 +152,7 @@ class Call(OpCall):
         return block_map(self.topk_ids, self.key.E, block_m)
 
 
-class Tiled(Way[Call, GroupedKey]):
+class Tiled(Algorithm[Call, GroupedKey]):
     """Our kernel, which gathers rows in its load."""
 
     name, tunables = "tiled", ("gemm_config",)
@@ -160,8 +160,8 @@ class Tiled(Way[Call, GroupedKey]):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [(tiles,) for tiles in grouped_tiles()]
 
-    def suits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
-        return suits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
+    def fits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
+        return fits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
 
     def check(self, call: Call) -> None:
         check_tiles("grouped_gemm", call.gemm_config, self.name)
@@ -189,23 +189,23 @@ class Tiled(Way[Call, GroupedKey]):
         return C, blocks, product
 
 
-class Library(Way[Call, GroupedKey]):
+class Library(Algorithm[Call, GroupedKey]):
     """torch's grouped product, of rows that are copied to where it wants them, and back."""
 
     name: str = "library"
     tunables: ClassVar[tuple[str, ...]] = ()
-    is_safe = True
+    is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()] if has_fast_library() else []
 
-    def suits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
-        return suits_library(sizes.N, sizes.K, sizes.dtype, sizes.layout)
+    def fits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
+        return tries_library(sizes.N, sizes.K, sizes.dtype, sizes.layout)
 
     def check(self, call: Call) -> None:
         if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
             expected = "another one for K, N or strides of B that are no multiples of 16 bytes"
-            raise InvalidArgument("grouped_gemm", "way", self.name, expected)
+            raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         blocks, routes = call.blocks(WHOLE_EXPERT), call.topk_ids.numel()
@@ -235,4 +235,4 @@ class Library(Way[Call, GroupedKey]):
         return out, rows_put_back(C, out, blocks)
 
 
-WAYS = Ways("grouped_gemm", (Tiled(), Library()))
+ALGORITHMS = Algorithms("grouped_gemm", (Tiled(), Library()))

@@ -20,13 +20,13 @@ from triton_dist.kernels.common.moe.rows import (
     gathered_rows,
     grouped_mm,
     has_fast_library,
-    suits_library,
+    tries_library,
 )
-from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
+from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, RoutedSums
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.common.op import Way, check_tiles
+from triton_dist.kernels.common.op import Algorithm, check_tiles
 from triton_dist.runtime.device import current_device
 
 _CHUNKS = (1, 2, 4, 8)
@@ -54,10 +54,10 @@ class Product(ABC):
         """Queue the product of columns ``first`` to ``end``: [M * topk, end - first], and the row
         of each route in it, or ``None`` if that is its number. It is valid until the next."""
 
-    def summed(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> None:
+    def summed(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
         """Queue columns of out, as ``topk_sum`` lays it out."""
         products, rows = self.products(first, end)
-        self.run(self._sum(products, rows, first, out, slab_rows))
+        self.run(self._sum(products, rows, first, out, block_rows))
 
     def _sum(
         self,
@@ -65,12 +65,12 @@ class Product(ABC):
         rows: torch.Tensor | None,
         first: int,
         out: torch.Tensor,
-        slab_rows: int,
+        block_rows: int,
     ) -> Launch:
         call = self.call
         return topk_sum(
             products, call.expert_weight.detach(), call.chosen_experts, rows, out, call.key.E,
-            slab_rows=slab_rows, first=first, N=call.key.N,
+            block_rows=block_rows, first=first, N=call.key.N,
         )  # fmt: skip
 
     def compile(self, columns: Columns, out: torch.Tensor) -> None:
@@ -83,7 +83,9 @@ class Product(ABC):
                 launch.compile()
 
     @abstractmethod
-    def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
+    def launches(
+        self, first: int, end: int, out: torch.Tensor, block_rows: int
+    ) -> Iterator[Launch]:
         """Launches for columns ``first`` to ``end``, not in any order."""
 
 
@@ -101,10 +103,12 @@ class TiledProduct(Product):
         self.run(launch)
         return C, None
 
-    def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
+    def launches(
+        self, first: int, end: int, out: torch.Tensor, block_rows: int
+    ) -> Iterator[Launch]:
         C, launch = self._multiply(first, end)
         yield launch
-        yield self._sum(C, None, first, out, slab_rows)
+        yield self._sum(C, None, first, out, block_rows)
 
     def _multiply(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
         """Columns of a chunk take the place of those before, which are in the cache still."""
@@ -134,13 +138,15 @@ class LibraryProduct(Product):
         ends = self.blocks.ends[: self.call.key.E]
         return grouped_mm(self._sorted, self.weights[:, :, first:end], ends), self.blocks.rows
 
-    def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
+    def launches(
+        self, first: int, end: int, out: torch.Tensor, block_rows: int
+    ) -> Iterator[Launch]:
         yield gathered_rows(self.x, self._sorted, self.blocks)
         C = self.x.new_empty(self.call.chosen_experts.numel(), end - first)
-        yield self._sum(C, self.blocks.rows, first, out, slab_rows)
+        yield self._sum(C, self.blocks.rows, first, out, block_rows)
 
 
-class SumWay(Way[SumCall, SumSizes]):
+class SumAlgorithm(Algorithm[SumCall, SumSizes]):
     """A way of such an op."""
 
     product: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
@@ -155,20 +161,20 @@ class SumWay(Way[SumCall, SumSizes]):
     def sums(self) -> tuple[Any, ...]:
         """Values of the other tunable on this process's device, the simplest first."""
 
-    def suits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
         if self.product is LibraryProduct:
-            if sizes.config or not suits_library(key.N, key.K, key.dtype, key.layout):
+            if sizes.config or not tries_library(key.N, key.K, key.dtype, key.layout):
                 return False
         elif sizes.config is not None:
             if not _has_first_tiles(config):  # they stand for those that are given
                 return False
-        elif not suits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk):
+        elif not fits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk):
             return False
-        return self.suits_sum(config, sizes)
+        return self.fits_reduction(config, sizes)
 
     @abstractmethod
-    def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+    def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         """Tell whether it is worth trying, the product aside."""
 
     def check(self, call: SumCall) -> None:
@@ -177,10 +183,10 @@ class SumWay(Way[SumCall, SumSizes]):
             check_tiles(function, call.tiles, self.name)
         elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
             expected = "another one for K, N or strides that are no multiples of 16 bytes"
-            raise InvalidArgument(function, "way", self.name, expected)
+            raise InvalidArgument(function, "algorithm", self.name, expected)
 
 
-class Chunks(SumWay):
+class Chunks(SumAlgorithm):
     """Columns in chunks: a copy engine pushes each to the ranks that add its rows, while the next
     one is multiplied."""
 
@@ -189,7 +195,7 @@ class Chunks(SumWay):
     def sums(self) -> tuple[Any, ...]:
         return _CHUNKS[:2] if current_device().interprets else _CHUNKS
 
-    def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+    def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key, num_chunks = sizes.key, config["num_chunks"]
         if sizes.n_chunks is not None:
             return bool(num_chunks == 1)  # stands for the number that is given
@@ -236,7 +242,7 @@ class Chunks(SumWay):
         return result
 
 
-class Serial(SumWay):
+class Serial(SumAlgorithm):
     """The whole product, the sum over choices, then the sum over ranks."""
 
     name: str = "serial"
@@ -252,7 +258,7 @@ class Serial(SumWay):
             return own[:1]
         return (*own, COLLECTIVE) if device.has_nccl else own
 
-    def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+    def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         if sizes.key.num_ranks == 1 or (sizes.n_chunks or 1) > 1:
             return False
         if current_device().interprets:  # one shows it
@@ -307,10 +313,10 @@ class Library(Serial):
     """The same by torch's grouped product."""
 
     name, tunables = "library", ("reduction",)
-    product, is_safe = LibraryProduct, True
+    product, is_fallback = LibraryProduct, True
 
 
-def ways_of(kind: type[MoESumContext]) -> tuple[SumWay, ...]:
+def algorithms_of(kind: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
     """All ways of the op whose contexts are of ``kind``; the first is the default."""
     return Chunks(), Serial(kind), Library(kind)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
     Shape,
@@ -19,12 +19,12 @@ from triton_dist.kernels.common.exchange.buffer import (
     shape_of,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.op import Ways
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
+from triton_dist.kernels.common.op import Algorithms
+from triton_dist.kernels.common.scatter.algorithms import InOneLaunch, Overlapped, WholeProduct
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
 from triton_dist.kernels.common.scatter.to_owners import ToOwners
-from triton_dist.kernels.common.scatter.ways import InOneLaunch, Overlapped, WholeProduct
-from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
     GEMMReduceScatterTensorParallelContext,
@@ -54,8 +54,8 @@ class Call(SummingCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None or self.fuse_scatter is not None:
-            self.way = self.asked(self.method, self.fuse_scatter)
-        self.chosen = WAYS[self.way or Fused.name]
+            self.algorithm = self.asked(self.method, self.fuse_scatter)
+        self.chosen = ALGORITHMS[self.algorithm or Fused.name]
         self.adds = self.sums_on_arrival(self.ctx, self.reduce_st)
         self.chosen.check(self)
 
@@ -65,7 +65,7 @@ class Call(SummingCall):
     ) -> str | None:
         if method is None and fuse_scatter is not None:
             return Fused.name if fuse_scatter else CopyEngine.name
-        return WAYS.asked(method)
+        return ALGORITHMS.asked(method)
 
     @staticmethod
     def sums_on_arrival(ctx: Any, reduce_st: bool | None = None, **_: Any) -> bool:
@@ -80,7 +80,7 @@ class Call(SummingCall):
         """Refuse a sum of tiles on arrival, which fused tiles alone know."""
         if self.adds:
             expected = f"{Fused.name!r} with reduce_st=True"
-            raise InvalidArgument("gemm_rs", "way", self.chosen.name, expected)
+            raise InvalidArgument("gemm_rs", "algorithm", self.chosen.name, expected)
 
 
 class _ToOwners(Overlapped[Call]):
@@ -89,8 +89,8 @@ class _ToOwners(Overlapped[Call]):
     scatter: Scatter
     launches: ClassVar[type[ToOwners]] = ToOwners
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return spaces.suits_gemm(config, sizes.A, sizes.B)
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return spaces.fits_gemm(config, sizes.A, sizes.B)
 
     def scattered(self, call: Call) -> ToOwners:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
@@ -118,7 +118,7 @@ class OneLaunch(InOneLaunch[Call]):
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.of_both_kinds(spaces.tiles_to_owners)
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return sizes.nbytes <= EXCHANGED_BYTES and sizes.suit(config, sizes.M)
 
     def check(self, call: Call) -> None:
@@ -126,7 +126,7 @@ class OneLaunch(InOneLaunch[Call]):
         call.check_sum()
         call.check_rows(call.ctx.exchanged_rows)
         if call.ctx.num_ranks == 1:  # which exchanges nothing
-            call.chosen = WAYS[Fused.name]
+            call.chosen = ALGORITHMS[Fused.name]
 
 
 class _Pushed(ToOwners):
@@ -165,10 +165,12 @@ class CopyEngine(_ToOwners):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
                 yield tiles, persistent, num_chunks
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         if current_device().launches_block:
             return False
-        return sizes.have_chunks(config, sizes.M // sizes.num_ranks) and super().fits(config, sizes)
+        return sizes.have_chunks(config, sizes.M // sizes.num_ranks) and super().fits_sizes(
+            config, sizes
+        )
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -176,7 +178,7 @@ class CopyEngine(_ToOwners):
         if current_device().launches_block:
             # The GEMM adds what peers push, and pushes are queued after its launch.
             expected = "another one while CUDA_LAUNCH_BLOCKING is set: it would never end"
-            raise InvalidArgument("gemm_rs", "way", self.name, expected)
+            raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
 
     def units(self, call: Call) -> int:
         return call.num_chunks
@@ -186,15 +188,15 @@ class Serial(WholeProduct[Call]):
     """The reduce-scatter is ours, in one launch: where no tiles of ours fit well."""
 
     name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
-    is_safe = True
+    is_fallback = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         # Interpreted, one.
         shapes = _SERIAL_SHAPES[-1:] if current_device().interprets else _SERIAL_SHAPES
         for shape in shapes:
-            yield shape.num_pieces, shape.num_ctas, shape.block_bytes
+            yield shape.num_chunks, shape.num_ctas, shape.block_bytes
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         shape = shape_of("gemm_rs", config["num_ctas"], config["block_bytes"], config["num_chunks"])
         shard_bytes = sizes.nbytes // sizes.num_ranks
         return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(shape, shard_bytes)
@@ -222,29 +224,35 @@ class Serial(WholeProduct[Call]):
 class Collective(WholeProduct[Call]):
     """The reduce-scatter is the group's: NCCL, gloo on CPU ranks."""
 
-    name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
-    is_safe = True
+    name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
+    is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if self.method in vendor.candidates_here(vendor.MATMUL_REDUCE_SCATTER) else []
+        return (
+            [()]
+            if self.method in libraries.candidates_here(libraries.MATMUL_REDUCE_SCATTER)
+            else []
+        )
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return True
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
-        return vendor.reduce_scatter(product, call.ctx.group)
+        return libraries.reduce_scatter(product, call.ctx.group)
 
 
 class AsyncTP(Collective):
     """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
 
-    name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+    name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
     def check(self, call: Call) -> None:
-        vendor.check_async_tp("gemm_rs", vendor.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
+        libraries.check_async_tp("gemm_rs", libraries.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return vendor.async_tp_matmul_scatter(A, B, call.ctx.group)
+        return libraries.async_tp_matmul_scatter(A, B, call.ctx.group)
 
 
-WAYS = Ways("gemm_rs", (Fused(), OneLaunch(), CopyEngine(), Serial(), Collective(), AsyncTP()))
+ALGORITHMS = Algorithms(
+    "gemm_rs", (Fused(), OneLaunch(), CopyEngine(), Serial(), Collective(), AsyncTP())
+)

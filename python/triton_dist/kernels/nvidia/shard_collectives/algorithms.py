@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.collective.context import check_output, check_tensor, fits_vectors
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.context import buffer_of
@@ -35,7 +35,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather, kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed, kernel_copy_pushed
-from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler
+from triton_dist.kernels.common.op import Algorithms, NamedAlgorithm, OpCall, check_straggler
 from triton_dist.kernels.common.peers import folded
 from triton_dist.kernels.nvidia.shard_collectives.context import (
     AllGatherContext,
@@ -46,7 +46,7 @@ from triton_dist.runtime.device import current_device
 
 # Bytes from which on copy engines are worth trying: each copy takes them some us to begin.
 _PUSHED_FROM = 1 << 20
-_PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4))
+_PUSHED_SHAPES = tuple(Shape(ctas, 16384, chunks) for ctas in (16, 64) for chunks in (1, 2, 4))
 
 
 class PushMethod(enum.Enum):
@@ -96,12 +96,12 @@ class ShardsCall(OpCall):
     method: PushMethod | None
     num_ctas: int | None
     block_bytes: int | None
-    num_pieces: int | None
+    num_chunks: int | None
     straggler_option: tuple[int, int] | None
-    way: str | None
+    algorithm: str | None
     accepted_key: object = None
 
-    ways: ClassVar[Ways[Any, Any]]
+    algorithms: ClassVar[Algorithms[Any, Any]]
     kind: ClassVar[type[PushingContext]]
     gathers: ClassVar[bool]
     """The result is the whole, and x a shard; or the other way round."""
@@ -114,16 +114,18 @@ class ShardsCall(OpCall):
         if self.accepted_key is None:
             self.check(self.x, self.ctx, self.output)
         if self.straggler_option is not None:
-            check_straggler(self.ways.function, self.straggler_option)
+            check_straggler(self.algorithms.function, self.straggler_option)
         if self.method is not None:
-            self.way = self.ways.asked(self.method)
-        self.chosen = self.ways[self.way or Push.name]
-        self.shape = shape_of(self.ways.function, self.num_ctas, self.block_bytes, self.num_pieces)
+            self.algorithm = self.algorithms.asked(self.method)
+        self.chosen = self.algorithms[self.algorithm or Push.name]
+        self.shape = shape_of(
+            self.algorithms.function, self.num_ctas, self.block_bytes, self.num_chunks
+        )
 
     @classmethod
     def check(cls, x: torch.Tensor, ctx: PushingContext, output: torch.Tensor | None) -> None:
         """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
-        function = cls.ways.function
+        function = cls.algorithms.function
         device = buffer_of(ctx, cls.kind, function, cls.kind.creator).device.torch_device
         check_tensor(function, "x", x, device)
         size, most = ctx.num_ranks, ctx.workspace_nbytes
@@ -160,7 +162,7 @@ class ShardsCall(OpCall):
         cls.check(x, ctx, output)
         elements = cls.elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
-        return key if method is None else (*key, cls.ways.asked(method))
+        return key if method is None else (*key, cls.algorithms.asked(method))
 
     @classmethod
     def sizes(
@@ -174,7 +176,7 @@ class ShardsCall(OpCall):
     ) -> Sizes:
         """Say what decides which configs are worth trying for x."""
         shard_nbytes = cls.elements(x, ctx) * x.element_size()
-        return Sizes(shard_nbytes, ctx.num_ranks, cls.ways.asked(method))
+        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.asked(method))
 
     @classmethod
     def elements(cls, x: torch.Tensor, ctx: PushingContext) -> int:
@@ -187,7 +189,7 @@ class ShardsCall(OpCall):
         return rows * size if self.gathers else rows // size
 
 
-class _Way(AskedWay[ShardsCall, Sizes]):
+class _Algorithm(NamedAlgorithm[ShardsCall, Sizes]):
     """A way of both ops."""
 
     def run(self, call: ShardsCall) -> torch.Tensor:
@@ -207,7 +209,7 @@ class _Way(AskedWay[ShardsCall, Sizes]):
         """Launch it among several ranks, from x to out, which are flat."""
 
 
-class Push(_Way):
+class Push(_Algorithm):
     """Programs store shards into every peer's memory, who copy or add what they get: one launch."""
 
     name = "push"
@@ -217,7 +219,7 @@ class Push(_Way):
         shapes = dict.fromkeys((untuned(), *SMALL_SHAPES, *LARGE_SHAPES))
         return (shape.values for shape in shapes)
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return is_worth_trying(shape_in(config), sizes.shard_nbytes)
 
     def compile(self, call: ShardsCall) -> None:
@@ -251,10 +253,10 @@ class CopyEngine(Push):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return (shape.values for shape in _PUSHED_SHAPES)
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < _PUSHED_FROM:
             return False
-        return super().fits(config, sizes)
+        return super().fits_sizes(config, sizes)
 
     def memory(self, ctx: PushingContext) -> ExchangeBuffer | PushedShards:
         return ctx.pushed
@@ -263,7 +265,7 @@ class CopyEngine(Push):
         return call.take_pushed
 
 
-class Collective(_Way):
+class Collective(_Algorithm):
     """The group's own: NCCL, gloo on CPU ranks."""
 
     name = "collective"
@@ -272,7 +274,7 @@ class Collective(_Way):
         # CPU ranks are there to run our kernels.
         return [()] if current_device().has_nccl else []
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1
 
     def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -282,16 +284,16 @@ class Collective(_Way):
 class AllGatherCall(ShardsCall):
     """One call of ``all_gather``."""
 
-    ways = Ways("all_gather", (Push(), CopyEngine(), Collective()))
+    algorithms = Algorithms("all_gather", (Push(), CopyEngine(), Collective()))
     kind, gathers = AllGatherContext, True
     push, take_pushed = kernel_all_gather, kernel_copy_pushed
-    collective = staticmethod(vendor.all_gather_into)
+    collective = staticmethod(libraries.all_gather_into)
 
 
 class ReduceScatterCall(ShardsCall):
     """One call of ``reduce_scatter``."""
 
-    ways = Ways("reduce_scatter", (Push(), CopyEngine(), Collective()))
+    algorithms = Algorithms("reduce_scatter", (Push(), CopyEngine(), Collective()))
     kind, gathers = ReduceScatterContext, False
     push, take_pushed = kernel_reduce_scatter, kernel_add_pushed
-    collective = staticmethod(vendor.reduce_scatter_into)
+    collective = staticmethod(libraries.reduce_scatter_into)

@@ -12,8 +12,8 @@ COLUMNS = 80
 _WITH_COMMAND: dict[str, argparse.ArgumentParser] = {}
 
 
-def add_verb(
-    verbs: Any,
+def add_subcommand(
+    subcommands: Any,
     name: str,
     run: Callable[[argparse.Namespace], int],
     *,
@@ -32,7 +32,7 @@ def add_verb(
         aliases: other names of the verb.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser: argparse.ArgumentParser = subcommands.add_parser(
         name,
         aliases=aliases,
         help=help,

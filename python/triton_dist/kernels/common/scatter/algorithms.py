@@ -12,7 +12,7 @@ import torch
 
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.op import AskedWay
+from triton_dist.kernels.common.op import NamedAlgorithm
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, programs_of
@@ -122,7 +122,7 @@ class Exchanged:
             call.gemm_config, call.A.shape[0], C.shape[1], buffer.device.num_sms, buffer.num_ranks,
             self.to_owners,
         )  # fmt: skip
-        buffer.begin(self.phases(), num_ctas, num_pieces=1)
+        buffer.begin(self.phases(), num_ctas, num_chunks=1)
         buffer.launcher.run(
             (
                 type(self), *call.layouts(), id(call.gemm_config), call.persistent, self.to_owners,
@@ -132,7 +132,7 @@ class Exchanged:
             {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
             alive=(call.gemm_config,),
         )  # fmt: skip
-        buffer.guard.end()
+        buffer.timeout_words.end()
         return C
 
     def compile(self) -> None:
@@ -164,18 +164,18 @@ class Exchanged:
 C = TypeVar("C", bound=SummingCall)
 
 
-class SummingWay(AskedWay[C, SummingSizes]):
+class SummingAlgorithm(NamedAlgorithm[C, SummingSizes]):
     """A way of such an op."""
 
     is_general: ClassVar[bool] = False
     """Also of one rank, and where tiles are added to one sum on their owner."""
 
-    def suits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        fits = self.is_general or (sizes.num_ranks > 1 and not sizes.adds)
-        return fits and super().suits(config, sizes)
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        fits_sizes = self.is_general or (sizes.num_ranks > 1 and not sizes.adds)
+        return fits_sizes and super().fits(config, sizes)
 
 
-class Overlapped(SummingWay[C], Generic[C]):
+class Overlapped(SummingAlgorithm[C], Generic[C]):
     """Tiles travel while the next ones are multiplied."""
 
     copied: ClassVar[bool] = False
@@ -209,7 +209,7 @@ class Overlapped(SummingWay[C], Generic[C]):
         """Describe the launches in the present slot."""
 
 
-class InOneLaunch(SummingWay[C], Generic[C]):
+class InOneLaunch(SummingAlgorithm[C], Generic[C]):
     """One launch that multiplies, sends, waits and adds."""
 
     tunables = ("gemm_config", "persistent")
@@ -231,7 +231,7 @@ class InOneLaunch(SummingWay[C], Generic[C]):
         return self.launches(call, call.ctx.exchange, self.to_owners, self.pass_on)
 
 
-class WholeProduct(SummingWay[C], Generic[C]):
+class WholeProduct(SummingAlgorithm[C], Generic[C]):
     """``torch.matmul`` of the whole product, which is summed then; the bias is added to the rounded
     sum."""
 

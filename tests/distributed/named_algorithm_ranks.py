@@ -16,8 +16,8 @@ from triton_dist.kernels.nvidia import (
     AllReduceMethod,
     GatherMethod,
     GEMMAllReduceMethod,
+    LibraryAlgorithm,
     ReduceScatterMethod,
-    VendorMethod,
     ag_gemm,
     all_gather,
     all_reduce,
@@ -31,21 +31,23 @@ from triton_dist.kernels.nvidia import (
     gemm_rs,
     reduce_scatter,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS as AG_GEMM_WAYS
-from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS as GEMM_AR_WAYS
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as GEMM_RS_WAYS
-from triton_dist.kernels.nvidia.shard_collectives.ways import AllGatherCall, ReduceScatterCall
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS as AG_GEMM_ALGORITHMS
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS as ALL_REDUCE_ALGORITHMS
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import ALGORITHMS as GEMM_AR_ALGORITHMS
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import (
+    ALGORITHMS as GEMM_RS_ALGORITHMS,
+)
+from triton_dist.kernels.nvidia.shard_collectives.algorithms import AllGatherCall, ReduceScatterCall
 from triton_dist.testing.assertions import assert_allclose
 
 FP32 = torch.float32
-WAYS = (
-    AG_GEMM_WAYS,
-    GEMM_RS_WAYS,
-    GEMM_AR_WAYS,
-    ALL_REDUCE_WAYS,
-    AllGatherCall.ways,
-    ReduceScatterCall.ways,
+ALGORITHMS = (
+    AG_GEMM_ALGORITHMS,
+    GEMM_RS_ALGORITHMS,
+    GEMM_AR_ALGORITHMS,
+    ALL_REDUCE_ALGORITHMS,
+    AllGatherCall.algorithms,
+    ReduceScatterCall.algorithms,
 )
 
 
@@ -56,10 +58,10 @@ def asked_for(rank: int, size: int) -> Iterator[tuple[Any, Any, tuple[Any, ...],
     ring = AllGatherMethod.RING_PUSH_1D
     with create_ag_gemm_context(N, N, 8, FP32, rank, size, all_gather_method=ring) as ctx:
         yield ag_gemm, ctx, operands, {ring.value: {}}
-        methods = (*AllGatherMethod, VendorMethod.COLLECTIVE)
+        methods = (*AllGatherMethod, LibraryAlgorithm.COLLECTIVE)
         yield ag_gemm, ctx, operands, {each.value: {"method": each} for each in methods}
     with create_gemm_rs_context(N, 8, rank, size, size, FP32) as ctx:
-        asked = {"collective": {"method": VendorMethod.COLLECTIVE}}
+        asked = {"collective": {"method": LibraryAlgorithm.COLLECTIVE}}
         asked |= {"copy_engine": {"fuse_scatter": False}, "fused": {"fuse_scatter": True}}
         yield gemm_rs, ctx, addends, asked
     with create_gemm_ar_context(N, 8, rank, size, size, FP32) as ctx:
@@ -77,27 +79,27 @@ def asked_for(rank: int, size: int) -> Iterator[tuple[Any, Any, tuple[Any, ...],
 
 
 @contextmanager
-def ways_that_run() -> Iterator[list[str]]:
+def algorithms_that_run() -> Iterator[list[str]]:
     """Within, the names of ways that calls of any op run."""
     seen: list[str] = []
 
-    def noted(way: Any) -> Any:
-        return lambda call, run=way.run: (seen.append(way.name), run(call))[1]
+    def noted(algorithm: Any) -> Any:
+        return lambda call, run=algorithm.run: (seen.append(algorithm.name), run(call))[1]
 
-    each_way = [way for ways in WAYS for way in ways.values()]
-    for way in each_way:
-        way.run = noted(way)
+    each_algorithm = [algorithm for algorithms in ALGORITHMS for algorithm in algorithms.values()]
+    for algorithm in each_algorithm:
+        algorithm.run = noted(algorithm)
     try:
         yield seen
     finally:
-        for way in each_way:
-            del way.run
+        for algorithm in each_algorithm:
+            del algorithm.run
 
 
 def run_what_is_asked_for() -> tuple[list[tuple[str, str]], int]:
     """What was asked for where another way ran, in calls without tuning; and how many did run."""
     wrong, count = [], 0
-    with ways_that_run() as seen:
+    with algorithms_that_run() as seen:
         for op, ctx, operands, asked in asked_for(dist.get_rank(), dist.get_world_size()):
             expected = op(*operands, ctx, autotune=False)
             for name, keywords in asked.items():
@@ -113,7 +115,7 @@ def refused_untuned() -> list[str]:
     messages = []
     with mock.patch.dict("os.environ", TRITON_DIST_AUTOTUNE="0"):
         for op, ctx, operands, _ in asked_for(dist.get_rank(), dist.get_world_size()):
-            for method in ("one_shot", 5, VendorMethod.ASYNC_TP):
+            for method in ("one_shot", 5, LibraryAlgorithm.ASYNC_TP):
                 try:
                     op(*operands, ctx, method=method)
                 except InvalidArgument as error:

@@ -13,49 +13,51 @@ import pytest
 import torch
 
 from triton_dist._tuning.source import source_of
-from triton_dist.cli import judge
+from triton_dist.cli import validator
 from triton_dist.cli.main import main
 from triton_dist.kernels.nvidia import ag_gemm, all_gather, all_reduce, gemm_rs, reduce_scatter
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS as AG_GEMM_WAYS
-from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as GEMM_RS_WAYS
-from triton_dist.kernels.nvidia.shard_collectives.ways import AllGatherCall, ReduceScatterCall
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS as AG_GEMM_ALGORITHMS
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS as ALL_REDUCE_ALGORITHMS
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import (
+    ALGORITHMS as GEMM_RS_ALGORITHMS,
+)
+from triton_dist.kernels.nvidia.shard_collectives.algorithms import AllGatherCall, ReduceScatterCall
 
 OP = """
 from triton_dist.kernels.common.op import op
 
-from edited_op.ways import WAYS, Call
+from edited_op.algorithms import ALGORITHMS, Call
 
 
 @op(
-    ways=WAYS,
+    algorithms=ALGORITHMS,
     call=Call,
     sizes=lambda x, *_, **__: x.numel(),
     key_fn=lambda x, *_, **__: x.numel(),
     agree_fn=lambda x, *_, **__: x.numel(),
     version="1",
 )
-def add(x, ctx, amount=1, way=None):
-    return Call(x, ctx, amount, way).run()
+def add(x, ctx, amount=1, algorithm=None):
+    return Call(x, ctx, amount, algorithm).run()
 """
-WAYS = """
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+ALGORITHMS = """
+from triton_dist.kernels.common.op import OpCall, Algorithm, Algorithms
 
 from edited_op import helpers
 
 
 class Call(OpCall):
-    def __init__(self, x, ctx, amount, way):
-        self.x, self.amount, self.chosen = x, amount, WAYS[way or "whole"]
+    def __init__(self, x, ctx, amount, algorithm):
+        self.x, self.amount, self.chosen = x, amount, ALGORITHMS[algorithm or "whole"]
 
 
-class Whole(Way):
+class Whole(Algorithm):
     name, tunables = "whole", ("amount",)
 
     def candidates(self):
         yield (1,)
 
-    def suits(self, config, sizes):
+    def fits(self, config, sizes):
         return sizes > 0
 
     def run(self, call):
@@ -70,7 +72,7 @@ class Halves(Whole):
         return helpers.joined(call.x, call.amount, self._parts)
 
 
-WAYS = Ways("add", (Whole(), Halves("halves", 2)))
+ALGORITHMS = Algorithms("add", (Whole(), Halves("halves", 2)))
 """
 HELPERS = """
 import torch
@@ -87,7 +89,7 @@ class Package:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "edited_op"
         self.folder.mkdir()
-        files = {"__init__": "", "op": OP, "ways": WAYS, "helpers": HELPERS}
+        files = {"__init__": "", "op": OP, "algorithms": ALGORITHMS, "helpers": HELPERS}
         for name, text in files.items():
             (self.folder / f"{name}.py").write_text(text)
 
@@ -113,7 +115,7 @@ class Package:
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(judge, "OURS", {"edited_op"})  # imported in this process
+    monkeypatch.setattr(validator, "OURS", {"edited_op"})  # imported in this process
     yield Package(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "edited_op"]:
         del sys.modules[name]
@@ -122,13 +124,13 @@ def package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("ways", "return call.x + call.amount", "return call.amount + call.x"),
-        ("ways", "yield (1,)", "yield 1,\n        yield (True,)"),
-        ("ways", "return sizes > 0", "return sizes >= 1"),
-        ("ways", 'Halves("halves", 2)', 'Halves("halves", 4)'),
+        ("algorithms", "return call.x + call.amount", "return call.amount + call.x"),
+        ("algorithms", "yield (1,)", "yield 1,\n        yield (True,)"),
+        ("algorithms", "return sizes > 0", "return sizes >= 1"),
+        ("algorithms", 'Halves("halves", 2)', 'Halves("halves", 4)'),
         ("helpers", "part + amount", "amount + part"),
     ],
-    ids=["run", "candidates", "suits", "an argument of a way", "a helper"],
+    ids=["run", "candidates", "fits", "an argument of a way", "a helper"],
 )
 def test_a_changed_way_is_tuned_again(package, capsys, file, old, new):
     assert [package.tunings(), package.tunings()] == [1, 0]
@@ -145,21 +147,26 @@ def test_a_changed_way_is_tuned_again(package, capsys, file, old, new):
 def test_a_comment_in_a_way_changes_nothing(package):
     assert package.tunings() == 1
     package.edit(
-        "ways", "        return sizes > 0", "        # Of anything.\n        return sizes > 0"
+        "algorithms", "        return sizes > 0", "        # Of anything.\n        return sizes > 0"
     )
     assert package.tunings() == 0
 
 
 def test_the_source_of_the_ops_has_all_of_their_ways():
     ops = {
-        ag_gemm: AG_GEMM_WAYS,
-        gemm_rs: GEMM_RS_WAYS,
-        all_reduce: ALL_REDUCE_WAYS,
-        all_gather: AllGatherCall.ways,
-        reduce_scatter: ReduceScatterCall.ways,
+        ag_gemm: AG_GEMM_ALGORITHMS,
+        gemm_rs: GEMM_RS_ALGORITHMS,
+        all_reduce: ALL_REDUCE_ALGORITHMS,
+        all_gather: AllGatherCall.algorithms,
+        reduce_scatter: ReduceScatterCall.algorithms,
     }
     digests = source_of([op.fn for op in ops]).digests
     found = Counter(name.rpartition(":")[2] for name in digests)
-    classes = {each for ways in ops.values() for way in ways.values() for each in type(way).__mro__}
+    classes = {
+        each
+        for algorithms in ops.values()
+        for algorithm in algorithms.values()
+        for each in type(algorithm).__mro__
+    }
     own = Counter(each.__name__ for each in classes if ".kernels." in each.__module__)
     assert own <= found

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from triton_dist._tuning.engine.channel import Situation
+from triton_dist._tuning.engine.channel import Step
 from triton_dist._tuning.engine.choice import is_unusable
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual.context import (
@@ -43,7 +43,7 @@ class Stepped:
     milliseconds: float = 0.0
 
 
-class Turn:
+class TuningCall:
     """The call with this number.
 
     Attributes:
@@ -100,8 +100,8 @@ class Turn:
                 launch.compile(context.winner)
         except Exception as error:
             own = said(error) if is_unusable(error) else ""  # the launch raises any other again
-        at = Situation(f"call {self.number}: compile the recorded winner of {context.name}")
-        whys = self._messages.gather(at, own, self._parts.settings.compile_seconds)
+        at = Step(f"call {self.number}: compile the recorded winner of {context.name}")
+        whys = self._messages.all_gather(at, own, self._parts.settings.compile_seconds)
         ranks = map(self._messages.named, range(len(whys)))
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
@@ -172,14 +172,14 @@ class Turn:
     ) -> Failure | None:
         """Take ``step``, on all ranks; the failure of the lowest rank on which it failed."""
         own: Failure | None = None
-        at = Situation(f"call {self.number}: {what} {context.name} {config}")
+        at = Step(f"call {self.number}: {what} {context.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
         try:
             with watchdog.paused(), self._messages.user_code(at, limit):
                 step()
         except Exception as error:
             own = failure_of(error, "compile", self._own_rank)
-        votes = self._messages.gather(at, own, limit)
+        votes = self._messages.all_gather(at, own, limit)
         self._compiling = None
         return next((vote for vote in votes if vote is not None), None)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import is_int
 from triton_dist.kernels.common.exchange.buffer import (
     MAX_CTAS,
@@ -30,10 +30,16 @@ from triton_dist.kernels.common.gemm.launch import (
     split_k_tiles,
 )
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
-from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler, check_tiles
+from triton_dist.kernels.common.libraries import LibraryAlgorithm
+from triton_dist.kernels.common.op import (
+    Algorithms,
+    NamedAlgorithm,
+    OpCall,
+    check_straggler,
+    check_tiles,
+)
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
-from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     GATHERED_BYTES,
     AllGatherGEMMTensorParallelContext,
@@ -59,13 +65,13 @@ class Call(OpCall):
     ctx: AllGatherGEMMTensorParallelContext
     gemm_config: triton.Config | None
     persistent: bool | None
-    method: AllGatherMethod | VendorMethod | None
+    method: AllGatherMethod | LibraryAlgorithm | None
     num_streams: int
     num_chunks: int
     local_copy: bool
     straggler_option: tuple[int, int] | None
     num_comm_sms: int | None
-    way: str | None
+    algorithm: str | None
     gathered: torch.Tensor | None = None
     accepted_key: tuple[Any, ...] | None = None
 
@@ -85,8 +91,10 @@ class Call(OpCall):
         if self.num_streams not in _FEW and not (is_int(self.num_streams) and self.num_streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         if self.method is not None:  # the way may be that of a config that is not tuned
-            self.way = WAYS.asked(self.method)
-        self.chosen = WAYS[self.way or WAYS.asked(self.ctx.all_gather_method) or ""]
+            self.algorithm = ALGORITHMS.asked(self.method)
+        self.chosen = ALGORITHMS[
+            self.algorithm or ALGORITHMS.asked(self.ctx.all_gather_method) or ""
+        ]
         self.chosen.check(self)
 
 
@@ -104,15 +112,15 @@ class Sizes(NamedTuple):
     def of(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, method: object = None, **__: Any
     ) -> Sizes:
-        return cls(A, B, ctx.num_ranks, WAYS.asked(method))
+        return cls(A, B, ctx.num_ranks, ALGORITHMS.asked(method))
 
 
-class _Tiled(AskedWay[Call, Sizes]):
+class _Tiled(NamedAlgorithm[Call, Sizes]):
     """Our GEMM over all tiles, which waits for a tile's rows: the consumer."""
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
-        if not spaces.suits_gemm(config, A, B, sizes):
+        if not spaces.fits_gemm(config, A, B, sizes):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
             return False  # on pointers it would be the same as another one
@@ -216,17 +224,17 @@ class Push(CopyEngine):
 class Ring(CopyEngine):
     """Each rank forwards the shards that it receives: for hosts whose GPUs are not all linked."""
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.asked is None and has_links_between_all_gpus():
             return False
         # With two ranks a ring is a full mesh.
-        return sizes.num_ranks > 2 and super().fits(config, sizes)
+        return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)
 
 
 class FusedPush(_Tiled):
     """The first programs of the consumer send the shard, in chunks along K, which tiles wait for
-    inside their K loop (``common/gemm/units.py``). For small shards, of which the fixed cost of
-    copies is most of the call."""
+    inside their K loop (``common/gemm/work_items.py``). For small shards, of which the fixed cost
+    of copies is most of the call."""
 
     name = AllGatherMethod.FUSED_PUSH.value
     tunables = ("gemm_config", "persistent", "num_chunks", "num_comm_sms")
@@ -237,8 +245,8 @@ class FusedPush(_Tiled):
         ):
             yield tiles, True, num_chunks, num_comm_sms
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return fits_fused(sizes.A, sizes.B, sizes.num_ranks) and super().fits(config, sizes)
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return fits_fused(sizes.A, sizes.B, sizes.num_ranks) and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -256,11 +264,11 @@ class FusedPush(_Tiled):
         return call.ctx.buffer.start_fused(rows, num_comm_sms, call.num_chunks)
 
 
-class _Whole(AskedWay[Call, Sizes]):
+class _Whole(NamedAlgorithm[Call, Sizes]):
     """All shards, then ``torch.matmul``. What is gathered into is no slot of the context's buffer:
     looking at the peers and telling them took 9 of 74 us at 64 rows (4 H200)."""
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1  # one rank gathers nothing
 
     def run(self, call: Call) -> torch.Tensor:
@@ -284,7 +292,7 @@ class Serial(_Whole):
     get. No barrier, and nothing to be told after the product, since what is multiplied lies in
     memory of the call's own. For few rows, whose transfer takes less than hiding it."""
 
-    name, is_safe = AllGatherMethod.SERIAL.value, True
+    name, is_fallback = AllGatherMethod.SERIAL.value, True
     tunables: ClassVar[tuple[str, ...]] = ("num_chunks", "num_comm_sms")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
@@ -292,14 +300,14 @@ class Serial(_Whole):
         for number in _SERIAL_COMM_SMS[-1 if current_device().interprets else 0 :]:
             yield 1, number
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return fits_serial(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
 
     def check(self, call: Call) -> None:
         shape_for(call.own.nbytes, call.num_comm_sms, call.num_chunks)
         if call.own.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
             expected = f"another one for an M of more than {call.ctx.exchanged_rows}"
-            raise InvalidArgument("ag_gemm", "way", self.name, expected)
+            raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         if call.ctx.num_ranks > 1:
@@ -321,26 +329,26 @@ class Serial(_Whole):
 class Collective(_Whole):
     """The all-gather is the group's: NCCL, gloo on CPU ranks."""
 
-    name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
-    is_safe = True
+    name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
+    is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if self.method in vendor.candidates_here(vendor.ALL_GATHER_MATMUL) else []
+        return [()] if self.method in libraries.candidates_here(libraries.ALL_GATHER_MATMUL) else []
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(vendor.all_gather_rows(own, call.ctx.group, call.gathered), B)
+        return torch.matmul(libraries.all_gather_rows(own, call.ctx.group, call.gathered), B)
 
 
 class AsyncTP(Collective):
     """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
 
-    name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+    name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
     def check(self, call: Call) -> None:
-        vendor.check_async_tp("ag_gemm", vendor.ALL_GATHER_MATMUL, call.ctx.num_ranks)
+        libraries.check_async_tp("ag_gemm", libraries.ALL_GATHER_MATMUL, call.ctx.num_ranks)
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return vendor.async_tp_matmul(own, B, call.ctx.group, call.gathered)
+        return libraries.async_tp_matmul(own, B, call.ctx.group, call.gathered)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -377,7 +385,7 @@ def _empty_product(call: Call) -> torch.Tensor:
     return call.A.new_empty((call.A.shape[0] * call.ctx.num_ranks, call.B.shape[1]))
 
 
-WAYS = Ways(
+ALGORITHMS = Algorithms(
     "ag_gemm",
     (
         Push(AllGatherMethod.FULL_MESH_PUSH, (1, 2), (2, 2), (1, 4)),

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_shape
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.spaces import most_rows
@@ -27,10 +27,16 @@ from triton_dist.kernels.common.moe.rows import (
     grouped_mm,
     has_fast_library,
     rows_put_back,
-    suits_library,
+    tries_library,
 )
-from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
-from triton_dist.kernels.common.op import OpCall, Way, Ways, check_straggler, check_tiles
+from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
+from triton_dist.kernels.common.op import (
+    Algorithm,
+    Algorithms,
+    OpCall,
+    check_straggler,
+    check_tiles,
+)
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
@@ -64,7 +70,7 @@ class Call(OpCall):
     num_groups: int
     gather: str | None
     straggler_option: tuple[int, int] | None
-    way: str | None
+    algorithm: str | None
     accepted_key: RoutedKey | None = None
 
     def __post_init__(self) -> None:
@@ -73,11 +79,13 @@ class Call(OpCall):
             check_straggler("ag_group_gemm", self.straggler_option)
         self.tiles = self.gemm_config or self.ctx.gemm_config
         check_tiles("ag_group_gemm", self.tiles)
-        self.chosen = chosen = WAYS[self.way or Arrivals.name]
+        self.chosen = chosen = ALGORITHMS[self.algorithm or Arrivals.name]
         assert isinstance(chosen, _Gathering)
         self.gather = self.gather or chosen.gathers[0]
         if self.gather not in chosen.gathers:
-            expected = f"one of {', '.join(map(repr, chosen.gathers))} for way={chosen.name!r}"
+            expected = (
+                f"one of {', '.join(map(repr, chosen.gathers))} for algorithm={chosen.name!r}"
+            )
             raise InvalidArgument("ag_group_gemm", "gather", self.gather, expected)
         chosen.check(self)
 
@@ -110,7 +118,7 @@ class Call(OpCall):
             return a
         rows = a.new_empty(a.shape[0] * ctx.num_ranks, a.shape[1])
         if self.gather == COLLECTIVE:
-            under_way = vendor.begin_all_gather(rows, a, ctx.group)
+            under_way = libraries.begin_all_gather(rows, a, ctx.group)
             meanwhile()
             under_way.wait()
         else:
@@ -119,7 +127,7 @@ class Call(OpCall):
         return rows
 
 
-class _Gathering(Way[Call, RoutedKey]):
+class _Gathering(Algorithm[Call, RoutedKey]):
     """A way, with the all-gathers that it can have."""
 
     gathers: tuple[str, ...]
@@ -144,7 +152,7 @@ class Arrivals(_Gathering):
             for num_groups in (1, 2):
                 yield tiles[0], num_groups, RING
 
-    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         num_groups, gather = config["num_groups"], config["gather"]
         if num_groups > sizes.num_ranks or (sizes.num_ranks == 1 and gather != PUSH):
             return False
@@ -152,7 +160,7 @@ class Arrivals(_Gathering):
             return False
         rows = most_rows(sizes.M) * sizes.topk / sizes.E
         is_worth_it = num_groups == 1 or rows >= num_groups * _ROWS_OF_GROUP
-        return (is_worth_it or current_device().interprets) and suits_tiles(config, sizes)
+        return (is_worth_it or current_device().interprets) and fits_tiles(config, sizes)
 
     def check(self, call: Call) -> None:
         if call.num_groups not in _GROUPS:
@@ -229,12 +237,12 @@ class Serial(_Whole):
             for tiles in grouped_tiles():
                 yield tiles, gather
 
-    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         if sizes.num_ranks == 1:  # which gathers nothing
             return False
         # Of the two, NCCL takes longer where both can.
         fits = fits_exchange(sizes) == (config["gather"] == EXCHANGE)
-        return fits and suits_tiles(config, sizes)
+        return fits and fits_tiles(config, sizes)
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
@@ -266,13 +274,13 @@ class Library(_Whole):
 
     name = "library"
     tunables = ("gather",)
-    is_safe = True
+    is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [(gather,) for gather in gathers_here()] if has_fast_library() else []
 
-    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-        if not suits_library(sizes.N, sizes.K, sizes.dtype, sizes.layout):
+    def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+        if not tries_library(sizes.N, sizes.K, sizes.dtype, sizes.layout):
             return False
         if sizes.num_ranks == 1:
             return bool(config["gather"] == EXCHANGE)
@@ -282,7 +290,7 @@ class Library(_Whole):
         super().check(call)
         if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
             expected = "another one for K, N or strides of b that are no multiples of 16 bytes"
-            raise InvalidArgument("ag_group_gemm", "way", self.name, expected)
+            raise InvalidArgument("ag_group_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
@@ -335,8 +343,8 @@ def fits_exchange(sizes: RoutedKey) -> bool:
     return rows * sizes.K * sizes.dtype.itemsize <= GATHERED_BYTES
 
 
-def suits_tiles(config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-    return suits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
+def fits_tiles(config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+    return fits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
 
 
-WAYS = Ways("ag_group_gemm", (Arrivals(), Serial(), Library()))
+ALGORITHMS = Algorithms("ag_group_gemm", (Arrivals(), Serial(), Library()))

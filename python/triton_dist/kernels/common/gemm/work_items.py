@@ -40,7 +40,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import multiply_steps
-from triton_dist.kernels.common.peers import epoch_at, flag_of, guard_of
+from triton_dist.kernels.common.peers import epoch_at, flag_of, timeout_word_of
 
 
 class Shards(NamedTuple):
@@ -59,7 +59,7 @@ class Shards(NamedTuple):
 class Partials(NamedTuple):
     """A ``SplitWorkspace``, as kernels take it."""
 
-    parts: Any
+    splits: Any
     counters: Any
 
 
@@ -85,8 +85,8 @@ class GEMMPlan(NamedTuple):
 
 # A piece is what a program reads, then writes to every peer: rows of 256 contiguous bytes. A thread
 # has 64 bytes of it in flight (8 warps); a read is worth as many writes as there are peers.
-_PIECE_ROWS = tl.constexpr(64)
-_PIECE_BYTES = tl.constexpr(256)
+_CHUNK_ROWS = tl.constexpr(64)
+_CHUNK_BYTES = tl.constexpr(256)
 # Peers that are looked at, and told, at once.
 _PEERS = tl.constexpr(16)
 
@@ -104,7 +104,7 @@ def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
     value = flag_of(shards.epoch, rows)
-    return dl.wait(flags_ptr, NUM_COMM_SMS, value, guard_of(shards.epoch), True)
+    return dl.wait(flags_ptr, NUM_COMM_SMS, value, timeout_word_of(shards.epoch), True)
 
 
 @jit
@@ -131,7 +131,7 @@ def push_own_shard(
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
-        dl.wait(shards.consumed + peer, peers - first_peer, last, guard_of(shards.epoch))
+        dl.wait(shards.consumed + peer, peers - first_peer, last, timeout_word_of(shards.epoch))
 
     # Elements that are known to lie together. Such hints hold where they stand, and are lost when
     # they stand on what a call returns or is given.
@@ -172,13 +172,13 @@ def _push_columns(
     """Send columns ``column`` to ``end``: every ``NUM_COMM_SMS``-th piece, ``VECTOR`` elements at a
     time. In the order in which peers come to this shard."""
     itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
-    columns: tl.constexpr = _PIECE_BYTES // itemsize
+    columns: tl.constexpr = _CHUNK_BYTES // itemsize
     begin_of_shard = tl.multiple_of(rank.to(tl.int64) * rows * K, VECTOR)
-    pieces_down = tl.cdiv(rows, _PIECE_ROWS)
-    pieces = pieces_down * tl.cdiv(end - column, columns)
-    for piece in range(program, pieces, NUM_COMM_SMS):
-        row_index = piece % pieces_down * _PIECE_ROWS + tl.arange(0, _PIECE_ROWS)
-        column_index = column + piece // pieces_down * columns + tl.arange(0, columns)
+    chunks_down = tl.cdiv(rows, _CHUNK_ROWS)
+    chunks = chunks_down * tl.cdiv(end - column, columns)
+    for chunk in range(program, chunks, NUM_COMM_SMS):
+        row_index = chunk % chunks_down * _CHUNK_ROWS + tl.arange(0, _CHUNK_ROWS)
+        column_index = column + chunk // chunks_down * columns + tl.arange(0, columns)
         begin_of_row = tl.multiple_of(row_index.to(tl.int64) * K, VECTOR)
         offsets = begin_of_row[:, None] + column_index[None, :]
         mask = (row_index < rows)[:, None] & (column_index < end)[None, :]
@@ -200,8 +200,8 @@ def multiply_arriving_tile(
     row,
     column,
     K,
-    part,
-    num_parts,
+    split,
+    num_splits,
     gemm_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
@@ -217,8 +217,8 @@ def multiply_arriving_tile(
     for chunk in range(NUM_CHUNKS):
         begin = first_step_of_chunk(chunk, steps, NUM_CHUNKS)
         end = first_step_of_chunk(chunk + 1, steps, NUM_CHUNKS)
-        begin = max(begin, steps * part // num_parts)
-        end = min(end, steps * (part + 1) // num_parts)
+        begin = max(begin, steps * split // num_splits)
+        end = min(end, steps * (split + 1) // num_splits)
         if begin < end:
             token = wait_for_chunk(shards, shard, rows, chunk, gemm_plan)
             accumulator = multiply_steps(
@@ -244,15 +244,15 @@ def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, i
     """(fp32 elements, counters) of workspace that ``config`` takes for a GEMM of ``tiles`` tiles on
     ``num_sms`` programs."""
     tile = config.kwargs
-    parts = tile.get("SPLIT_K", 1)
-    if parts == 1:
+    splits = tile.get("SPLIT_K", 1)
+    if splits == 1:
         return 0, 0
     split = tiles % num_sms
-    return split * parts * tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"], split
+    return split * splits * tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"], split
 
 
 @jit
-def units_of_tiles(tiles, whole, SPLIT_K: tl.constexpr):
+def work_items_of_tiles(tiles, whole, SPLIT_K: tl.constexpr):
     """Units of work of the first ``tiles`` tiles, of which those from ``whole`` on are split."""
     if SPLIT_K == 1:
         return tiles
@@ -261,14 +261,14 @@ def units_of_tiles(tiles, whole, SPLIT_K: tl.constexpr):
 
 
 @jit
-def part_of_unit(unit, whole, SPLIT_K: tl.constexpr):
-    """(tile, part, number of parts of that tile) of the ``unit``-th unit of work."""
+def split_of_work_item(work_item, whole, SPLIT_K: tl.constexpr):
+    """(tile, part, number of parts of that tile) of the ``work_item``-th unit of work."""
     if SPLIT_K == 1:
-        return unit, 0, 1
+        return work_item, 0, 1
     else:
-        beyond = max(unit - whole, 0)
-        num_parts = tl.where(unit < whole, 1, SPLIT_K)
-        return min(unit, whole) + beyond // SPLIT_K, beyond % SPLIT_K, num_parts
+        beyond = max(work_item - whole, 0)
+        num_splits = tl.where(work_item < whole, 1, SPLIT_K)
+        return min(work_item, whole) + beyond // SPLIT_K, beyond % SPLIT_K, num_splits
 
 
 @jit
@@ -277,8 +277,8 @@ def _in_register_order(tile, NUM_WARPS: tl.constexpr):
     block_m: tl.constexpr = tile.shape[0]
     block_n: tl.constexpr = tile.shape[1]
     warps: tl.constexpr = min(NUM_WARPS, block_m // 16)
-    parts = tl.reshape(tile, (block_m // 16 // warps, warps, 2, 8, block_n // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(parts, (4, 0, 2, 1, 3, 6, 5, 7)), (block_m * block_n,))
+    splits = tl.reshape(tile, (block_m // 16 // warps, warps, 2, 8, block_n // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(splits, (4, 0, 2, 1, 3, 6, 5, 7)), (block_m * block_n,))
 
 
 @jit
@@ -287,10 +287,10 @@ def _in_rows(
 ):
     """The inverse of ``_in_register_order``."""
     warps: tl.constexpr = min(NUM_WARPS, BLOCK_SIZE_M // 16)
-    parts = tl.reshape(
+    splits = tl.reshape(
         partial, (BLOCK_SIZE_N // 16, BLOCK_SIZE_M // 16 // warps, 2, warps, 8, 4, 2, 2)
     )
-    return tl.reshape(tl.permute(parts, (1, 3, 2, 4, 0, 6, 5, 7)), (BLOCK_SIZE_M, BLOCK_SIZE_N))
+    return tl.reshape(tl.permute(splits, (1, 3, 2, 4, 0, 6, 5, 7)), (BLOCK_SIZE_M, BLOCK_SIZE_N))
 
 
 @jit
@@ -298,15 +298,15 @@ def publish_partial(
     accumulator,
     partials,
     tile,
-    part,
+    split,
     SPLIT_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
     """Store a part of the ``tile``-th split tile and count it; whether it was the last one."""
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]
-    start = (tile * SPLIT_K + part).to(tl.int64) * size
+    start = (tile * SPLIT_K + split).to(tl.int64) * size
     # Ordinary stores, no TMA: a release orders only these.
-    block_ptr = partials.parts + start + tl.arange(0, size)
+    block_ptr = partials.splits + start + tl.arange(0, size)
     tl.store(block_ptr, _in_register_order(accumulator, NUM_WARPS))
     tl.debug_barrier()  # the release is one thread's; all threads' stores come before it
     before = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
@@ -318,17 +318,17 @@ def publish_partial(
 
 @jit
 def sum_of_partials(
-    accumulator, partials, tile, part, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
+    accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
     """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N], the sum of all parts of the ``tile``-th split tile;
-    ``accumulator`` is its ``part``-th."""
+    ``accumulator`` is its ``split``-th."""
     block_m: tl.constexpr = accumulator.shape[0]
     block_n: tl.constexpr = accumulator.shape[1]
     size: tl.constexpr = block_m * block_n
-    part_ptr = partials.parts + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
+    part_ptr = partials.splits + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
     # Not from L1, where old ones may be.
     if SPLIT_K == 2:  # the other's is enough: a + b = b + a
-        other = tl.load(part_ptr + (1 - part) * size, cache_modifier=".cg")
+        other = tl.load(part_ptr + (1 - split) * size, cache_modifier=".cg")
         return accumulator + _in_rows(other, NUM_WARPS, block_m, block_n)
     else:
         total = tl.load(part_ptr, cache_modifier=".cg")

@@ -33,7 +33,13 @@ from triton_dist.kernels.common.exchange.sums import (
     in_two_shots,
     one_shot_bytes,
 )
-from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways, check_straggler
+from triton_dist.kernels.common.op import (
+    Algorithm,
+    Algorithms,
+    NamedAlgorithm,
+    OpCall,
+    check_straggler,
+)
 from triton_dist.kernels.common.peers import folded
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
 from triton_dist.runtime import waits
@@ -59,9 +65,9 @@ class Call(OpCall):
     straggler_option: tuple[int, int] | None = None
     num_ctas: int | None = None
     block_bytes: int | None = None
-    num_pieces: int | None = None
+    num_chunks: int | None = None
     packets: bool | None = None
-    way: str | None = None
+    algorithm: str | None = None
     accepted_key: object = None
 
     def __post_init__(self) -> None:
@@ -70,8 +76,8 @@ class Call(OpCall):
         if self.straggler_option is not None:
             check_straggler("all_reduce", self.straggler_option)
         if self.method is not None:
-            self.way = way_of(self.method)
-        self.chosen = WAYS[self.way or BySize.name]
+            self.algorithm = algorithm_of(self.method)
+        self.chosen = ALGORITHMS[self.algorithm or BySize.name]
         self.shape = DEFAULT_SHAPE
         self.chosen.check(self)
 
@@ -85,7 +91,7 @@ def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor |
         collective_context.check_output("all_reduce", output, x, x.numel(), device, 0)
 
 
-def way_of(method: object) -> str | None:
+def algorithm_of(method: object) -> str | None:
     """Return the name of the algorithm of ``method``, or ``None`` if there is no method."""
     if method is None:
         return None
@@ -117,18 +123,18 @@ class Sizes(NamedTuple):
         *_: Any,
         **__: Any,
     ) -> Sizes:
-        return cls(x.nbytes, ctx.num_ranks, way_of(method))
+        return cls(x.nbytes, ctx.num_ranks, algorithm_of(method))
 
 
-class _Way(AskedWay[Call, Sizes]):
+class _Algorithm(NamedAlgorithm[Call, Sizes]):
     """A way of all-reduce."""
 
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.num_ranks > 1 and super().suits(config, sizes)
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.num_ranks > 1 and super().fits(config, sizes)
 
     def check(self, call: Call) -> None:
         if call.packets:
-            expected = f"None or False for way={self.name!r}"
+            expected = f"None or False for algorithm={self.name!r}"
             raise InvalidArgument("all_reduce", "packets", call.packets, expected)
 
     def run(self, call: Call) -> torch.Tensor:
@@ -149,7 +155,7 @@ class _Way(AskedWay[Call, Sizes]):
         """Launch it among several ranks; ``in_place``: the caller's x is replaced."""
 
 
-class BySize(Way[Call, Sizes]):
+class BySize(Algorithm[Call, Sizes]):
     """One shot or two, by size: the default, never a candidate."""
 
     name = "by_size"
@@ -157,25 +163,25 @@ class BySize(Way[Call, Sizes]):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()]
 
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return False
 
     def check(self, call: Call) -> None:
         few = call.x.nbytes < TWO_SHOT_FROM
-        call.chosen = WAYS[OneShot.name if few else TwoShot.name]
+        call.chosen = ALGORITHMS[OneShot.name if few else TwoShot.name]
         call.chosen.check(call)
 
     def run(self, call: Call) -> torch.Tensor:
         raise NotImplementedError  # ``check`` chooses another one
 
 
-class _Exchanged(_Way):
+class _Exchanged(_Algorithm):
     """Ours: a launch for each piece that the context has room for."""
 
     method: ClassVar[AllReduceMethod]
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.asked is None and not self.may_win(sizes):
             return False
         shard_bytes = -(-sizes.nbytes // self.num_shards(sizes.num_ranks))
@@ -187,7 +193,7 @@ class _Exchanged(_Way):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        call.shape = shape_of("all_reduce", call.num_ctas, call.block_bytes, call.num_pieces)
+        call.shape = shape_of("all_reduce", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         """Compile the first of several launches."""
@@ -200,8 +206,8 @@ class _Exchanged(_Way):
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
         flat, flat_sums, step = x.view(-1), sums.view(-1), self._step(call)
         for first in range(0, x.numel(), step):
-            piece, piece_sums = flat[first : first + step], flat_sums[first : first + step]
-            call.ctx.buffer.run(self._exchange(call, piece.numel()), piece, piece_sums)
+            chunk, chunk_sums = flat[first : first + step], flat_sums[first : first + step]
+            call.ctx.buffer.run(self._exchange(call, chunk.numel()), chunk, chunk_sums)
 
     @abstractmethod
     def num_shards(self, num_ranks: int) -> int:
@@ -214,7 +220,7 @@ class _Exchanged(_Way):
 
     def _step(self, call: Call) -> int:
         """Count the elements of a launch."""
-        return call.ctx.piece_elements(self.method, call.x.element_size(), bool(call.packets))
+        return call.ctx.chunk_elements(self.method, call.x.element_size(), bool(call.packets))
 
     def _exchange(self, call: Call, total: int) -> Exchange:
         elements = -(-total // self.num_shards(call.ctx.num_ranks))
@@ -232,15 +238,15 @@ class OneShot(_Exchanged):
             for shape in shapes:
                 yield shape.num_ctas, shape.block_bytes, packets
 
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.num_ranks == 1:  # something has to be left
             return not config["packets"]
-        return super().suits(config, sizes)
+        return super().fits(config, sizes)
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if config["packets"] and sizes.nbytes > PACKET_BYTES:
             return False
-        return super().fits(config, sizes)
+        return super().fits_sizes(config, sizes)
 
     def may_win(self, sizes: Sizes) -> bool:
         return sizes.nbytes <= one_shot_bytes(sizes.num_ranks)
@@ -273,7 +279,7 @@ class TwoShot(_Exchanged):
         return in_two_shots(total, call.ctx.num_ranks, call.shape, size)
 
 
-class Collective(_Way):
+class Collective(_Algorithm):
     """The group's own: NCCL, gloo on CPU ranks."""
 
     name = AllReduceMethod.COLLECTIVE.value
@@ -281,7 +287,7 @@ class Collective(_Way):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()]
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks are there to run our kernels.
         return sizes.asked == self.name or current_device().has_nccl
 
@@ -291,4 +297,4 @@ class Collective(_Way):
         dist.all_reduce(sums, group=call.ctx.group)
 
 
-WAYS = Ways("all_reduce", (BySize(), OneShot(), TwoShot(), Collective()))
+ALGORITHMS = Algorithms("all_reduce", (BySize(), OneShot(), TwoShot(), Collective()))

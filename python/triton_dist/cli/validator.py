@@ -171,22 +171,24 @@ def _judged(
     ranks: Mapping[str, str],
     any_settings: bool,
 ) -> list[Verdict]:
-    judges: dict[str, Judge | NoSuchFunction] = {}
+    validators: dict[str, Validator | NoSuchFunction] = {}
     try:
         loaded = load_module(module)
         for function in dict.fromkeys(function for function, _ in asked):
             try:
-                judge = Judge(function_in(loaded, function), ranks, any_settings)
+                validator = Validator(function_in(loaded, function), ranks, any_settings)
                 if module.endswith(".py"):
-                    judge.origin = judge.origin._replace(module=os.path.abspath(module))
-                judges[function] = judge
+                    validator.origin = validator.origin._replace(module=os.path.abspath(module))
+                validators[function] = validator
             except NoSuchFunction as error:
-                judges[function] = error
+                validators[function] = error
     except NoSuchFunction as error:
         return [Verdict(None, (str(error),))] * len(asked)
     return [
-        judge.verdict(record) if isinstance(judge, Judge) else Verdict(None, (str(judge),))
-        for judge, record in ((judges[function], record) for function, record in asked)
+        validator.verdict(record)
+        if isinstance(validator, Validator)
+        else Verdict(None, (str(validator),))
+        for validator, record in ((validators[function], record) for function, record in asked)
     ]
 
 
@@ -197,7 +199,7 @@ def _under_its_settings(now: Fingerprint, made: Fingerprint) -> Fingerprint:
     return dataclasses.replace(now, software=software)
 
 
-class Judge:
+class Validator:
     """A tuned function's answer about its records, without a call's arguments.
 
     This process is alone: facts of a group that are not in ``ranks`` are the recorded ones.

@@ -26,12 +26,12 @@ from triton_dist.kernels.common.exchange.sums import (
     one_shot_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.op import Way, Ways
+from triton_dist.kernels.common.op import Algorithm, Algorithms
+from triton_dist.kernels.common.scatter.algorithms import InOneLaunch, Overlapped, WholeProduct
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.to_all import TwoShots
-from triton_dist.kernels.common.scatter.ways import InOneLaunch, Overlapped, WholeProduct
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
     GEMMAllReduceTensorParallelContext,
@@ -63,22 +63,22 @@ class Call(SummingCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None:
-            self.way = self.asked(self.method)
-        self.chosen = WAYS[self.way or BySize.name]
+            self.algorithm = self.asked(self.method)
+        self.chosen = ALGORITHMS[self.algorithm or BySize.name]
         if self.ctx.num_ranks == 1:  # a plain product
-            self.chosen = WAYS[Collective.name]
+            self.chosen = ALGORITHMS[Collective.name]
         self.chosen.check(self)
 
     @staticmethod
     def asked(method: enum.Enum | None = None, **_: Any) -> str | None:
-        return WAYS.asked(method)
+        return ALGORITHMS.asked(method)
 
     @staticmethod
     def choice(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
         return bool(copy_to_local)
 
 
-class BySize(Way[Call, SummingSizes]):
+class BySize(Algorithm[Call, SummingSizes]):
     """One shot or two, by size: the default, never a candidate."""
 
     name, tunables = "by_size", ("gemm_config", "persistent")
@@ -87,14 +87,14 @@ class BySize(Way[Call, SummingSizes]):
         descriptors = current_device().prefers_descriptors
         yield spaces.get_config_space(descriptors)[0], descriptors
 
-    def suits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return False
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
         most = triton.next_power_of_2(M)  # the same of ranks with other rows of one range
         few = ctx.one_shot_rows >= M and most * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
-        call.chosen = WAYS[OneShot.name if few else TwoShot.name]
+        call.chosen = ALGORITHMS[OneShot.name if few else TwoShot.name]
         call.chosen.check(call)
 
     def run(self, call: Call) -> torch.Tensor:
@@ -110,7 +110,7 @@ class OneShot(InOneLaunch[Call]):
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.of_both_kinds(spaces.tiles_to_all)
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return sizes.nbytes <= ONE_SHOT_BYTES and sizes.suit(config, sizes.M)
 
     def check(self, call: Call) -> None:
@@ -127,9 +127,9 @@ class OneShotInPackets(OneShot):
         low = spaces.LOW
         return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == low)
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         in_lines = sizes.M * bytes_of_row(sizes.B.shape[1], sizes.A.element_size())
-        return in_lines <= PACKET_BYTES and super().fits(config, sizes)
+        return in_lines <= PACKET_BYTES and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -147,7 +147,7 @@ class TwoShotInOneLaunch(OneShot):
         all_tiles = spaces.get_config_space
         return spaces.of_both_kinds(lambda persistent: spaces.tile_shapes(all_tiles(persistent)))
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
         nbytes = whole * sizes.B.shape[1] * sizes.A.element_size()
         return nbytes <= SUMMED_BYTES and sizes.suit(config, sizes.M)
@@ -171,7 +171,7 @@ class TwoShot(Overlapped[Call]):
             for num_chunks in _CHUNKS:
                 yield tiles, descriptors, num_chunks
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         rows = row_block_rows(sizes.M, sizes.num_ranks)
         return sizes.have_chunks(config, rows) and sizes.suit(config, rows)
 
@@ -186,15 +186,15 @@ class Serial(WholeProduct[Call]):
     """The all-reduce is ours."""
 
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
-    is_safe = True
+    is_fallback = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
         for reduction, shapes in _SERIAL.items():
             for shape in shapes[-1:] if interpreted else shapes:
-                yield reduction, shape.num_pieces, shape.num_ctas, shape.block_bytes
+                yield reduction, shape.num_chunks, shape.num_ctas, shape.block_bytes
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         nbytes = sizes.nbytes
         if config["reduction"] != ONE_SHOT:
             nbytes = -(-nbytes // sizes.num_ranks)
@@ -225,12 +225,12 @@ class Serial(WholeProduct[Call]):
 class Collective(WholeProduct[Call]):
     """The all-reduce is the group's: NCCL, gloo on CPU ranks. Of one rank, the product alone."""
 
-    name, is_general, is_safe = "collective", True, True
+    name, is_general, is_fallback = "collective", True, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         yield ()
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         # CPU ranks are there to run our kernels.
         return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_nccl
 
@@ -242,8 +242,8 @@ class Collective(WholeProduct[Call]):
 def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
     """Tell whether ``two_shot_all_reduce`` works on this process's device, for any number of such
     rows."""
-    fits = dtype in (torch.bfloat16, torch.float32) and row_bytes % _VECTOR_BYTES == 0
-    return fits and current_device().has_async_tp and has_operator("two_shot_all_reduce_out")
+    fits_sizes = dtype in (torch.bfloat16, torch.float32) and row_bytes % _VECTOR_BYTES == 0
+    return fits_sizes and current_device().has_async_tp and has_operator("two_shot_all_reduce_out")
 
 
 def two_shot_all_reduce(
@@ -264,19 +264,19 @@ class SymmetricCollective(WholeProduct[Call]):
     """The all-reduce is torch's, of products in symmetric memory, in two shots. On GPUs of its own
     for each rank, of bf16 and fp32, where rows are whole vectors of 16 bytes."""
 
-    name, is_safe = "symmetric_collective", True
+    name, is_fallback = "symmetric_collective", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         yield ()
 
-    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return self._takes(sizes.B)
 
     def check(self, call: Call) -> None:
         if not self._takes(call.B):
             expected = "another one here: torch's sum of symmetric memory takes bf16 and fp32, "
             expected += "rows of whole 16 bytes, and a GPU for each rank"
-            raise InvalidArgument("gemm_ar", "way", self.name, expected)
+            raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return self.sum(call, torch.matmul(A, B, out=call.ctx.buffer.spare_sums(A.shape[0])))
@@ -292,7 +292,7 @@ class SymmetricCollective(WholeProduct[Call]):
         return sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
 
 
-WAYS = Ways(
+ALGORITHMS = Algorithms(
     "gemm_ar",
     (
         BySize(),
