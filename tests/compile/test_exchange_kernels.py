@@ -117,7 +117,10 @@ def test_an_exchange_moves_vectors_behind_flags_and_spills_nothing(sm90, name, s
 @pytest.mark.parametrize(
     ("name", "elements"),
     # Of one, a constant for Triton, the kernel that does most.
-    [*((name, 4097) for name in KERNELS), ("two shot", 1)],
+    quick(
+        [*((name, 4097) for name in KERNELS), ("two shot", 1)],
+        *(("one shot", 4097), ("two shot", 4097), ("two shot", 1), ("add", 4097)),
+    ),
 )
 def test_odd_sizes(sm90, name, elements):
     # An element at a time takes more addresses than vectors do: some spill, most in Triton 3.7.

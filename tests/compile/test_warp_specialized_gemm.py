@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
@@ -21,7 +20,13 @@ from tests.compile.scattered import (
     matrix,
     quick,
 )
-from tests.compile.test_gemm_kernels import COUNT, LAYOUTS, cut, prepared
+from tests.compile.test_gemm_kernels import (
+    COUNT,
+    LAYOUTS,
+    assert_parts_are_stored_before_they_are_counted,
+    cut,
+    prepared,
+)
 from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia.gemm import op as gemm
@@ -68,7 +73,9 @@ def test_a_tile_fits_without_spills(sm90, index, columns):
     assert_only_the_producer_waits_for_flags(kernel.ptx, copies(config, layout))
     assert_stores_wait_for_staging(kernel.ptx)
     if tile.get("SPLIT_K", 1) > 1:
-        assert_parts_are_stored_before_they_are_counted(kernel, tile)
+        assert_parts_are_stored_before_they_are_counted(
+            kernel, tile, width=2, parts_read=tile["SPLIT_K"]
+        )
     else:
         assert COUNT.search(kernel.ptx) is None
 
@@ -108,25 +115,12 @@ def assert_stores_wait_for_staging(ptx):
     assert len(WAIT_FOR_STORE.findall(ptx)) == len(stores) + 2
 
 
-def assert_parts_are_stored_before_they_are_counted(kernel, tile):
-    """Each group: its half of the accumulator as it lies in registers, a barrier of the group, the
-    count, a barrier, and loads of all parts that pass L1 by."""
-    stores = tile["BLOCK_SIZE_M"] // 2 * tile["BLOCK_SIZE_N"] // (32 * 4 * 2)
-    chunks = COUNT.split(kernel.ptx)
-    assert len(chunks) == 3
-    for before, after in itertools.pairwise(chunks):
-        written = before[before.index("st.global.v2", before.rindex("wgmma.wait_group")) :]
-        assert written.count("st.global.v2") == stores
-        assert "cp.async.bulk" not in written
-        assert "bar.sync" in written[written.rindex("st.global.v2") :]
-        read = after[: after.index("ld.global.cg.v2")]
-        assert "bar.sync" in read
-        assert after.count("ld.global.cg.v2") == tile["SPLIT_K"] * stores
-
-
 @pytest.mark.parametrize(
     ("layout", "dtype", "rows"),
-    [("row-major", torch.float16, 1), ("column-major", torch.bfloat16, 37)],
+    quick(
+        [("row-major", torch.float16, 1), ("column-major", torch.bfloat16, 37)],
+        ("row-major", torch.float16, 1),
+    ),
 )
 def test_a_plain_gemm_has_no_wait(sm90, layout, dtype, rows):
     """Of any number of rows: Triton makes an M of 1 a constant."""
