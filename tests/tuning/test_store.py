@@ -111,6 +111,7 @@ def damaged_texts():
         "not an object": "[]",
         "an empty object": "{}",
         "of something else": '{"name": "left-pad", "version": "1.3.0", "schema": "2"}',
+        "an incomplete one of the first schema": '{"schema": 1}',
         "of no schema that there was": json.dumps(tree | {"schema": 0}),
         "nested deeply": "[" * 100_000,
         "binary": "\x00\x01",
