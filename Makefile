@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test versions fresh stress chaos mutants debug-suite dist docs bench gpu gpu-report sanitize
+.PHONY: check site format lint types test versions fresh stress chaos mutants debug-suite dist docs bench gpu gpu-report sanitize
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -57,6 +57,11 @@ debug-suite:
 # The documentation's code blocks, links and completeness, and the examples; part of `test` too.
 docs:
 	bash scripts/test.sh tests/docs tests/examples
+
+# The pages as a site in site/, with the API reference from docstrings.
+site: python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu docs && echo "$$PYTHON"')
+site:
+	PYTHONPATH=python $(python) -m mkdocs build --strict --quiet
 
 bench:
 	for benchmark in $(wildcard benchmarks/bench_*.py); do bash scripts/launch.sh "$$benchmark" || exit; done
