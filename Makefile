@@ -59,7 +59,6 @@ docs:
 	bash scripts/test.sh tests/docs tests/examples
 
 # The pages as a site in site/, with the API reference from docstrings.
-site: python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu docs && echo "$$PYTHON"')
 site:
 	PYTHONPATH=python $(python) -m mkdocs build --strict --quiet
 
