@@ -12,8 +12,8 @@ from triton_dist.kernels.common.gemm.launch import (
     FUSED_TILES,
     SPLIT_K_TILES,
     fits_shape,
-    room_for_parts,
     split_k_tiles,
+    split_workspace_size,
 )
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, most_rows
 from triton_dist.kernels.common.gemm.work_items import split_tiles
@@ -71,7 +71,7 @@ def test_shards_of_a_wave_or_more_are_not_visited_together():
 
 @pytest.mark.parametrize("num_sms", [2, 132, 148])
 def test_every_last_wave_has_room_in_the_workspace(num_sms):
-    room = room_for_parts(num_sms)
+    room = split_workspace_size(num_sms)
     for config in split_k_tiles():
         needed = [split_tiles(config, tiles, num_sms) for tiles in range(3 * num_sms)]
         assert max(elements for elements, _ in needed) <= room[0]

@@ -91,8 +91,8 @@ def test_the_host_waits_in_the_call_only_if_nobody_settles(spawn_ranks):
         assert told == error
 
 
-def looks_beside():
-    """How often peers were looked at: for calls of our own, and for calls beside them."""
+def count_peer_checks():
+    """Count peer checks of our calls and of library calls."""
     used, looked = slots(), []
     look = used._check_peers
     used._check_peers = lambda slot, size: (looked.append((slot, used.index)), look(slot, size))
@@ -103,17 +103,17 @@ def looks_beside():
         used.finish(awaited=True)
         counts.append(len(looked))
 
-    def beside():
-        assert used.beside(lambda: 7) == 7
+    def run_library():
+        assert used.run_library(lambda: 7) == 7
         counts.append(len(looked))
 
     own()
     own()
-    beside()  # in production, nothing
+    run_library()  # in production, nothing
     with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
-        beside()
+        run_library()
         settle()
-        beside()
+        run_library()
         settle()
         assert looked[-1] == (1, 0)  # at the slot of the next call, which stays that
         own()
@@ -124,7 +124,7 @@ def looks_beside():
 
 
 def test_what_runs_beside_pays_for_the_look_of_an_eager_trial(spawn_ranks):
-    assert spawn_ranks(2, looks_beside) == [[1, 1, 1, 2, 3, 4]] * 2
+    assert spawn_ranks(2, count_peer_checks) == [[1, 1, 1, 2, 3, 4]] * 2
 
 
 def nothing_is_left_of_earlier_trials():
@@ -189,7 +189,7 @@ def test_one_rank_launches_nothing(monkeypatch):
             used.take()
             used.finish()
             assert used.index == index
-        assert used.beside(lambda: 3) == 3
+        assert used.run_library(lambda: 3) == 3
     used.free()
 
 

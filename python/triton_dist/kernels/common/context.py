@@ -1,5 +1,8 @@
-"""Base of the contexts of all ops: a creation on which ranks agree, memories, and their end; and
-the operands that GEMMs across ranks accept."""
+"""Base classes of the ops' contexts, and checks of arguments.
+
+A context owns the symmetric memories of an op. Ranks agree on its arguments before they allocate.
+The checks cover the creation of contexts and the operands of GEMMs across ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,23 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
 
 Check: TypeAlias = tuple[str, object, bool, str]
-"""An argument, its value, whether that is good, and what was expected."""
+"""Name of an argument, its value, whether it is valid, and the expected value."""
 C = TypeVar("C", bound="OpContext[Any]")
 K = TypeVar("K")
 
 
 class Memory(Protocol):
-    """Memory that a context owns: it lives as long, and is reset and freed with it."""
+    """Memory that a context owns, resets and frees."""
 
     def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
+        """Bring all ranks to one state after a call that failed on some rank. Collective."""
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
 
 
 class Buffer(Memory, Protocol):
-    """Memory that ranks share, the first of a context."""
+    """The main memory of a context, which ranks share."""
 
     rank: int
     num_ranks: int
@@ -55,9 +57,9 @@ M = TypeVar("M", bound=Memory)
 
 
 class OpContext(Generic[B]):
-    """Memories of an op, which its errors call ``op``. A context manager.
+    """Context manager that owns the memories of an op; ``op`` is its name in errors.
 
-    A subclass allocates them in its constructor, ``_allocating``: its ``_buffer``, and others.
+    The constructor of a subclass allocates ``_buffer`` and further memories inside ``_allocating``.
     """
 
     def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
@@ -71,8 +73,10 @@ class OpContext(Generic[B]):
 
     @contextmanager
     def _allocating(self) -> Iterator[Callable[[M], M]]:
-        """Within, what is yielded makes a memory the context's own, and returns it. If anything
-        fails, say the second allocation, the memories that are there by then are freed."""
+        """Yield a function that registers a memory with the context and returns it.
+
+        If anything fails, such as the second allocation, the registered memories are freed.
+        """
 
         def own(memory: M) -> M:
             self._memories += (memory,)
@@ -91,29 +95,32 @@ class OpContext(Generic[B]):
         return self._buffer
 
     def check(self) -> None:
-        """Wait for the device, and raise if ranks have come to a call with different rows. An op's
-        next call does so without waiting; this is for CUDA graphs, after which comes no call.
+        """Wait for the device and raise if ranks called with different numbers of rows.
+
+        The next call of an op checks this without waiting. Use ``check`` after replays of CUDA
+        graphs, which no call follows.
 
         Raises:
-            RankDisagreement: names the ranks and what each came with.
+            RankDisagreement: names the ranks and their values.
         """
         self.buffer.disagreements.check_when_done()
 
     def barrier_all(self) -> None:
-        """Line up all ranks on their current streams."""
+        """Align all ranks on their current streams."""
         group_for(self.group).align()
 
     def sleep(self, straggler_option: tuple[int, int] | None) -> None:
-        """``(rank, cycles)``: if this is that rank, keep the stream busy for so long."""
+        """If ``straggler_option`` is (this rank, cycles), keep the stream busy for these cycles."""
         if straggler_option is not None and straggler_option[0] == self.rank:
             self.device.sleep(straggler_option[1])
 
     def reset(self) -> None:
-        """Bring the memories of all ranks back to one state after a call that failed on some rank.
+        """Bring the memories of all ranks to one state after a call that failed on some rank.
+
         Collective.
 
         Raises:
-            ContextFinalized: there are none any more.
+            ContextFinalized: the memories have been freed.
         """
         if self._buffer is None:
             raise ContextFinalized(type(self).__name__)
@@ -121,7 +128,7 @@ class OpContext(Generic[B]):
             memory.reset()
 
     def finalize(self) -> None:
-        """Free the memories; idempotent. Collective: it waits until every rank has come here."""
+        """Free the memories; idempotent. Collective: wait until every rank has called it."""
         if self._buffer is None:
             return
         self.device.synchronize()
@@ -134,13 +141,13 @@ class OpContext(Generic[B]):
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if failure is None:
             self.finalize()
-        else:  # peers may never come: free without them
+        else:  # Peers may never call finalize: free without waiting for them.
             self.free()
 
     def free(self) -> None:
-        """The same as ``finalize``, without waiting for anybody."""
+        """Free the memories without waiting for other ranks; idempotent."""
         memories, self._memories, self._buffer = self._memories, (), None
-        with ExitStack() as freed:  # each, whatever another one raises
+        with ExitStack() as freed:  # Free all memories even if one raises.
             for memory in memories:
                 freed.callback(memory.free)
 
@@ -152,25 +159,30 @@ def agree_to_create(
     checks: Iterable[Check],
     group: Group,
 ) -> None:
-    """Let all ranks go on to create ``a_context``, or raise on each. Collective.
+    """Return if all ranks can create ``a_context`` with equal arguments, else raise. Collective.
 
     Args:
-        asked: what all ranks have to ask for alike, by the name of the argument.
-        checks: of this rank's arguments, made in turn until one fails.
+        function: name of the creating function, for errors.
+        a_context: description of the context, for errors.
+        asked: arguments that must be equal on all ranks, by name.
+        checks: checks of this rank's arguments; the first failure ends them.
+        group: ranks that create the context.
 
     Raises:
-        InvalidArgument: on a rank whose arguments cannot work.
-        DeviceUnavailable: on a rank that cannot run kernels.
-        RankDisagreement: ranks ask for different contexts, or those of another cannot work.
+        InvalidArgument: the arguments of this rank are invalid.
+        DeviceUnavailable: this rank cannot run kernels.
+        RankDisagreement: arguments differ between ranks, or are invalid on another rank.
     """
     try:
         refusal = first_refusal(function, checks) or (
             None if current_device().runs_kernels else no_device_for_kernels()
         )
-    except TypeError as error:  # of comparing what is no number: the others are told, too
-        refusal = InvalidArgument(function, "an argument", str(error), "sizes that are ints")
+    # A comparison with a value that is not a number. Raise later, so that the other ranks are
+    # informed.
+    except TypeError as error:
+        refusal = InvalidArgument(function, "an argument", str(error), "int sizes")
     ranks = group_for(group)
-    # What cannot be compared was refused: the others get it as text.
+    # Send values that cannot be compared as text. This rank has already refused them.
     values = [
         each if isinstance(each, numbers.Integral | str) else repr(each) for each in asked.values()
     ]
@@ -185,7 +197,7 @@ def agree_to_create(
 
 
 def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
-    """The error of the first check that fails."""
+    """Return the error of the first check that fails, or ``None``."""
     for argument, value, good, expected in checks:
         if not good:
             return InvalidArgument(function, argument, value, expected)
@@ -193,26 +205,25 @@ def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | N
 
 
 def refuse(function: str, checks: Iterable[Check]) -> None:
-    """Raise the error of the first check that fails, an ``InvalidArgument``."""
+    """Raise ``InvalidArgument`` for the first check that fails."""
     refusal = first_refusal(function, checks)
     if refusal is not None:
         raise refusal
 
 
 def int_checks(**sizes: object) -> Iterator[Check]:
-    """Checks that arguments are whole numbers, made before they are compared to any."""
+    """Yield checks that arguments are ints; run them before checks that compare the arguments."""
     for name, size in sizes.items():
         yield name, size, is_int(size), "an int"
 
 
 def is_int(number: object) -> bool:
-    """Tell whether an argument is a whole number, in Python or of a library, and no truth value."""
+    """Return whether an argument is an integer, including NumPy's, but not a bool."""
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
-    """Yield the checks of what a caller says about its group: ``rank``, and by the names of their
-    arguments the sizes of the group and of its part on this host."""
+    """Yield checks of the caller's ``rank``, group size and local size, given by argument name."""
     yield from int_checks(rank=rank, **sizes)
     ranks, ((name, size), (local_name, local_size)) = group_for(group), sizes.items()
     yield name, size, size == ranks.size, f"{ranks.size}, the size of the group"
@@ -221,60 +232,62 @@ def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
 
 
 def from_1_to(most: int, name: str, value: int) -> Check:
-    """Return the check that an argument is from 1 to ``most``."""
+    """Return the check that an argument is in the range 1 to ``most``."""
     return name, value, 1 <= value <= most, f"1 to {most}"
 
 
 def buffer_of(ctx: Any, kind: type[OpContext[B]], function: str, creator: str) -> B:
-    """``ctx.buffer``, of a context of ``kind``, or of what stands in for one.
+    """Return ``ctx.buffer``, of a context of class ``kind`` or of a substitute.
 
     Raises:
-        InvalidArgument: it is no such context; ``creator`` makes one.
-        ContextFinalized: it has none any more.
+        InvalidArgument: ``ctx`` is not a context; ``creator`` names the function that creates one.
+        ContextFinalized: the buffer has been freed.
     """
     if isinstance(ctx, kind):
         if ctx._buffer is None:
             raise ContextFinalized(kind.__name__)
         return ctx._buffer
     if isinstance(ctx, OpContext | type) or not hasattr(ctx, "buffer"):
-        expected = f"a context that {creator}(…) made, on all ranks"
+        expected = f"a context that {creator}(…) made on all ranks"
         raise InvalidArgument(function, "ctx", ctx, expected)
     buffer: B = ctx.buffer
     return buffer
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Say whether autograd would want a history of what is computed from ``tensor``."""
+    """Return whether autograd would record operations on ``tensor``."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def gradient_check(name: str, tensor: torch.Tensor) -> Check:
-    """Check that nobody expects a gradient, which no op here has."""
-    expected = "False: layers.nvidia.functional has ops with a backward; or use torch.no_grad()"
+    """Return the check that ``tensor`` needs no gradient, because ops have no backward."""
+    expected = "False: use layers.nvidia.functional, which has a backward, or torch.no_grad()"
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected
 
 
 class GEMMContext(OpContext[B]):
-    """Memories of a GEMM op. A context manager."""
+    """Context manager that owns the memories of a GEMM op."""
 
     title: ClassVar[str]
-    """Name of the op, for errors."""
+    """Name of the op in errors."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(self.title, group)
-        # What was found to be good: checking takes several us, looking here less than one.
+        # Cache of accepted signatures: a check takes several us, a lookup less than 1 us.
         self.accepted: Bounded[Any, Any] = Bounded()
 
 
 def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
-    """Check that kernels here can multiply ``dtype``."""
+    """Yield the check that our kernels can multiply ``dtype``."""
     yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
 
 
 def signature_of(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """All of tensors that decides whether they can be operands, apart from their addresses; of
-    ``aligned``, one of them, also whether TMA can begin at its address. Of what is no tensor, what
-    none has, so that the call is checked."""
+    """Return everything but the addresses that decides whether the tensors are valid operands.
+
+    For ``aligned``, which is one of the tensors, include its alignment for TMA. For an object that
+    is not a tensor, return a signature that no tensor has, so that the call is checked.
+    """
     try:
         looks = tuple(
             x is not None
@@ -287,14 +300,17 @@ def signature_of(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[
 
 
 def tensor_checks(**tensors: object) -> Iterator[Check]:
-    """Checks that arguments are tensors, made before their attributes are looked at."""
+    """Yield checks that arguments are tensors; run them before checks that read attributes."""
     for name, tensor in tensors.items():
         yield name, tensor, isinstance(tensor, torch.Tensor), "a tensor"
 
 
 class ProductKey(NamedTuple):
-    """All that a tuning of a GEMM over ranks depends on, but for options of the op. M: of all
-    ranks; N, K, layout of B, and whether A is contiguous: of this one. num_ranks: the context's."""
+    """Key of a GEMM across ranks, without the options of the op.
+
+    ``M`` counts the rows of all ranks. ``N``, ``K``, ``layout`` (of B) and ``contiguous`` (of A)
+    describe this rank. ``num_ranks`` is the size of the context.
+    """
 
     M: int
     N: int
@@ -312,11 +328,12 @@ def accept(
     checks: Callable[[], Iterable[Check]],
     make: Callable[[], K],
 ) -> K:
-    """The result of ``make`` for operands of this signature, once they passed all ``checks``; one
-    object for each signature.
+    """Return the cached result of ``make`` for operands with this signature.
+
+    Check and make it at the first call. Equal signatures get the same object.
 
     Raises:
-        InvalidArgument: the call cannot work.
+        InvalidArgument: a check failed.
     """
     known: K | None = accepted.get(signature)
     if known is None:
@@ -328,11 +345,11 @@ def accept(
 def kind_checks(
     dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
 ) -> Iterator[Check]:
-    """Checks that operands have the context's dtype and device, and are not differentiated."""
+    """Yield checks that operands have the context's dtype and device, and need no gradient."""
     for name, tensor in tensors.items():
         if tensor is not None:
             yield gradient_check(name, tensor)
-            expected = "False: call resolve_neg(), kernels read the memory as it is"
+            expected = "False: call resolve_neg(), because kernels ignore the negation bit"
             yield f"{name}.is_neg()", True, not tensor.is_neg(), expected
             expected = f"the context's {dtype}"
             yield f"{name}.dtype", tensor.dtype, tensor.dtype == dtype, expected
@@ -341,7 +358,7 @@ def kind_checks(
 
 
 def layout_of(B: torch.Tensor) -> str:
-    """Kind of strides of B, by which it is served by TMA, in either order, or by pointers."""
+    """Return how B is read: by TMA in row-major or column-major order, or else by pointers."""
     if not fits_descriptor(B):
         return "strided"
     return "column-major" if B.stride(0) == 1 else "row-major"

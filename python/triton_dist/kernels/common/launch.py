@@ -1,4 +1,8 @@
-"""A kernel with everything that its launch needs."""
+"""Kernel launches: compile them ahead of time, run them, and repeat them with little host time.
+
+Triton's launcher takes tens of us of host time. ``Launcher`` prepares each launch once and then
+repeats it with other addresses in a few us.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,11 @@ _NO_TENSORS: Mapping[str, torch.Tensor] = {}
 
 
 class Bounded(dict[K, V]):
-    """A cache that a service with very many shapes cannot fill without end: a dict that is emptied
-    before it has more than ``most`` entries. What comes then is made again. Entries here take a few
-    KB each."""
+    """A dict that is emptied before it exceeds ``most`` entries.
+
+    It bounds the caches of a service with very many shapes. Entries take a few KB each and can be
+    made again.
+    """
 
     most = 4096
 
@@ -34,7 +40,7 @@ class Bounded(dict[K, V]):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch that is ready to go: ``run`` it, or only ``compile`` what it would run."""
+    """A kernel with its grid and arguments."""
 
     kernel: Any
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
@@ -42,33 +48,33 @@ class Launch:
     options: dict[str, Any]
 
     def run(self) -> Any:
-        """Launch; returns Triton's compiled kernel, ``None`` in the interpreter."""
-        # Triton takes the memory of descriptors from an allocator that it keeps per thread context,
-        # so each launch sets one. An allocator of the user stays.
+        """Launch and return Triton's compiled kernel, or ``None`` in the interpreter."""
+        # Triton takes the memory of device-side descriptors from an allocator in a context
+        # variable, so set one for each launch. Keep an allocator that the user has set.
         if not has_allocator():
             triton.set_allocator(_allocate)
         return self.kernel[self.grid](*self.args, **self.options)
 
     def compile(self) -> None:
-        """Compile and load, launch nothing.
+        """Compile and load the kernel without launching it.
 
         Raises:
-            CandidateFailed: it does not compile, or does not fit the device.
+            CandidateFailed: the kernel does not compile or does not fit the device.
         """
         if is_interpreting():
             return
         try:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.options)
-            if compiled is not None:  # None: somebody only looks what there is to compile
+            if compiled is not None:  # ``None`` while a hook only collects what would be compiled.
                 compiled._init_handles()
-        except Exception as failure:  # Triton's compiler raises whatever its passes raise
+        except Exception as failure:  # Triton's compiler can raise any exception.
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
     def followed_by(self, *others: Launch) -> Launch:
-        """This launch, with those loaded that come after it.
+        """Load the kernels of ``others``, which follow on the stream, and return this launch.
 
-        Loading a kernel waits for those that run (``cuModuleLoadData``, driver 580): after one
-        that waits for peers, the host would queue nothing more until they have come.
+        Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
+        launch waits for peers, the host would block until they arrive.
         """
         for other in others:
             other.compile()
@@ -76,10 +82,10 @@ class Launch:
 
 
 class Launcher:
-    """Runs launches that come again and again: from the second time on in a few us of host time.
+    """Repeat launches with a few us of host time each, from the second one on.
 
-    All launches of one launcher must follow one another on the device, as the calls of one context
-    do: they share the scratch memory of their descriptors.
+    The launches share the scratch memory of their TMA descriptors. They must therefore follow one
+    another on the device, as the calls of one context do.
     """
 
     def __init__(self) -> None:
@@ -94,22 +100,23 @@ class Launcher:
         tensors: Mapping[str, torch.Tensor] = _NO_TENSORS,
         alive: Any = None,
     ) -> None:
-        """Run ``launch()``, or repeat the one that had the same key.
+        """Run ``launch()``, or repeat the earlier launch that had an equal key.
 
         Args:
-            key: equal only for launches that differ in nothing but the addresses of ``tensors``.
-                May hold the ``id`` of what is in ``alive``.
-            launch: makes the launch, the first time.
-            tensors: those that may lie elsewhere each time, by the names of the kernel's arguments;
-                a member of a tuple by both names, as in ``"out.c"``.
+            key: equal only for launches that differ in nothing but the addresses of ``tensors``. It
+                may contain the ``id`` of objects in ``alive``.
+            launch: builds the launch; called for new keys.
+            tensors: tensors whose addresses may change, by the names of the kernel's arguments. For
+                a member of a tuple use both names, such as ``"out.c"``.
+            alive: object to keep alive with the prepared launch.
         """
         addresses, bits = [], 0
         for tensor in tensors.values():
             address = tensor.data_ptr()
             addresses.append(address)
             bits |= address
-        # Triton compiles another kernel for pointers that are no multiples of 16 bytes, and TMA
-        # takes none such.
+        # TMA requires 16-byte alignment, and Triton specialises on it: an unaligned pointer needs
+        # another kernel.
         if bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         known = self._laid_out.get(key)
@@ -119,7 +126,8 @@ class Launcher:
             return
         made = launch()
         compiled = made.run()
-        if compiled is None or callable(made.grid) or watched:  # maybe a kernel that makes marks
+        # A watched launch may have used an instrumented kernel: do not keep it.
+        if compiled is None or callable(made.grid) or watched:
             return
         names = made.kernel.arg_names
         arguments = dict(zip(names, made.args, strict=False)) | made.options
@@ -130,7 +138,8 @@ class Launcher:
             self._laid_out[key] = repeated, alive
 
     def repeat(self, launch: Launch) -> None:
-        """Run a launch that was made anew, or repeat one that differs in addresses alone."""
+        """Run ``launch``, or repeat an earlier launch that differs only in tensor addresses."""
+        # Arguments that are not tensors, and the dtypes of tensors, become part of the key.
         tensors, others = {}, []
         for name, value in zip(launch.kernel.arg_names, launch.args, strict=False):
             fields = getattr(value, "_fields", None)
@@ -160,8 +169,10 @@ def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def fits_descriptor(*matrices: torch.Tensor) -> bool:
-    """Say whether TMA can read and write these 2-D tensors as they lie: one unit stride, the other
-    stride and the start multiples of 16 bytes."""
+    """Return whether TMA can address these 2-D tensors.
+
+    TMA requires one unit stride. The other stride and the address must be multiples of 16 bytes.
+    """
     return all(
         min(matrix.stride()) == 1
         and max(matrix.stride()) * matrix.element_size() % _TMA_ALIGNMENT == 0
@@ -170,16 +181,19 @@ def fits_descriptor(*matrices: torch.Tensor) -> bool:
     )
 
 
-def as_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """``matrix``; a contiguous one with the strides of such a one, since of a single row any
-    stride counts as contiguous."""
+def normalise_strides(matrix: torch.Tensor) -> torch.Tensor:
+    """Return ``matrix`` with the strides of a contiguous tensor if it has a single row.
+
+    PyTorch calls a one-row tensor contiguous whatever its row stride. Without this, equal calls
+    would compile different kernels.
+    """
     if matrix.shape[0] == 1 and matrix.is_contiguous():
         return matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
     return matrix
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """``input_precision`` of ``tl.dot`` that means for ``dtype`` what torch's matmul means now."""
+    """Return the ``input_precision`` of ``tl.dot`` that matches torch's current matmul setting."""
     return (
         "ieee" if dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
     )

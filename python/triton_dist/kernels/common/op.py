@@ -1,13 +1,13 @@
-"""An op is a function that several algorithms can compute, its *ways*, and that is tuned over them.
+"""Define an op: a tuned function that chooses among several algorithms.
 
     @op(algorithms=ALGORITHMS, call=Call, sizes=Sizes.of, key_fn=key_fn, version="3")
     def gemm_rs(A, B, ctx, gemm_config=None, ..., algorithm=None):
-        return Call(A, B, ctx, gemm_config, ..., way).run()
+        return Call(A, B, ctx, gemm_config, ..., algorithm).run()
 
-A config is the name of a way and the values of that way's tunables, nothing else. From the ways
-come the config space, what is pruned, what is compiled ahead, and the call itself; so another
-algorithm is another ``Algorithm`` in the tuple. A call looks its way up once: what it costs the
-host is benchmarks/bench_host_cost.py.
+A config is the name of an algorithm and the values of its tunables. The algorithms provide the
+config space, the pruning, the compilation ahead of time and the call itself, so adding an algorithm
+only adds one ``Algorithm`` to the tuple. A call looks up its algorithm once;
+benchmarks/bench_host_cost.py measures the host time.
 """
 
 from __future__ import annotations
@@ -27,70 +27,76 @@ from triton_dist.errors import InvalidArgument
 C = TypeVar("C", bound="OpCall")
 S = TypeVar("S")
 
-_ASKING = ("method", "fuse_scatter")
-"""Older keywords that name a way."""
+_ALGORITHM_KEYWORDS = ("method", "fuse_scatter")
+"""Deprecated keywords that select an algorithm."""
 
 
 class Algorithm(ABC, Generic[C, S]):
-    """An algorithm of an op: ``C`` is the type of the op's calls, ``S`` of the sizes of a key."""
+    """An algorithm of an op. ``C`` is the type of the op's calls, ``S`` of a key's sizes."""
 
     name: str
-    """Text that ``algorithm=`` and records say."""
+    """Value of ``algorithm=`` and of records."""
     tunables: ClassVar[tuple[str, ...]] = ()
-    """Names of the values in its configs."""
+    """Names of the values in a config of this algorithm."""
     is_fallback: ClassVar[bool] = False
-    """Near the best at every size, as a library's: always raced."""
+    """Whether it is close to the best at every size, as a library is. It then always joins the
+    race.
+    """
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        """Values of ``tunables`` worth trying on this process's device, the most promising
-        first."""
+        """Return the values of ``tunables`` to try on this device, most promising first."""
 
     @abstractmethod
     def fits(self, config: Mapping[str, Any], sizes: S) -> bool:
-        """Tell whether a config is worth trying for every call of a key with these sizes."""
+        """Return whether a config is worth trying for every call of a key with these sizes."""
 
     def check(self, call: C) -> None:
-        """Refuse a call that cannot work this way.
+        """Raise if this algorithm cannot run the call.
 
         Raises:
-            InvalidArgument: names the argument, its value and what was expected.
+            InvalidArgument: names the argument, its value and the expected value.
         """
 
     def compile(self, call: C) -> None:
-        """Compile and load what ``run`` launches, and launch nothing. Libraries have theirs."""
+        """Compile and load what ``run`` launches, without launching it. Libraries need nothing."""
 
     @abstractmethod
     def run(self, call: C) -> torch.Tensor:
-        """Launch the call, and return its result."""
+        """Launch the call and return its result."""
 
 
 class NamedSizes(Protocol):
-    """Sizes of a key of an op whose older keywords name a way."""
+    """Sizes of a key of an op that accepts deprecated keywords for an algorithm."""
 
     @property
     def asked(self) -> str | None:
-        """The way that the caller's keywords ask for."""
+        """Algorithm that the caller selected with a deprecated keyword, or ``None``."""
 
 
 A = TypeVar("A", bound=NamedSizes)
 
 
 class NamedAlgorithm(Algorithm[C, A]):
-    """A way of an op whose older keywords name a way: then it alone is tried."""
+    """An algorithm of an op with deprecated keywords. If a keyword selects it, only it is tried."""
 
     def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
         return sizes.asked in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
     def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
-        """Tell whether a config is worth trying where this way is allowed. It must not go by what a
-        context holds: others have the same key."""
+        """Return whether a config is worth trying if the caller allows this algorithm.
+
+        The result must not depend on the context, because calls with other contexts have the same
+        key.
+        """
 
 
 class Algorithms(dict[str, Algorithm[C, S]]):
-    """The ways of an op by name, in the order in which they are tried. A dict, for each call looks
-    its way up."""
+    """Algorithms of an op by name, in the order in which they are tried.
+
+    A dict subclass, because each call looks up its algorithm here.
+    """
 
     def __init__(self, function: str, algorithms: Iterable[Algorithm[C, S]]) -> None:
         super().__init__((algorithm.name, algorithm) for algorithm in algorithms)
@@ -101,18 +107,20 @@ class Algorithms(dict[str, Algorithm[C, S]]):
         raise InvalidArgument(self.function, "algorithm", name, expected)
 
     def asked(self, method: object) -> str | None:
-        """Name the way that the older keyword ``method`` asks for, by the member of an enumeration
-        whose value it is; ``None``: it asks for none."""
+        """Return the algorithm that the deprecated keyword ``method`` selects, or ``None``.
+
+        ``method`` is an enumeration member whose value is the name of an algorithm.
+        """
         if method is None:
             return None
         if not isinstance(method, enum.Enum) or method.value not in self:
             names = ", ".join(map(repr, self))
-            expected = f"None or the member of an enumeration that stands for one of {names}"
+            expected = f"None or an enumeration member whose value is one of {names}"
             raise InvalidArgument(self.function, "method", method, expected)
         return str(method.value)
 
     def has_candidates(self, name: str, sizes: S) -> bool:
-        """Tell whether the way ``name`` is worth trying at all for calls of a key."""
+        """Return whether any config of algorithm ``name`` fits a key's sizes."""
         algorithm = self[name]
         configs = (
             dict(zip(algorithm.tunables, each, strict=True)) for each in algorithm.candidates()
@@ -120,7 +128,7 @@ class Algorithms(dict[str, Algorithm[C, S]]):
         return any(algorithm.fits({"algorithm": name, **config}, sizes) for config in configs)
 
     def config_space(self) -> list[dict[str, Any]]:
-        """Configs of all ways; the first is the default."""
+        """Return the configs of all algorithms; the first is the default."""
         return [
             {"algorithm": algorithm.name, **dict(zip(algorithm.tunables, values, strict=True))}
             for algorithm in self.values()
@@ -129,23 +137,23 @@ class Algorithms(dict[str, Algorithm[C, S]]):
 
 
 def check_straggler(function: str, option: object) -> None:
-    """Refuse a ``straggler_option`` that says neither who sleeps nor how long.
+    """Check that ``straggler_option`` is a rank and a number of cycles.
 
     Raises:
-        InvalidArgument: it is not two whole numbers.
+        InvalidArgument: it is not a tuple of two ints, or the cycles are negative.
     """
     match option:
         case (int(), int(cycles)) if cycles >= 0:
             return
-    expected = "None, or (rank, cycles): two ints, cycles from 0 on"
+    expected = "None, or (rank, cycles): two ints, cycles at least 0"
     raise InvalidArgument(function, "straggler_option", option, expected)
 
 
 def check_tiles(function: str, config: Any, algorithm: str | None = None) -> None:
-    """Refuse a ``gemm_config`` that has no tiles of a product.
+    """Check that ``gemm_config`` contains the tile sizes of a GEMM.
 
     Raises:
-        InvalidArgument: says what it lacks.
+        InvalidArgument: names the missing values.
     """
     try:
         config.kwargs["BLOCK_SIZE_K"]
@@ -157,21 +165,21 @@ def check_tiles(function: str, config: Any, algorithm: str | None = None) -> Non
         )
         if isinstance(config, triton.Config):
             missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
-            config, expected = str(config), f"one with {', '.join(sorted(missing))}"
+            config, expected = str(config), f"a config that sets {', '.join(sorted(missing))}"
         raise InvalidArgument(function, "gemm_config", config, expected) from error
 
 
 class OpCall:
-    """Arguments of one call of an op, checked; a dataclass whose fields are the op's parameters.
+    """Checked arguments of one call of an op: a dataclass whose fields are the op's parameters.
 
-    ``accepted_key``, the last of them, is for the tuner: the key of a call whose operands its
-    ``key_fn`` has checked already.
+    The last field, ``accepted_key``, is reserved for the tuner. It holds the key of a call whose
+    operands ``key_fn`` has already checked.
     """
 
     chosen: Algorithm[Any, Any]
 
     def run(self) -> torch.Tensor:
-        """Launch the call, and return its result."""
+        """Launch the call and return its result."""
         return self.chosen.run(self)
 
     def compile(self) -> None:
@@ -192,15 +200,18 @@ def op(
 ) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
 
-    Records, errors and pickles name the folder of ``op.py``, from which users import the op: files
-    inside it can be named anew without a tuning being lost.
+    Records, errors and pickles use the name of the package that contains ``op.py``. Files inside
+    the package can therefore be renamed without losing tuning results.
 
     Args:
-        sizes: ``sizes(*args, **kwargs)`` returns what ``Algorithm.fits`` receives, the same for all
-            calls of a key, since a winner serves all of them.
-        key_sizes: ``sizes`` of ``tune.autotune``. key_fn, agree_fn, settings: of ``tune.autotune``,
-            such as ``scope="rank"`` for an op of one rank, which has no context.
-        version: another one when results that are shipped (records/) must not be used any more.
+        algorithms: the algorithms to choose from.
+        call: builds the ``OpCall`` from the op's arguments.
+        sizes: ``sizes(*args, **kwargs)`` returns the argument of ``Algorithm.fits``. All calls of a
+            key must have equal sizes, because they share one winner.
+        version: change it to invalidate the shipped records (records/).
+        key_sizes: argument ``sizes`` of ``tune.autotune``.
+        key_fn, agree_fn, settings: arguments of ``tune.autotune``; for example, ``scope="rank"``
+            for an op of one rank, which has no context.
     """
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
@@ -208,7 +219,8 @@ def op(
 
         def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
             algorithm = algorithms[config["algorithm"]]
-            # A caller who fixes a way leaves configs of others, with their tunables.
+            # If the caller fixes the algorithm, the space also contains combinations with tunables
+            # of other algorithms.
             if config.keys() != {"algorithm", *algorithm.tunables}:
                 return False
             return algorithm.fits(config, sizes(*args, **kwargs))
@@ -219,15 +231,15 @@ def op(
             call(**bound.arguments).compile()
 
         def agree(*args: Any, **kwargs: Any) -> object:
-            """Refuse at the first call of a key what would make every candidate of it fail."""
+            """Raise at the first call of a key if its arguments would make all candidates fail."""
             given = signature.bind_partial(*args, **kwargs).arguments
             if given.get("straggler_option") is not None:
                 check_straggler(algorithms.function, given["straggler_option"])
             found = sizes(*args, **kwargs)
             asked = getattr(found, "asked", None)
             if asked is not None and not algorithms.has_candidates(asked, found):
-                by = next(name for name in _ASKING if given.get(name) is not None)
-                expected = "an algorithm that fits here; to run it nevertheless, pass "
+                by = next(name for name in _ALGORITHM_KEYWORDS if given.get(name) is not None)
+                expected = "an algorithm that fits these sizes. To run it anyway, pass "
                 expected += (
                     f"autotune=False or call {algorithms.function}.fn(…, algorithm={asked!r})"
                 )
@@ -235,8 +247,7 @@ def op(
             return agree_fn(*args, **kwargs)
 
         def recover(*args: Any, **kwargs: Any) -> None:
-            """Bring the context of all ranks back to one state after a candidate failed on some
-            rank."""
+            """Reset the context of all ranks to one state after a candidate failed on some rank."""
             signature.bind_partial(*args, **kwargs).arguments["ctx"].reset()
 
         tuner = tuned(
@@ -246,7 +257,9 @@ def op(
             prepare_fn=prepare,
             agree_fn=agree,
             recover_fn=recover if "ctx" in signature.parameters else None,
-            timing="graph",  # as in serving; streams of a library overlap there, whatever the host
+            # Measure in CUDA graphs, as serving runs: host time then does not hide the overlap
+            # inside libraries.
+            timing="graph",
             version=version,
             sizes=key_sizes,
             fallback_fn=lambda config: (
@@ -257,7 +270,7 @@ def op(
         tuner.overwritten = ("output", "gathered")
         tuner.unsaid = (
             "algorithm",
-        )  # the first is an op's own default, unless a context has another
+        )  # If the context does not set an algorithm, the op's default is the first.
         tuner.key_argument = "accepted_key"
         return tuner
 
@@ -265,7 +278,10 @@ def op(
 
 
 def tuned(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
-    """Decorate a function of an ``op.py`` that has no ways; ``settings``: of ``tune.autotune``."""
+    """Decorate a function of an ``op.py`` that has no algorithms.
+
+    ``settings`` are arguments of ``tune.autotune``.
+    """
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
         fn.__module__ = fn.__module__.rpartition(".")[0] or fn.__module__

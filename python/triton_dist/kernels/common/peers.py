@@ -1,21 +1,19 @@
-"""Knowledge about peers: their memory, the flags that they set, their shards, and guards of waits.
+"""What kernels need to address peers and wait for them: tables of addresses, flags, timeout words.
 
-Addresses of peers' memory are read from tables. A flag of a call carries its size, so that who
-waits for a peer also learns whether the peer came with as many rows: it is int64, which call it is
-of, above, and the size in the lowest 20 bits (``language.sized``). Whoever waits for it compares
-both: two integer operations, and no access to memory more. The size in it is of the call that set
-it, whatever the peer has done since.
+*Flags* are int64. The lowest 20 bits hold the size of the call that set the flag, for example its
+number of rows; the bits above count calls (``language.sized``). A waiting kernel compares both with
+two integer operations and no further memory access. It thus detects a peer that called with another
+size, whatever that peer has done since.
 
-*Guards.* In production a wait takes as long as it takes. While candidates are tried it gives up
-after some polls (``runtime/waits.py``), writes that to the guard of its memory, and ends all waits
-of that guard.
+*Timeout words*: each memory has a few control words per slot. In production a wait has no limit.
+While candidates are tried, a wait gives up after a number of polls (``runtime/waits.py``), notes
+this in the timeout words, and thereby ends all further waits that use them.
 
-Ranks may come to a call with different sizes, say rows of A. The first kernel that finds a
-difference writes it to the guard of its memory, and sets a control word in the memory of the host.
-All waits with guards of the context, which form a ring, end then, at this and any later call: so
-nothing hangs, and the results of such calls are not to be used. The host reads its word, which
-takes no time, before and after each launch, and raises. It waits for the device only once the word
-is set.
+*Disagreements*: the first kernel that sees another size notes it in its timeout words and sets a
+word in host memory. The timeout words of a context form a ring, through which all its waits end, in
+this call and in later calls. Nothing hangs, and results of these calls are invalid. The host reads
+its word, which takes no device time, around each launch, and raises. It waits for the device only
+if the word is set.
 """
 
 from __future__ import annotations
@@ -38,71 +36,77 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 
-# Bytes of which every target is a multiple. The compiler knows nothing of an address from a table;
-# without this it stores 2 bytes at a time.
+# Every target is a multiple of this number of bytes. Triton cannot know the alignment of an address
+# from a table, and without the hint it stores 2 bytes at a time.
 TARGET_ALIGNMENT = tl.constexpr(16)
-# Word of a slot's line at which the guard begins, after the epoch.
+# Index in a slot's line at which the timeout words begin, after the epoch.
 TIMEOUT_WORD = tl.constexpr(1)
 _PRIME = 2**20 - 3
 
 
 @jit
 def target_at(targets_ptr, row_block, like_ptr):
-    """Address to which the tiles of ``row_block`` go. The hint stands here, since one on the result
-    of a call is lost when the call is inlined (Triton 3.6)."""
+    """Return the address to which the tiles of ``row_block`` go.
+
+    The alignment hint must be here: Triton 3.6 loses a hint on the result of an inlined call.
+    """
     return tl.multiple_of(tl.load(targets_ptr + row_block).to(like_ptr.dtype), TARGET_ALIGNMENT)
 
 
 @jit
 def epoch_at(epoch_ptr):
-    """The epoch of a slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
+    """Return the epoch of the slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
     return tl.load(epoch_ptr) >> SIZE_BITS
 
 
 @jit
 def timeout_word_of(epoch_ptr):
-    """The guard of the waits in a slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
+    """Return the timeout words of the slot whose line begins at ``epoch_ptr``."""
     return epoch_ptr + TIMEOUT_WORD
 
 
 @jit
 def flag_of(epoch_ptr, size):
-    """Flag of the slot's present use, set and awaited in a call of ``size``."""
+    """Return the flag that a call of ``size`` sets and awaits in the slot's current use."""
     return sized(epoch_at(epoch_ptr), size)
 
 
 def size_in(flag: int) -> int:
-    """The size in a flag, on the host, modulo 2**20."""
+    """Return the size in a flag modulo 2**20, on the host."""
     mask: int = (1 << SIZE_BITS.value) - 1
     return flag & mask
 
 
 def count_in(flag: int) -> int:
-    """The count in a flag, on the host."""
+    """Return the count in a flag, on the host."""
     places: int = SIZE_BITS.value
     return flag >> places
 
 
 def flag_value(count: int, size: int) -> int:
-    """``language.sized`` on the host: an int64, which wraps around as on the device."""
+    """Compute ``language.sized`` on the host: an int64 that wraps around as on the device."""
     places: int = SIZE_BITS.value
     flag = (count << places | size_in(size)) % 2**64
     return flag - 2**64 if flag >= 2**63 else flag
 
 
 def folded(number: int) -> int:
-    """A number of elements as a size: as it is below the largest prime that a flag has room for,
-    else modulo that, since numbers of elements mostly differ by multiples of powers of two."""
+    """Fold an element count into the 20-bit size of a flag.
+
+    The divisor is the largest prime below 2**20, because counts tend to differ by powers of two.
+    """
     return number % _PRIME
 
 
 @dataclass(frozen=True)
 class ShardPush:
-    """Memory that a consumer needs to send this rank's shard itself (``gemm/work_items.py``).
+    """Memory of a consumer kernel that sends this rank's shard itself (``gemm/work_items.py``).
 
-    shards, arrivals: int64 [num_ranks], addresses of each rank's gathered rows and flags.
-    consumed: int32 [num_ranks], the last epoch whose shards each peer has consumed.
-    num_comm_sms: programs that send. num_chunks: of a shard, along K.
+    Attributes:
+        shards, arrivals: int64 [num_ranks], addresses of each rank's gathered rows and flags.
+        consumed: int32 [num_ranks], the last epoch whose shards each peer has consumed.
+        num_comm_sms: number of programs that send.
+        num_chunks: number of chunks of a shard, along K.
     """
 
     shards: torch.Tensor
@@ -114,12 +118,16 @@ class ShardPush:
 
 @dataclass(frozen=True)
 class GatheredShards:
-    """The shards of the other ranks and the flags that say which rows are there.
+    """The gathered shards, and the flags that tell which rows have arrived.
 
-    ``rows`` [M, K] contiguous; flag ``arrivals[s * flags_per_rank + c]`` stands for rows
-    ``[c * chunk_rows, (c + 1) * chunk_rows)`` of shard s and is awaited to reach ``epoch[0]``. Both
-    are int64 as in this file; behind the epoch lies the guard of the waits.
-    With a ``push`` the consumer sends the own shard, and flags stand for chunks along K.
+    Flag ``arrivals[s * flags_per_rank + c]`` covers rows ``[c * chunk_rows, (c + 1) * chunk_rows)``
+    of shard s. A consumer waits until it reaches ``epoch[0]``. The timeout words of these waits
+    follow the epoch. With a ``push``, the consumer sends this rank's shard, and a flag covers a
+    chunk along K.
+
+    Attributes:
+        rows: [M, K], contiguous.
+        arrivals, epoch: int64, with the flag format of this module.
     """
 
     rows: torch.Tensor
@@ -130,21 +138,22 @@ class GatheredShards:
     push: ShardPush | None = None
 
 
-# Control words of a guard, int64 (``language.wait``).
+# Indices of the timeout words, int64 (``language.wait``).
 MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, TIMEOUT_WORDS = range(8)
 DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
-"""Flags that peers set, and the rank that sets the flag of some index."""
-# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
+"""Flags that peers set, and a function from a flag's index to the rank that sets it."""
+# Longest run time of a call's kernels in seconds, without waits and compilation.
 _LAUNCH_SECONDS = 10.0
 
 
 class Disagreements:
-    """Disagreements that kernels noted in the memories of one context.
+    """Disagreements on sizes that kernels have noted in the memories of one context.
 
     Args:
-        what: of which ranks come with the same number, for errors.
+        what: the value that must be equal on all ranks, for errors.
+        group: ranks of the context.
     """
 
     def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
@@ -152,17 +161,17 @@ class Disagreements:
         self._device = current_device()
         memory = self._device.host_word()
         self.address = memory.data_ptr()
-        self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
-        # Weak: guards refer to this object, and to memory that is to go with its owner.
+        self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        # Weak: a TimeoutWord refers to this object, and its memory must be freed with its owner.
         self._timeouts: WeakValueDictionary[int, TimeoutWord] = WeakValueDictionary()
 
     def add(self, timeout_words: TimeoutWord) -> None:
-        """Add the guards of a memory to the ring."""
+        """Add the timeout words of a memory to the ring."""
         self._timeouts[id(timeout_words)] = timeout_words
         self.link()
 
     def link(self) -> None:
-        """Write to each guard where the next of the ring is, and where to report."""
+        """Write the next element of the ring and the address of the host word to each slot."""
         each = [
             words for timeout_words in self._timeouts.values() for words in timeout_words.of_slots()
         ]
@@ -170,7 +179,7 @@ class Disagreements:
             words[REPORT], words[NEXT] = self.address, following.data_ptr()
 
     def noted(self) -> RankDisagreement | None:
-        """Once the device is done: the disagreement that is noted in one of the guards."""
+        """Return the disagreement that a kernel has noted, if any. Requires a finished device."""
         return next(
             filter(
                 None, (timeout_words.disagreement() for timeout_words in self._timeouts.values())
@@ -179,13 +188,14 @@ class Disagreements:
         )
 
     def check(self) -> None:
-        """Raise if a kernel has found that ranks disagree; some tens of ns otherwise.
+        """Raise if a kernel found that ranks disagree; else return within some tens of ns.
 
         Raises:
-            RankDisagreement: until the context is reset.
+            RankDisagreement: raised by every call until the context is reset.
         """
         if self.word[0]:
-            if self._device.is_capturing():  # an earlier call's error: raised after the capture
+            # The error of an earlier call: raise it after the capture.
+            if self._device.is_capturing():
                 return
             self._device.synchronize(knobs.wait_timeout.get())
             found = self.noted()
@@ -193,49 +203,57 @@ class Disagreements:
                 raise found
 
     def check_when_done(self) -> None:
-        """The same, once the device has done what is queued."""
+        """Wait for queued work, then ``check``."""
         self._device.synchronize(knobs.wait_timeout.get())
         self.check()
 
     def clear(self) -> None:
-        """Forget what was reported: the memories are reset."""
+        """Clear the host word after the memories were reset."""
         self.word[0] = 0
 
     def of(
         self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
     ) -> RankDisagreement:
-        """The error of rank ``rank`` of the group, whose ``timeout_words`` says that one of
-        ``flags`` came with another size."""
+        """Return the error of group rank ``rank``, from its ``timeout_words``.
+
+        ``flags`` are searched for the flag with another size, to name the rank that set it.
+        """
         own, others = size_in(timeout_words[AWAITED]), size_in(timeout_words[SEEN])
-        by_rank: dict[int, object] = {self._of_world(rank): own}
+        by_rank: dict[int, object] = {self._global_rank(rank): own}
         for words, source_of in flags:
             index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
-                by_rank[self._of_world(source_of(index))] = others
+                by_rank[self._global_rank(source_of(index))] = others
         remedy = (
-            "All ranks must come with the same. The result of the call is not to be used, and the "
-            "context not before all ranks have called its reset()."
+            "All ranks must call with the same value. The result of this call is invalid. Call "
+            "the context's reset() on all ranks before the next call."
         )
         return RankDisagreement(self._what, dict(sorted(by_rank.items())), remedy)
 
-    def _of_world(self, rank: int) -> int:
+    def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
 Late: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
-"""Asked once a wait gave up, with the guards of the slots where one did: the name of the flag that
-is late, what was awaited there, and what is there."""
+"""Called after a wait gave up, with the timeout words of the slots concerned, by slot.
+
+Returns the name of the late flag, its expected value and its present value.
+"""
 
 
 @dataclass(eq=False)
 class TimeoutWord:
-    """The guards of a memory's slots, as the host sees them.
+    """Host view of the timeout words of a memory's slots.
 
-    name, kernels: of the memory, and of what waits in it, for errors.
-    lines: int64 [slots, control words], with a guard from word ``first`` on. The host writes its
-    limit and the addresses at the end, kernels the words in between.
-    waits_in_a_row: how many waits of a call may each last until the limit.
-    flags: of a slot, the flags that carry sizes. found: the disagreements of the context.
+    Attributes:
+        name: name of the memory, for errors.
+        kernels: description of the kernels that wait in it, for errors.
+        lines: int64 [slots, control words]; the timeout words begin at word ``first``. The host
+            writes the limit and the addresses, kernels write the words between them.
+        waits_in_a_row: number of waits in one call that can each last until the limit.
+        late: finds the late flag, for errors.
+        flags: ``flags(slot)`` returns the flags of a slot that carry sizes.
+        found: disagreements of the context.
     """
 
     name: str
@@ -254,37 +272,43 @@ class TimeoutWord:
         self.found.add(self)
 
     def begin(self) -> int:
-        """Limit the waits of the call that comes; returns the limit in polls, 0: none.
+        """Set the limit of waits of the next call and return it in polls; 0 means no limit.
 
         Raises:
-            RankDisagreement: ranks have come to an earlier call with different sizes.
+            RankDisagreement: ranks made an earlier call with different sizes.
         """
         if self._word[0]:
             self.found.check()
         most_polls = waits.limit_polls()
         if most_polls != self.most_polls:
             if not self.most_polls:
-                self._clear()  # what trials before these left, after which nobody asked
+                self._clear()  # Left by earlier trials whose result was not read.
             self.lines[:, self.first + MOST_POLLS] = most_polls
             self.most_polls = most_polls
         return most_polls
 
     def end(self) -> None:
-        """Look after the waits of a call that is queued.
+        """Check the waits of a call that has been queued.
 
         Raises:
-            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
-            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
-                settles such things later.
+            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
+            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
+                waits itself.
         """
         if self.most_polls:
-            self.see_to_waits()
+            self.check_waits()
         if self._word[0]:
             self.found.check()
 
-    def see_to_waits(self) -> None:
-        """While candidates are tried: leave it to the tuner to ask whether a wait gave up, or ask
-        now, and raise ``WaitTimeout``, if nobody will."""
+    def check_waits(self) -> None:
+        """Leave the check of waits to the tuner, or check them now if no tuner settles them.
+
+        Only used while candidates are tried.
+
+        Raises:
+            WaitTimeout: a wait gave up.
+            RankDisagreement: ranks called with different sizes.
+        """
         if waits.leave(self.gave_up) or self._device.is_capturing():
             return
         limit = waits.limit_seconds() or 0.0
@@ -294,8 +318,10 @@ class TimeoutWord:
             raise overdue
 
     def gave_up(self) -> WaitTimeout | RankDisagreement | None:
-        """Once the device is done: the error of the first call, since this was last asked, of which
-        a wait gave up."""
+        """Return the error of the first wait that gave up since the last call, if any.
+
+        Requires a finished device.
+        """
         late = {
             slot: timeout_words
             for slot, timeout_words in enumerate(self._timeouts())
@@ -319,7 +345,10 @@ class TimeoutWord:
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
-        """Within, no rank uses the memory: all fill it with what it held at first. Collective."""
+        """Context manager in which no rank uses the memory, so that all can refill it.
+
+        Collective.
+        """
         self._device.synchronize(waits.limit_seconds())
         self.ranks.barrier(f"no rank uses the memory of {self.name}")
         yield
@@ -330,15 +359,18 @@ class TimeoutWord:
         self.ranks.barrier(f"the flags of {self.name} are reset")
 
     def free(self) -> None:
-        """Let go of the memory: from now on no wait has given up."""
+        """Release the memory; afterwards ``gave_up`` returns ``None``."""
         self.lines = torch.empty(0, self.lines.shape[1])
 
     def of_slots(self) -> Iterable[torch.Tensor]:
-        """The guard of each slot, int64 [control words]."""
+        """Return the timeout words of each slot, int64 [slots, words]."""
         return self.lines[:, self.first :]
 
     def disagreement(self) -> RankDisagreement | None:
-        """Once the device is done: the sizes of the present calls, if a peer's is another one."""
+        """Return the error of the present calls if a peer has another size.
+
+        Requires a finished device.
+        """
         for slot, timeout_words in enumerate(self._timeouts()):
             if timeout_words[GAVE_UP] == DISAGREED:
                 return self.found.of(self.ranks.rank, timeout_words, self.flags(slot))

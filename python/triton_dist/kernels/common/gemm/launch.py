@@ -1,10 +1,9 @@
-"""Launches of the sharded GEMM: tiles that it alone has, which of them fit a shape, and the kernel
-that can serve the tensors as they lie.
+"""Launches of the sharded GEMM: special tiles, which of them fit a shape, and the kernel choice.
 
-Tiles of a last wave that is not full are cut along K (``gemm/work_items.py``), in two parts. With
-2048 gathered rows, 7168 columns and K = 8192 that took 349 us on four H200 instead of 380. More
-parts, smaller tiles and cuts of all waves were slower everywhere: to write and read two parts takes
-16 us.
+Tiles of a last wave that is not full are split along K in two (``gemm/work_items.py``). For 2048
+gathered rows, 7168 columns and K = 8192 on four H200, this takes 349 us instead of 380. More
+splits, smaller tiles and splitting all waves were slower everywhere, because writing and reading
+two partials takes 16 us.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
 
 ALL_SHARDS = 8
-# A grid of so many waves is not worth small tiles.
+# A grid with at least this number of waves does not need small tiles.
 _MANY_WAVES = 16
-# What a cut should save of the waves at least; writing and reading partials takes time too.
+# Minimum saving of waves by a split, because writing and reading partials takes time.
 _LEAST_SAVING = 0.03
-# Larger shards, at the end of a range, are not sent by SMs: copy engines leave those to the GEMM.
+# Limits per shard for fused push. Copy engines send larger shards, which leaves all SMs to the
+# GEMM.
 _MOST_FUSED_ROWS = 1024
 _MOST_FUSED_BYTES = 16 << 20
 _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
 def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
-    """Configs from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages, GROUP_SIZE_M, SPLIT_K,
-    GROUP_SIZE_SHARDS)."""
+    """Build configs from tuples in the order of the loop below."""
     names = (
         "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "SPLIT_K",
         "GROUP_SIZE_SHARDS",
@@ -74,7 +73,7 @@ WARP_SPECIALIZED_SPLIT_K_TILES = tuple(
         (128, 256, 64, 8, 4, 8, 2, 1),
     )
 )
-# As many parts as a K of two steps has, and more; one, two and all shards at once.
+# Cover as many splits as steps along K (two) and more, and groups of one, two and all shards.
 INTERPRETED_SPLIT_K_TILES = _split(
     (32, 64, 64, 4, 2, 2, 2, 1),
     (16, 32, 64, 4, 2, 4, 5, ALL_SHARDS),
@@ -83,8 +82,7 @@ INTERPRETED_SPLIT_K_TILES = _split(
 
 
 def _fused(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]:
-    """(config, num_comm_sms, num_chunks) from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages,
-    GROUP_SIZE_M, GROUP_SIZE_SHARDS, num_comm_sms, num_chunks)."""
+    """Build (config, num_comm_sms, num_chunks) from tuples, in the order of the loop below."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "GROUP_SIZE_SHARDS")
     return tuple(
         (
@@ -115,30 +113,33 @@ INTERPRETED_FUSED_TILES = _fused(
 
 
 def split_k_tiles() -> list[triton.Config]:
-    """Tiles that are cut along K in the last wave, worth trying on this process's device; for the
-    persistent kernel."""
+    """Return the tiles to try that split the last wave along K; for the persistent kernel."""
     if current_device().interprets:
         return list(INTERPRETED_SPLIT_K_TILES)
     specialized = WARP_SPECIALIZED_SPLIT_K_TILES if can_specialize_warps(torch.bfloat16) else ()
     return [*SPLIT_K_TILES, *specialized]
 
 
-def room_for_parts(num_sms: int) -> tuple[int, int]:
-    """(fp32 elements, counters) of a workspace in which the last wave of ``num_sms`` programs can
-    be cut as each of ``split_k_tiles`` says: 33 MiB for 132."""
+def split_workspace_size(num_sms: int) -> tuple[int, int]:
+    """Return the workspace size for all ``split_k_tiles`` as (fp32 elements, counters).
+
+    It takes 33 MiB for 132 programs.
+    """
     return max(split_tiles(config, num_sms - 1, num_sms) for config in split_k_tiles())
 
 
 class SplitMemory:
-    """Memory of this rank alone in which such tiles are added up; but for the counters, allocated
-    at the first use."""
+    """Memory of this rank in which split tiles are added.
+
+    The counters are allocated immediately, the partials at their first use.
+    """
 
     def __init__(self) -> None:
         self._device = current_device()
-        self._partials, counters = room_for_parts(self._device.num_sms)
-        # Now: zeros that are written in a capture would be there from its first replay on.
+        self._partials, counters = split_workspace_size(self._device.num_sms)
+        # Zero the counters now: in a capture, they would be zeroed by replays only.
         self._counters = self._new(torch.int32, counters)
-        self.reset()  # to the end, as calls may come on any stream
+        self.reset()  # Also wait for the device, because calls may use any stream.
 
     @functools.cached_property
     def workspace(self) -> SplitWorkspace:
@@ -149,24 +150,25 @@ class SplitMemory:
             return torch.empty(elements, dtype=dtype, device=self._device.torch_device)
 
     def reset(self) -> None:
-        """Set the counters back, which a launch that failed may have left anywhere."""
+        """Zero the counters, which a failed launch may have left at any value."""
         self._counters.zero_()
         self._device.synchronize()
 
     def free(self) -> None:
-        """Free what was allocated at the first use; idempotent."""
+        """Free the partials; idempotent."""
         self.__dict__.pop("workspace", None)
 
 
 def fused_tiles() -> list[tuple[triton.Config, int, int]]:
-    """(tiles, ``num_comm_sms``, ``num_chunks``) worth trying where the consumer sends the shard
-    itself."""
+    """Return (tiles, ``num_comm_sms``, ``num_chunks``) to try for a fused push."""
     return list(INTERPRETED_FUSED_TILES if current_device().interprets else FUSED_TILES)
 
 
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
-    """Tell whether the consumer may be worth sending A [M_per_rank, K] itself: there are peers,
-    the shard is small, and the kernel on descriptors can serve the operands."""
+    """Return whether the consumer may send A [M_per_rank, K] itself.
+
+    It requires peers, a small shard, and operands that fit the kernel on descriptors.
+    """
     rows, K = most_rows(A.shape[0], num_ranks), A.shape[1]
     return (
         num_ranks > 1
@@ -179,12 +181,13 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Tell whether ``config`` is worth trying for all shards in the range of ``rows``, and a B
-    of ``columns`` columns.
+    """Return whether ``config`` is worth trying for all shards in the range of ``rows``.
 
-    * A cut along K saves ``_LEAST_SAVING`` of the waves.
-    * Shards are visited together only where one has fewer tiles than the GPU has SMs.
-    * Tiles of 64 rows do not have ``_MANY_WAVES`` waves.
+    B has ``columns`` columns. The conditions are:
+
+    * A split along K saves at least ``_LEAST_SAVING`` of the waves.
+    * Shards are grouped only if one shard has fewer tiles than the GPU has SMs.
+    * Tiles of 64 rows need fewer than ``_MANY_WAVES`` waves.
     """
     tile, sms = config.kwargs, current_device().num_sms
     rows = most_rows(rows, num_ranks)
@@ -213,25 +216,27 @@ def sharded_gemm(
     gathered: GatheredShards | None = None,
     split: SplitWorkspace | None = None,
 ) -> Launch:
-    """The launch that computes ``C = concat(shards) @ B``.
+    """Return the launch that computes ``C = concat(shards) @ B``.
 
     Args:
-        own: [M / num_ranks, K], this rank's shard; without ``gathered`` the only one.
+        own: [M / num_ranks, K], this rank's shard; the only shard without ``gathered``.
         B: [K, N], any strides.
         C: [M, N], contiguous.
-        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE,
-            GROUP_SIZE_SHARDS, SPLIT_K: of the persistent kernel alone.
-            WARP_SPECIALIZED: the persistent kernel of that kind, where it can serve the operands
-            (``can_specialize_warps``), else the ordinary one; num_warps are those that multiply, 8.
+        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M. Optional, for the persistent
+            kernel: EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K, WARP_SPECIALIZED. The last runs
+            the warp-specialized kernel if it supports the operands (``can_specialize_warps``);
+            num_warps counts the 8 warps that multiply.
         num_sms: programs of the persistent kernel.
-        persistent: use the persistent kernel on descriptors. Three go to the kernel on pointers all
-            the same: an ``own`` that is not contiguous, tensors whose strides are not multiples of
-            16 bytes, and fp32 products that must not use tf32 (without matrix units, a B that comes
-            through a descriptor spills: 12 KB a thread at the default tile, compiled for sm_90).
-        split: what a config with SPLIT_K above 1 needs.
+        persistent: use the persistent kernel on descriptors. The pointer kernel still serves an
+            ``own`` that is not contiguous, strides that are not multiples of 16 bytes, and fp32
+            products without tf32. Without matrix units a B loaded by descriptor spills: 12 KB per
+            thread at the default tile, compiled for sm_90.
+        rank, num_ranks: this rank and the number of shards.
+        gathered: shards of the other ranks.
+        split: workspace, required for SPLIT_K above 1.
 
     Raises:
-        InvalidArgument: SPLIT_K above 1 without a workspace that is large enough.
+        InvalidArgument: SPLIT_K is above 1 and the workspace is missing or too small.
     """
     M, N = C.shape
     K = own.shape[1]
@@ -250,7 +255,7 @@ def sharded_gemm(
         NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False,
     )  # fmt: skip
     options = config_for(config, own.dtype).all_kwargs()
-    # Only the ordinary kernel sends the shard.
+    # Only the ordinary kernel can send the shard.
     specialized = options.pop("WARP_SPECIALIZED", False) and push is None
     specialized = specialized and can_specialize_warps(own.dtype)
     by_descriptor = persistent and plan.PRECISION != "ieee" and own.is_contiguous()
@@ -269,22 +274,22 @@ def sharded_gemm(
     for name in _DESCRIPTOR_ONLY:
         options.pop(name, None)
     along_k = config.kwargs["BLOCK_SIZE_K"] * max(source.rows.stride(1), B.stride(0))
-    # What the kernel on pointers does not read would only make another one of it.
+    # Constants that the pointer kernel does not read would only cause further compilations.
     plan = plan._replace(
         B_COLUMN_MAJOR=False, NUM_SMS=0, NUM_WARPS=0, INT64_OFFSETS=along_k >= 2**31
     )
     return Launch(
         kernel_gemm_non_persistent,
         (tiles + senders,),
-        # Not the strides of ``own``: of a single row, any stride counts as contiguous.
+        # Use the strides of the gathered rows: the row stride of a one-row ``own`` is arbitrary.
         (*operands, Strides(*source.rows.stride(), *B.stride()), *sharding),
         {**options, "gemm_plan": plan},
     )
 
 
 def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan, dict[str, Any]]:
-    """Return the kernel with specialised warps, and plan and options as it takes them."""
-    # Not before it is needed: it needs Gluon.
+    """Return the warp-specialized kernel, and plan and options in its form."""
+    # Imported late, because not every Triton has Gluon.
     from triton_dist.kernels.common.gemm.warp_specialized import (
         WARPS_OF_A_GROUP,
         kernel_gemm_warp_specialized,
@@ -297,7 +302,7 @@ def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan
 def _partials(
     config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
 ) -> Partials:
-    """Return the argument that the persistent kernel has for ``SPLIT_K`` above 1."""
+    """Return the kernel argument ``partials`` for ``SPLIT_K`` above 1."""
     needed, counted = split_tiles(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
         there = split and (split.partials.numel(), split.counters.numel())

@@ -1,23 +1,19 @@
-"""GEMM over an A whose rows come in shards, one of each rank; with one shard, a plain GEMM.
+"""GEMM kernels over an A whose rows come in shards, one per rank; with one shard, a plain GEMM.
 
-``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A consists of ``num_ranks`` shards of
-``M / num_ranks`` rows. The own shard is read where it lies (``own_ptr``) and computed first; the
-others are read from ``shards.rows`` [M, K] in the order in which producers deliver them, each
-after its flags.
+``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A consists of ``num_ranks`` shards of ``M /
+num_ranks`` rows. This rank's shard is read from ``own_ptr`` and computed first. Other shards are
+read from ``shards.rows`` [M, K] in the order in which producers deliver them, each tile after its
+flags.
 
-Tiles never straddle two shards, so a tile has one source and any number of rows a shard works: the
-last tile of a shard is clipped on store by a 3-D descriptor [rank, row, column] (costs nothing over
-a 2-D one: same registers, shared memory and instructions for sm_90) or by a mask.
+Tiles never straddle two shards, so a tile has one source and shards may have any number of rows.
+The last tile of a shard is clipped on store, by a mask or by a 3-D descriptor [rank, row, column].
+For sm_90 the 3-D descriptor needs the same registers, shared memory and instructions as a 2-D
+descriptor.
 
-Flags of shard s are ``shards.arrivals[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows;
-a chunk is there when its flag has reached the epoch at ``shards.epoch``. A flag also carries the
-rows of a shard, and whoever waits compares them (``common/peers.py``).
-
-The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
-(``gemm/work_items.py``).
-
-With ``NUM_COMM_SMS`` above 0 the kernel sends the own shard itself, by its first so many programs,
-and flags stand for chunks of K instead of rows (``gemm/work_items.py``).
+Flag ``shards.arrivals[s * FLAGS_PER_RANK + c]`` covers chunk c of shard s, which has ``chunk_rows``
+rows. The chunk has arrived when the flag has reached the epoch at ``shards.epoch``. Flags also
+carry the number of rows of a shard (``common/peers.py``). ``gemm/work_items.py`` explains fused
+push (``NUM_COMM_SMS``) and split-K.
 """
 
 from __future__ import annotations
@@ -53,10 +49,10 @@ def gathered_tile(
     GROUP_SIZE_SHARDS: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
-    """(position of the shard, m, n) of the ``tile``-th tile of the gathered shards.
+    """Return (position of the shard, m, n) of a tile of the gathered shards.
 
-    ``GROUP_SIZE_SHARDS`` shards that arrive one after another are visited as one of as many times
-    the rows. Shards of few rows, one by one, would each read all of B anew.
+    ``GROUP_SIZE_SHARDS`` shards that arrive in sequence are traversed as one taller shard. Single
+    shards with few rows would each read all of B again.
     """
     if GROUP_SIZE_SHARDS == 1:
         m, n = tile_in_group(
@@ -75,8 +71,7 @@ def gathered_tile(
 def wait_for_rows(
     shards, shard, rows, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr
 ):
-    """Wait until rows ``first_row`` to ``last_row`` of ``shard``, which has ``rows``, are gathered;
-    gives a token."""
+    """Wait for rows ``first_row`` to ``last_row`` of a shard with ``rows`` rows; return a token."""
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
     flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
@@ -102,10 +97,9 @@ def finish_tile(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Store a tile of C; one that is cut along K only by the program that finishes its last
-    part."""
+    """Store a tile of C. If it is split along K, only the program with the last partial stores."""
     is_complete = True
-    if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+    if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if num_splits > 1:
             is_complete = publish_partial(
                 accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
@@ -143,17 +137,16 @@ def kernel_gemm_persistent(
     SPLIT_K: tl.constexpr = 1,
     partials=None,
 ):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid
-    (min(NUM_SMS, units + NUM_COMM_SMS),). ``partials``: for a ``SPLIT_K`` above 1 only.
+    """Compute C on tensor descriptors (TMA from sm_90 on).
 
-    A unit of work is a tile, or one of ``SPLIT_K`` parts of a tile of the last wave, if that is not
-    full. Two loops over units, own shard and gathered shards, because the K loop has to read from
-    one descriptor to be pipelined; the second goes on with the program after the one that had the
-    last unit of the first. Loops stay nested: flattened with a wait inside they lose their
-    pipelining (622 -> 2201 us, H200).
+    Grid (min(NUM_SMS, work items + NUM_COMM_SMS),). A work item is a tile, or one of ``SPLIT_K``
+    splits of a tile in a last wave that is not full. ``partials`` is required for ``SPLIT_K`` above
+    1. This rank's shard and the gathered shards have separate loops, because a K loop must read
+    from one descriptor to be pipelined. The loops stay nested: flattened, with a wait inside, they
+    lose their pipelining (2201 instead of 622 us, H200).
 
-    With ``NUM_COMM_SMS`` above 0, the sending programs get the last units of each wave, so none of
-    the first if it is not full.
+    With ``NUM_COMM_SMS`` above 0, the sending programs get the last work items of each wave, so
+    they get none in a first wave that is not full.
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     B_COLUMN_MAJOR: tl.constexpr = gemm_plan.B_COLUMN_MAJOR
@@ -165,13 +158,14 @@ def kernel_gemm_persistent(
     if NUM_COMM_SMS > 0:
         if program < NUM_COMM_SMS:
             push_own_shard(own_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, True)
+        # Rotate the numbers, so that senders take the last work items of a wave.
         program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
     tiles = tiles_per_shard * num_ranks
-    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
+    whole = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
     own_work_items = work_items_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
@@ -207,7 +201,8 @@ def kernel_gemm_persistent(
         taken = tl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
         skipped = (
             taken - own_work_items
-        )  # programs that had no unit in the last wave of the own shard
+        )  # programs without a work item in the last wave of this rank's shard
+        # Continue with those programs, so that the waves of both loops form one sequence.
         first = own_work_items + (program + skipped) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
             tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
@@ -258,11 +253,10 @@ def kernel_gemm_non_persistent(
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
-    """One tile a program on pointers, for any strides; grid (tiles + NUM_COMM_SMS,). C is
-    contiguous.
+    """Compute one tile per program on pointers, for any strides. Grid (tiles + NUM_COMM_SMS,).
 
-    Programs start in order of their number on all GPUs so far, so those that wait for gathered
-    shards come after those of the own shard; and whatever they wait for needs no SM.
+    C is contiguous. On all current GPUs programs start in the order of their number, so programs
+    that wait for gathered shards start last. What they wait for needs no SM.
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
@@ -271,7 +265,7 @@ def kernel_gemm_non_persistent(
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tile = tl.program_id(0) - NUM_COMM_SMS
-    if NUM_COMM_SMS > 0:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+    if NUM_COMM_SMS > 0:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if tile < 0:
             push_own_shard(
                 own_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, False
@@ -283,8 +277,9 @@ def kernel_gemm_non_persistent(
     row = m * BLOCK_SIZE_M
     a_ptr = own_ptr
     a_row = row
-    if gemm_plan.GATHERED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+    if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if shard != rank:
+            # There is no loop over chunks here: wait for all chunks of the shard.
             if NUM_COMM_SMS > 0:
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
                 value = flag_of(shards.epoch, rows)

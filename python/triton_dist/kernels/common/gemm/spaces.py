@@ -1,4 +1,4 @@
-"""Tiles that tunings try, by what the product is for, and which of them suit a product."""
+"""Tile configs that tunings try for GEMMs, and checks whether a config fits a problem."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
 LOW = 16
-"""Rows of the lowest tiles, which are for few rows."""
-# Rows up to which tiles of so few are worth trying: they read B once for each 16.
+"""Rows of the lowest tiles, which are used for few rows."""
+# Largest number of rows for the lowest tiles, which read B once per 16 rows.
 _FEW_ROWS = 64
-# Operations that a memory access must be worth before a GEMM counts as compute-bound: time of the
-# arithmetic over time of the traffic.
+# A GEMM counts as compute-bound if its arithmetic takes this many times as long as its memory
+# traffic.
 _COMPUTE_BOUND = 2.0
 
 
 def most_rows(rows: int, num_ranks: int = 1) -> int:
-    """The most rows of each of ``num_ranks`` in the range of M that the tuner puts ``rows`` in."""
+    """Return the most rows per rank in the tuner's range of M that contains ``rows``."""
     return tune.fine_bucket(rows * num_ranks) // num_ranks
 
 
 def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
-    """The config that is launched for operands of ``dtype``.
+    """Return the config that is launched for operands of ``dtype``.
 
-    Configs are written for 16-bit operands. Of 4-byte ones a tile has half as many elements along K
-    and stages its output in two halves, so that it takes as many bytes of shared memory.
+    Configs are written for 16-bit operands. For 4-byte operands a tile has half the elements along
+    K and stages its output in two halves, so that it takes the same shared memory.
     """
     if dtype.itemsize <= 2:
         return config
@@ -44,14 +44,15 @@ def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
 
 
 def can_specialize_warps(dtype: torch.dtype) -> bool:
-    """Tell whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this process's
-    device: 16-bit operands on compute capability 9.x, not interpreted."""
+    """Return whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this device.
+
+    It requires 16-bit operands, compute capability 9.x and compiled kernels.
+    """
     return dtype.itemsize == 2 and compiles_for_hopper() and has_gluon_for_hopper()
 
 
 def tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
-    """Configs from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages, GROUP_SIZE_M[,
-    EPILOGUE_SUBTILE])."""
+    """Build configs from (BLOCK_SIZE_M, N, K, warps, stages, GROUP_SIZE_M[, EPILOGUE_SUBTILE])."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
     return tuple(
         triton.Config(
@@ -89,7 +90,7 @@ POINTER_TILES = tiles(
     (128, 128, 64, 8, 3, 1),
 )
 # With EPILOGUE_SUBTILE the second half of an output waits until the first has left the staging
-# memory, but a fourth stage fits.
+# memory, but the smaller staging memory leaves room for a fourth stage.
 WARP_SPECIALIZED_TILES = tuple(
     triton.Config(
         config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
@@ -102,14 +103,16 @@ WARP_SPECIALIZED_TILES = tuple(
         (128, 128, 64, 8, 5, 8, 0),
     )
 )
-# Small, so that matrices that the interpreter can do in time have several tiles, and clipped ones.
+# Small, so that matrices of a size for the interpreter have several tiles, some of them partial.
 INTERPRETED_TILES = tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
 
 
 def get_config_space(persistent: bool = True) -> list[triton.Config]:
-    """Tile shapes worth trying on this process's device; the first is the default.
+    """Return the tile configs to try on this device; the first is the default.
 
-    ``persistent``: for the persistent kernel on descriptors; else for the one on pointers.
+    Args:
+        persistent: return tiles of the persistent kernel on descriptors, else of the pointer
+            kernel.
     """
     if current_device().interprets:
         return list(INTERPRETED_TILES)
@@ -117,12 +120,11 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
 
 
 def kinds_here() -> tuple[bool, ...]:
-    """Return the values of ``persistent`` worth trying on this process's device, the preferred one
-    first.
+    """Return the values of ``persistent`` to try on this device, the preferred one first.
 
-    Where the kernel on descriptors is preferred, from compute capability 9.0 on, the kernel on
-    pointers is not tried: it won 1 of 1,884 tunings on 2 and 4 H100 and H200. Operands that TMA
-    cannot read take it all the same, with the tiles of the other kernel.
+    From compute capability 9.0 on, only the descriptor kernel is tried: the pointer kernel won 1 of
+    1,884 tunings on 2 and 4 H100 and H200. Operands that TMA cannot read still run on the pointer
+    kernel, with the tiles of the descriptor kernel.
     """
     device = current_device()
     if device.prefers_descriptors or device.interprets:
@@ -133,13 +135,12 @@ def kinds_here() -> tuple[bool, ...]:
 def of_both_kinds(
     tiles_of: Callable[[bool], Sequence[triton.Config]],
 ) -> Iterator[tuple[triton.Config, bool]]:
-    """Yield (tiles, ``persistent``) for each kind of kernel worth trying here; ``tiles_of`` returns
-    the tiles of one kind."""
+    """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns each set."""
     return ((each, kind) for kind in kinds_here() for each in tiles_of(kind))
 
 
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
-    """The first config of each tile shape, whatever its GROUP_SIZE_M."""
+    """Return the first config of each tile shape, ignoring GROUP_SIZE_M."""
     found: dict[Any, triton.Config] = {}
     for config in configs:
         options = dict(config.all_kwargs(), GROUP_SIZE_M=None)
@@ -148,17 +149,18 @@ def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
 
 
 def warp_specialized_tiles() -> list[triton.Config]:
-    """Tiles for the persistent kernel with specialised warps; none where it cannot be compiled."""
+    """Return the tiles of the warp-specialized kernel; empty if the device cannot run it."""
     return list(WARP_SPECIALIZED_TILES) if can_specialize_warps(torch.bfloat16) else []
 
 
-# Tiles of products that one launch multiplies and adds (``scatter/one_launch.py``).
+# Tiles for GEMMs that multiply and sum in one launch (``scatter/one_launch.py``).
 
-# Most accumulator values per warp of a tile sent to all ranks; above it the peers' addresses spill.
+# Maximum accumulator values per warp of a tile that is sent to all ranks; above it the addresses of
+# peers spill.
 _MOST_VALUES_OF_A_WARP = 64 * 128 // 4
 
-# A product of few rows takes as long as reading B: deep pipelines of narrow tiles, one wave of
-# them on 132 multiprocessors at N = 4096 to 16384.
+# With few rows the GEMM is bound by reading B. Use deep pipelines of narrow tiles: one wave on 132
+# SMs for N = 4096 to 16384.
 _FEW_ROWS_TILES = tiles(
     (16, 32, 128, 4, 5, 8),
     (16, 32, 256, 4, 4, 8),
@@ -175,7 +177,7 @@ _FEW_ROWS_POINTER_TILES = tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
 
 
 def _with_free_registers(configs: Sequence[triton.Config]) -> list[triton.Config]:
-    """The first of each tile shape, if few enough values are each thread's."""
+    """Return the first config of each tile shape whose accumulator leaves registers free."""
 
     def values_of_a_warp(config: triton.Config) -> int:
         tile = config.kwargs
@@ -195,21 +197,21 @@ POINTER_TILES_TO_OWNERS = (*_FEW_ROWS_POINTER_TILES, *tile_shapes(POINTER_TILES)
 
 
 def tiles_to_all(persistent: bool) -> Sequence[triton.Config]:
-    """Tiles that go to all ranks, on this process's device."""
+    """Return the tiles for this device if each tile is sent to all ranks."""
     if current_device().interprets:
         return tile_shapes(INTERPRETED_TILES)
     return TILES_TO_ALL if persistent else POINTER_TILES_TO_ALL
 
 
 def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
-    """Tiles whose rows go to their owners, on this process's device."""
+    """Return the tiles for this device if each row is sent to its owner."""
     if current_device().interprets:
         return tile_shapes(INTERPRETED_TILES)
     return TILES_TO_OWNERS if persistent else POINTER_TILES_TO_OWNERS
 
 
 def fits_rows(tiles: triton.Config, rows: int) -> bool:
-    """Tell whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
+    """Return whether tiles are neither much higher than ``rows`` nor so low that B is re-read."""
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
     if current_device().interprets:
         return True
@@ -217,7 +219,7 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
-    """The one ``triton.Config`` in ``config``, under any name."""
+    """Return the only ``triton.Config`` among the values of ``config``."""
     found = [value for value in config.values() if isinstance(value, triton.Config)]
     if len(found) != 1:
         raise InvalidArgument(
@@ -229,10 +231,10 @@ def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
 def prune_fn_by_shared_memory(
     config: Mapping[str, Any], /, A: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
-    """Keep a config whose pipelined tiles of A and B fit the device's shared memory per block.
+    """Return whether the pipelined tiles of A and B fit the device's shared memory per block.
 
-    Counts ``num_stages`` tiles of A and of B in A's dtype; what the epilogue stages comes on top
-    where the compiler cannot reuse them, and then shows as a failed compilation.
+    Counts ``num_stages`` tiles of A and B in A's dtype. The epilogue may need more if the compiler
+    cannot reuse their memory; such a config fails to compile.
     """
     gemm = _gemm_config(config)
     tile = gemm.kwargs
@@ -245,11 +247,10 @@ def prune_fn_by_shared_memory(
 def prune_fn_by_group_size_m(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
-    """Drop ``GROUP_SIZE_M = 1`` where the roofline says that the GEMM is compute-bound, and nothing
-    else.
+    """Return ``False`` for ``GROUP_SIZE_M = 1`` if the roofline shows a compute-bound GEMM.
 
-    A [M_per_rank, K] is gathered by an op with a context: with ``num_ranks`` on any argument, M is
-    the gathered one. Without grouping, tiles that run together share too little of the L2 cache.
+    Without grouping, concurrent tiles share too little of the L2 cache. If an argument has
+    ``num_ranks``, A is [M_per_rank, K] and M is the gathered number of rows.
     """
     if _gemm_config(config).kwargs.get("GROUP_SIZE_M") != 1:
         return True
@@ -265,13 +266,16 @@ def prune_fn_by_group_size_m(
 def fits_gemm(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
-    """Keep configs that fit shared memory as launched for A's dtype, are worth trying, and would
-    not fall back to another kernel: specialised warps need 16-bit operands that TMA can read."""
+    """Return whether a config fits shared memory, is worth trying, and runs on the kernel it names.
+
+    A config with specialised warps requires 16-bit operands that TMA can read; it would otherwise
+    run on another kernel.
+    """
     if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
         can_specialize_warps(A.dtype)
         and A.is_contiguous()
         and fits_descriptor(A, B)
-        and B.shape[1] * B.element_size() % 16 == 0  # rows of the product
+        and B.shape[1] * B.element_size() % 16 == 0  # rows of C
     ):
         return False
     launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}

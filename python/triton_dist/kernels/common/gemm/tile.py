@@ -1,5 +1,7 @@
-"""A tile of a GEMM: which one comes next, its product, through tensor descriptors or by pointers,
-and its way to memory."""
+"""Device functions for one tile of a GEMM: tile order, product and store.
+
+Operands are read through tensor descriptors (TMA) or pointers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from triton_dist._jit import jit
 
 
 class Strides(NamedTuple):
-    """Strides of A along M and K, and of B along K and N; in elements."""
+    """Strides in elements of A along M and K, and of B along K and N."""
 
     am: Any
     ak: Any
@@ -22,11 +24,10 @@ class Strides(NamedTuple):
 
 @jit
 def tile_in_group(tile, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
-    """(m, n) of the ``tile``-th tile: down ``GROUP_SIZE_M`` rows of tiles, then on to the next
-    column.
+    """Return (m, n) of a tile: down ``GROUP_SIZE_M`` rows of tiles, then to the next column.
 
-    Tiles that run at the same time then share rows of A and columns of B in the L2 cache (grouped
-    ordering of the Triton matmul tutorial).
+    Concurrent tiles then share rows of A and columns of B in the L2 cache (grouped ordering of the
+    Triton matmul tutorial).
     """
     width = GROUP_SIZE_M * num_tiles_n
     first_m = tile // width * GROUP_SIZE_M
@@ -36,8 +37,7 @@ def tile_in_group(tile, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
 
 @jit
 def shard_in_arrival_order(position, rank, num_ranks):
-    """The ``position``-th shard: the own one first, then rank + 1, rank + 2, … as producers
-    deliver."""
+    """Return the ``position``-th shard to arrive: this rank's, then rank + 1, rank + 2, …"""
     return (rank + position) % num_ranks
 
 
@@ -54,7 +54,7 @@ def multiply_steps(
     INPUT_PRECISION: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """``accumulator`` plus the product over steps ``first_step`` to ``end`` along K."""
+    """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``."""
     with dl.mark("mma"):
         for step in range(first_step, end):
             k = step * BLOCK_SIZE_K
@@ -83,8 +83,10 @@ def multiply_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N] product of rows from ``row`` and columns from ``column``
-    on, over the ``split``-th of ``num_splits`` parts of K."""
+    """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] at ``row`` and ``column``.
+
+    It covers the ``split``-th of ``num_splits`` splits of K.
+    """
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     return multiply_steps(
         tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
@@ -112,10 +114,10 @@ def multiply_tile_by_pointers(
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Return what ``multiply_tile`` returns, for any strides of A and B.
+    """Return the same as ``multiply_tile``, for any strides of A and B.
 
-    Read the first ``rows_left`` rows from ``row`` on. ``INT64_OFFSETS``: offsets along K within a
-    block exceed 32 bits. Always to use 64 bits costs registers (124 -> 128, sm_90).
+    Read ``rows_left`` rows from ``row`` on. ``INT64_OFFSETS``: offsets along K within a block
+    exceed 32 bits. Using 64 bits always would cost registers (128 instead of 124, sm_90).
     """
     if INT64_OFFSETS:
         stride_ak, stride_bk = tl.cast(stride_ak, tl.int64), tl.cast(stride_bk, tl.int64)
@@ -155,7 +157,7 @@ def operands_at(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """A [M, K] and B [K, N] as ``multiply_operands`` takes them: descriptors, or the pointers."""
+    """Return A [M, K] and B [K, N] for ``multiply_operands``, as descriptors or pointers."""
     a, b = a_ptr, b_ptr
     if DESCRIPTORS:
         a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
@@ -191,7 +193,7 @@ def multiply_operands(
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """The tile at ``row`` and ``column`` of the product, fp32; a and b from ``operands_at``."""
+    """Return the fp32 tile at ``row`` and ``column``; a and b are results of ``operands_at``."""
     if DESCRIPTORS:
         product = multiply_tile(
             a, b, row, column, K, 0, 1,
@@ -216,8 +218,7 @@ def store_tile(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Convert and store a tile of C; in two halves when ``EPILOGUE_SUBTILE``, for half the
-    staging memory."""
+    """Convert a tile of C and store it; EPILOGUE_SUBTILE halves the staging memory."""
     with dl.mark("store"):
         if EPILOGUE_SUBTILE:
             halves = tl.permute(

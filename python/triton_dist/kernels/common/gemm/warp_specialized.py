@@ -1,21 +1,20 @@
-"""``kernel_gemm_persistent`` with specialised warps, for Hopper, in Gluon: same arguments, same
-order.
+"""Warp-specialized ``kernel_gemm_persistent`` for Hopper, in Gluon: same arguments, same order.
 
-One producer warp brings A and B by TMA into a ring in shared memory, and it alone waits for the
-flags of gathered rows. Two groups of four consumer warps multiply, each its half of a tile's rows,
-and store that half by TMA. So
+One producer warp loads A and B by TMA into a ring in shared memory. Only this warp waits for the
+flags of gathered rows. Two groups of four consumer warps each multiply one half of a tile's rows
+and store it by TMA. Benefits:
 
-* a wait holds up no multiplication of what is there;
-* the producer is up to a ring ahead, across tiles: no tile begins with an empty pipeline;
-* nothing lines the two groups up but the ring: one multiplies while the other converts and stores.
+* A wait does not delay the multiplication of data that has arrived.
+* The producer runs up to a ring ahead, across tiles, so no tile starts with an empty pipeline.
+* The groups synchronise only through the ring: one multiplies while the other converts and stores.
 
-Ring: ``full[s]`` completes when the bytes of stage s are there, ``empty[s]`` when both groups have
-read them. Stage and phase go on from tile to tile.
+Ring: ``full[s]`` completes when stage s has been loaded, ``empty[s]`` when both groups have read
+it. Stage and phase continue from tile to tile.
 
-Registers: 12 warps (a lone one takes the place of four) start with 168 a thread; in the producer's
-group they drop to 24, so that a consumer has 240, 128 of them for 64 x 256 of an accumulator.
+Registers: 12 warps (the producer warp takes the slots of four) start with 168 registers per thread.
+The producer's group drops to 24, so a consumer gets 240, of which a 64 x 256 accumulator uses 128.
 
-Gluon is compiled, never interpreted; CPU ranks have the ordinary kernel.
+Gluon cannot be interpreted; CPU ranks run the ordinary kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from triton_dist.kernels.common.gemm.work_items import split_of_work_item, work_
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 
 WARPS_OF_A_GROUP = 4
-"""Warps that Triton is told of at the launch; the other group and the producer come on top."""
+"""``num_warps`` of the launch; Triton adds the second group and the producer."""
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -49,6 +48,7 @@ tma_load, tma_store = gluon_tma_copies()
 
 
 @gluon.jit
+# The phase bit of the barriers flips each time the ring wraps around.
 def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
     wraps = stage == NUM_STAGES - 1
     return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
@@ -56,8 +56,11 @@ def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def _stage_before(stage, NUM_STAGES: gl.constexpr):
-    """Computed, not kept: of two variables that are equal before a loop, Triton 3.6 takes one that
-    is only ever set to the other for a constant of the loop."""
+    """Return the previous stage of the ring.
+
+    Compute it instead of keeping it in a variable. Triton 3.6 takes such a variable for a loop
+    constant if it equals ``stage`` before the loop and is only ever assigned from it.
+    """
     return gl.where(stage == 0, NUM_STAGES - 1, stage - 1)
 
 
@@ -66,7 +69,7 @@ def _place_of_tile(
     tile, tiles_m, tiles_n, rank, num_ranks, GATHERED: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr,
 ):  # fmt: skip
-    """(shard, m, n) of the ``tile``-th tile: those of the own shard, then those of the others."""
+    """Return (shard, m, n) of a tile; this rank's tiles come first, then those of other shards."""
     position = tile * 0
     if not GATHERED or tile < tiles_m * tiles_n:
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
@@ -78,7 +81,7 @@ def _place_of_tile(
 
 
 @gluon.jit
-def _steps_of_part(K, split, num_splits, BLOCK_SIZE_K: gl.constexpr):
+def _steps_of_split(K, split, num_splits, BLOCK_SIZE_K: gl.constexpr):
     steps = gl.cdiv(K, BLOCK_SIZE_K)
     return steps * split // num_splits, steps * (split + 1) // num_splits
 
@@ -88,7 +91,7 @@ def _load_tile(
     a_desc, b_desc, a_ring, b_ring, full, empty, stage, phase, row, column, first_step, end_step,
     B_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Queue the loads of a tile, each stage as soon as it is free; the stage and phase after it."""
+    """Queue the loads of a tile, each when its stage is free. Return the next stage and phase."""
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     for step in range(first_step, end_step):
@@ -110,8 +113,11 @@ def _produce(
     chunk_rows, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp. Own and gathered shards have a loop each: the second descriptor is made
-    while consumers are busy with the ring, not before the first load."""
+    """Run the producer warp.
+
+    This rank's shard and the gathered shards have separate loops, so that the second descriptor is
+    created while the consumers are busy, not before the first load.
+    """
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     NUM_SMS: gl.constexpr = gemm_plan.NUM_SMS
@@ -121,7 +127,7 @@ def _produce(
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
-    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
+    whole = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
     own_work_items = work_items_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tma.make_tensor_descriptor(
@@ -140,7 +146,7 @@ def _produce(
     for work_item in range(gl.program_id(0), own_work_items, NUM_SMS):
         tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
-        first_step, end_step = _steps_of_part(K, split, num_splits, BLOCK_SIZE_K)
+        first_step, end_step = _steps_of_split(K, split, num_splits, BLOCK_SIZE_K)
         with dl.mark("load"):
             stage, phase = _load_tile(
                 own_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
@@ -154,7 +160,8 @@ def _produce(
         taken = gl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
         skipped = (
             taken - own_work_items
-        )  # programs that had no unit in the last wave of the own shard
+        )  # programs without a work item in the last wave of this rank's shard
+        # Continue with those programs, so that the waves of both loops form one sequence.
         first = own_work_items + (gl.program_id(0) + skipped) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
             tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
@@ -167,7 +174,7 @@ def _produce(
             token = wait_for_rows(
                 shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
             )
-            first_step, end_step = _steps_of_part(K, split, num_splits, BLOCK_SIZE_K)
+            first_step, end_step = _steps_of_split(K, split, num_splits, BLOCK_SIZE_K)
             with dl.mark("load"):
                 stage, phase = _load_tile(
                     gathered_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
@@ -181,8 +188,10 @@ def _multiply_half(
     GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps,
     B_COLUMN_MAJOR: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_SIZE_M / 2, BLOCK_SIZE_N] product of the next ``num_steps`` stages, of the
-    ``GROUP``-th half of their rows; and the stage and phase after them."""
+    """Return the fp32 product [BLOCK_SIZE_M / 2, BLOCK_SIZE_N] of the next ``num_steps`` stages.
+
+    ``GROUP`` selects the half of the rows. Also return the next stage and phase.
+    """
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
     HALF_M: gl.constexpr = a_ring.shape[1] // 2
     BLOCK_SIZE_N: gl.constexpr = b_ring.shape[1] if B_COLUMN_MAJOR else b_ring.shape[2]
@@ -194,7 +203,7 @@ def _multiply_half(
         if B_COLUMN_MAJOR:
             b = b.permute((1, 0))
         accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
-        # One product stays in flight; the one before it has read its stage.
+        # One product stays in flight. The previous product is complete, so its stage is free.
         accumulator = warpgroup_mma_wait(1, deps=(accumulator,))
         mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=step > 0)
         stage, phase = _next_stage(stage, phase, NUM_STAGES)
@@ -204,11 +213,11 @@ def _multiply_half(
 
 
 @gluon.jit
-def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
-    """Publish this group's half of a part, as ``split_k.publish_partial`` does; whether it was the
-    last part of its half, and then the sum of all.
+def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
+    """Publish this group's half of a partial, as ``work_items.publish_partial`` does.
 
-    A tile has one counter, the groups count in a half of its bits each.
+    Return whether it was the last of its half, and in this case the sum. The two groups count in
+    separate 16-bit halves of the tile's counter.
     """
     LAYOUT: gl.constexpr = accumulator.type.layout
     HALF_M: gl.constexpr = accumulator.shape[0]
@@ -220,12 +229,14 @@ def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_
     offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
     first_ptr = partials.splits + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
     gl.store(first_ptr + split * (2 * SIZE) + offsets, accumulator)
-    tl.debug_barrier()  # of the group: its stores come before the release, which is one thread's
+    # Synchronise the group: one thread issues the release for the stores of all.
+    tl.debug_barrier()
     before = gl.atomic_add(partials.counters + tile, ONE, sem="acq_rel", scope="gpu")
     is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
     if is_last:
         gl.atomic_add(partials.counters + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
-        # Both, if there are two: to keep the own one in registers spills with Triton 3.9.
+        # Load all partials, even this program's own: keeping it in registers spills with Triton
+        # 3.9.
         accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
             first_ptr += 2 * SIZE
@@ -235,7 +246,7 @@ def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_
 
 @gluon.jit
 def _store_block(c_desc, block, staging, shard, row, column):
-    """Store ``block`` through ``staging``, as soon as the store before has read it."""
+    """Store ``block`` by TMA through ``staging``, after the previous store has read it."""
     tma.store_wait(0)
     staging.reshape([block.shape[0], block.shape[1]]).store(block)
     fence_async_shared()
@@ -260,8 +271,7 @@ def _consume(
     num_ranks, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """The ``GROUP``-th group of consumer warps: the same units in the same order as the
-    producer."""
+    """Run consumer group ``GROUP`` on the same work items in the same order as the producer."""
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
@@ -274,7 +284,7 @@ def _consume(
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
-    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
+    whole = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
     c_desc = tma.make_tensor_descriptor(
         c_ptr,
         [num_ranks, rows, N],
@@ -296,16 +306,16 @@ def _consume(
             GROUP_SIZE_M,
             GROUP_SIZE_SHARDS,
         )
-        first_step, end_step = _steps_of_part(K, split, num_splits, BLOCK_SIZE_K)
+        first_step, end_step = _steps_of_split(K, split, num_splits, BLOCK_SIZE_K)
         with dl.mark("mma"):
             accumulator, stage, phase = _multiply_half(
                 GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
                 gemm_plan.B_COLUMN_MAJOR, LAYOUT,
             )  # fmt: skip
         is_complete = True
-        if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+        if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if num_splits > 1:
-                is_complete, accumulator = _finish_part(
+                is_complete, accumulator = _finish_split(
                     GROUP, accumulator, partials, tile - whole, split, SPLIT_K
                 )
         if is_complete:
@@ -314,7 +324,7 @@ def _consume(
                     c_desc, accumulator, staging.index(GROUP), shard,
                     m * BLOCK_SIZE_M + GROUP * HALF_M, n * BLOCK_SIZE_N, EPILOGUE_SUBTILE,
                 )  # fmt: skip
-    tma.store_wait(0)  # shared memory is to stay until it is read
+    tma.store_wait(0)  # Shared memory must stay valid until TMA has read it.
 
 
 @gluon.jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
@@ -340,10 +350,10 @@ def kernel_gemm_warp_specialized(
     SPLIT_K: gl.constexpr = 1,
     partials=None,
 ):
-    """As ``kernel_gemm_persistent``, of 16-bit operands; launched with 4 warps, those of a group.
+    """Multiply like ``kernel_gemm_persistent``, for 16-bit operands. Launch with 4 warps.
 
-    BLOCK_SIZE_M is 128 or 256, at least 64 rows for each group; rows of a tile that lies in shared
-    memory are multiples of 128 bytes.
+    BLOCK_SIZE_M is 128 or 256, because each group needs at least 64 rows. Rows of a tile in shared
+    memory must be multiples of 128 bytes.
     """
     NUM_STAGES: gl.constexpr = gemm_plan.NUM_STAGES
     dtype: gl.constexpr = c_ptr.dtype.element_ty
@@ -358,6 +368,7 @@ def kernel_gemm_warp_specialized(
     staging = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_SIZE_M // 2, STORE_N], output)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    # A stage is full after one TMA arrival, and empty after both consumer groups have read it.
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)

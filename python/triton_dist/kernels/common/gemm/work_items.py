@@ -1,31 +1,26 @@
-"""Work of the sharded GEMM (``gemm/sharded.py``) beside whole tiles: its first programs may send
-the own shard (*fused push*), and tiles may be cut in parts along K (*split-K*).
+"""Work items of the sharded GEMM (``gemm/sharded.py``): fused push and split-K.
 
-*Fused push.* Copy engines take some us for each copy, and a tile that waits for whole rows begins
-when the last byte of them is there. Where shards are small that is most of the call. Here the
-programs with the lowest numbers first send the own shard, chunk by chunk of K, each chunk to all
-peers, and a tile multiplies the first chunk while the next ones travel.
+*Fused push.* Copy engines take some us per copy, and a tile that waits for whole rows starts after
+their last byte. For small shards this is most of the call. Instead, the first NUM_COMM_SMS programs
+send this rank's shard in chunks along K, each to all peers. A tile multiplies the first chunk while
+the next ones travel. Chunks grow (1, 2, 3, … fractions of K): the first arrives early and the total
+number of flags stays small. Each sending program sets its own flag, because its release only covers
+its own stores. Flags of shard s are ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
 
-Nobody waits in a circle: the sending programs wait only until the peers have *consumed* what the
-slot held before, which earlier launches tell them; they compute nothing before all is sent; and
-being the lowest, they are on SMs before any program that waits for what peers' send. That takes an
-SM for each of them: what other streams' kernels leave must be so many.
+Sending cannot deadlock. Senders wait only until the peers have *consumed* the previous contents of
+the slot, which earlier launches report. They compute nothing before everything is sent, and their
+low program numbers put them on SMs before any program that waits for peers. Other streams must
+leave at least NUM_COMM_SMS SMs free.
 
-Chunks grow (1, 2, 3, … parts of K), so that the first is there soon and the others need few flags.
-Flags of shard s: ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``, one for each sending
-program, because what a program stored is released by itself.
+*Split-K.* Tiles of the last wave, if it is not full, are split along K over several programs. Each
+program stores its fp32 *partial* in a workspace and counts it. The program that counts last adds
+the partials in the order of K (or any two), so the result is deterministic. It also resets the
+counter for the next launch. No program waits, so none depends on another being resident.
 
-*Split-K.* A tile of C is the sum of parts along K, computed by different programs. Cut are the
-tiles of the last wave, if it is not full; so all of them, if there are fewer than programs. Each
-part is written as an fp32 *partial* to a workspace, then counted. Who counts the last part of a
-tile adds all of them, in the order of K or two in either order, so the result does not depend on
-who was last; it also sets the counter back to 0 for the next launch. Nobody waits, so no program
-depends on another one being resident.
-
-A partial lies in the workspace in the order in which the registers of a Hopper accumulator hold it
-(wgmma: 16 rows a warp; a thread has 2 neighbouring columns of every 8, in 2 rows). So 16 bytes a
-thread are stored and read back in full lines, and nothing goes through shared memory, which the
-stages of A and B fill. Elsewhere the order is as good as any.
+A partial is stored in the register order of a Hopper accumulator: with wgmma a warp holds 16 rows,
+and a thread holds 2 adjacent columns of every 8, in 2 rows. Each thread then stores and loads 16
+bytes in full lines without shared memory, which the pipeline stages fill. Other devices can use any
+order.
 """
 
 from __future__ import annotations
@@ -44,9 +39,11 @@ from triton_dist.kernels.common.peers import epoch_at, flag_of, timeout_word_of
 
 
 class Shards(NamedTuple):
-    """Gathered rows [M, K] of all ranks, their flags and the epoch of the slot; of a kernel that
-    sends the own shard also addresses of each rank's rows and flags, and the last epoch whose
-    shards each peer has consumed, else ``None``."""
+    """Gathered rows [M, K] of all ranks, their flags, and the epoch of the slot.
+
+    The last three are ``None`` unless the kernel sends this rank's shard: addresses of each rank's
+    rows and flags, and the last epoch that each peer has consumed.
+    """
 
     rows: Any
     arrivals: Any
@@ -57,18 +54,22 @@ class Shards(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """A ``SplitWorkspace``, as kernels take it."""
+    """Kernel argument for a ``SplitWorkspace``."""
 
     splits: Any
     counters: Any
 
 
 class GEMMPlan(NamedTuple):
-    """Constants of a sharded GEMM beside its tiles.
+    """Constants of a sharded GEMM other than its tile sizes.
 
-    GATHERED: there are other shards than the own one. NUM_COMM_SMS: programs that send the own
-    shard, in NUM_CHUNKS chunks along K. NUM_WARPS: that multiply. NUM_STAGES: of the kernel with
-    specialised warps, else 0. INT64_OFFSETS: of ``multiply_tile_by_pointers``.
+    Attributes:
+        GATHERED: whether there are shards of other ranks.
+        FLAGS_PER_RANK: distance between the flags of two shards.
+        NUM_COMM_SMS: programs that send this rank's shard, in NUM_CHUNKS chunks along K.
+        NUM_WARPS: warps that multiply.
+        NUM_STAGES: pipeline stages of the warp-specialized kernel, else 0.
+        INT64_OFFSETS: see ``multiply_tile_by_pointers``.
     """
 
     GATHERED: Any
@@ -83,23 +84,24 @@ class GEMMPlan(NamedTuple):
     INT64_OFFSETS: Any
 
 
-# A piece is what a program reads, then writes to every peer: rows of 256 contiguous bytes. A thread
-# has 64 bytes of it in flight (8 warps); a read is worth as many writes as there are peers.
+# A sending program reads such a block once and stores it to every peer. Rows of a block are 256
+# contiguous bytes; with 8 warps a thread has 64 bytes in flight.
 _CHUNK_ROWS = tl.constexpr(64)
 _CHUNK_BYTES = tl.constexpr(256)
-# Peers that are looked at, and told, at once.
+# Peers whose flags are waited for or set together.
 _PEERS = tl.constexpr(16)
 
 
 @jit
 def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
-    """First of ``steps`` steps along K that belongs to ``chunk``; all, for chunk NUM_CHUNKS."""
+    """Return the first of ``steps`` steps along K in ``chunk``, or ``steps`` for NUM_CHUNKS."""
+    # The sizes of chunks are proportional to 1, 2, 3, …: first steps are triangular numbers.
     return steps * (chunk * (chunk + 1) // 2) // (NUM_CHUNKS * (NUM_CHUNKS + 1) // 2)
 
 
 @jit
 def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
-    """Wait until ``chunk`` of ``shard``, which has ``rows``, is gathered; gives a token."""
+    """Wait until ``chunk`` of ``shard`` with ``rows`` rows has arrived. Return a token."""
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
@@ -119,7 +121,7 @@ def push_own_shard(
     BLOCK_SIZE_K: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Send this program's pieces of the own shard [rows, K] to all peers, and set its flags there.
+    """Send this program's blocks of the shard [rows, K] to all peers, and set its flags there.
 
     ``ALIGNED``: rows begin at multiples of 16 bytes here and on the peers.
     """
@@ -128,13 +130,14 @@ def push_own_shard(
     program = tl.program_id(0)
     last = (epoch_at(shards.epoch) - 1).to(tl.int32)
     value = flag_of(shards.epoch, rows)
+    # The last use of the slot must be consumed before its rows are overwritten.
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
         dl.wait(shards.consumed + peer, peers - first_peer, last, timeout_word_of(shards.epoch))
 
-    # Elements that are known to lie together. Such hints hold where they stand, and are lost when
-    # they stand on what a call returns or is given.
+    # Elements per 16 bytes, for ``tl.multiple_of``. Triton loses such a hint on arguments and
+    # results of calls.
     itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
     vector: tl.constexpr = 16 // itemsize if ALIGNED else 1
     steps = tl.cdiv(K, BLOCK_SIZE_K)
@@ -169,8 +172,11 @@ def _push_columns(
     NUM_COMM_SMS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Send columns ``column`` to ``end``: every ``NUM_COMM_SMS``-th piece, ``VECTOR`` elements at a
-    time. In the order in which peers come to this shard."""
+    """Send every ``NUM_COMM_SMS``-th block of columns ``column`` to ``end`` to all peers.
+
+    Access ``VECTOR`` elements at a time. Serve the peers in the order in which they need this
+    shard.
+    """
     itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
     columns: tl.constexpr = _CHUNK_BYTES // itemsize
     begin_of_shard = tl.multiple_of(rank.to(tl.int64) * rows * K, VECTOR)
@@ -185,7 +191,8 @@ def _push_columns(
         block = tl.load(own_ptr + offsets, mask=mask)
         for step in range(1, num_ranks):
             peer = (rank + num_ranks - step) % num_ranks
-            peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)  # not by a call
+            # Not in a called function, which would lose the hint.
+            peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)
             peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
             tl.store(peer_ptr + begin_of_shard + offsets, block, mask=mask)
 
@@ -207,8 +214,10 @@ def multiply_arriving_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """``multiply_tile`` from ``row`` of ``shard`` on, whose ``rows`` arrive in chunks along K: each
-    is multiplied as soon as it is there. The waits stand outside of the loop that is pipelined."""
+    """Compute ``multiply_tile`` for rows of ``shard`` that arrive in chunks along K.
+
+    Each chunk is multiplied when it has arrived. The waits stay outside the pipelined loop.
+    """
     NUM_CHUNKS: tl.constexpr = gemm_plan.NUM_CHUNKS
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
@@ -230,10 +239,11 @@ def multiply_arriving_tile(
 
 @dataclass(frozen=True)
 class SplitWorkspace:
-    """Memory in which parts of tiles are added up; launches that use one follow one another on the
-    device.
+    """Memory in which partials of tiles are added. Launches that share it must not overlap.
 
-    ``partials`` fp32, any content; ``counters`` int32, one a split tile, all 0 between launches.
+    Attributes:
+        partials: fp32, any content.
+        counters: int32, one per split tile, all 0 between launches.
     """
 
     partials: torch.Tensor
@@ -241,8 +251,10 @@ class SplitWorkspace:
 
 
 def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, int]:
-    """(fp32 elements, counters) of workspace that ``config`` takes for a GEMM of ``tiles`` tiles on
-    ``num_sms`` programs."""
+    """Return the workspace size of ``config`` as (fp32 elements, counters).
+
+    The GEMM has ``tiles`` tiles on ``num_sms`` programs.
+    """
     tile = config.kwargs
     splits = tile.get("SPLIT_K", 1)
     if splits == 1:
@@ -253,7 +265,7 @@ def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, i
 
 @jit
 def work_items_of_tiles(tiles, whole, SPLIT_K: tl.constexpr):
-    """Units of work of the first ``tiles`` tiles, of which those from ``whole`` on are split."""
+    """Return the work items of the first ``tiles`` tiles; tiles from ``whole`` on are split."""
     if SPLIT_K == 1:
         return tiles
     else:
@@ -262,7 +274,7 @@ def work_items_of_tiles(tiles, whole, SPLIT_K: tl.constexpr):
 
 @jit
 def split_of_work_item(work_item, whole, SPLIT_K: tl.constexpr):
-    """(tile, part, number of parts of that tile) of the ``work_item``-th unit of work."""
+    """Return (tile, split, number of splits of the tile) of a work item."""
     if SPLIT_K == 1:
         return work_item, 0, 1
     else:
@@ -273,7 +285,7 @@ def split_of_work_item(work_item, whole, SPLIT_K: tl.constexpr):
 
 @jit
 def _in_register_order(tile, NUM_WARPS: tl.constexpr):
-    """[BLOCK_SIZE_M, BLOCK_SIZE_N] as one dimension, in the order of the workspace."""
+    """Flatten [BLOCK_SIZE_M, BLOCK_SIZE_N] in the order of the workspace."""
     block_m: tl.constexpr = tile.shape[0]
     block_n: tl.constexpr = tile.shape[1]
     warps: tl.constexpr = min(NUM_WARPS, block_m // 16)
@@ -285,7 +297,7 @@ def _in_register_order(tile, NUM_WARPS: tl.constexpr):
 def _in_rows(
     partial, NUM_WARPS: tl.constexpr, BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr
 ):
-    """The inverse of ``_in_register_order``."""
+    """Invert ``_in_register_order``."""
     warps: tl.constexpr = min(NUM_WARPS, BLOCK_SIZE_M // 16)
     splits = tl.reshape(
         partial, (BLOCK_SIZE_N // 16, BLOCK_SIZE_M // 16 // warps, 2, warps, 8, 4, 2, 2)
@@ -302,13 +314,13 @@ def publish_partial(
     SPLIT_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
-    """Store a part of the ``tile``-th split tile and count it; whether it was the last one."""
+    """Store a partial of the ``tile``-th split tile and count it; return whether it is the last."""
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]
     start = (tile * SPLIT_K + split).to(tl.int64) * size
-    # Ordinary stores, no TMA: a release orders only these.
+    # Ordinary stores instead of TMA, because a release does not order TMA stores.
     block_ptr = partials.splits + start + tl.arange(0, size)
     tl.store(block_ptr, _in_register_order(accumulator, NUM_WARPS))
-    tl.debug_barrier()  # the release is one thread's; all threads' stores come before it
+    tl.debug_barrier()  # The release is issued by one thread: wait for the stores of all threads.
     before = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
     is_last = before == SPLIT_K - 1
     if is_last:
@@ -320,19 +332,21 @@ def publish_partial(
 def sum_of_partials(
     accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
-    """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N], the sum of all parts of the ``tile``-th split tile;
-    ``accumulator`` is its ``split``-th."""
+    """Return the fp32 sum of all partials of the ``tile``-th split tile.
+
+    ``accumulator`` is its ``split``-th partial, which is still in registers.
+    """
     block_m: tl.constexpr = accumulator.shape[0]
     block_n: tl.constexpr = accumulator.shape[1]
     size: tl.constexpr = block_m * block_n
-    part_ptr = partials.splits + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
-    # Not from L1, where old ones may be.
-    if SPLIT_K == 2:  # the other's is enough: a + b = b + a
-        other = tl.load(part_ptr + (1 - split) * size, cache_modifier=".cg")
+    partial_ptr = partials.splits + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
+    # Bypass L1, which may hold stale partials.
+    if SPLIT_K == 2:  # Two addends commute, so load only the other one.
+        other = tl.load(partial_ptr + (1 - split) * size, cache_modifier=".cg")
         return accumulator + _in_rows(other, NUM_WARPS, block_m, block_n)
     else:
-        total = tl.load(part_ptr, cache_modifier=".cg")
+        total = tl.load(partial_ptr, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
-            part_ptr += size
-            total += tl.load(part_ptr, cache_modifier=".cg")
+            partial_ptr += size
+            total += tl.load(partial_ptr, cache_modifier=".cg")
         return _in_rows(total, NUM_WARPS, block_m, block_n)

@@ -305,7 +305,7 @@ class Serial(SumAlgorithm):
             total: torch.Tensor = ctx.sum_over_ranks(_whole(product), call.reduction)
             return total
 
-        result: torch.Tensor = ctx.buffer.slots.beside(whole)
+        result: torch.Tensor = ctx.buffer.slots.run_library(whole)
         return result
 
 

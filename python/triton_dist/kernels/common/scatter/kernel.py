@@ -74,7 +74,7 @@ from triton_dist.kernels.common.gemm.tile import (
     multiply_tile_by_pointers,
     store_tile,
 )
-from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
+from triton_dist.kernels.common.launch import Launch, fits_descriptor, normalise_strides
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
@@ -201,7 +201,7 @@ def scattered_gemm(
         num_chunks: of a row block: each pushed for itself, or of ``"all"`` in turn with those of
             the other row blocks.
     """
-    A = as_rows(A)
+    A = normalise_strides(A)
     M, K = A.shape
     rows, N = to.rows(M), C.shape[1]
     tiles_per_row_block = tiles_of_row_block(config, rows, N)

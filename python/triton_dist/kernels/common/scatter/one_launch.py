@@ -88,7 +88,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     notify_ranks,
 )
 from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
-from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
+from triton_dist.kernels.common.launch import Launch, fits_descriptor, normalise_strides
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
@@ -362,7 +362,7 @@ def exchanged_gemm(
         persistent: read A and B through descriptors where they can be. As for ``sharded_gemm``,
             what is not contiguous, or no multiple of 16 bytes, goes by pointers all the same.
     """
-    A = as_rows(A)
+    A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
     num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]

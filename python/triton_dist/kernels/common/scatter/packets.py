@@ -52,7 +52,7 @@ from triton_dist.kernels.common.gemm.tile import (
     operands_at,
     tile_in_group,
 )
-from triton_dist.kernels.common.launch import Launch, as_rows
+from triton_dist.kernels.common.launch import Launch, normalise_strides
 from triton_dist.kernels.common.scatter.algorithms import Exchanged
 from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
 from triton_dist.kernels.common.scatter.partials import Out
@@ -156,7 +156,7 @@ def packet_gemm(
         packets: of an exchange, as kernels take them that send packets.
         persistent: read A and B through descriptors where they can be, as ``exchanged_gemm`` does.
     """
-    A = as_rows(A)
+    A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
     strides, out = Strides(*A.stride(), *B.stride()), Out(C, bias, None, None)
     options = options_of(A, B, config, persistent) | {"NUM_RANKS": num_ranks}

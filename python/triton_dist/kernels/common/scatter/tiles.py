@@ -188,8 +188,8 @@ def add_partials(
         else:
             parts = tl.tuple([])
             for source in tl.static_range(NUM_RANKS):
-                part_ptr = partials_ptr + source * stride.to(tl.int64) + begin + inside
-                part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+                partial_ptr = partials_ptr + source * stride.to(tl.int64) + begin + inside
+                part = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                 parts = parts + (part,)  # noqa: RUF005  # a star is no Triton
             total = parts[0].to(tl.float32)
             for source in tl.static_range(1, NUM_RANKS):

@@ -1,23 +1,23 @@
-"""Double-buffered symmetric memory that counts its uses: what calls of an op take turns with.
+"""Double-buffered symmetric memory whose uses are counted by epochs.
 
-Protocol, per slot (calls alternate between two slots):
+Protocol per slot; calls alternate between two slots:
 
-* The *epoch* of a slot is the number of its present use. It lives in device memory and ``finish``
-  advances it, so a captured CUDA graph counts on at each replay. What a call sends, it marks with a
-  flag that it sets to the epoch, and who waits for it waits until the flag has reached the epoch:
-  so flags are never reset, and no value is baked into a graph.
-* ``finish`` tells every peer that this rank has *consumed* what they sent, then advances the epoch.
-  One block on the main stream, after the call's kernels and the own copies.
-* A peer's slot may be written to once the peer has consumed what the slot last held. In calls that
-  take turns no check is needed: this rank's last call waited for something of each peer, a peer
-  sent that after its call before, and that was the last to read this slot. Only a call of which the
-  host cannot know that it follows such a call on the other slot begins with a *peer check*, by a
-  block before its kernels: in and after CUDA graphs, which repeat one slot at each replay, while
-  candidates are tried, and after a call that waited for less. (That block is no side stream's: it
-  might never get an SM beside a full grid that waits for it.)
+* The *epoch* of a slot counts its uses. It lives in device memory and ``finish`` increments it, so
+  replays of a CUDA graph count on. A sender sets a flag to the epoch, and the receiver waits until
+  the flag has reached the epoch. Flags are therefore never reset, and a graph contains no fixed
+  value.
+* ``finish`` reports to every peer that this rank has *consumed* the received data, then increments
+  the epoch. It is one block on the main stream after the call's kernels and copies.
+* A sender may overwrite a peer's slot once the peer has consumed the previous contents. Alternating
+  calls guarantee this without a check. The last call waited for data from each peer. The peer sent
+  it after finishing the call before, which was the last to read this slot.
+* If the host cannot prove that order, the call begins with a *peer check*, a one-block kernel. This
+  concerns calls in and after CUDA graphs, which repeat one slot, calls while candidates are tried,
+  and calls after a call that waited for less. The check runs on the main stream: on a side stream
+  it might never get an SM next to a full grid that waits for it.
 
-All ranks must make the same sequence of calls, and replay graphs equally often; the calls of one
-``EpochSlots`` follow one another on the device, whatever streams they are made on.
+All ranks must make the same sequence of calls and replay graphs equally often. The calls of one
+``EpochSlots`` must follow one another on the device, whatever streams they use.
 """
 
 from __future__ import annotations
@@ -58,26 +58,28 @@ from triton_dist.runtime.symmetric import Region
 T = TypeVar("T")
 
 SLOTS = 2
-_LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
-# Control words of a slot's "epoch" line. The first is the flag of the slot's present use: its
-# epoch, and the size of the last call with a peer check. Then comes the guard of its waits.
+_LINE = 16  # int64 words in a 128-byte line; each slot has its own line
+# Control words of a slot's "epoch" line. The first is the flag of the slot's current use: its
+# epoch, and the size of the last call that checked its peers. The timeout words follow.
 EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
 GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
 SOUND = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # the last epoch before any wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
-# The peer check and two kernels of the op may each wait for the limit.
+# The peer check and two kernels of the op may each wait until the limit.
 _WAITS_IN_A_ROW = 3
 
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
 Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
-"""Flags, by region, that the kernels of a slot's last use wait for."""
+"""Returns the indices of the flags that the kernels of a slot's last use wait for, by region."""
 
 
 @jit(do_not_specialize=["size", "rank", "num_ranks"])
 def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
-    """Wait until every peer has consumed what it got in the slot's last use, and let the flag of
-    the present one, from which copy engines copy, be of a call of ``size``. Grid (1,)."""
+    """Wait until every peer has consumed the data of the slot's last use. Grid (1,).
+
+    Also store ``size`` in the slot's flag, from which copy engines copy.
+    """
     last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
     tl.store(epoch_ptr, flag_of(epoch_ptr, size))
     peer = 0
@@ -89,7 +91,7 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
 
 @jit(do_not_specialize=["rank", "num_ranks"])
 def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
-    """Tell every peer that what it sent is consumed, and advance the slot's epoch. Grid (1,)."""
+    """Report to every peer that its data is consumed, and increment the slot's epoch. Grid (1,)."""
     flag = tl.load(epoch_ptr)
     epoch = epoch_at(epoch_ptr)
     peer = 0
@@ -98,6 +100,7 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
             consumed = dl.symm_at(consumed_ptr, consumed_table, peer) + rank
             dl.notify(consumed, epoch.to(tl.int32))
         peer += 1
+    # Do not advance past the epoch of the first wait that gave up: errors name its flag.
     tl.store(epoch_ptr + SOUND, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
     tl.store(epoch_ptr, flag + _ONE_EPOCH)
 
@@ -105,19 +108,20 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
 class EpochSlots:
     """Two slots of named symmetric regions. Creation is collective.
 
-    Besides ``regions`` each slot has ``consumed`` int32 [num_ranks], in which each peer writes the
-    last epoch whose data it has consumed. ``epoch`` int64 [slots, control words], each slot's flag
-    and guard, is written by this rank's kernels and host.
+    Each slot also has ``consumed`` int32 [num_ranks]: each peer writes the last epoch that it has
+    consumed. ``epoch`` int64 [slots, control words] holds each slot's flag and timeout words,
+    written by this rank's kernels and host.
 
     Args:
-        name: says in errors whose memory it is.
-        regions: of each slot.
-        zeroed: those of them that ``reset`` fills with zero, as they are at first: flags, sums.
-        kernels: what waits for flags in them, for errors.
-        single: regions that there are once, besides the slots.
-        found: the disagreements of the context; default: of this memory alone.
-        flags_of_rank: by region, how many flags in a row are one peer's; by default they are
-            [anything, source rank].
+        name: name of the memory, for errors.
+        regions: regions of each slot.
+        zeroed: regions that are zero at first and after ``reset``, such as flags and sums.
+        kernels: description of the kernels that wait for the flags, for errors.
+        group: ranks that share the memory.
+        single: regions that exist once instead of once per slot.
+        found: disagreements of the context; by default of this memory alone.
+        flags_of_rank: by region, the number of consecutive flags of one peer. By default the flags
+            of a region are [anything, source rank].
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class EpochSlots:
         self._flags_of_rank = dict(flags_of_rank or {})
         self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
-        self._begun = [0] * SLOTS  # calls, for who asks where they stand
+        self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
         self._in_turn = self._in_graphs = self._capturing = False
         self._clear_lines()
         flags = weak(self._flags)
@@ -159,16 +163,17 @@ class EpochSlots:
             name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _WAITS_IN_A_ROW,
             weak(self._late), flags, self.disagreements, ranks,
         )  # fmt: skip
-        if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
+        # Load now, because loading waits for running kernels (Launch.followed_by).
+        if self.num_ranks > 1:
             self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
-        self._stand = rank_status.Slots(
+        self._status = rank_status.Slots(
             self.memory["epoch"], EPOCH, SIZE_BITS.value, self._begun, weak(self._late_of), flags
         )
-        self._tells = rank_status.add(self._stand)
+        self._reports_status = rank_status.add(self._status)
 
     def __getitem__(self, region: str) -> Region:
-        """A region of the current slot."""
+        """Return a region of the current slot."""
         return self.of_slot(self.index, region)
 
     def of_slot(self, slot: int, region: str) -> Region:
@@ -176,28 +181,28 @@ class EpochSlots:
 
     @property
     def following(self) -> int:
-        """The slot of the next call that takes one."""
+        """Slot of the next call."""
         return (self.index + 1) % SLOTS
 
     @property
     def epoch(self) -> torch.Tensor:
-        """int64 of the current slot: its flag, then the guard of its waits."""
+        """int64 words of the current slot: its flag, then its timeout words."""
         return self.epoch_of(self.index)
 
     def epoch_of(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
     def take(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
-        """Go on to the other slot; queue a peer check where the host does not know that peers are
-        done with it.
+        """Switch to the other slot, and queue a peer check if peers may still use it.
 
         Args:
-            size: with which the ranks come to this call.
-            peer_check: ``False``: the call's kernel checks itself.
-            copied: copy engines copy the slot's flag, which a peer check sets to this size.
+            size: size of this call, which must be equal on all ranks.
+            peer_check: ``False`` if the call's kernel checks its peers itself.
+            copied: copy engines copy the slot's flag, so a new size requires a peer check, which
+                stores it.
 
         Raises:
-            RankDisagreement: ranks have come to an earlier call with different sizes.
+            RankDisagreement: ranks made an earlier call with different sizes.
         """
         self.index = self.following
         if self.num_ranks == 1:
@@ -213,53 +218,53 @@ class EpochSlots:
         self._in_turn = False
 
     def skip(self) -> None:
-        """Go on to the other slot without an epoch: a call uses its memory that needs no flags of
-        it, since it waits for all ranks in its own way when it begins and ends."""
+        """Switch to the other slot without an epoch, for a call that synchronises ranks itself."""
         self.index = self.following
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
-        """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch. The
-        current stream has joined the call's side streams.
+        """Queue the end of a call: report consumption to the peers and increment the epoch.
+
+        The current stream must have joined the call's side streams.
 
         Args:
-            awaited: what was queued waits for something of every peer, which the peer sends in the
-                same call; then the next call can begin without a peer check.
-            expected: which flags the call's kernels wait for, for errors; asked once a wait gave
+            awaited: the call waits for data that every peer sends in the same call. The next call
+                then needs no peer check.
+            expected: flags that the call's kernels wait for, for errors; evaluated when a wait gave
                 up.
 
         Raises:
-            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
-            WaitTimeout: while candidates are tried and nobody settles, when a wait gave up.
+            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
+            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
+                waits itself.
         """
         if self.num_ranks == 1:
             return
         self.launcher.run((kernel_finish_epoch, self.index), self._finishing)
         most_polls = self.timeout_words.most_polls
         self._in_turn = awaited and not self._capturing and not most_polls
-        if most_polls or self._tells:
+        if most_polls or self._reports_status:
             self._expected[self.index] = expected
         self.timeout_words.end()
 
-    def beside(self, call: Callable[[], T]) -> T:
-        """``call()``, which uses none of this memory.
+    def run_library(self, call: Callable[[], T]) -> T:
+        """Return ``call()``, a library algorithm that does not use this memory.
 
-        While candidates are tried, our own begin with a check that all peers have read the memory,
-        which production calls skip. The same check runs before ``call``, so that libraries are
-        timed on equal terms: where the op is short, a kernel's launch counts.
+        While candidates are tried, our algorithms begin with a peer check that production calls
+        skip. Queue it before ``call`` too, so that libraries are timed on equal terms: a launch
+        counts in short ops.
         """
         self.disagreements.check()
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
         self.timeout_words.begin()
-        slot = self.following  # it stays the next call's
+        slot = self.following  # not taken: the next call still uses it
         self._check_peers(slot, self._sizes[slot])
         result = call()
-        self.timeout_words.see_to_waits()
+        self.timeout_words.check_waits()
         return result
 
     def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
+        """Bring all ranks to one state after a call that failed on some rank. Collective."""
         with self.timeout_words.resetting():
             for region in self._zeroed:
                 for slot in range(SLOTS):
@@ -281,7 +286,7 @@ class EpochSlots:
         lines[:, EPOCH] = flag_value(1, 0)
 
     def _check_peers(self, slot: int, size: int) -> None:
-        """Queue a wait until every peer is done with ``slot``, whose next call is of ``size``."""
+        """Queue a wait until every peer is done with ``slot``, whose next call has ``size``."""
         self._sizes[slot] = size
         self.launcher.run(
             (kernel_await_consumption, slot, size), lambda: self._peer_check(slot, size)
@@ -308,8 +313,7 @@ class EpochSlots:
         return words, lambda index: index // number
 
     def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
-        """The first flag that has not reached its epoch in the oldest call that gave up, the epoch,
-        and the flag's."""
+        """Return the first late flag of the oldest call that gave up, its epoch, and its value."""
         oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
         epoch = gave_up[slot][SOUND.value - _TIMEOUT_WORD] + 1
@@ -317,12 +321,12 @@ class EpochSlots:
         lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
         for flag in self._late_of(slot, epoch, torch.Tensor.cpu):
             return flag["flag"], epoch, flag["seen"]
-        return "which has arrived since", epoch, epoch
+        return "(it has arrived since)", epoch, epoch
 
     def _late_of(
         self, slot: int, epoch: int, read: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Iterator[dict[str, Any]]:
-        """The flags that the slot's use number ``epoch`` waits for, and that are not there."""
+        """Yield the missing flags that use number ``epoch`` of the slot waits for."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for region, indices, value in (
             *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
@@ -341,7 +345,7 @@ class EpochSlots:
 
 
 class InSlots:
-    """Base of the memories whose calls take turns with ``slots``."""
+    """Base of memories whose calls alternate between the slots of ``slots``."""
 
     def __init__(self, slots: EpochSlots) -> None:
         self.slots = slots
@@ -349,14 +353,12 @@ class InSlots:
         self.disagreements = slots.disagreements
 
     def flags_of_peers(self, number: int) -> list[int]:
-        """Indices of the first ``number`` flags of each peer, in a region [anything, source
-        rank]."""
+        """Return the first ``number`` flags of each peer in a region [anything, source rank]."""
         indices = range(number * self.num_ranks)
         return [index for index in indices if index % self.num_ranks != self.rank]
 
     def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
+        """Bring all ranks to one state after a call that failed on some rank. Collective."""
         self.slots.reset()
 
     def free(self) -> None:
@@ -364,11 +366,11 @@ class InSlots:
         self.slots.free()
 
 
-PUSH_STREAMS = 2  # the gap between two copies of one is filled by the other
+PUSH_STREAMS = 2  # two, because one fills the gaps between the copies of the other
 
 
 class PushedSlots(InSlots):
-    """Slots whose shards copy engines push to the peers."""
+    """Slots whose shards are pushed to the peers by copy engines."""
 
     def __init__(self, slots: EpochSlots) -> None:
         super().__init__(slots)
@@ -377,7 +379,7 @@ class PushedSlots(InSlots):
         self._transfers: Bounded[Any, Any] = Bounded()
 
     def transfer(self, key: Hashable, steps: Callable[[], Iterable[Step]]) -> Any:
-        """Return the transfer of ``key``. The first time, ``steps()`` are its steps."""
+        """Return the transfer of ``key``; build it from ``steps()`` the first time."""
         known = self._transfers.get(key)
         if known is None:
             known = self._transfers[key] = self._device.transfer(list(steps()), self._streams)

@@ -1,13 +1,12 @@
-"""All-gather producers: they bring every rank's shard into a local buffer and set a flag for each
-chunk, in slots that take turns by the protocol of ``slots/epochs.py``.
+"""All-gather producers: copy each rank's shard to a local buffer and set a flag per chunk.
 
-No producer here uses an SM for data: copies go to a copy engine, and a flag is an 8-byte copy that
-follows its data on the same stream. What a flag is copied from must lie on another GPU than what it
-is copied to: the driver may give a copy within one GPU to an SM, which a full grid that waits for
-the flag never frees. In a fused method the consumer is the producer, too, in the same slots and by
-the same protocol; it checks its peers itself (``gemm/work_items.py``).
+Slots alternate by the protocol of ``slots/epochs.py``. The producers use no SM: a copy engine moves
+the data, and a flag is an 8-byte copy of this rank's epoch that follows its data on the same
+stream. Source and target of a flag must be on different GPUs. The driver may run a copy within one
+GPU on an SM, which a full grid that waits for the flag never releases.
 
-Flags are copied from device memory, this rank's epoch. So flag writes need no SM, either.
+In a fused method the consumer kernel is also the producer. It uses the same slots and protocol, and
+checks its peers itself (``gemm/work_items.py``).
 """
 
 from __future__ import annotations
@@ -30,52 +29,58 @@ from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, InSlot
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
 
 MAX_CHUNKS = 8
-"""Most chunks of a shard: along its rows, in a fused method along K."""
+"""Maximum number of chunks of a shard: along its rows, or along K in a fused method."""
 MAX_COMM_SMS = 32
-"""Programs of a consumer that send."""
-_PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
+"""Maximum number of programs of a consumer that send."""
+_PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # per source rank
 _GAVE_UP = epochs.GAVE_UP
 
 
 class AllGatherMethod(enum.Enum):
-    """Method of an all-gather. By copy engine this rank receives rank + 1's shard first, then rank
-    + 2's, and so on."""
+    """Method of an all-gather.
+
+    Copy engines deliver the shard of rank + 1 first, then that of rank + 2, and so on.
+    """
 
     FULL_MESH_PUSH = "full_mesh_push"
-    """Every rank copies its shard straight to each peer."""
+    """Every rank copies its shard to each peer directly."""
     RING_PUSH_1D = "ring_push_1d"
-    """Every rank hands on to rank - 1 what it has; for links between neighbours only."""
+    """Every rank forwards shards to rank - 1; for hosts with links between neighbours only."""
     FUSED_PUSH = "fused_push"
-    """A few programs of the consumer's own grid copy the shard to all peers, in chunks along K. For
-    small shards: it needs no copy engine, and no launch but the consumer's."""
+    """A few programs of the consumer's grid copy the shard to all peers, in chunks along K.
+
+    For small shards: it needs neither a copy engine nor a second launch.
+    """
     SERIAL = "serial"
-    """One launch of our all-gather brings all shards, then ``torch.matmul``: nothing is hidden. For
-    few rows, whose transfer takes less than hiding it."""
+    """One launch of our all-gather gathers all shards, then ``torch.matmul`` runs, without overlap.
+
+    For few rows, whose transfer takes less time than overlapping it would cost.
+    """
 
     __repr__ = enum.Enum.__str__
 
     @property
     def is_fused(self) -> bool:
-        """The consumer does the transfer, and not copy engines."""
+        """Whether the consumer does the transfer instead of copy engines."""
         return self is AllGatherMethod.FUSED_PUSH
 
     @property
     def by_copy_engine(self) -> bool:
-        """Copy engines do the transfer while the consumer runs."""
+        """Whether copy engines do the transfer while the consumer runs."""
         return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot of an all-gather buffer, as rank ``rank`` sees it.
+    """One slot of an all-gather buffer, as seen by rank ``rank``.
 
     Attributes:
-        shards: [num_ranks * rows, K] of each rank, by rank.
+        shards: gathered rows [num_ranks * rows, K] of each rank, by rank.
         arrivals: flags of each rank, by rank.
-        epoch: [1], what the own flags are copied from; a ring hands on with a chunk the flag that
-            it came with, so that every rank learns whose shard has how many rows.
-        forward: flags of a ring that say that a chunk may be handed on, by rank.
-        one: [1], holds 1.
+        epoch: [1], source of this rank's flags. A ring forwards the flag that arrived with the
+            chunk, so that every rank learns the number of rows of its origin.
+        forward: flags of a ring that allow a chunk to be forwarded, by rank.
+        one: [1], contains 1.
     """
 
     rank: int
@@ -89,20 +94,20 @@ class Slot:
 
 
 def rows_of_chunk(rows: int, num_chunks: int) -> int:
-    """Rows that share a flag when a shard of ``rows`` rows is cut in ``num_chunks``."""
+    """Return the rows per flag when a shard of ``rows`` rows is cut into ``num_chunks``."""
     return max(1, -(-rows // num_chunks))
 
 
 def schedule(
     slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
 ) -> tuple[Step, ...]:
-    """Steps that rank ``slot.rank`` queues on its ``num_streams`` streams, by copy engine."""
+    """Return the copy-engine steps that rank ``slot.rank`` queues on ``num_streams`` streams."""
     steps = _push_ring if method is AllGatherMethod.RING_PUSH_1D else _push
     return tuple(steps(slot, num_streams, num_chunks))
 
 
 def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
-    """(stream, chunk, first row, end) of a shard's chunks, after ``step`` other shards."""
+    """Yield (stream, chunk, first row, end row) of a shard, after ``step`` other shards."""
     size = rows_of_chunk(slot.rows, num_chunks)
     starts = range(0, slot.rows, size)
     for chunk, first in enumerate(starts):
@@ -128,20 +133,21 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
         for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
             rows = slice(shard * slot.rows + first, shard * slot.rows + end)
             flag = shard * MAX_CHUNKS + chunk
-            if step > 0:  # not ours: wait for it; the flag is back at 0 before its next use
+            # Another rank's shard: wait for it, and reset the flag before its next use.
+            if step > 0:
                 yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
                 yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
             source = OwnRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
             value = slot.epoch if step == 0 else slot.arrivals[slot.rank][flag : flag + 1]
             yield Copy(stream, slot.shards[neighbour][rows], source)
             yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], value)
-            if step < slot.num_ranks - 2:  # the neighbour hands it on
+            if step < slot.num_ranks - 2:  # The neighbour forwards this chunk.
                 yield Copy(stream, slot.forward[neighbour][flag : flag + 1], slot.one)
 
 
 @jit(do_not_specialize=["num_flags"])
 def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
-    """Let copy streams hand on what has not come, if a wait of the call gave up. Grid (1,)."""
+    """Release copy streams that wait to forward a chunk if a wait gave up. Grid (1,)."""
     if tl.load(epoch_ptr + _GAVE_UP) != 0:
         flag = 0
         while flag < num_flags:
@@ -151,11 +157,13 @@ def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
 
 @dataclass(frozen=True)
 class _Plan:
-    """An all-gather of some shape and method in one slot.
+    """Prepared all-gather of one shape and method in one slot.
 
-    gathered: what its consumer reads. expected: the flags that its kernels wait for.
-    transfer: what copy engines do; ``None`` where the consumer sends.
-    hands_on: copies wait for what peers bring.
+    Attributes:
+        gathered: what its consumer reads.
+        expected: flags that its kernels wait for.
+        transfer: copy-engine work; ``None`` if the consumer sends.
+        hands_on: whether copies wait for data from peers.
     """
 
     gathered: GatheredShards
@@ -166,15 +174,14 @@ class _Plan:
 
 class AllGatherBuffer(InSlots):
     """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
-    Creation is collective.
 
-    A slot has, on each rank:
-        shards [max_M * K] of ``dtype``, the gathered rows: written by peers.
-        arrivals int64 [source rank, MAX_CHUNKS], flags of its chunks: by the same.
-        pushed int64 [source rank, flags of its senders' chunks]: by peers' consumers.
-        forward int32 [source rank, MAX_CHUNKS], chunks to hand on in a ring: set by the neighbour,
-            set back by this rank's copy engines.
-    ``workspace`` [max_M, K], once, is the caller's: no transfer uses it.
+    Creation is collective. Each slot has on each rank:
+        shards [max_M * K] of ``dtype``: the gathered rows, written by peers.
+        arrivals int64 [source rank, MAX_CHUNKS]: flags of the chunks, written by peers.
+        pushed int64 [source rank, sender, chunk]: flags written by fused consumers of peers.
+        forward int32 [source rank, MAX_CHUNKS]: chunks to forward in a ring; set by the neighbour,
+            reset by this rank's copy engines.
+    ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it.
     """
 
     def __init__(
@@ -205,15 +212,14 @@ class AllGatherBuffer(InSlots):
         self._gathered: Bounded[Any, GatheredShards] = Bounded()
         self._plans: Bounded[Any, _Plan] = Bounded()
         self._started: _Plan | None = None
-        self._device.synchronize()  # calls may come on any stream
+        self._device.synchronize()  # Later calls may use any stream.
 
     def start(
         self, own: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
     ) -> GatheredShards:
-        """Queue the all-gather of ``own`` [rows, K], contiguous; the caller queues the consumer
-        next."""
+        """Queue the all-gather of ``own`` [rows, K], contiguous; the consumer is queued next."""
         if not method.by_copy_engine:
-            expected = "a copy engine's; of what the consumer does see start_fused"
+            expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
         rows = own.shape[0]
         self.slots.take(rows, copied=True)
@@ -228,8 +234,10 @@ class AllGatherBuffer(InSlots):
         return plan.gathered
 
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
-        """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
-        caller queues next: a launch of ``sharded_gemm``."""
+        """Begin an all-gather of ``rows`` rows per rank that the consumer performs.
+
+        The caller queues the consumer next, a launch of ``sharded_gemm``.
+        """
         self.slots.take(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
@@ -241,8 +249,11 @@ class AllGatherBuffer(InSlots):
         return plan.gathered
 
     def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
-        """Rows and flags that a consumer of shards of ``rows`` rows reads in the current slot; with
-        ``num_comm_sms``, also the targets to which so many of its programs send the own shard."""
+        """Return what a consumer of shards of ``rows`` rows reads in the current slot.
+
+        If ``num_comm_sms`` is positive, that number of the consumer's programs send this rank's
+        shard, and the result contains their targets.
+        """
         key = (self.slots.index, rows, num_chunks, num_comm_sms)
         known = self._gathered.get(key)
         if known is None:
@@ -257,24 +268,24 @@ class AllGatherBuffer(InSlots):
         return known
 
     def finish(self, awaited: bool = False) -> None:
-        """Queue the end of the all-gather after its consumer: own copies are out, peers may go
-        on.
+        """Queue the end of the all-gather, after its consumer.
 
-        ``awaited``: the consumer is queued and waits for every chunk of every peer; then the next
-        call can begin without a peer check.
+        ``awaited``: the queued consumer waits for every chunk of every peer, so the next call needs
+        no peer check.
         """
         plan, self._started = self._started, None
-        if plan is None:  # of one rank
+        if plan is None:  # a single rank
             return
         if plan.transfer is not None:
             if plan.hands_on:
-                # A copy stream may wait for what will not come, and the join would for it.
+                # If a wait gave up, a copy stream may wait for a chunk that will not arrive, and
+                # would block the join.
                 self._release_copies()
             plan.transfer.join(self._device.current_stream())
         self.slots.finish(awaited, plan.expected)
 
     def reset(self) -> None:
-        # Where the consumer was never launched, nobody gave up on what a copy stream waits for.
+        # If the consumer was not launched, no kernel has released the waiting copy streams.
         forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
         self._device.aside(lambda: [flags.fill_(1) for flags in forward])
         super().reset()
@@ -296,7 +307,7 @@ class AllGatherBuffer(InSlots):
         self.slots.launcher.run((kernel_release_copies, self.slots.index), launch)
 
     def _plan(self, rows: int, method: AllGatherMethod, num_streams: int, num_chunks: int) -> _Plan:
-        """The all-gather of shards of ``rows`` rows in the current slot, by copy engines."""
+        """Prepare the all-gather of shards of ``rows`` rows in the current slot by copy engines."""
         while len(self._streams) < num_streams:
             self._streams.append(self._device.copy_stream())
         slot = Slot(
@@ -313,8 +324,8 @@ class AllGatherBuffer(InSlots):
         gathered = self.describe(rows, num_chunks)
         hands_on = method is AllGatherMethod.RING_PUSH_1D
         if hands_on:
-            # Loads the kernel: for that CUDA may wait for the device, and once it is needed, copies
-            # wait for the kernel (4 H200, a ring with a rank missing: hung).
+            # Load the kernel now. Loading may wait for the device, and later the copies would wait
+            # for the kernel (4 H200, a ring with a missing rank: hung).
             self._release_copies()
         return _Plan(
             gathered,
@@ -324,7 +335,7 @@ class AllGatherBuffer(InSlots):
         )
 
     def _expects(self, region: str, number: int, distance: int) -> Expected:
-        """The first ``number`` flags of each peer, whose flags are ``distance`` apart."""
+        """Return the first ``number`` flags of each peer, whose flags start ``distance`` apart."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
 
         def expected() -> dict[str, list[int]]:
@@ -334,7 +345,7 @@ class AllGatherBuffer(InSlots):
         return expected
 
     def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
-        """Targets and flags of a consumer that sends into the current slot."""
+        """Return the targets and flags of a consumer that sends into the current slot."""
         shards, flags = self.slots["shards"].pointers, self.slots["pushed"].pointers
         return ShardPush(shards, flags, self.slots["consumed"].local, num_comm_sms, num_chunks)
 
