@@ -119,7 +119,7 @@ def test_bugs_between_ranks(two_ranks):
             in text
         )
         assert "rank 1: is in no wait of a kernel, but at " in text
-        assert "in _told" in text
+        assert "in _from_leader" in text
     assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text
 
 

@@ -110,7 +110,8 @@ class OpContext(Generic[B]):
         group_for(self.group).align()
 
     def sleep(self, straggler_option: tuple[int, int] | None) -> None:
-        """If ``straggler_option`` is (this rank, cycles), keep the stream busy for these cycles."""
+        """Delay a straggler: keep the stream of rank ``straggler_option[0]`` busy for the given
+        cycles."""
         if straggler_option is not None and straggler_option[0] == self.rank:
             self.device.sleep(straggler_option[1])
 

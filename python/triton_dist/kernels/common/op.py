@@ -39,9 +39,8 @@ class Algorithm(ABC, Generic[C, S]):
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in a config of this algorithm."""
     is_fallback: ClassVar[bool] = False
-    """Whether it is close to the best at every size, as a library is. It then always joins the
-    race.
-    """
+    """True if it is close to the best at every size, as a library is. It then always joins the
+    race."""
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:

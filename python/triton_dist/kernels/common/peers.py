@@ -1,4 +1,6 @@
-"""What kernels need to address peers and wait for them: tables of addresses, flags, timeout words.
+"""Memory words that let kernels address peers and wait for them.
+
+These are tables of addresses, flags, and timeout words.
 
 *Flags* are int64. The lowest 20 bits hold the size of the call that set the flag, for example its
 number of rows; the bits above count calls (``language.sized``). A waiting kernel compares both with
@@ -6,14 +8,14 @@ two integer operations and no further memory access. It thus detects a peer that
 size, whatever that peer has done since.
 
 *Timeout words*: each memory has a few control words per slot. In production a wait has no limit.
-While candidates are tried, a wait gives up after a number of polls (``runtime/waits.py``), notes
-this in the timeout words, and thereby ends all further waits that use them.
+While candidates are tried, a wait gives up after a number of polls (``runtime/waits.py``). It notes
+this in the timeout words, which ends all further waits that use them.
 
 *Disagreements*: the first kernel that sees another size notes it in its timeout words and sets a
 word in host memory. The timeout words of a context form a ring, through which all its waits end, in
-this call and in later calls. Nothing hangs, and results of these calls are invalid. The host reads
-its word, which takes no device time, around each launch, and raises. It waits for the device only
-if the word is set.
+this call and in later calls. Nothing hangs, and the results of these calls are invalid. The host
+reads its word around each launch, without device time, and raises. It waits for the device only if
+the word is set.
 """
 
 from __future__ import annotations

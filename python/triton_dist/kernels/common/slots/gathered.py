@@ -61,12 +61,12 @@ class AllGatherMethod(enum.Enum):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the consumer does the transfer instead of copy engines."""
+        """True if the consumer does the transfer instead of copy engines."""
         return self is AllGatherMethod.FUSED_PUSH
 
     @property
     def by_copy_engine(self) -> bool:
-        """Whether copy engines do the transfer while the consumer runs."""
+        """True if copy engines do the transfer while the consumer runs."""
         return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
 
 
