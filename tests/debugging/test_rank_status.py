@@ -115,7 +115,7 @@ def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_rank
     with hanging(two_ranks, tmp_path) as (job, (first_hang, _)):
         place = f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}"
         awaited = "waits for bugs.flag[0] of rank 0 to reach 1, it is 0"
-        stands = r"rank 1 \(process \d+\): is at [^\n]*bugs.py:\d+ in _from_leader"  # once it comes there
+        stands = r"rank 1 \(process \d+\): is at [^\n]*bugs.py:\d+ in _from_leader"  # eventually
         said = asked_until(f"(?s){re.escape(f'{place}: {awaited}')}.*{stands}", name)
         assert "2 of 2 ranks answer" in said
         assert "told: bugs.flag" not in said
