@@ -1,8 +1,8 @@
-"""Every exception and warning of triton_dist, each with its message beside it.
+"""Exceptions and warnings of triton_dist, each defined together with its message.
 
 A message says what happened, where (argument, rank, config, key) and what to do. All exceptions
-derive from :class:`TritonDistError`; where Python has a fitting built-in (``ValueError``,
-``OSError``, ``TimeoutError``), they derive from that too, so ``except ValueError`` keeps working.
+derive from :class:`TritonDistError`. They also derive from a matching built-in exception
+(``ValueError``, ``OSError``, ``TimeoutError``), if there is one, so ``except ValueError`` works.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 
 class TritonDistError(Exception):
-    """Base of every exception that triton_dist raises on purpose."""
+    """Base class of all exceptions of triton_dist."""
 
 
 class InvalidArgument(TritonDistError, ValueError):
-    """An argument that the function cannot work with; raised before anything is launched."""
+    """An argument has an unsupported value. Raised before anything is launched."""
 
     def __init__(self, function: str, argument: str, value: object, expected: str) -> None:
         self.function, self.argument, self.value, self.expected = (
@@ -30,7 +30,7 @@ class InvalidArgument(TritonDistError, ValueError):
 
 
 class ContextFinalized(TritonDistError, RuntimeError):
-    """A context whose symmetric memory was already freed."""
+    """A context was used after its symmetric memory was freed."""
 
     def __init__(self, context: str) -> None:
         super().__init__(
@@ -40,14 +40,14 @@ class ContextFinalized(TritonDistError, RuntimeError):
 
 
 class DeviceUnavailable(TritonDistError, RuntimeError):
-    """The device that was asked for cannot be used in this process."""
+    """The requested device cannot be used in this process."""
 
     def __init__(self, asked: str, reason: str, remedy: str) -> None:
         super().__init__(f"device {asked!r} cannot be used: {reason}. {remedy}")
 
 
 class UnsupportedVersion(TritonDistError, ImportError):
-    """A dependency whose version is outside the supported range."""
+    """An installed dependency has a version outside of the supported range."""
 
     def __init__(self, package: str, found: str, supported: str, remedy: str = "") -> None:
         remedy = remedy or f"Install a supported version: pip install '{package}{supported}'"
@@ -57,7 +57,7 @@ class UnsupportedVersion(TritonDistError, ImportError):
 
 
 class SymmetricMemoryFull(TritonDistError, OSError):
-    """Not enough memory for a symmetric allocation on some rank."""
+    """A rank has too little memory for a symmetric allocation; raised on every rank."""
 
     def __init__(self, where: str, needed: int, available: int, remedy: str) -> None:
         self.needed, self.available = needed, available
@@ -68,26 +68,31 @@ class SymmetricMemoryFull(TritonDistError, OSError):
 
 
 class WaitTimeout(TritonDistError, TimeoutError):
-    """A wait inside a kernel (interpreter) or on a copy stream that exceeded its wall-clock
-    limit."""
+    """A wait for a flag exceeded its wall-clock limit.
+
+    Raised by waits in interpreted kernels and on copy streams.
+    """
 
     def __init__(
         self, *, rank: int, program: object, flag: str, expected: int, seen: int, seconds: float
     ) -> None:
         self.rank, self.flag, self.expected, self.seen = rank, flag, expected, seen
         super().__init__(
-            f"rank {rank}, {program}: waited {seconds:.1f} s for flag {flag} to reach {expected}, "
-            f"it is {seen}. The rank that sets it did not get there: it failed, or ranks run "
+            f"rank {rank}, {program}: waited {seconds:.1f} s for flag {flag} to reach "
+            f"{expected}, it is {seen}. The rank that sets the flag failed, or ranks run "
             "different programs. TRITON_DIST_WAIT_TIMEOUT sets the limit in seconds."
         )
 
 
 class RankTimeout(TritonDistError, TimeoutError):
-    """Some rank did not arrive at a step that all ranks of the group take together.
+    """A rank did not reach a step that all ranks of the group take together.
 
-    Ranks are those of the world, also in ``missing``, ``because`` (why a rank does not come, as far
-    as it is known) and ``refusals`` (ranks whose own call raised before they sent a message, with
-    what it raised).
+    All ranks here are global ranks.
+
+    Attributes:
+        missing: ranks that did not arrive.
+        because: for each missing rank, the reason, if known.
+        refusals: ranks whose own call raised before they sent a message, with the error's text.
     """
 
     def __init__(
@@ -110,23 +115,26 @@ class RankTimeout(TritonDistError, TimeoutError):
 
 
 def _absence(missing: Iterable[int], seconds: float, because: Mapping[int, str]) -> str:
-    """The ranks that did not come, and what is known of them."""
+    """Return the clause about the missing ranks, with the known reasons."""
     late = ", ".join(map(str, missing)) or "unknown"
     known = "; ".join(
         f"rank {rank}{reason if reason.startswith(',') else f' {reason}'}"
         for rank, reason in because.items()
     )
     return f"rank(s) {late} did not arrive within {seconds:.1f} s: " + (
-        known or "they failed, or are still in other code; their own log says why"
+        known or "they failed, or still run other code; their own logs show the cause"
     )
 
 
 class TuningTimeout(RankTimeout):
-    """A tuning that ended because some rank did not take part in a step: stuck, ended, or gone.
+    """Tuning ended because a rank did not take part in a step: it is stuck, ended or unreachable.
 
-    Raised on every rank that is in the tuner's code; a rank that is stuck in the tuned function is
-    ended by its watchdog with the same sentence and exit status :data:`WATCHDOG_EXIT_STATUS`.
-    ``summary`` is the message without what to do. Ranks are those of the world.
+    Raised on every rank that runs the tuner's code. The watchdog ends a rank that is stuck in the
+    tuned function: it prints this message and exits with :data:`WATCHDOG_EXIT_STATUS`. All ranks
+    here are global ranks.
+
+    Attributes:
+        summary: the message without the advice.
     """
 
     def __init__(
@@ -151,9 +159,9 @@ class TuningTimeout(RankTimeout):
         advice = (
             "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT sets the limit."
             if is_first_message
-            else "What was measured is kept: start again and the tuning goes on. "
-            "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit, TRITON_DIST_COMPILE_TIMEOUT that of "
-            "prepare_fn."
+            else "Measurements are kept: a restart continues the tuning. "
+            "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit, TRITON_DIST_COMPILE_TIMEOUT sets "
+            "the limit of prepare_fn."
         )
         super(RankTimeout, self).__init__(
             f"{self.summary}. {remark}{' ' if remark else ''}{advice}"
@@ -161,18 +169,21 @@ class TuningTimeout(RankTimeout):
 
 
 WATCHDOG_EXIT_STATUS = 86
-"""Exit status of a process that was stuck in a candidate, which only its end could interrupt."""
+"""Exit status of a process that was stuck in a candidate and could not be interrupted."""
 
 
 class RankDisagreement(TritonDistError, RuntimeError):
-    """Ranks that must act alike came with different values; ``by_rank`` has the ranks of the
-    world."""
+    """Ranks passed different values where equal values are required.
+
+    Attributes:
+        by_rank: the value of each rank, by global rank.
+    """
 
     def __init__(
         self,
         what: str,
         by_rank: Mapping[int, object],
-        remedy: str = "All ranks must come with the same.",
+        remedy: str = "All ranks must pass the same value.",
     ) -> None:
         self.by_rank = dict(by_rank)
         lines = "\n".join(f"  rank {rank}: {value}" for rank, value in self.by_rank.items())
@@ -180,7 +191,11 @@ class RankDisagreement(TritonDistError, RuntimeError):
 
 
 class NoValidConfig(TritonDistError, RuntimeError):
-    """No config of the space can be used; holds the cause for each."""
+    """No config of the space can be used.
+
+    Attributes:
+        causes: the reason for each config.
+    """
 
     def __init__(self, function: str, key: object, causes: Mapping[str, str]) -> None:
         self.causes = dict(causes)
@@ -190,21 +205,27 @@ class NoValidConfig(TritonDistError, RuntimeError):
 
 
 class TuningAborted(TritonDistError, RuntimeError):
-    """A failed candidate left some rank in a state in which no other can be tried."""
+    """A config failed, and some rank could not be reset to try another config.
+
+    Attributes:
+        causes: the error of each rank that could not be reset, by global rank.
+    """
 
     def __init__(self, function: str, config: object, causes: Mapping[int, str]) -> None:
         self.causes = dict(causes)
         lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in self.causes.items())
         super().__init__(
-            f"{function}: tuning ends at config {config}, which failed; then recovering failed "
-            f"too:\n{lines}\nStart the processes again: the tuning goes on without that config. A "
-            "recover_fn that resets the state would have let it go on here."
+            f"{function}: tuning ends because config {config} failed and the recovery after it "
+            f"failed too:\n{lines}\nStart the processes again: the tuning continues without that "
+            "config. A recover_fn that resets the state avoids the restart."
         )
 
 
 class CaptureInProgress(TritonDistError, RuntimeError):
-    """Something was asked for that cannot be done while the current stream is captured into a CUDA
-    graph: a tuning, or memory that outlives the graph."""
+    """The call cannot be captured into a CUDA graph.
+
+    The call must tune, or must allocate memory that outlives the graph.
+    """
 
     def __init__(
         self,
@@ -216,10 +237,13 @@ class CaptureInProgress(TritonDistError, RuntimeError):
 
 
 class TuningFrozen(TritonDistError, RuntimeError):
-    """A call that would have to tune, while ``TRITON_DIST_AUTOTUNE_FROZEN`` forbids it.
+    """A call needs tuning, which ``TRITON_DIST_AUTOTUNE_FROZEN`` forbids.
 
-    Raised on every rank, before anything is launched. ``reason`` says why this rank has no valid
-    record; ``ranks`` are those on which the variable is set.
+    Raised on every rank, before anything is launched.
+
+    Attributes:
+        reason: why this rank has no valid record.
+        ranks: global ranks on which the variable is set.
     """
 
     def __init__(
@@ -227,20 +251,20 @@ class TuningFrozen(TritonDistError, RuntimeError):
     ) -> None:
         self.function, self.key, self.reason, self.ranks = function, key, reason, tuple(ranks)
         super().__init__(
-            f"{function}, key {key} on {hardware}: {reason}; and tuning is forbidden, because "
+            f"{function}, key {key} on {hardware}: {reason}. Tuning is forbidden, because "
             f"TRITON_DIST_AUTOTUNE_FROZEN is set on rank(s) {', '.join(map(str, self.ranks))}. "
-            "Tune ahead, on such ranks and without the variable: call the function, or its tune(), "
-            "with such arguments; or unset the variable."
+            "Tune in advance, on the same number of ranks and without the variable: call the "
+            "function, or its tune(), with these arguments. Or unset the variable."
         )
 
 
 class NewerSchema(TritonDistError, ValueError):
-    """A tuning record, or a pack of them, that a later version of triton_dist wrote."""
+    """A tuning record or a pack of records was written by a later version of triton_dist."""
 
     def __init__(self, schema: int, known: int) -> None:
         super().__init__(
             f"its schema is {schema}, this version of triton_dist reads up to {known}; a later "
-            "one wrote it"
+            "version wrote it"
         )
 
 
@@ -249,23 +273,26 @@ class PackRefused(TritonDistError, ValueError):
 
     Attributes:
         pack: path of the pack.
-        member: name of the file in it, or empty.
+        member: name of the file in the pack, or empty.
     """
 
     def __init__(self, pack: str, member: str, reason: str) -> None:
-        reason = " ".join(reason.split())  # it may quote the pack
+        reason = " ".join(reason.split())  # the reason may quote lines of the pack
         self.pack, self.member, self.reason = pack, member, reason
         what = f"pack {pack}, member {member!r}," if member else f"pack {pack}"
-        super().__init__(f"{what} is refused: {reason}. Make it again: triton-dist pack")
+        super().__init__(f"{what} is refused: {reason}. Create it again: triton-dist pack")
 
 
 class KernelNotShipped(TritonDistError, RuntimeError):
-    """A kernel that would have to be compiled, while ``TRITON_DIST_COMPILE_FROZEN`` forbids it.
+    """A kernel needs compiling, which ``TRITON_DIST_COMPILE_FROZEN`` forbids.
 
-    ``specialisation`` has what it would be compiled from, as text; ``nearest`` is the shipped
-    kernel of that name which is most like it, empty if there is none, and ``differences`` say what
-    differs. A native module by which Triton launches kernels is one too: it would take a C
-    compiler. So is an artefact above the cubin, or a toolchain, of a launch by ``runner``.
+    Also raised for a native launcher module of Triton, which needs a C compiler, and for a launch
+    by ``runner`` from an artefact above the cubin or with another toolchain.
+
+    Attributes:
+        specialisation: the inputs of the compilation, as text.
+        nearest: the most similar shipped kernel with this name; empty if there is none.
+        differences: the differences from that kernel.
     """
 
     def __init__(
@@ -290,36 +317,41 @@ class KernelNotShipped(TritonDistError, RuntimeError):
 
 
 class NoSuchFunction(TritonDistError, LookupError):
-    """A command was asked about a tuned function that is not there, or has not what it needs."""
+    """A subcommand was given a tuned function that does not exist or lacks what it needs."""
 
     def __init__(self, asked: str, reason: str, remedy: str) -> None:
         super().__init__(f"{asked}: {reason}. {remedy}")
 
 
 class NoSuchRecord(TritonDistError, LookupError):
-    """A command was asked about one tuning record, and a file is none, or the words fit several."""
+    """A subcommand was given a file that is not a tuning record, or words that match several."""
 
     def __init__(self, asked: str, reason: str, remedy: str) -> None:
         super().__init__(f"{asked}: {reason}. {remedy}")
 
 
 class MissingExtra(TritonDistError, ImportError):
-    """A package that only some uses need, and that is not installed."""
+    """An optional package is required but not installed."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(
-            f"{what} needs {package}, which is not installed here. Install it: pip install "
+            f"{what} needs {package}, which is not installed. Install it: pip install "
             f"'triton_dist[{extra}]', or pip install {package}"
         )
 
 
 class CandidateFailed(TritonDistError, RuntimeError):
-    """One config could not be prepared or run; the tuner records it and goes on."""
+    """A config cannot be prepared or run. The tuner records the failure and continues."""
 
 
 class InvalidArtefact(TritonDistError, ValueError):
-    """A compiled kernel in a file, or a text of one, that is missing, damaged, of a later version,
-    or that Triton cannot compile any further; ``why`` says which."""
+    """A file with a compiled kernel or its intermediate code cannot be used.
+
+    It is missing, damaged, of a later version, or rejected by Triton's compiler.
+
+    Attributes:
+        why: the reason.
+    """
 
     def __init__(self, where: str, why: str) -> None:
         self.where, self.why = where, why
@@ -327,42 +359,46 @@ class InvalidArtefact(TritonDistError, ValueError):
 
 
 class ArtefactRefused(TritonDistError, ValueError):
-    """A launch whose artefact was made for other arguments or another GPU; nothing was launched.
+    """An artefact was made for other arguments or another GPU. Nothing was launched.
 
-    ``why`` has what the artefact wants and what the call has.
+    Attributes:
+        why: what the artefact requires and what the call passed.
     """
 
     def __init__(self, kernel: str, where: str, why: str) -> None:
         self.kernel, self.where, self.why = kernel, where, why
-        super().__init__(f"{kernel}: {where} cannot be launched so: {why}")
+        super().__init__(f"{kernel}: {where} cannot be launched with these arguments: {why}")
 
 
 class CompileTimeout(TritonDistError, TimeoutError):
-    """A kernel that the compiler did not finish in time."""
+    """The compiler did not finish a kernel in time."""
 
     def __init__(self, kernel: str, seconds: float) -> None:
         super().__init__(
-            f"compiling {kernel} took more than {seconds:.0f} s and was ended; "
+            f"compiling {kernel} took more than {seconds:.0f} s and was stopped; "
             "TRITON_DIST_COMPILE_TIMEOUT sets the limit"
         )
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of one spawned rank that did not return."""
+    """The failure of one spawned rank."""
 
     exception: str
-    """Name of the exception's type; ``"Died"`` and ``"TimedOut"`` for a rank that raised none."""
+    """Name of the exception's type; ``"Died"`` or ``"TimedOut"`` if the rank raised none."""
     message: str
     traceback: str
-    """Activity of the rank: the exception's traceback, or the stacks of a rank that was stuck."""
+    """Traceback of the exception, or the stacks of a rank that was stuck."""
 
 
 class RanksFailed(TritonDistError, RuntimeError):
-    """Some spawned ranks did not return.
+    """Some spawned ranks failed.
 
-    ``by_rank`` has the :class:`RankFailure` of each, in the order in which they failed. The message
-    begins with the failure that most likely caused the others, and shows equal failures once.
+    The message begins with the failure that most likely caused the others, and shows equal failures
+    once.
+
+    Attributes:
+        by_rank: the :class:`RankFailure` of each failed rank, in the order of the failures.
     """
 
     def __init__(self, function: str, world_size: int, by_rank: Mapping[int, RankFailure]) -> None:
@@ -393,9 +429,9 @@ class RanksFailed(TritonDistError, RuntimeError):
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return ``error``, or the exception that was handled when waiting for other ranks timed out.
+    """Return ``error``, or the exception that was being handled when a wait for ranks timed out.
 
-    Such a wait is most often part of a clean-up: the exception before it is the cause.
+    A wait that times out is usually part of a clean-up: the exception before it is the cause.
     """
     while isinstance(error, RankTimeout | WaitTimeout) and error.__cause__ is None:
         if error.__context__ is None:
@@ -405,23 +441,23 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def _is_consequence(failure: RankFailure) -> bool:
-    """True if the rank most likely failed because another rank did."""
+    """Return whether the rank most likely failed because another rank failed."""
     return failure.exception in (
         "RankTimeout", "TuningTimeout", "WaitTimeout", "RankDisagreement", "TimedOut"
     )  # fmt: skip
 
 
 class TritonDistWarning(UserWarning):
-    """Base of every warning that triton_dist issues."""
+    """Base class of all warnings of triton_dist."""
 
 
 class CacheWarning(TritonDistWarning):
-    """A cached tuning record that could not be used or written."""
+    """A tuning record could not be read or written."""
 
 
 class ArtefactWarning(TritonDistWarning):
-    """An artefact that does not say what it was made for, so that a launch cannot be checked."""
+    """An artefact lacks the metadata with which its launch could be checked."""
 
 
 class TuningWarning(TritonDistWarning):
-    """Something about a tuning that a user should know and that is no error."""
+    """A condition of a tuning that the user should know but that is not an error."""

@@ -1,7 +1,7 @@
-"""Every environment variable that triton_dist reads: type, default and one sentence each.
+"""All environment variables that triton_dist reads: type, default and description.
 
-The only reader of ``os.environ`` in the package. A knob is read when it is looked at, so a test or
-a script may set the variable at any time; nothing on a hot path looks at one.
+This is the only module that reads ``os.environ``. ``Knob.get`` reads the variable each time, so a
+test or a script may set the variable at any time. No hot path reads a knob.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class InvalidKnob(TritonDistError, ValueError):
-    """An environment variable whose value cannot be read."""
+    """An environment variable has a value that cannot be parsed."""
 
     def __init__(self, variable: str, value: str, expected: str) -> None:
         super().__init__(f"environment variable {variable}={value!r}, expected {expected}")
@@ -29,7 +29,10 @@ class InvalidKnob(TritonDistError, ValueError):
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
-    """One environment variable: ``get`` gives its value, or the default when unset or empty."""
+    """An environment variable.
+
+    ``get`` returns its value, or the default if it is unset or empty.
+    """
 
     variable: str
     default: T
@@ -48,7 +51,7 @@ class Knob(Generic[T]):
 
 
 class Folder(Knob[Path]):
-    """A folder, as an absolute path."""
+    """A knob whose value is a folder, as an absolute path."""
 
     def get(self) -> Path:
         return _folder(str(super().get()))
@@ -63,14 +66,17 @@ def _absolute(path: str) -> Path:
 
 
 def _folder(raw: str) -> Path:
-    """Expand ``~``, unless no home folder is known. Resolve a relative path at its first read: a
-    program may change its working directory."""
+    """Return ``raw`` as an absolute path, with ``~`` expanded if the home folder is known.
+
+    A relative path is resolved when it is first read, because a program may change its working
+    directory.
+    """
     path = os.path.expanduser(raw)
     return Path(path) if path.startswith("~") else _absolute(path)
 
 
 def _checked(read: Callable[[str], T], is_good: Callable[[T], bool]) -> Callable[[str], T]:
-    """Return a parser that raises ``ValueError`` for a value that is not good."""
+    """Return a parser that raises ``ValueError`` for a value that ``is_good`` rejects."""
 
     def parse(raw: str) -> T:
         value = read(raw)
@@ -125,7 +131,7 @@ def _range(raw: str) -> tuple[int, int]:
 
 
 def words(raw: str) -> tuple[str, ...]:
-    """Words between commas, in lower case."""
+    """Return the comma-separated words of ``raw`` in lower case."""
     return tuple(word.strip().lower() for word in raw.split(",") if word.strip())
 
 
@@ -150,161 +156,163 @@ device = Knob(
     "auto",
     _one_of("auto", "cuda", "cpu"),
     "auto, cuda or cpu",
-    "Where kernels run: NVIDIA GPUs, CPU ranks in Triton's interpreter, or whichever is there.",
+    "Where kernels run: NVIDIA GPUs (cuda), CPU ranks in Triton's interpreter (cpu), or "
+    "whichever is available (auto).",
 )
 share_gpus = flag(
     "TRITON_DIST_SHARE_GPUS",
-    "Put several ranks on each GPU where there are more ranks than GPUs, as launch.sh --share-gpus "
-    "asks for.",
+    "Put several ranks on each GPU if there are more ranks than GPUs. launch.sh --share-gpus "
+    "sets it.",
 )
 cache_dir = Folder(
     "TRITON_DIST_CACHE_DIR",
     Path("~/.triton_dist"),
     Path,
     "a folder",
-    "Root of all that triton_dist keeps on disk; tuning records lie in its autotune/ folder. A "
-    "relative path holds from the working directory in which it is first read.",
+    "Root of all files that triton_dist keeps; tuning records are in its autotune/ folder. A "
+    "relative path is resolved from the working directory at the first read.",
 )
 autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
-    "Tune again although a record exists, and replace it.",
+    "Tune again even if a record exists, and replace the record.",
 )
 autotune = flag(
     "TRITON_DIST_AUTOTUNE",
-    "0: never tune and look nothing up, use the first config of every space; "
-    "TRITON_DIST_AUTOTUNE_FROZEN has no effect then.",
+    "0: use the first config of every space, without tuning or reading records; "
+    "TRITON_DIST_AUTOTUNE_FROZEN then has no effect.",
     default=True,
 )
 autotune_frozen = flag(
     "TRITON_DIST_AUTOTUNE_FROZEN",
-    "Never tune: a call for which no record is valid raises TuningFrozen; on one rank is on all.",
+    "Never tune: a call without a valid record raises TuningFrozen. Set on one rank, it applies "
+    "to all ranks.",
 )
 autotune_version_check = flag(
     "TRITON_DIST_AUTOTUNE_VERSION_CHECK",
-    "Strict: any difference of a recorded version, patch level included, invalidates a record.",
+    "Invalidate a record if any recorded version differs, including the patch level.",
 )
 autotune_readonly_dirs: Knob[tuple[Path, ...]] = Knob(
     "TRITON_DIST_AUTOTUNE_READONLY_DIRS",
     (),
     _folders,
     f"folders separated by {os.pathsep!r}",
-    "Folders laid out as TRITON_DIST_CACHE_DIR whose tuning records, and packs in packs/, are "
-    "looked up after the user's own, in this order, and never written.",
+    "Folders with the layout of TRITON_DIST_CACHE_DIR. Their tuning records, and the packs in "
+    "packs/, are searched after the user's own, in this order. They are never written.",
 )
 autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",
-    "Report what is tuned, each timing and the winner, as autotune_verbose=True does.",
+    "Print each tuning, each timing and the winner, like autotune_verbose=True.",
 )
 autotune_log_dir = Folder(
     "TRITON_DIST_AUTOTUNE_LOG_DIR",
     Path(".autotune_logs"),
     Path,
     "a folder",
-    "Where contextual_autotune writes rank-<i>.log, a line for each step; default: in the folder "
-    "that the program was started in.",
+    "Where contextual_autotune writes rank-<i>.log, one line per step. The default is relative "
+    "to the folder in which the program was started.",
 )
 autotune_timeout = seconds(
     "TRITON_DIST_AUTOTUNE_TIMEOUT",
     60.0,
-    "Longest time that one step of a candidate may take, and that a rank waits for the others at "
-    "it.",
+    "Time limit for one step of a candidate, and for the wait for other ranks at that step.",
 )
 autotune_meeting_timeout: Knob[float | None] = Knob(
     "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT",
     None,
     _positive,
     "a positive number of seconds",
-    "Longest time that a rank waits for the others at the first call of a key, before anything is "
-    "tried; default: as long as the process group's own collectives do.",
+    "Time limit for the wait for other ranks at the first call of a key, before anything is "
+    "tried. Default: the timeout of the process group.",
 )
 compile_timeout = seconds(
     "TRITON_DIST_COMPILE_TIMEOUT",
     300.0,
-    "The same for a step that compiles and launches nothing (prepare_fn).",
+    "Time limit for one step that compiles and launches nothing (prepare_fn).",
 )
 autotune_warm_start_ms: Knob[float] = Knob(
     "TRITON_DIST_AUTOTUNE_WARM_START_MS",
     30.0,
     _not_negative,
     "milliseconds, 0 or more",
-    "Device time that the first call of a key may take whose neighbours (other sizes, all else "
-    "alike) are tuned: their best configs race for this time, times the number of inputs that "
-    "input_variants_fn returns; 0: ignore the neighbours.",
+    "Device time for tuning a key if keys that differ only in sizes are already tuned: their "
+    "best configs race for this time, multiplied by the number of inputs from input_variants_fn. "
+    "0: race all candidates.",
 )
 autotune_keys: Knob[int | None] = Knob(
     "TRITON_DIST_AUTOTUNE_KEYS",
     4096,
     _count,
     "a positive integer",
-    "How many exact sizes a tuned function keeps at hand for calls that take one look-up; any "
-    "other within a tuned range takes some microseconds more.",
+    "Number of exact sizes that a tuned function caches for one-lookup calls. Other sizes within "
+    "a tuned range take some microseconds more.",
 )
 compile_frozen = flag(
     "TRITON_DIST_COMPILE_FROZEN",
     "Never compile: a kernel that is neither in Triton's cache nor in a pack raises "
-    "KernelNotShipped, and so does a native module that would take a C compiler.",
+    "KernelNotShipped. A native module that needs a C compiler raises it too.",
 )
 record_kernels = folder(
     "TRITON_DIST_RECORD_KERNELS",
-    "Where to write each kernel that a process loads, as a pack of its own; set by triton-dist "
+    "Where to write each kernel that a process loads, as a pack per kernel; set by triton-dist "
     "pack --kernels.",
 )
 autotune_grace = seconds(
     "TRITON_DIST_AUTOTUNE_GRACE",
     5.0,
-    "Time from the report that a rank is stuck in a candidate to the end of its process.",
+    "Time between the report that a rank is stuck in a candidate and the end of its process.",
 )
 dump_dir = folder(
     "TRITON_DIST_DUMP_DIR",
-    "Set by triton-dist dump: where each kernel that the program uses is exported to.",
+    "Where to export each kernel that the program uses; set by triton-dist dump.",
 )
 dump_levels: Knob[tuple[str, ...]] = Knob(
     "TRITON_DIST_DUMP_LEVELS",
     _LEVELS,
     _levels,
     f"some of {','.join(_LEVELS)}",
-    "Set by triton-dist dump: the levels at which they are.",
+    "Levels of each kernel to export; set by triton-dist dump.",
 )
 profile_dir = folder(
     "TRITON_DIST_PROFILE_DIR",
-    "Set by triton-dist profile: where each rank writes its timeline.",
+    "Where each rank writes its timeline; set by triton-dist profile.",
 )
 profile_calls: Knob[tuple[int, int]] = Knob(
     "TRITON_DIST_PROFILE_CALLS",
     (1, 1001),
     _range,
     "FIRST:LAST",
-    "Set by triton-dist profile: calls of tuned functions that are on it, counted from 0, the last "
-    "one excluded.",
+    "Calls of tuned functions to profile, counted from 0, without the last one; set by "
+    "triton-dist profile.",
 )
 profile_marks = flag(
     "TRITON_DIST_PROFILE_MARKS",
-    "Set by triton-dist profile --marks: a timeline has what programs of kernels do.",
+    "Record marks inside kernels in the timeline; set by triton-dist profile --marks.",
 )
 toolchains: Knob[tuple[tuple[str, Path], ...]] = Knob(
     "TRITON_DIST_TOOLCHAINS",
     (),
     _named_folders,
     "NAME=FOLDER,NAME=FOLDER",
-    "Other installed Tritons, whose compilers a launch may name: toolchain=NAME; each folder has "
-    "the package triton in it.",
+    "Other Triton installations that a launch may select with toolchain=NAME. Each folder "
+    "contains the package triton.",
 )
 wait_timeout = seconds(
     "TRITON_DIST_WAIT_TIMEOUT",
     30.0,
-    "Longest time that one wait inside an interpreted kernel may spin.",
+    "Time limit for one wait inside an interpreted kernel.",
 )
 wait_gpu_clock = flag(
     "TRITON_DIST_WAIT_GPU_CLOCK",
-    "Let wait_until_max_gpu_clock_or_warning wait for the GPU's top clock, instead of nothing.",
+    "Make wait_until_max_gpu_clock_or_warning wait for the GPU's top clock; otherwise it does "
+    "nothing.",
 )
 resident_programs: Knob[int | None] = Knob(
     "TRITON_DIST_RESIDENT_PROGRAMS",
     None,
     _count,
     "a positive integer",
-    "How many programs of an interpreted kernel run at a time, as on a GPU of so many "
-    "multiprocessors; default: all.",
+    "Number of programs of an interpreted kernel that run concurrently, like the number of "
+    "multiprocessors of a GPU. Default: all programs.",
 )
 
 debug: Knob[tuple[str, ...]] = Knob(
@@ -312,27 +320,27 @@ debug: Knob[tuple[str, ...]] = Knob(
     (),
     words,
     "modes separated by commas",
-    "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits, interp:race), "
-    "assert, agree, or a mode of Triton or of compute-sanitizer; refused where it could find "
-    "nothing. "
-    "attach and where: let triton-dist debug look into the job.",
+    "Checks of kernels: interp (or interp:bounds, interp:init, interp:waits, interp:race), "
+    "assert, agree, or a mode of Triton or of compute-sanitizer. A mode that could find nothing "
+    "is refused. attach and where: let triton-dist debug inspect the job.",
 )
 debug_tool: Knob[str | None] = Knob(
     "TRITON_DIST_DEBUG_TOOL",
     None,
     str,
     "a tool of compute-sanitizer",
-    "The tool that this process runs under; set by triton-dist debug.",
+    "The compute-sanitizer tool that this process runs under; set by triton-dist debug.",
 )
 traceback: Knob[str] = Knob(
     "TRITON_DIST_TRACEBACK",
     "folded",
     _one_of("folded", "full"),
     "folded or full",
-    "full: tracebacks of failed ranks show all frames, those inside triton_dist and Triton too.",
+    "full: tracebacks of failed ranks show all frames, including frames inside triton_dist and "
+    "Triton.",
 )
 
-# What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.
+# Set by launchers (torchrun, scripts/launch.sh) and Triton, and read in this module only.
 rank = integer("RANK", 0, "Rank of this process in the world.")
 local_rank = integer("LOCAL_RANK", 0, "Rank of this process on its host.")
 world_size = integer("WORLD_SIZE", 1, "Number of processes in the world.")
@@ -346,22 +354,23 @@ error_file: Knob[Path | None] = Knob(
 )
 triton_interpret = flag(
     "TRITON_INTERPRET",
-    "Triton's own switch: kernels decorated while it is 1 are interpreted, on the CPU.",
+    "Triton's variable: kernels that are decorated while it is 1 run in the interpreter on the "
+    "CPU.",
 )
 
 
 def is_set(variable: str) -> bool:
-    """True if ``variable`` is in the environment at all."""
+    """Return whether ``variable`` is in the environment."""
     return variable in os.environ
 
 
 def get_bool_env(variable: str, default: bool = False) -> bool:
-    """Any variable as a flag, for scripts; ``default`` when unset."""
+    """Return any variable as a flag, or ``default`` if it is unset. For scripts."""
     return flag(variable, "", default).get()
 
 
 def get_int_env(variable: str, default: int) -> int:
-    """Any variable as an integer, for scripts; ``default`` when unset."""
+    """Return any variable as an integer, or ``default`` if it is unset. For scripts."""
     return integer(variable, default, "").get()
 
 
@@ -372,7 +381,7 @@ def put(variable: str, value: str) -> None:
 
 @contextmanager
 def having(variable: str, value: str) -> Iterator[None]:
-    """Within, the environment has this value; then what it had before."""
+    """Context manager that sets ``variable`` to ``value`` and restores the previous value."""
     before = os.environ.get(variable)
     os.environ[variable] = value
     try:
@@ -385,16 +394,16 @@ def having(variable: str, value: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """A copy of the whole environment, for a process that is about to be started."""
+    """Return a copy of the environment, for a process that is about to be started."""
     return dict(os.environ)
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:
-    """Make ``environment`` the whole environment of this process and its children."""
+    """Replace the environment of this process and its children."""
     os.environ.clear()
     os.environ.update(environment)
 
 
-# The first read, before the program can change its working directory.
+# Resolve relative paths now, before the program can change its working directory.
 for _each in (cache_dir, autotune_readonly_dirs, autotune_log_dir):
     _each.get()

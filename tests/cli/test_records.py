@@ -506,7 +506,7 @@ def test_without_matplotlib_nothing_is_written(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = run("report", "gemm", "--out", str(tmp_path / "out"))
     assert status == 2
-    assert "report needs matplotlib, which is not installed here. Install it: pip install " in err
+    assert "report needs matplotlib, which is not installed. Install it: pip install " in err
     assert not (tmp_path / "out").exists()
 
 
