@@ -1,11 +1,11 @@
-"""Tuning of functions that contain ``triton.autotune`` kernels.
+"""Tuning of functions that launch ``triton.autotune`` kernels.
 
 @contextual_autotune(is_dist=True)
 def step(x):              # launches kernels that are decorated with triton.autotune
     ...
 
-step(x)    # calls the function until every kernel has its config, the same on all ranks
-step(x)    # one call
+step(x)    # calls the function until every kernel has a config, which is equal on all ranks
+step(x)    # calls the function once
 """
 
 from triton_dist._tuning.compose_contextual import contextual_autotune

@@ -3,8 +3,8 @@
 @autotune(config_space=[{"gemm_config": c} for c in configs], key_fn=lambda A, B: to_hashable(A))
 def matmul(A, B, gemm_config): ...
 
-matmul(A, B)                    # tunes at the first call of a key, then looks up
-matmul(A, B, autotune=False)    # the first config
+matmul(A, B)                    # first call of a key: tunes; later calls: look up the config
+matmul(A, B, autotune=False)    # uses the first config
 """
 
 from triton_dist._tuning.compose import autotune

@@ -40,7 +40,7 @@ def test_a_call_that_would_tune_is_an_error_on_every_rank_before_anything_runs(s
     assert [rank.device.now for rank in ranks] == [0.0] * size
     text = str(errors[-1])
     for part in (
-        "ops.run, key 1 on fake: no record;",
+        "ops.run, key 1 on fake: no record. Tuning is forbidden",
         "call the function, or its tune()",
         "unset",
     ):

@@ -223,13 +223,15 @@ def test_whatever_is_edited_in_a_pack_is_noticed():
     tree = tree_of(1, checksum=True)
     assert len(list(unpack(json.loads(json.dumps(tree, indent=4))))) == 1
     for _ in edits(tree):
-        with pytest.raises(ValueError, match=r"checksum does not fit|no pack|a later version wrote it"):
+        with pytest.raises(
+            ValueError, match=r"checksum does not fit|no pack|a later version wrote"
+        ):
             list(unpack(tree))
 
 
 def test_a_later_format_is_said():
     tree = tree_of(1) | {"pack": PACK_FORMAT + 1}
-    with pytest.raises(NewerSchema, match="a later version wrote it"):
+    with pytest.raises(NewerSchema, match="a later version wrote"):
         list(unpack(tree))
 
 

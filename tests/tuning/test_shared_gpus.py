@@ -87,7 +87,7 @@ def tunings(device, ranks):
 def test_the_leader_says_once_that_times_mean_little(gpu, sharing):
     ((category, text),) = tunings(gpu, RANKS)
     assert category is TuningWarning
-    assert text.startswith("4 ranks share a GPU and take turns on it")
+    assert text.startswith("4 ranks share a GPU and run alternately on it")
     assert tunings(gpu, SimpleNamespace(is_leader=False)) == []
 
 

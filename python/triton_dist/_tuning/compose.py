@@ -1,5 +1,7 @@
-"""The one place that picks device, ranks, store, search and benchmarker, and makes a tuner of
-them."""
+"""Build an :class:`AutoTuner` from its parts: device, ranks, stores, search and hooks.
+
+The engine depends on protocols only. This module selects the implementations.
+"""
 
 from __future__ import annotations
 
@@ -72,87 +74,87 @@ def autotune(
     waves_fn: Callable[[Any, Config], float | None] | None = None,
     input_variants_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
-    """Decorator: choose the tunable arguments of a function by measuring, once for each key.
+    """Return a decorator that chooses a function's tunable arguments by measuring, once per key.
 
-    At the first call of a key all ranks of the group measure the candidates together; the config
-    whose slowest rank is fastest (median; of those within 1 % the earliest in the space) is used
-    from then on, and written to
-    ``~/.triton_dist/autotune/<function>/``. Later calls, and later processes, look it up.
+    At the first call of a key, all ranks of the group measure the candidates together. The winner
+    is the config whose slowest rank is fastest: the lowest median, and within 1 % of it the
+    earliest config of the space. The winner is used from then on and recorded in
+    ``~/.triton_dist/autotune/<function>/``. Later calls and later processes look it up.
 
     Args:
         config_space: dicts of keyword arguments of the function, or a callable that returns them,
-            called at the first tuning. The first is the default. Or a ``tune.Product``, which may
-            have millions of configs and lists none.
-        key_fn: called with the arguments of the function; returns a hashable value. One tuning a
-        value.
-        prune_fn: ``prune_fn(config, *args, **kwargs)``, truthy keeps the config; the leader's
-        counts.
-        scope: ``"world"``: tune with the ranks of ``autotune_pg``, default the world. ``"rank"``:
-        alone.
+            called at the first tuning. The first config is the default. Or a ``tune.Product``,
+            which can have millions of configs because it does not list them.
+        key_fn: called with the arguments of the function; returns a hashable key. Each key is tuned
+            once.
+        prune_fn: ``prune_fn(config, *args, **kwargs)`` returns a true value to keep the config.
+            Only the leader's result is used.
+        scope: ``"world"``: tune together with the ranks of ``autotune_pg``, by default all ranks.
+            ``"rank"``: tune on this rank alone.
         prepare_fn: ``prepare_fn(*args, **kwargs, **config)`` compiles a config and checks its
-            resources, launching nothing; an exception on any rank drops the config before any rank
-            launches it. On GPUs it is also run once for each config at the start, with Triton's
-            compiling left out (``warmup`` returns ``None``, exceptions are ignored), to learn what
-            other processes can compile ahead, while candidates are measured.
-        recover_fn: ``recover_fn(*args, **kwargs)``, on all ranks, after a config failed that may
-            have launched on some of them.
-        reset_fn: ``reset_fn(*args, **kwargs)``, before each run while tuning, outside of the timed
-            part, and after the last.
-        check_fn: ``check_fn(output, reference)``, returns ``False`` or raises to reject a config;
-            the reference is the output of the first config that ran.
-        timing: ``"events"``, the device's timer around each run; ``"graph"``, around replays of the
-            run, captured in a CUDA graph, for functions that will be used so. On CPU ranks, where
-            nothing is queued and there is nothing to capture, both are the same.
-        max_seconds: begin no new config after so many seconds; the first is always measured.
-        max_trials: try at most so many configs.
-        search: ``"racing"``, samples in rounds, clear losers leave early; ``"exhaustive"``, all
-            samples of every config in turn; ``"surrogate"``, for spaces too large to try all: a
-            model of what was measured says which to try, and the fastest of these race;
-            ``"auto"``, racing where there are few candidates, else surrogate. Or a search of your
-            own: called with the values by name of each parameter, it returns an object with ``ask``
-            and ``tell`` (``tune.Search``).
-        effort: ``"quick"``, ``"normal"`` or ``"max"``: 50, 200 or 1000 candidates are tried where
-            not all are; with ``"quick"``, no more than 50 in any case. ``max_trials`` wins.
-        version: what the author declares the function to be. Results of other versions are not
-            used; shipped ones are matched by it instead of by the code, and not without it.
-        agree_fn: ``agree_fn(*args, **kwargs)`` returns what must be the same on all ranks besides
-            the key, such as an exact size behind a bucket; compared, as text, at the first call of
-            a key. Ranks that differ get an error instead of a call that hangs.
+            resources, without a launch. An exception on any rank drops the config before any rank
+            launches it. On GPUs it also runs once per config at the start, with Triton's
+            compilation disabled (``warmup`` returns ``None``, exceptions are ignored), to list the
+            kernels that other processes compile while candidates are measured.
+        recover_fn: ``recover_fn(*args, **kwargs)`` resets the state on all ranks after a failed
+            config that some rank may have launched.
+        reset_fn: ``reset_fn(*args, **kwargs)`` runs before each run of the tuning, untimed, and
+            after the last run.
+        check_fn: ``check_fn(output, reference)`` returns ``False`` or raises to reject a config.
+            The reference is the output of the first config that ran.
+        timing: ``"events"``: time each run with the device's timer. ``"graph"``: time replays of
+            the run, captured in a CUDA graph, for functions that production code captures. CPU
+            ranks have no graphs, so both are equal there.
+        max_seconds: start no new config after this time. The first config is always measured.
+        max_trials: maximum number of configs to try.
+        search: ``"racing"``: sample in rounds and drop clear losers early. ``"exhaustive"``: take
+            all samples of each config in turn. ``"surrogate"``, for spaces too large to try: a
+            model of the measurements selects configs, and the fastest of them race. ``"auto"``:
+            racing for few candidates, else surrogate. Or a callable that takes the values of each
+            parameter by name and returns an object with ``ask`` and ``tell`` (``tune.Search``).
+        effort: ``"quick"``, ``"normal"`` or ``"max"``: try 50, 200 or 1000 candidates of a space
+            that is too large to try completely. ``"quick"`` limits every search to 50 candidates.
+            ``max_trials`` overrides it.
+        version: the author's version of the function. Records of other versions are not used.
+            Shipped records are matched by the version instead of by the source code, and need one.
+        agree_fn: ``agree_fn(*args, **kwargs)`` returns values that must be equal on all ranks in
+            addition to the key, such as the exact size of a bucketed size. They are compared as
+            text at the first call of a key. If they differ, all ranks raise instead of hanging.
         restore: names of arguments that the function changes (tensors, or tuples, lists and dicts
-            of them): while tuning they are made what they were before each run, untimed, and the
-            call that follows finds them unchanged. Takes as much memory again.
-        ignore: names of constants that do not count in records: globals, closure cells, arguments
-            and attributes that the function, its hooks or their helpers read or bind, such as
-            ``"RANK"``.
-        sizes: names of arguments of the function, or of fields of a named tuple that ``key_fn``
-            returns: ints whose every value is not worth a tuning, such as a number of tokens. A
-            tuning serves a range of each (``fine_bucket``; a mapping gives another rounding by
-            name), and keys that differ in sizes alone learn from one another: the first call of a
-            new range, beside tuned ones, lets their few best configs race for
-            ``TRITON_DIST_AUTOTUNE_WARM_START_MS`` milliseconds. Where nothing can be measured,
-            neighbours decide alone. Arguments are added to what ``key_fn`` returns, which then
-            need not know them.
-        fallback_fn: ``fallback_fn(config)``, true for configs that are far from the best nowhere,
-            such as a library's: one of them races at every size, and is used in doubt. Where it
-            returns names, one of each, of four at most.
-        waves_fn: ``waves_fn(key, config)``, how many times a call of ``key``, which is what
-            ``key_fn`` returns, fills the device: its tiles over those that run at a time, not
-            rounded. What takes no more waves takes no more time, so this says which config is worth
-            racing at a size beside those that were measured. ``None``: its time grows with the
-            sizes. Needs ``sizes``.
-        input_variants_fn: ``input_variants_fn(*args, **kwargs)`` returns mappings from names of
-            arguments to other values, as likely as those of the call and as many on every rank, for
-            functions whose time depends on values in their tensors: each sample is the mean of the
-            call and of one call with each mapping. Not with ``restore`` and ``reset_fn``, as
-            nothing is brought back between these calls.
+            of tensors). During tuning they are restored before each run, untimed, and before the
+            call that follows. The copies need as much memory as the tensors.
+        ignore: names of constants that records do not depend on, such as ``"RANK"``: globals,
+            closure cells, arguments and attributes that the function, its hooks or their helpers
+            read or bind.
+        sizes: names of int arguments of the function, or of int fields of a named tuple that
+            ``key_fn`` returns, with too many values to tune each, such as a number of tokens. One
+            tuning serves a range of each size, rounded by ``fine_bucket``; a mapping sets another
+            rounding by name. Arguments are added to the result of ``key_fn``, which may omit them.
+            Keys that differ only in sizes warm-start each other: at the first call in a new range,
+            the best configs of neighbouring ranges race for ``TRITON_DIST_AUTOTUNE_WARM_START_MS``
+            milliseconds. If nothing can be measured, the neighbours' records decide.
+        fallback_fn: ``fallback_fn(config)`` returns true for configs that are nowhere much slower
+            than the best, such as a library's algorithm. One of them races at every size, and wins
+            when the measurements do not decide. If it returns names, one config per name races,
+            four at most.
+        waves_fn: ``waves_fn(key, config)`` returns how often a call fills the device: its tiles
+            divided by the tiles that run concurrently, not rounded; ``key`` is the result of
+            ``key_fn``. The tuner assumes that equal wave counts, rounded up, take equal time, and
+            uses this to select configs for a size from measurements of neighbouring sizes.
+            ``None``: the time grows with the sizes. Requires ``sizes``.
+        input_variants_fn: ``input_variants_fn(*args, **kwargs)`` returns mappings from argument
+            names to other, equally likely values, the same number on each rank. It is for functions
+            whose time depends on the values in their tensors. Each sample is the mean over the call
+            and one call per mapping. Excludes ``restore`` and ``reset_fn``, because nothing is
+            restored between these calls.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
-    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
-    keyword that is also a tunable name holds, while tuning too: the other names are tuned for it,
-    and each value of it is a key of its own.
+    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. If the last one is ``True``, the
+    caller may set a tunable argument by keyword. The remaining tunable arguments are tuned for this
+    value, and each value has its own key.
 
     Raises:
-        InvalidArgument: an argument above that is not one of its choices.
+        InvalidArgument: an argument has an unsupported value.
     """
     one_of("scope", scope, _SCOPES)
     one_of("timing", timing, _TIMINGS)
@@ -180,15 +182,13 @@ def autotune(
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
     if input_variants_fn is not None and (restore or reset_fn is not None):
-        expected = "None where restore or reset_fn bring back what a run changes"
+        expected = "None, because restore and reset_fn restore what a run changes"
         raise InvalidArgument("autotune", "input_variants_fn", input_variants_fn, expected)
     rounding = roundings(sizes)
     if waves_fn is not None and not rounding:
-        raise InvalidArgument("autotune", "waves_fn", waves_fn, "None where there are no sizes")
+        raise InvalidArgument("autotune", "waves_fn", waves_fn, "None without sizes")
     if isinstance(config_space, Product) and sizes:
-        wanted = (
-            "a list of configs, such as list(product), as sizes= asks each what it may be used for"
-        )
+        wanted = "a list of configs, such as list(product): sizes= reads every config"
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
     if isinstance(config_space, Product) and not config_space.is_listed and search in LISTING:
         wanted = f'"surrogate" or "auto" for a space of {len(config_space)} combinations'
@@ -199,7 +199,7 @@ def autotune(
         except TypeError as error:
             expected = "dicts of keyword arguments, or a function that returns them"
             raise InvalidArgument("autotune", "config_space", config_space, expected) from error
-        config_space = list(configs)  # an iterator would be empty at the second look
+        config_space = list(configs)  # an iterator can be read only once
     own = search if callable(search) else None
     named_search = search if isinstance(search, str) else f"own {qualified_name(search)}"
     policy = functools.partial(
@@ -264,8 +264,11 @@ _tuned: weakref.WeakSet[AutoTuner] = weakref.WeakSet()
 
 
 def _read_sources() -> None:
-    """Read and parse all that the functions reach whose records are in packs with kernels: half a
-    second of a first call, which has the result at hand then."""
+    """Parse the sources of the functions whose records are in packs with kernels.
+
+    Parsing takes 0.5 s of a first call. It runs while kernels are loaded, so the first call finds
+    the result.
+    """
     keys = [each.key for packed in packs_in(pack_places()) for each in records_of(packed)]
     names = {(key.module, key.function) for key in keys}
     for tuned in list(_tuned):
@@ -283,14 +286,14 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Composer:
-    """Puts the parts together for one tuned function."""
+    """The parts that do not depend on the call, for one tuned function."""
 
     scope: str
     policy: Callable[..., Policy]
-    """Policy of a device, by its name and by whether ranks take turns on it."""
+    """Returns the policy for a device name and for whether ranks share the device."""
     search: Callable[..., Search]
     validators: tuple[Callable[..., object], ...]
-    """Functions that decide which configs can win, and what is timed."""
+    """User functions that decide which configs can win and what is timed."""
     version: str
     restore: tuple[str, ...]
     ignore: tuple[str, ...]
@@ -298,7 +301,8 @@ class _Composer:
     memory: MemoryStore
 
     def compose(self, process_group: Any, verbose: bool) -> Parts:
-        """The parts for a first call over ``process_group``, as the environment is now."""
+        """Return the parts for a first call over ``process_group``, with the current
+        environment."""
         ranks: RankGroup = group_for(process_group, self.scope)
         alternates = current_device().name == "cuda" and ranks_per_gpu() > 1
         policy = self.policy(current_device().name, alternates=alternates)
@@ -319,14 +323,17 @@ class _Composer:
     ) -> Fingerprint:
         validators = source_of(self.validators, self.ignore, self.snapshot)
         source = source_of([function, *space.functions], self.ignore, self.snapshot, space.classes)
-        kept = [list(self.restore)] if self.restore else []  # as before for records without it
+        kept = [list(self.restore)] if self.restore else []  # unchanged digest without restore
         digest = codec.digest(space.digest, validators.digests, *kept)
         return fingerprint_of(ranks, policy, source, validators, digest, self.version)
 
 
 @contextmanager
 def _quiet(bounded: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """No gradients, and no wait in a kernel that outlasts the patience of the other ranks: a
-    candidate that dead-locks there fails and is voted out, and nobody has to be ended."""
+    """Context manager for trials: disable gradients and bound the waits in kernels.
+
+    A candidate that deadlocks in a kernel then fails, and the vote drops it on all ranks. No
+    process has to be ended.
+    """
     with torch.no_grad(), bounded():
         yield

@@ -1,4 +1,4 @@
-"""Picks and wires the parts of a contextual tuning, as ``compose`` does for ``tune.autotune``."""
+"""Build the parts of a contextual tuning, as ``compose`` does for ``tune.autotune``."""
 
 from __future__ import annotations
 
@@ -44,30 +44,29 @@ def contextual_autotune(
     race: bool = False,
     group: Any = None,
 ) -> Callable[[Callable[..., Any]], ContextualAutoTuner]:
-    """Decorator: tune the ``triton.autotune`` kernels that a function launches, by calling it.
+    """Return a decorator that tunes the ``triton.autotune`` kernels that a function launches.
 
-    While the function runs, launches of such kernels are intercepted. The whole function is called
-    again and again; in each call every kernel runs once for each key, with its current config, so
-    that side effects and hand-shakes between ranks happen as in production. Each kernel and key
-    goes through its configs; one that is through goes on with its best while others continue. The
-    result of the last call is returned. Winners are kept on disk: a later process calls the
-    function once.
-
-    Args:
-        is_dist: ranks step together, the slowest rank's time counts, and all choose the same
-            config for every kernel. ``False``: this rank alone, whatever other ranks do.
-        n_repeat: timed launches of each config.
-        n_warmup: untimed launches before them.
-        race: clear losers leave early; the numbers above are then those of a config that stays to
-            the end.
-        group: ranks that step together with ``is_dist=True``; default: the world.
+    Launches of these kernels are intercepted while the function runs. The whole function is called
+    repeatedly. In each call, every kernel runs once per key with its current config, so side
+    effects and synchronisation between ranks happen as in production. A kernel that has tried all
+    its configs uses its best one while others continue. The result of the last call is returned.
+    Winners are recorded on disk, so a later process calls the function once.
 
     Static and class methods may be decorated in either order. While torch traces, and on fake or
-    meta tensors, the function is called as it is.
+    meta tensors, the function is called without tuning.
+
+    Args:
+        is_dist: ``True``: ranks tune together, the slowest rank's time counts, and all ranks choose
+            the same config for every kernel. ``False``: this rank tunes alone.
+        n_repeat: number of timed launches of each config.
+        n_warmup: number of untimed launches before them.
+        race: drop clear losers early. The counts above then apply to configs that stay to the end.
+        group: process group of the ranks that tune together with ``is_dist=True``; by default all
+            ranks.
 
     Raises:
-        InvalidArgument: an argument that cannot work; or, of the decorator, something that is no
-            function which computes when it is called, such as a kernel or a coroutine function.
+        InvalidArgument: an argument has an unsupported value; or the decorated object is not a
+            function that computes when it is called, such as a kernel or a coroutine function.
     """
     if callable(is_dist):
         expected = "True or False; write @contextual_autotune() with parentheses"
@@ -101,7 +100,7 @@ def contextual_autotune(
 
 @dataclass(frozen=True)
 class _Composer:
-    """Puts the parts together for one tuning, as the environment is then."""
+    """The arguments of one decorator. Composes the parts of a tuning."""
 
     is_dist: bool
     repeat: int
@@ -113,8 +112,9 @@ class _Composer:
         return group_for(self.group, "world" if self.is_dist else "rank")
 
     def compose(self) -> ContextualParts:
+        """Return the parts of a tuning, with the current environment."""
         if is_interpreting():
-            # All kernels may be those of libraries, which do not call triton_dist.jit.
+            # Kernels of libraries do not call triton_dist.jit, which installs the interpreter.
             modes.install_interpreter()
         ranks = self.ranks()
         policy = Policy(
@@ -135,7 +135,7 @@ class _Composer:
 
 
 def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
-    # Of the live configs: a hook without a stable text is in the space by its name alone.
+    # Use the live configs: the space has only the name of a hook without a stable text.
     hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):
@@ -149,7 +149,7 @@ def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpac
 
 
 def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:
-    """The functions of each ``triton.heuristics`` between the tuner and the kernel."""
+    """Yield the functions of each ``triton.heuristics`` between the tuner and the kernel."""
     while hasattr(fn, "fn"):
         if isinstance(getattr(fn, "values", None), dict):
             yield from fn.values.values()

@@ -1,4 +1,4 @@
-"""Parts that tunings of both decorators share in a process."""
+"""Parts and state that both tuners share in a process."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
 
 _regions: set[object] = set()
-"""One for each ``autotuning`` region that this process is in."""
+"""An object for each ``autotuning`` region that this process is in."""
 
 
 @contextmanager
 def autotuning() -> Iterator[None]:
-    """Region in which calls may tune although the environment forbids it: neither
-    ``TRITON_DIST_AUTOTUNE=0`` nor ``TRITON_DIST_AUTOTUNE_FROZEN=1`` counts there.
+    """Context manager in which calls may tune although the environment forbids it.
 
-    It is of the process, in all its threads, as the variables are: a backward pass runs in others.
-    Ranks that tune together must all be in one. ``autotune=False`` of a call holds there too. What
-    was chosen stays chosen: calls of the same keys use it afterwards.
+    Inside it, ``TRITON_DIST_AUTOTUNE=0`` and ``TRITON_DIST_AUTOTUNE_FROZEN=1`` have no effect.
+    ``autotune=False`` of a call keeps its effect. The region applies to all threads of the process,
+    because autograd runs backward passes on other threads. All ranks that tune together must be
+    inside. Configs that were chosen inside stay in use after the region.
     """
     region = object()
     _regions.add(region)
@@ -57,24 +57,28 @@ def autotuning() -> Iterator[None]:
 
 
 def is_off() -> bool:
-    """True where nothing is tuned or looked up, and defaults are used."""
+    """Return whether tuning and look-ups are disabled, so that default configs are used."""
     return not (_regions or knobs.autotune.get())
 
 
-# A trial that waits for its backward pass is paused by what tunes there.
+# A trial may wait for its backward pass, which runs on another thread. If that thread tunes, it
+# must pause the trial's watch.
 watchdog.around = InheritedValue("triton_dist.watches")
-_gates: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
-"""By ranks, as long as these live."""
+_tuning_locks: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
+"""Tuning locks by group of ranks."""
 
 
 def hardware_of(device: Device, ranks: RankGroup) -> str:
-    """The part of the hardware that results of other hardware are kept beside, not replaced by."""
+    """Return the part of a key that names the hardware.
+
+    Records of different hardware are kept next to each other; they do not replace each other.
+    """
     group = [f"{name} {value}" for name, value in sorted(ranks.facts().items())]
     return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
 
 
-# A thread of the parent may hold one, and there is none in the child of a fork to release it.
-os.register_at_fork(after_in_child=_gates.clear)
+# After a fork, a lock may be held by a thread that exists only in the parent.
+os.register_at_fork(after_in_child=_tuning_locks.clear)
 
 
 @functools.cache
@@ -93,17 +97,19 @@ def pack_store(root: Path) -> PackStore:
 
 
 def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> Common:
-    """Parts that both tuners have, as the environment is now.
+    """Return the parts that both tuners use, with the current environment.
 
     Args:
-        stores: looked up besides the user's own files and the read-only folders: the first before
-            them, the others after them.
+        stores: stores to search in addition to the user's files and the read-only folders. The
+            first one is searched before them, the others after them.
     """
     shipped.install()
     device: Device = current_device()
     seconds = knobs.autotune_timeout.get()
     files = file_store(knobs.cache_dir.get())
     folders = map(read_only_store, knobs.autotune_readonly_dirs.get())
+    # Groups of one rank share a lock, because they share the device of this process.
+    lock_key = ranks if ranks.size > 1 else TuningLock
     return Common(
         settings=Settings(
             policy=policy,
@@ -121,11 +127,10 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         hardware=hardware_of(device, ranks),
         store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
         journal=lambda key: FileJournal(files.path(key).with_suffix(".journal"), key.module),
-        # Ranks wait for one another for so long: a wait in a kernel must end before.
+        # Other ranks wait for ``seconds``. A wait in a kernel must end earlier.
         quiet=functools.partial(_trials, device, ranks, seconds / 2),
         settling=functools.partial(settling, device, seconds),
-        # Ranks that are alone share one: they share a device too.
-        tuning_lock=_gates.setdefault(ranks if ranks.size > 1 else TuningLock, TuningLock()).turn,
+        tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).held,
         compiler=CompilePool if device.name == "cuda" else None,
         random_state=RandomState,
     )
@@ -133,7 +138,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
 
 @contextmanager
 def _trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
-    """Within, candidates are tried, and a wait in a kernel ends after ``seconds``."""
+    """Context manager for trials: a wait in a kernel ends after ``seconds``."""
     if device.name == "cuda" and ranks_per_gpu() > 1 and ranks.is_leader:
         _warn_of_shared_gpus(ranks_per_gpu())
     with bounded_waits(seconds), marking.off():
@@ -142,10 +147,12 @@ def _trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
 
 @functools.cache
 def _warn_of_shared_gpus(ranks: int) -> None:
+    """Warn once per process."""
     """Once in a process."""
     warn(
-        f"{ranks} ranks share a GPU and take turns on it: what is tuned now works, but times mean "
-        "little. Its records are kept apart from those of one rank per GPU.",
+        f"{ranks} ranks share a GPU and run alternately on it. Tuning works, but the times do "
+        "not predict the performance with one rank per GPU. Records are kept separately from "
+        "records with one rank per GPU.",
         TuningWarning,
     )
 
@@ -158,11 +165,13 @@ def fingerprint_of(
     space: str,
     version: str = "",
 ) -> Fingerprint:
-    """All that a record made now depends on.
+    """Return everything that a record made now depends on.
 
     Args:
-        judges: of the functions that decide which configs can win, and what is timed.
-        space: digest of the config space and of these functions.
+        source: source of the tuned function.
+        validators: source of the functions that decide which configs can win and what is timed.
+        space: digest of the config space and of the validators.
+        version: the version that the author declared.
     """
     return Fingerprint(
         hardware=current_device().facts(),
@@ -179,43 +188,47 @@ def fingerprint_of(
 
 
 def _validating(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Constants of judges, besides those that are ``known`` of the function that is tuned; under
-    names apart from these."""
+    """Return the validators' constants that differ from the constants in ``known``, with names
+    marked as theirs."""
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
     }
 
 
-Waiters: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
-_turns = InheritedValue("triton_dist.tuning")
-"""``Waiters`` of the running thread, and of the one whose backward pass it works on: by gate, who
-is inside, and a lock for those that this one waits for."""
+Holders: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
+_lock_holders = InheritedValue("triton_dist.tuning")
+"""``Holders`` of the running thread, and of the thread whose backward pass it runs.
+
+By tuning lock: the id of the thread that holds it, and a lock for the threads that it waits for.
+"""
 
 
 class TuningLock:
-    """A lock that lets one thread tune at a time, and whoever that thread waits for.
+    """A lock that lets one thread tune at a time, including the threads that this thread waits for.
 
-    Re-entrant: a tuned function may call a tuned function. On GPUs it may do so on a thread of
-    autograd, while its own thread waits in ``backward``. What it does not know: torch has one such
-    thread for each GPU, so a backward pass of another thread, which waits for its turn there, keeps
-    one that the thread inside waits for from running.
+    It is re-entrant, because a tuned function may call a tuned function, on GPUs also on a thread
+    of autograd while the caller waits in ``backward``.
+
+    Limit: torch has one autograd thread per GPU. If another thread's backward pass waits for the
+    lock on it, the backward pass of the holder cannot run.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Within, no other thread tunes, but those that this one waits for, one after another."""
+    def held(self) -> Iterator[None]:
+        """Context manager that holds the lock. Threads that the holder waits for enter one at a
+        time."""
         this = threading.get_ident()
-        turns: Waiters = _turns.get() or {}
-        inside, lock = turns.get(self, (None, self._lock))
+        holders: Holders = _lock_holders.get() or {}
+        inside, lock = holders.get(self, (None, self._lock))
         if inside == this:
             yield
             return
         with lock:
-            before = _turns.put({**turns, self: (this, threading.RLock())})
+            before = _lock_holders.put({**holders, self: (this, threading.RLock())})
             try:
                 yield
             finally:
-                _turns.put(before)
+                _lock_holders.put(before)

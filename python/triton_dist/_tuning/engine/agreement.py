@@ -113,7 +113,7 @@ class Agreement:
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.named(rank): text for rank, (_, text) in enumerate(each)}
-                raise ranks.lose(RankDisagreement(each[ranks.rank][0], texts))
+                raise ranks.ended_by(RankDisagreement(each[ranks.rank][0], texts))
         # Constants that functions bind may differ. Ranks are compared with rank 0, field by field.
         first, *others = agreed([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
@@ -121,7 +121,7 @@ class Agreement:
             for rank, other in enumerate(others, start=1):
                 by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
             what = f"what a tuning of {name} depends on"
-            raise ranks.lose(RankDisagreement(what, by_rank))
+            raise ranks.ended_by(RankDisagreement(what, by_rank))
         self.fingerprint = first
         verdicts = [proposal.verdict for proposal in proposals]
         self.all_hold_it = len({verdict.record for verdict in verdicts}) == 1
@@ -150,12 +150,12 @@ _used: set[str] = set()
 """Digests of the records that functions of this process use."""
 
 
-def is_used(record: TuningRecord) -> None:
+def mark_used(record: TuningRecord) -> None:
     """Note that this process uses ``record``."""
     _used.add(record.digest)
 
 
-def restless_constants(record: TuningRecord, now: Fingerprint) -> str:
+def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
     """Return the constants because of which a ``record`` of an earlier start is not valid ``now``.
 
     Empty if something else differs, or if this process used the record.

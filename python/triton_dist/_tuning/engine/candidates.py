@@ -112,7 +112,7 @@ class CandidateSet:
     Attributes:
         candidates: all candidates. If they are not listed, the leader alone has those of the call.
         pruned: the configs that are no candidates; empty if the candidates are not listed.
-        carried: the neighbours that chose the candidates; empty if none did.
+        warm_started_from: the neighbours that chose the candidates; empty if none did.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class WarmStart:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self._pruning, self._key, self._fingerprint = pruning, key, fingerprint
 
-    def field(self, warm: bool = True) -> CandidateSet:
+    def candidate_set(self, warm: bool = True) -> CandidateSet:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
@@ -205,7 +205,9 @@ class WarmStart:
             plan = _Plan(kept=None)
         elif ranks.is_leader:
             try:
-                few, warm_started_from = self._few(answer.kept) if warm else (answer.kept, "")
+                few, warm_started_from = (
+                    self._warm_started(answer.kept) if warm else (answer.kept, "")
+                )
                 plan = _Plan(
                     tuple(map(space.place, few)),
                     tuple((space.place(each.config), each.reason) for each in answer.dropped),
@@ -233,7 +235,7 @@ class WarmStart:
             raise NoValidConfig(self._subject.name, self._key, causes)
         return CandidateSet(space, candidates, pruned, decided.warm_started_from)
 
-    def _few(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
+    def _warm_started(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
         """Return the configs of ``kept`` that neighbours choose, and the neighbours in words.
         Return all of ``kept`` if there are no neighbours."""
         settings, unusable = self._parts.settings, self._call.unusable

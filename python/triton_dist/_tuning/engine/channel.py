@@ -80,8 +80,8 @@ class Channel:
     Attributes:
         clock: the time spent by phase.
         has_met: whether all ranks have sent the first message.
-        lost: the error that ended the conversation. Code that catches exceptions of the user's
-            function must re-raise it, because no more messages can be sent.
+        final_error: the error that ended the exchange of messages. Code that catches exceptions of
+            the user's function must re-raise it, because no more messages can be sent.
         on_stuck: called, by any thread, with a config in which some rank is stuck.
     """
 
@@ -104,7 +104,7 @@ class Channel:
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
         self.clock = Clock()
         self.on_stuck: Callable[[Config, Failure], object] | None = None
-        self.lost: Exception | None = None
+        self.final_error: Exception | None = None
 
     def named(self, rank: int) -> int:
         """Return the rank of the world, for messages, errors and records."""
@@ -146,9 +146,9 @@ class Channel:
         """Queue work that lets the ranks' devices continue together, after a ``all_gather``."""
         self._ranks.line_up()
 
-    def lose(self, error: Exception) -> Exception:
+    def ended_by(self, error: Exception) -> Exception:
         """Note that all ranks raise ``error``, so that no more messages are needed."""
-        self.lost = error
+        self.final_error = error
         return error
 
     def quarantine(self, config: Config, failure: Failure) -> None:
@@ -159,7 +159,7 @@ class Channel:
     def end(self) -> None:
         """Drop all references to the call, so that its arguments are freed without the garbage
         collector. An error holds its frames, and these hold this conversation."""
-        self.lost = self.on_stuck = None
+        self.final_error = self.on_stuck = None
 
     def abort(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks, so that they do not wait for this rank."""
@@ -192,7 +192,7 @@ class Channel:
         if watch.overdue:
             raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
 
-    def accused(self, at: Step) -> Config | None:
+    def blamed_config(self, at: Step) -> Config | None:
         """Return the config to blame if a rank is stuck in this step."""
         return at.config
 
@@ -219,13 +219,13 @@ class Channel:
             with self.clock.phase("agree"):
                 return message()
         except RankDisagreement as error:
-            self.lost = error
+            self.final_error = error
             raise
         except RankTimeout as error:
             late = error
         # Not in the ``except`` block: only an exception that the caller handles is the context.
         try:
-            raise self.lose(self._explained(at, late))
+            raise self.ended_by(self._explained(at, late))
         finally:
             del late  # it holds this frame
 
@@ -250,7 +250,7 @@ class Channel:
         blames: bool,
     ) -> TuningTimeout:
         """``blames``: quarantine the config that is tried, if there is one."""
-        config = self.accused(at)
+        config = self.blamed_config(at)
         error = TuningTimeout(
             rank=self.named(self.rank),
             function=self._function,

@@ -24,9 +24,9 @@ from triton_dist._tuning.values import Config, TuningRecord
 from triton_dist._tuning.values.show import said
 from triton_dist.errors import InvalidArgument, RankDisagreement, TuningTimeout
 
-_HITS_AT_ONCE = 4
+_IMMEDIATE_HITS = 4
 """Keys of a function, the first ones."""
-_MANY = 16
+_MAX_UNREPEATED = 16
 """Keys in a row that were tuned and not called again, from which on there is a warning."""
 
 
@@ -38,15 +38,15 @@ class NewKeys:
         self._waiting: dict[Hashable, None] = {}
         self._is_over = False
 
-    def waits(self, key: Hashable) -> bool:
+    def hits_later(self, key: Hashable) -> bool:
         """Note a key that was tuned; return whether it is to become a hit at its second call."""
         self._tuned += 1
-        if self._tuned <= _HITS_AT_ONCE or self._is_over:
+        if self._tuned <= _IMMEDIATE_HITS or self._is_over:
             return False
         self._waiting[key] = None
         return True
 
-    def again(self, key: Hashable) -> None:
+    def called_again(self, key: Hashable) -> None:
         """Note a call of a known key that is not a hit."""
         if key in self._waiting:
             self._waiting.clear()
@@ -57,7 +57,7 @@ class NewKeys:
         Args:
             sizes: names of sizes in the keys, which may vary.
         """
-        if len(self._waiting) < _MANY:
+        if len(self._waiting) < _MAX_UNREPEATED:
             return ""
         keys = list(self._waiting)
         self._waiting.clear()
@@ -198,7 +198,7 @@ class Choice:
     changed: tuple[str, ...] = ()
     """Names of arguments that trials changed in place and that nothing restored."""
 
-    def of(self, sizes: tuple[int, ...]) -> Choice:
+    def for_sizes(self, sizes: tuple[int, ...]) -> Choice:
         """Return the choice for exact sizes."""
         return (
             self if self.size_table is None else replace(self, config=self.size_table.at(sizes[0]))

@@ -82,7 +82,9 @@ CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_
 
 
 @contextmanager
-def told(function: str, ranks: Callable[[], RankGroup], call: int = 0) -> Iterator[None]:
+def reporting_errors(
+    function: str, ranks: Callable[[], RankGroup], call: int = 0
+) -> Iterator[None]:
     """Context manager that reports an exception of its block to all ranks.
 
     Ranks that wait for this rank in this call, or will, raise at once.
@@ -225,11 +227,11 @@ class OnceWarnings:
     """Warnings of one tuned function, which point at the user's line.
 
     Args:
-        doors: what users call.
+        entry_points: what users call.
     """
 
-    def __init__(self, doors: Iterable[Any]) -> None:
-        called_by_users(doors)
+    def __init__(self, entry_points: Iterable[Any]) -> None:
+        called_by_users(entry_points)
         self._given: set[object] = set()
 
     def warn(self, text: str, about: object = None) -> None:

@@ -18,7 +18,7 @@ from triton_dist._tuning.engine.decorated import (
     OnceWarnings,
     key_of,
     misfit,
-    told,
+    reporting_errors,
 )
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
@@ -248,8 +248,8 @@ class AutoTuner(Decorated):
             return None
         if choice is None:
             return None
-        self._choices.new_keys.again(in_range)
-        return self._keep(process_group, key, choice.of(self.sizes.values(key)))
+        self._choices.new_keys.called_again(in_range)
+        return self._keep(process_group, key, choice.for_sizes(self.sizes.values(key)))
 
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
         """Return the arguments of ``choice``, and keep them for later calls with this exact
@@ -293,9 +293,9 @@ class AutoTuner(Decorated):
             sizes = () if self.sizes is None else self.sizes.values(exact)
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is not None:
-                found = known.of(sizes)
+                found = known.for_sizes(sizes)
                 if not fixed:  # a second call, or its hit gave way to others
-                    choices.new_keys.again(key)
+                    choices.new_keys.called_again(key)
                     self._keep(process_group, exact, found)
                 return found
             parts = self._compose(process_group, verbose)
@@ -324,12 +324,12 @@ class AutoTuner(Decorated):
                 if not fixed:
                     choices.most_hits = self._surroundings.most_hits()
                     choices.ranges[process_group, key] = kept
-                    if not (runs and known.tuned and choices.new_keys.waits(key)):
-                        self._keep(process_group, exact, known.of(sizes))
+                    if not (runs and known.tuned and choices.new_keys.hits_later(key)):
+                        self._keep(process_group, exact, known.for_sizes(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)
-            return known.of(sizes)
+            return known.for_sizes(sizes)
 
     def _resolve(self, subject: Subject, parts: Parts, call: Call) -> Choice:
         choice = resolve(subject, parts, call)
@@ -365,7 +365,7 @@ class AutoTuner(Decorated):
             except TritonDistError:  # autotune_pg is refused: the others use the world
                 return self._surroundings.ranks(None)
 
-        return told(self._name, ranks, self._calls)
+        return reporting_errors(self._name, ranks, self._calls)
 
     def _note(self, process_group: Any, why: str) -> None:
         """Tell ranks that wait for this one in vain, once, what may be the reason."""

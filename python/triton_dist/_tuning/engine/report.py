@@ -58,21 +58,21 @@ class Report:
         best, kind = record.best, "record"
         if record.shipped:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
-        self._exchange(
+        self._show(
             f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}"
         )
 
     @contextmanager
-    def begin(self, field: CandidateSet, reason: str, default: Config) -> Iterator[None]:
+    def begin(self, candidate_set: CandidateSet, reason: str, default: Config) -> Iterator[None]:
         ranks, policy = self._parts.ranks, self._parts.settings.policy
         self._default = default.digest
-        self._total = policy.most_tried(len(field.candidates))
+        self._total = policy.most_tried(len(candidate_set.candidates))
         self._begin, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
-            f"{self._title}: {reason}; tuning {field.shown(policy)} "
+            f"{self._title}: {reason}; tuning {candidate_set.shown(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
         )
-        self._exchange(line)
+        self._show(line)
         self._log.line(f"rank {ranks.named(ranks.rank)}: {line}")
         self._event(
             "begin",
@@ -80,8 +80,8 @@ class Report:
             key=str(self._key),
             hardware=self._key.hardware,
             ranks=ranks.size,
-            candidates=len(field.candidates),
-            pruned=len(field.pruned),
+            candidates=len(candidate_set.candidates),
+            pruned=len(candidate_set.pruned),
             reason=reason,
             policy=dict(policy.facts()),
         )
@@ -128,7 +128,7 @@ class Report:
             self._failed.add(config.digest)
         if new or isinstance(outcome, Failure):
             text = f"  [{label}] {_ms(together)} {config}  ({self._so_far()})"
-            self._exchange(text, logging.DEBUG)
+            self._show(text, logging.DEBUG)
         if self._bar is not None:
             with suppress(OSError, ValueError):
                 self._bar.update(self._task, advance=int(new), description=self._so_far())
@@ -148,7 +148,7 @@ class Report:
         if earlier > _NOTICEABLE_SECONDS:
             phases["earlier starts"] = earlier
         for text in [*summary(record, self._default, phases), line]:
-            self._exchange(text)
+            self._show(text)
             self._log.line(text)
         self._event(
             "winner",
@@ -184,7 +184,7 @@ class Report:
         if self._parts.ranks.is_leader:
             self._log.event(name, **facts)
 
-    def _exchange(self, text: str, level: int = logging.INFO) -> None:
+    def _show(self, text: str, level: int = logging.INFO) -> None:
         # A handler of the user, or the bar, may write to a standard error that is closed.
         with suppress(OSError, ValueError):
             if self._parts.ranks.is_leader:

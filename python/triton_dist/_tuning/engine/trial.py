@@ -342,7 +342,7 @@ class Attempts:
         except TuningTimeout:
             raise
         except Exception as error:
-            if self._ranks.lost is not None:
+            if self._ranks.final_error is not None:
                 raise
             own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
             if self._error is None and self._first_measured is None:

@@ -1,4 +1,4 @@
-"""The first call of a key, from meeting to record. Reads top to bottom.
+"""The first call of a key, from agreement to record. Reads top to bottom.
 
 One law: the leader decides, all agree, nobody infers. Each message of ``ranks`` is sent by all
 ranks at the same place, whatever happened on one of them before.
@@ -16,9 +16,9 @@ from triton_dist._tuning.engine.agreement import (
     Agreement,
     OwnRecord,
     Proposal,
-    is_used,
+    mark_used,
     own_record,
-    restless_constants,
+    unstable_constants,
 )
 from triton_dist._tuning.engine.candidates import CandidateSet, Pruning, WarmStart
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
@@ -126,17 +126,17 @@ class _FirstCall:
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.under(fingerprint))
         own = own_record(stored, lambda record: self._validate(record, fingerprint))
-        meeting = self._meet(key, fingerprint, own)
-        self._key = key = key.under(meeting.fingerprint)
-        self._fingerprint = meeting.fingerprint
-        transfer = WarmStart(parts, subject, call, ranks, self.pruning, key, meeting.fingerprint)
+        agreement = self._agree(key, fingerprint, own)
+        self._key = key = key.under(agreement.fingerprint)
+        self._fingerprint = agreement.fingerprint
+        warm_start = WarmStart(parts, subject, call, ranks, self.pruning, key, self._fingerprint)
         report = Report(parts, key, ranks.clock)
 
-        if meeting.holder is not None:
-            record = self._shared_record(meeting, own.record)
-            holder = ranks.named(meeting.holder)
+        if agreement.holder is not None:
+            record = self._shared_record(agreement, own.record)
+            holder = ranks.named(agreement.holder)
             where = own.where if record is own.record else f"the cache of rank {holder}"
-            is_used(record)
+            mark_used(record)
             report.cached(record, where, own.tolerated)
             config = self._winner(record)
             first_use = functools.partial(
@@ -147,26 +147,29 @@ class _FirstCall:
                     f"To tune again: triton-dist clear {subject.origin.function}, or set "
                     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
                 ),
-                votes=meeting.runs and not (meeting.frozen or meeting.capturing),
+                votes=agreement.runs and not (agreement.frozen or agreement.capturing),
                 restores=bool(subject.hooks.restore),
                 random_state=self._random_state,
             )
             return Choice(
-                config, record, size_table=transfer.size_table(record, config), first_use=first_use
+                config,
+                record,
+                size_table=warm_start.size_table(record, config),
+                first_use=first_use,
             )
 
-        if meeting.frozen or meeting.capturing:
-            predicted, failure = transfer.predicted()
+        if agreement.frozen or agreement.capturing:
+            predicted, failure = warm_start.predicted()
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
-                return Choice(self._winner(predicted), predicted, kept=not meeting.capturing)
-            if failure or meeting.frozen:
-                raise self._cannot(meeting, own.where, failure)
+                return Choice(self._winner(predicted), predicted, kept=not agreement.capturing)
+            if failure or agreement.frozen:
+                raise self._refusal(agreement, own.where, failure)
             return Choice(subject.space.default, None)
 
-        record, where = self._tune(transfer, own, report)
+        record, where = self._tune(warm_start, own, report)
         report.tuned(record, where)
-        is_used(record)
+        mark_used(record)
         config, advice = self._winner(record), ""
         if ranks.is_leader and call.unusable:
             advice = f"{subject.name}, key {key}: {call.unusable}. It was tuned again, and uses "
@@ -177,19 +180,19 @@ class _FirstCall:
                 "this value differs at each start, the function is tuned at each start: name it in "
                 "ignore=(...) of autotune, or do not bind it"
             )
-        size_table = transfer.size_table(record, config)
+        size_table = warm_start.size_table(record, config)
         return Choice(
             config, record, size_table=size_table, tuned=True, advice=advice, changed=self._changed
         )
 
-    def _cannot(self, meeting: Agreement, where: str, failure: str) -> Exception:
+    def _refusal(self, agreement: Agreement, where: str, failure: str) -> Exception:
         """Return the error where nothing may be measured."""
         name, key = self._subject.name, self._key
         why = f"{where}; {failure}" if failure else where
         why_not = f"key {key} cannot be tuned during a capture: {why}"
         error: Exception = CaptureInProgress(name, why_not)
-        if meeting.frozen:
-            error = TuningFrozen(name, key, key.hardware, why, meeting.frozen)
+        if agreement.frozen:
+            error = TuningFrozen(name, key, key.hardware, why, agreement.frozen)
         if failure:
             error.__cause__ = self.pruning.cause
         return error
@@ -204,7 +207,7 @@ class _FirstCall:
             found = replace(found, reasons=tuple(self._reasons_against(record)))
         if found.reasons:
             self._unstable_constants = (
-                restless_constants(record, fingerprint) or self._unstable_constants
+                unstable_constants(record, fingerprint) or self._unstable_constants
             )
         return found
 
@@ -220,7 +223,7 @@ class _FirstCall:
         elif record.shipped and self._winner(record) not in self.pruning.answer.kept:
             yield f"prune_fn drops the winner {record.best}"
 
-    def _meet(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
+    def _agree(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
         """Tell the other ranks what this one came with, and go on only if all have the same.
 
         Raises:
@@ -249,61 +252,62 @@ class _FirstCall:
         proposals = self.ranks.meet(Step("first call of a key"), proposal, bool(call.unusable))
         return Agreement(self.ranks, name, proposals)
 
-    def _shared_record(self, meeting: Agreement, own: TuningRecord | None) -> TuningRecord:
+    def _shared_record(self, agreement: Agreement, own: TuningRecord | None) -> TuningRecord:
         """The holder's record. It is sent only if some rank has none or another one."""
-        if meeting.all_hold_it and own is not None:
+        if agreement.all_hold_it and own is not None:
             return own
-        offer = own if self.ranks.rank == meeting.holder else None
+        offer = own if self.ranks.rank == agreement.holder else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory.put(record)
         return record
 
-    def _tune(self, transfer: WarmStart, own: OwnRecord, report: Report) -> StoredRecord:
+    def _tune(self, warm_start: WarmStart, own: OwnRecord, report: Report) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
-        told = "told to tune always" if self._parts.settings.always_tune else ""
-        field = transfer.field()
+        forced = "told to tune always" if self._parts.settings.always_tune else ""
+        candidate_set = warm_start.candidate_set()
         try:
-            return self._race(field, self._call.unusable or told or own.where, own.record, report)
+            reason = self._call.unusable or forced or own.where
+            return self._race(candidate_set, reason, own.record, report)
         except NoValidConfig as none:
-            if not field.warm_started_from:
+            origin = candidate_set.warm_started_from
+            if not origin:
                 raise
-            reason = (
-                f"those {field.warm_started_from} all failed: {next(iter(none.causes.values()))}"
-            )
-        # What is fast beside these sizes need not work here: all may be tried.
-        return self._race(transfer.field(warm=False), reason, own.record, report)
+            cause = next(iter(none.causes.values()))
+            reason = f"all candidates {origin} failed: {cause}"
+        # Configs that are fast at neighbouring sizes may fail here, so race all configs.
+        return self._race(warm_start.candidate_set(warm=False), reason, own.record, report)
 
     def _race(
-        self, field: CandidateSet, reason: str, own: TuningRecord | None, report: Report
+        self, candidate_set: CandidateSet, reason: str, own: TuningRecord | None, report: Report
     ) -> StoredRecord:
-        """Measure the candidates of ``field``."""
+        """Measure the candidates of ``candidate_set``."""
         parts, ranks, subject = self._parts, self.ranks, self._subject
         call, restore, sizes = self._call, subject.hooks.restore, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
         journal = parts.journal(self._key)
         try:
-            head = journal_head(self._key, self._fingerprint, field.head)
+            head = journal_head(self._key, self._fingerprint, candidate_set.head)
             progress = Progress(journal, head, own, ranks)
             ranks.on_stuck = progress.quarantine
-            with report.begin(field, reason, subject.space.default):
+            with report.begin(candidate_set, reason, subject.space.default):
                 with parts.quiet():
                     restorer.keep()
                     try:
-                        error = self._try(field, progress, report, restorer)
+                        error = self._try(candidate_set, progress, report, restorer)
                     finally:
                         restorer.restore()
                     self._changed = tuple(restorer.changed())
-                trials = (*progress.trials(subject.space.place), *field.pruned_trials())
+                trials = (*progress.trials(subject.space.place), *candidate_set.pruned_trials())
                 ended, seconds, dropped = ranks.broadcast(
-                    Step("end"), (timestamp(), progress.seconds, field.dropped())
+                    Step("end"), (timestamp(), progress.seconds, candidate_set.dropped())
                 )
                 # The exact sizes of the call, where they are not the end of their range.
                 ends = call.sizes if sizes is None else sizes.values(call.key)
                 at = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
-                    self._key, self._fingerprint, trials, ended, seconds, field.warm_started_from,
-                    at, dropped, progress.by_rank(),
+                    self._key, self._fingerprint, trials, ended, seconds,
+                    candidate_set.warm_started_from, at, dropped, progress.by_rank(),
                 )  # fmt: skip
                 try:
                     _ = record.best
@@ -321,7 +325,7 @@ class _FirstCall:
         return StoredRecord(record, where)
 
     def _try(
-        self, field: CandidateSet, progress: Progress, report: Report, restorer: Restorer
+        self, candidate_set: CandidateSet, progress: Progress, report: Report, restorer: Restorer
     ) -> Exception | None:
         """Do what the search asks for, until it asks for nothing more.
 
@@ -333,16 +337,16 @@ class _FirstCall:
         search: Search | None = None
         if (
             ranks.is_leader
-            and field.warm_started_from
-            and not isinstance(field.candidates, Unlisted)
+            and candidate_set.warm_started_from
+            and not isinstance(candidate_set.candidates, Unlisted)
         ):
-            search = parts.brief(field.candidates, policy, parts.settings.warm_start_ms)
+            search = parts.brief(candidate_set.candidates, policy, parts.settings.warm_start_ms)
         elif ranks.is_leader:
-            search = parts.search(field.candidates, policy, self._incumbent)
+            search = parts.search(candidate_set.candidates, policy, self._incumbent)
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, closing(ahead), ExitStack() as scope:
-            is_only = policy.most_tried(len(field.candidates)) == 1
+            is_only = policy.most_tried(len(candidate_set.candidates)) == 1
             attempts = Attempts(
                 self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only
             )
@@ -351,7 +355,7 @@ class _FirstCall:
                 attempts.recover("the recorded winner")
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
-                label = field.label(request.config, policy)
+                label = candidate_set.label(request.config, policy)
                 report.trying(label, request)
                 by_rank: Sequence[Sequence[float]] = ()
                 if outcome is None:

@@ -42,7 +42,7 @@ class Watch:
     grace: float
     report: Callable[[], Exception]
     """Called once it is overdue, on a thread of its own; what it gives is said on stderr."""
-    tell: Callable[[Exception], object]
+    notify_ranks: Callable[[Exception], object]
     """Called last, with the same: the other ranks may be hard to reach."""
     now: Callable[[], float] = time.monotonic
     """In seconds, without those in which the process was stopped."""
@@ -113,14 +113,14 @@ class Watchdog:
         seconds: float,
         grace: float,
         report: Callable[[], Exception],
-        tell: Callable[[Exception], object],
+        notify_ranks: Callable[[Exception], object],
     ) -> Iterator[Watch]:
         """Within, between ``begin`` and ``end`` of what this gives, the user's code runs: past
         ``seconds`` call ``report``, and ``grace`` later end the process.
 
         ``overdue`` says afterwards whether it was reported.
         """
-        watch = Watch(seconds, grace, report, tell, self._now)
+        watch = Watch(seconds, grace, report, notify_ranks, self._now)
         before = self.around.put((*(self.around.get() or ()), watch))
         with self._changed:
             self._watches.add(watch)
@@ -188,7 +188,7 @@ class Watchdog:
                     continue
                 reported, first.overdue = first.overdue, True
             if reported:
-                _exchange(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
+                _print(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
                 _end(WATCHDOG_EXIT_STATUS)
                 return
             # Not here: what a report does may block, and the end must come nevertheless.
@@ -197,17 +197,17 @@ class Watchdog:
 
 def _report(watch: Watch) -> None:
     error = watch.report()
-    _exchange(
+    _print(
         f"triton_dist: {error}\nThis process ends in {watch.grace:g} s if it does not "
         "come back. What it is doing:"
     )
     if sys.__stderr__ is not None:
         with suppress(Exception):  # it may be closed
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-    watch.tell(error)
+    watch.notify_ranks(error)
 
 
-def _exchange(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(Exception):
         print(text, file=sys.__stderr__, flush=True)
 

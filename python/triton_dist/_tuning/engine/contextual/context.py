@@ -366,7 +366,7 @@ class Messages(Channel):
                 return self.meet(at, value)
             return super().all_gather(at, value, after or self.limit)
 
-    def accused(self, at: Step) -> Config | None:
+    def blamed_config(self, at: Step) -> Config | None:
         suspect = self._suspect()
         return None if suspect is None else suspect[1]
 
@@ -437,26 +437,26 @@ def open_context(
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
     if own.failure is not None:
-        raise messages.lose(own.take_failure())
-    meeting = Agreement(messages, context.name, proposals)
-    context.key = key.under(meeting.fingerprint)
-    if meeting.winner is not None:
-        context.use(own.live[meeting.winner])
+        raise messages.ended_by(own.take_failure())
+    agreement = Agreement(messages, context.name, proposals)
+    context.key = key.under(agreement.fingerprint)
+    if agreement.winner is not None:
+        context.use(own.live[agreement.winner])
         context.recorded = f"config {shown(context.winner)} of the tuning record {found.where}"
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
         return context
-    leader, policy = meeting.leader, parts.settings.policy
+    leader, policy = agreement.leader, parts.settings.policy
     kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
     if len(kept) < len(leader.kept):
         raise LookupError(f"{context.name}: the leader's pruning made configs that this rank lacks")
     pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
-        raise messages.lose(NoValidConfig(context.name, context.key, causes))
-    if meeting.frozen and len(kept) > 1:
-        key, frozen = context.key, meeting.frozen
-        raise messages.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
-    if meeting.capturing:
+        raise messages.ended_by(NoValidConfig(context.name, context.key, causes))
+    if agreement.frozen and len(kept) > 1:
+        key, frozen = context.key, agreement.frozen
+        raise messages.ended_by(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
+    if agreement.capturing:
         context.winner, context.provisional = own.live[kept[0].digest], True
         warn(
             f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
@@ -464,7 +464,7 @@ def open_context(
             TuningWarning,
         )
         return context
-    context.candidates, context.pruned, context.fingerprint = kept, pruned, meeting.fingerprint
+    context.candidates, context.pruned, context.fingerprint = kept, pruned, agreement.fingerprint
     context.plan = parts.plan(kept, policy.warmup, policy.repeat)
     context.warmup = policy.warmup
     if len(kept) == 1:

@@ -24,7 +24,7 @@ from triton_dist._tuning.engine.contextual.interception import (
 )
 from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
-from triton_dist._tuning.engine.decorated import Decorated, told
+from triton_dist._tuning.engine.decorated import Decorated, reporting_errors
 from triton_dist._tuning.protocols import RandomState, RankGroup
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import TritonDistError
@@ -87,7 +87,7 @@ class ContextualAutoTuner(Decorated):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function; tunes what its kernels meet for the first time."""
         if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
-            return self._call_beside_tuning(args, kwargs)
+            return self._call_unsettled(args, kwargs)
         return self._watched(args, kwargs)
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class ContextualAutoTuner(Decorated):
         self._contexts.clear()
         self._settled_in = _UNSETTLED
 
-    def _call_beside_tuning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_unsettled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that has to tune, or that may be part of one that does."""
         if self._interception.is_traced((args, kwargs)):
             return self.fn(*args, **kwargs)
@@ -165,13 +165,14 @@ class ContextualAutoTuner(Decorated):
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world
-        with told(self._name, self._ranks):
+        with reporting_errors(self._name, self._ranks):
             parts = self._compose()
         random_state = parts.random_state(values)
         return Session(self._name, self._contexts, parts, self._interception, random_state)
 
     def _is_off(self) -> bool:
-        with told(self._name, self._ranks):  # such as a variable that is set on this rank only
+        # An invalid environment variable may be set on this rank only.
+        with reporting_errors(self._name, self._ranks):
             return self._is_off_now()
 
     def _settle(self, session: Session | Defaults) -> None:

@@ -114,7 +114,7 @@ class Interception:
             if not self._watches:
                 self._prune = Autotuner.prune_configs
                 if not self.sessions:
-                    self._own_runs.look()
+                    self._own_runs.find()
             self._own_runs.replace()
             self.sessions.append(session)
 
@@ -124,7 +124,7 @@ class Interception:
             if not self.sessions:
                 Autotuner.run = self._run
                 self._own_runs.restore()
-                self._own_runs.look()  # the function may have imported some
+                self._own_runs.find()  # the function may have imported some
                 if self._watches:
                     self._own_runs.replace(only_pruning=True)
 

@@ -98,7 +98,7 @@ class OwnRuns:
         """Those whose own comes to Triton's pruning: not seen otherwise, in a settled function."""
         self._warned: set[type[Autotuner]] = set()
 
-    def look(self) -> None:
+    def find(self) -> None:
         """Find the classes that are there now. None is replaced at that time."""
         for kind in _subclasses(Autotuner):
             own = vars(kind).get("run")

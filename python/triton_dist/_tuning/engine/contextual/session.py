@@ -43,7 +43,7 @@ from triton_dist.errors import (
 Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
 """Contexts of one decorated function, by kernel and Triton's key, in order of opening."""
 
-_MOST_LEFT_BEHIND = 8
+_MAX_UNTUNED_KEYS = 8
 _SLOWER = 3.0
 """So many times as long as the last call the next one may take: a training step may be long."""
 
@@ -153,8 +153,8 @@ class Session:
             RankDisagreement: ranks stepped different kernels, or in another order.
             NoValidConfig: every config of some kernel has failed.
         """
-        if self._messages.lost is not None:  # and the function has swallowed it
-            raise self._messages.lost
+        if self._messages.final_error is not None:  # and the function has swallowed it
+            raise self._messages.final_error
         turn = self._turn
         ending = Step(f"end of call {turn.number}")
         try:
@@ -163,7 +163,7 @@ class Session:
         except Exception as error:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
                 how = "its device has not finished"
-                raise self._messages.lose(
+                raise self._messages.ended_by(
                     self._messages.stuck(ending, self._messages.limit, how)
                 ) from error
             self.fail_call(error)
@@ -179,7 +179,7 @@ class Session:
                 for rank, steps in enumerate(named)
             }
             what = f"the kernels that stepped in call {turn.number}"
-            raise self._messages.lose(RankDisagreement(what, said))
+            raise self._messages.ended_by(RankDisagreement(what, said))
         for context, *steps in zip(turn.steps, *everyone, strict=True):
             # Note one step; the slowest rank counts, and a failure anywhere.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
@@ -194,7 +194,7 @@ class Session:
                 context.fail(failed, failure)
             if context.plan.current is None:
                 self._finish(context)
-        if not turn.steps or self._goes_nowhere():
+        if not turn.steps or self._never_ends():
             turn.undo.pop_all()  # the last call stays as it is
             if turn.number:
                 tuned = [context for context in self._contexts.values() if context.record]
@@ -207,7 +207,7 @@ class Session:
 
     def fail_call(self, error: Exception) -> None:
         """Tell the other ranks that this one's call raised ``error``, which surfaces here."""
-        if self._messages.lost is not None:  # they know
+        if self._messages.final_error is not None:  # they know
             return
         if error is self._turn.exhausted:
             # Other ranks, where these configs may run, learn it at the end of their call.
@@ -215,14 +215,14 @@ class Session:
                 self.end_call()
             return
         if not self._messages.has_met:  # others learn it as this rank leaves
-            self._messages.lose(error)
+            self._messages.ended_by(error)
             return
         ending = Step(f"end of call {self._turn.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.named(self._messages.rank)))
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
             self._messages.all_gather(ending, own)
-        self._messages.lose(error)
+        self._messages.ended_by(error)
 
     def _finish(self, context: Context) -> None:
         """All of its configs are known, on all ranks."""
@@ -231,7 +231,7 @@ class Session:
             record = context.finish(self._reduction)
         except NoValidConfig as error:
             context.close(None)  # what failed is tried again by the next start
-            self._messages.lose(error)
+            self._messages.ended_by(error)
             raise
         context.publish()
         if not parts.ranks.is_leader:
@@ -246,11 +246,11 @@ class Session:
             title = f"contextual_autotune {context.name}"
             warn_of_failures(title, record, "the log of each rank has them all")
 
-    def _goes_nowhere(self) -> bool:
+    def _never_ends(self) -> bool:
         """True if each call brings a new key and comes back to none: it would never end."""
         stepped = self._turn.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
-        if not self._turn.opened or len(left) < _MOST_LEFT_BEHIND:
+        if not self._turn.opened or len(left) < _MAX_UNTUNED_KEYS:
             return False
         warn(
             f"contextual_autotune: each call launches a kernel with a key that no other call has, "
