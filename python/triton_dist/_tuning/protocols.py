@@ -1,7 +1,7 @@
-"""The rooms of the tuner, as they look from outside.
+"""Interfaces between the tuning engine and its parts.
 
-The engine knows these shapes and nothing behind them; ``compose`` picks the implementations. They
-are implemented by shape: ``runtime`` never imports this module.
+The engine depends on these protocols only; ``compose`` selects the implementations. The
+implementations in ``runtime`` do not import this module.
 """
 
 from __future__ import annotations
@@ -27,58 +27,60 @@ T = TypeVar("T")
 
 
 class Timer(Protocol):
-    """Times device work between ``start`` and ``stop``; neither blocks the host."""
+    """Times device work between ``start`` and ``stop``. Neither call blocks the host."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def is_done(self) -> bool:
-        """True if the device has reached ``stop``; does not wait."""
+        """Return whether the device has reached ``stop``, without waiting."""
 
     def milliseconds(self) -> float:
-        """Elapsed time; call only after the device finished the work."""
+        """Return the elapsed time. Requires that the device has finished the work."""
 
 
 class Device(Protocol):
-    """The accelerator (or CPU) that this rank's candidates run on."""
+    """The accelerator, or the CPU, that runs the candidates of this rank."""
 
     name: str
 
     def synchronize(self, seconds: float | None = None) -> None:
-        """Wait for all queued work; past ``seconds`` raise ``TimeoutError`` instead of waiting
-        on."""
+        """Wait for all queued work. Raise ``TimeoutError`` after ``seconds``."""
 
     def timer(self) -> Timer: ...
     def hold(self, queueing: float = 0.0) -> None:
-        """Keep the device busy until the host has queued a call after it.
+        """Keep the device busy until the host has queued a call after this one.
 
-        queueing: seconds that it has taken for such calls, at most.
+        Args:
+            queueing: longest time that queueing the call took before, in seconds.
         """
 
     def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
-        """Run ``call`` once, then capture it in a graph; returns the replay. Where work is not
-        queued there is nothing to capture, and ``call`` itself is returned.
+        """Run ``call`` once, capture it in a graph, and return a function that replays the graph.
+
+        Return ``call`` itself on a device that does not queue work.
 
         Raises:
             TimeoutError: the run did not finish within ``seconds``.
-            Exception: what ``call`` raised, or why it cannot be captured.
+            Exception: raised by ``call``, or because it cannot be captured.
         """
 
     def flush_cache(self) -> None:
-        """Evict the last-level cache, on the stream, so that each sample starts cold."""
+        """Queue an eviction of the last-level cache, so that each sample starts with a cold
+        cache."""
 
     def facts(self) -> Mapping[str, str]:
-        """Hardware and driver of this rank, as text; part of the fingerprint."""
+        """Return hardware and driver of this rank, as text for the fingerprint."""
 
     def shared_memory_bytes(self) -> int: ...
     def is_capturing(self) -> bool: ...
 
 
 class RankGroup(Protocol):
-    """The ranks that tune together. ``meet``, ``broadcast`` and ``all_gather`` are messages: all of
-    them send each, in the same order.
+    """The ranks that tune together.
 
-    ``phase`` names the step in the error, ``RankTimeout``, that a rank gets when another does not
-    arrive within ``seconds``, or is known not to come. Ranks in different phases at one step get
+    All ranks must call ``meet``, ``broadcast`` and ``all_gather`` in the same order. ``phase``
+    names the step. If a rank does not arrive within ``seconds``, or is known to have failed, the
+    others raise ``RankTimeout`` with this name. Ranks that are in different phases at a step raise
     ``RankDisagreement``.
     """
 
@@ -89,179 +91,220 @@ class RankGroup(Protocol):
     @property
     def is_leader(self) -> bool: ...
     def facts(self) -> Mapping[str, str]:
-        """Size and placement of the group, as text; part of the fingerprint."""
+        """Return size and placement of the group, as text for the fingerprint."""
 
     def named(self, rank: int) -> int:
-        """The rank of the world that ``rank`` of the group is. Its text says where that is."""
+        """Return the global rank of ``rank``. Its text includes the host if that is needed."""
 
     def channel(
         self, function: str = "", key: str = "", call: int = 0, hint: str = ""
     ) -> RankGroup:
-        """The same ranks for one tuning: messages of different conversations never meet.
+        """Return the same ranks for one tuning, whose messages are separate from other tunings.
 
-        ``function`` and ``key``: what it is about, for messages. ``call``: which one of the
-        function, since all ranks met in one; by that a rank knows whether another's error is of the
-        call that it is in. ``hint``: what may explain that others do not come, for messages.
+        Args:
+            function: the tuned function, for error messages.
+            key: the key that is tuned, for error messages.
+            call: number of the call of the function since the last common call. It shows whether an
+                error of another rank belongs to this call.
+            hint: possible reason for missing ranks, for error messages.
         """
 
     def is_current(self) -> bool:
-        """True until the group is destroyed."""
+        """Return ``True`` until the group is destroyed."""
 
     def abort(self, reason: str, refused: bool = False) -> None:
-        """Tell the others, without waiting for them, that this rank sends no more messages here.
-        ``refused``: because its own call cannot be made."""
+        """Report to the other ranks, without waiting, that this rank sends no more messages here.
+
+        Args:
+            refused: the call of this rank is invalid.
+        """
 
     def note(self, function: str, text: str) -> None:
-        """Leave a note, once for a text, that may explain to others why this rank does not come."""
+        """Publish, once per text, a possible reason why this rank does not join other ranks."""
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``all_gather`` as the first message of a conversation, which may wait for as long as
-        collectives do; ``RankTimeout`` as soon as it is known that a rank stays away."""
+        """Gather ``value`` from all ranks as the first message of a channel.
+
+        By default it waits as long as a collective of the group. It raises ``RankTimeout`` as soon
+        as a rank is known not to join.
+        """
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
-        """The leader's value, on every rank; what other ranks pass is ignored."""
+        """Return the leader's value on every rank. Values of other ranks are ignored."""
 
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """Every rank's value, ordered by rank, on every rank."""
+        """Return the values of all ranks, ordered by rank, on every rank."""
 
     def others(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
-        """Values of ranks that have come to the next message before this one, and reasons for which
-        others cannot come there. For any thread; the message need not be about to be sent."""
+        """Return the state of the other ranks at the next message, without sending it.
+
+        Any thread may call this.
+
+        Returns:
+            The values of ranks that have already sent the next message, and the reasons why other
+            ranks cannot send it.
+        """
 
     def line_up(self) -> None:
-        """After a ``all_gather`` to which all ranks came: let the ranks' devices go on together
-        with what is queued next. Does not block the host.
+        """Make the devices of all ranks start the next queued work together.
 
-        What was queued before, to keep the device busy until the host has queued that, is lined up
-        too: a spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few
-        percent.
+        Requires a completed ``all_gather``. Does not block the host. Work that was queued to hold
+        the device is included: without this, a spin of 0.5 ms ends at times that differ by 10 us
+        and more, because the clocks of GPUs differ by a few percent.
         """
 
 
 class Search(Protocol):
-    """Chooses what to measure next; runs on the leader alone.
+    """Chooses the next measurement. Runs on the leader only.
 
-    Deterministic: with the same outcomes it asks for the same, so that an interrupted tuning is
-    resumed by telling a new search what is known already.
+    A search must be deterministic: equal outcomes lead to equal requests. An interrupted tuning is
+    resumed by passing the known outcomes to a new search.
     """
 
     @property
     def runs_user_code(self) -> bool:
-        """True if ``ask`` may take as long as the user's code does: ``prune_fn``, or a search of
-        the user's own."""
+        """Whether ``ask`` runs user code, which may be slow: ``prune_fn`` or a user-defined
+        search."""
 
     def ask(self) -> Request | None:
-        """The next measurement, or ``None`` when the search is over. The same config may be asked
-        for again."""
+        """Return the next request, or ``None`` at the end. Requests may repeat a config."""
 
     def ahead(self) -> Sequence[Config]:
-        """Configs that :meth:`ask` may return from now on, the one that it just returned among
-        them, and that were not named before: they are compiled meanwhile."""
+        """Return the configs that :meth:`ask` may return next and that were not returned here
+        before.
+
+        They include the config that ``ask`` just returned. They are compiled in advance.
+        """
 
     def tell(self, request: Request, outcome: Outcome) -> None:
-        """Take the outcome of ``request``: its own samples, not those of earlier requests."""
+        """Receive the outcome of ``request``: its own samples, without samples of earlier
+        requests."""
 
 
 class Store(Protocol):
-    """Keeps tuning records. A damaged entry is a miss with a warning, never an exception."""
+    """Keeps tuning records. A damaged entry causes a miss and a warning, never an exception."""
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        """Every record of ``key``, the likeliest to be usable first; lazily, since the first most
-        often is."""
+        """Yield the records of ``key``, with the most likely usable record first.
+
+        The iterator is lazy, because the first record is usually used.
+        """
 
     def put(self, record: TuningRecord) -> str:
-        """Keep ``record`` in place of what the same function has for the key; says where, in words
-        for a report, and nothing if it could not."""
+        """Store ``record`` in place of earlier records of the function and key.
+
+        Returns:
+            The location, as text for reports; empty if the record could not be stored.
+        """
 
     def records(self) -> Iterator[StoredRecord]: ...
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        """Records of functions that have the name of the one that ``key`` is of."""
+        """Yield the records, for any key, of functions with the same name as in ``key``."""
 
 
 class Journal(Protocol):
-    """Knowledge of a tuning of one key so far; outlives the process.
+    """The state of an unfinished tuning of one key. It survives the process.
 
-    No operation raises: what cannot be written is not kept.
+    No method raises. Data that cannot be written is lost.
     """
 
     def quarantined(self, head: Tree) -> Mapping[str, Failure]:
-        """By their digests, the configs that must not be tried again under this ``head``: some
-        rank got stuck in them, or was left broken."""
+        """Return the configs, by digest, that must not be tried again under this ``head``.
+
+        Some rank got stuck in them or could not be reset after them.
+        """
 
     def quarantine(self, head: Tree, config: str, failure: Failure) -> bool:
-        """Add one; by any rank, from any thread. Whether it was written."""
+        """Add a config to the quarantine. Any rank and any thread may call this.
+
+        Returns:
+            Whether the entry was written.
+        """
 
     def begin(self, head: Tree, record: str | None) -> Sequence[Entry]:
-        """On the leader: the outcomes of an interrupted tuning with the same ``head``, in order.
+        """On the leader, return the outcomes of an interrupted tuning with an equal ``head``, in
+        order.
 
-        Everything else in the journal is removed: of another head, or of the finished tuning that
-        left ``record``, a digest.
+        Everything else in the journal is removed: entries with another head, and entries of the
+        finished tuning whose record has the digest ``record``.
         """
 
     def trying(self, config: str) -> None:
-        """On the leader: a config, by its digest, is about to be run; if this process ends before
-        its outcome is appended, it may be why."""
+        """On the leader, note that a config, given by digest, is about to run.
+
+        If the process ends before the outcome is appended, the config may be the cause.
+        """
 
     def spared(self, config: str) -> None:
-        """On the leader: the tuning ends before its outcome is known, but not because of it."""
+        """On the leader, note that tuning ends before the outcome, for a reason other than the
+        config."""
 
     def append(self, entry: Entry) -> None:
-        """On the leader: keep ``entry``, whatever becomes of this process."""
+        """On the leader, write ``entry`` in a way that survives the end of the process."""
 
     def finish(self, record: str) -> None:
-        """On the leader: all is known; its result will be ``record``."""
+        """On the leader, note that the tuning is complete. ``record`` is the digest of its
+        result."""
 
     def remove(self) -> None:
-        """The result is in safety: forget all."""
+        """Delete the journal, because the record is stored."""
 
     def close(self) -> None:
-        """Let another process go on with it."""
+        """Release the journal, so that another process can resume the tuning."""
 
 
 class Log(Protocol):
-    """Events in tunings of one key. No operation raises."""
+    """Events of the tunings of one key. No method raises."""
 
     def event(self, name: str, **facts: Any) -> None:
-        """On the leader, for programs."""
+        """On the leader, write a machine-readable event."""
 
     def line(self, text: str) -> None:
-        """A line about this rank, for people."""
+        """Write a readable line about this rank."""
 
     def close(self) -> None: ...
 
 
 class RandomState(Protocol):
-    """States of the random number generators, as they were when this was made."""
+    """States of the random number generators, saved when this object is created."""
 
     def rewind(self, numpy: bool = True) -> None:
-        """Set the generators to these states; ``numpy``: NumPy's too, which takes longest."""
+        """Restore the saved states.
+
+        Args:
+            numpy: also restore NumPy's generator, which takes the longest.
+        """
 
     def has_moved(self) -> bool:
-        """True if torch's generators are in other states now."""
+        """Return whether the states of torch's generators have changed."""
 
 
 class Fingerprinter(Protocol):
-    """Says what this rank's result depends on besides the key."""
+    """Returns everything except the key that the result of this rank depends on."""
 
     def __call__(self, function: Callable[..., Any], space: Sequence[Config]) -> Fingerprint: ...
 
 
 class Compiler(Protocol):
-    """Compiles kernels in other processes, into a cache where this one then finds them."""
+    """Compiles kernels in other processes, into a cache that this process reads."""
 
     @property
     def cache(self) -> str:
-        """Names the cache: ranks with the same text find one another's kernels."""
+        """Identifies the cache. Ranks with equal values share their compiled kernels."""
 
     def missing(self, prepare: Callable[[], object]) -> list[str]:
-        """Names of the kernels that ``prepare`` would compile now; compiles none."""
+        """Return the names of the kernels that ``prepare`` would compile now, without compiling
+        them."""
 
     def begin(self, kernels: Sequence[str], sharers: int) -> None:
-        """Start compiling these, in this order, with one of ``sharers`` parts of the host; besides
-        those that were begun before."""
+        """Start to compile ``kernels`` in order, in addition to kernels from earlier calls.
+
+        Args:
+            sharers: number of ranks that share the host's cores.
+        """
 
     def wait(self, kernel: str) -> None:
-        """Until ``kernel``, if begun here, is in the cache; raises why it cannot be."""
+        """Wait until ``kernel``, if started here, is in the cache. Raise the error if it fails."""
 
     def close(self) -> None:
-        """End whatever is still being compiled."""
+        """Stop all running compilations."""

@@ -1,7 +1,7 @@
-"""The object that ``@autotune`` makes of a function: a look-up, and a call.
+"""The object that ``@autotune`` returns: it looks up the config of a call and calls the function.
 
-The hot path is ``__call__``: after ``key_fn`` one dictionary look-up, no environment, log, lock,
-context manager or message to other ranks.
+``__call__`` is the hot path. After ``key_fn`` it does one dictionary look-up. It uses no
+environment variable, log, lock, context manager or message to other ranks.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ from triton_dist.errors import (
 
 
 class AutoTuner(Decorated):
-    """A function whose tunable arguments are chosen by measuring, once for each key.
+    """A function whose tunable arguments are chosen by measuring, once per key.
 
     Attributes:
-        fn: the function itself, without tuning.
-        config_space: the candidates, evaluated when first looked at.
-        key_fn, prune_fn: as given.
-        sizes: those in its keys; ``None`` without.
-        fallback_kind: ``fallback_fn``, or a function that calls none safe.
-        tuning_count: how many tunings this process did; a cached result is none.
-        overwritten: names of arguments that each call writes as a whole, such as a buffer for its
-            result, so that trials may write them.
-        unsaid: names of the default config that a call without tuning leaves to the function.
-        key_argument: name of an argument that gets the call's key where the config is known, so
-            that the function need not check again what ``key_fn`` checked; empty: none.
+        fn: the function without tuning.
+        config_space: the candidates, evaluated at first use.
+        key_fn: the key function of the decorator, with the sizes added.
+        prune_fn: the pruning function of the decorator.
+        sizes: the sizes in its keys, or ``None``.
+        fallback_kind: the ``fallback_fn`` of the decorator, or a function that returns ``False``.
+        tuning_count: number of tunings in this process. Cached results do not count.
+        overwritten: names of arguments that each call overwrites completely, such as an output
+            buffer. Trials may change them.
+        unsaid: names of tunable arguments that a call without tuning does not pass, so that the
+            function's own defaults apply.
+        key_argument: name of an argument that receives the key if the config is already known. The
+            function can then skip checks that ``key_fn`` made. Empty: none.
     """
 
     _kind = "autotuned"
@@ -90,7 +92,7 @@ class AutoTuner(Decorated):
         self._default_group = self._surroundings.default_group
         self._is_compiled = self._surroundings.is_compiled
         self._enter_world()
-        self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
+        self._names: frozenset[str] = frozenset()  # empty until the space is evaluated
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
 
@@ -104,7 +106,7 @@ class AutoTuner(Decorated):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call the function with the config of this key; tunes at the first call of a key."""
+        """Call the function with the config of this key. The first call of a key tunes it."""
         if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
             world = self._default_group.WORLD
             try:
@@ -112,11 +114,11 @@ class AutoTuner(Decorated):
                     self._enter_world()
                 hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
                 arguments = hits.get(self.key_fn(*args, **kwargs))
-            except Exception:  # comes again, and is told to all ranks, in the first call
+            except Exception:  # The slow path raises this again and reports it to every rank.
                 arguments = None
             if arguments is not None:
                 if world is not None and not self._is_compiled():
-                    self._calls += 1  # so that ranks know of which call another's error is
+                    self._calls += 1  # relates errors of other ranks to a call
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._first_call(args, kwargs, *options)
@@ -130,16 +132,19 @@ class AutoTuner(Decorated):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> TuningRecord:
-        """Tune ahead for these arguments, or find the cached result; in the latter case the
-        function is not called.
+        """Return the record for these arguments, tuning if there is none.
 
-        For a method, ``Layer.forward.tune(layer, x)``: ``layer.forward.tune`` does not see
-        ``layer``.
+        If a record exists, the function is not called.
+
+        For a method, pass the object: ``Layer.forward.tune(layer, x)``. ``layer.forward.tune`` does
+        not receive ``layer``.
 
         Raises:
-            CaptureInProgress: and there is no record; tensors that hold no values, as those on the
-                meta device, are enough to find one, and too little to tune.
-            TuningFrozen: the same while ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some rank.
+            CaptureInProgress: there is no record, and the current stream is captured or the
+                arguments are traced. Tensors without values, such as on the meta device, suffice to
+                find a record.
+            TuningFrozen: there is no record, and ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some
+                rank.
         """
         self._count_call()
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
@@ -160,9 +165,10 @@ class AutoTuner(Decorated):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> Config:
-        """Return the config that a call with these arguments uses, tuning if that call would.
+        """Return the config that a call with these arguments uses, tuning if that call would tune.
 
-        It does not contain the names whose values the caller gives."""
+        The config does not contain the names whose values the caller passes.
+        """
         self._count_call()
         off = self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
         if off is not None:
@@ -171,20 +177,20 @@ class AutoTuner(Decorated):
         return self._choose(args, kwargs, *options).config
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
-        """All that a record made now would depend on: hardware, versions, ranks, source.
+        """Return everything that a record made now depends on: hardware, versions, ranks, source.
 
         Args:
-            space: what is left to be chosen; default: all of the config space.
+            space: the configs to choose from; default: the whole config space.
         """
         space = self.config_space if space is None else space
         return self._compose(None, False).fingerprint(self.fn, space)
 
     def origin(self) -> Origin:
-        """This function, as its records name it."""
+        """Return the identity of this function in its records."""
         return self._origin_of(self.fn, self.config_space.names)
 
     def clear(self) -> None:
-        """Forget what this process chose. Records on disk stay, and are looked up again."""
+        """Drop the choices of this process. Records on disk remain and are looked up again."""
         self._enter_world()
         self._forget()
 
@@ -197,7 +203,7 @@ class AutoTuner(Decorated):
         process_group: Any,
         allow_overwrite: bool,
     ) -> Any:
-        """Make a call that is not a hit."""
+        """Make a call that the hot path does not serve."""
         self._count_call()
         served = self._served(args, kwargs, process_group) if autotune else None
         if served is not None:
@@ -216,6 +222,7 @@ class AutoTuner(Decorated):
             arguments = choice.config.arguments()
             if choice.first_use is not None:
                 whole = {**arguments, **kwargs}
+                # The winner of a record may fail with this driver. All ranks then tune again.
                 result, unusable = choice.first_use(lambda: self.fn(*args, **whole))
                 if not unusable:
                     return result
@@ -224,20 +231,25 @@ class AutoTuner(Decorated):
         return self.fn(*args, **{**arguments, **kwargs})
 
     def _enter_world(self) -> None:
-        """Forget all choices: the group of all ranks has begun or ended, and with it all groups."""
+        """Drop all choices, because the group of all ranks was created or destroyed.
+
+        All other groups end with it.
+        """
         world = self._default_group.WORLD
         self._choices = Choices()
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
         self._noted: set[tuple[int, str]] = set()
         self._calls = 0
-        """Calls since all ranks met in one. By equal numbers, ranks know the call of an error."""
+        """Calls since the last call that all ranks made together. Relates errors to calls."""
         self._world = world
 
     def _served(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
-        """Return the arguments of a call whose exact sizes are new, in a range that is tuned. This
-        sends no message. Return ``None`` if the range is not tuned or the call is refused."""
+        """Return the arguments for new exact sizes in a tuned range, without a message.
+
+        Return ``None`` if the range is not tuned or the call is invalid.
+        """
         if self.sizes is None or not self._names.isdisjoint(kwargs):
             return None
         try:
@@ -252,8 +264,8 @@ class AutoTuner(Decorated):
         return self._keep(process_group, key, choice.for_sizes(self.sizes.values(key)))
 
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
-        """Return the arguments of ``choice``, and keep them for later calls with this exact
-        key."""
+        """Cache the arguments of ``choice`` for later calls with this exact key, and return
+        them."""
         arguments = choice.config.arguments()
         named = {self.key_argument: key} if self.key_argument else {}
         self._choices.keep(process_group, key, {**arguments, **named})
@@ -270,19 +282,20 @@ class AutoTuner(Decorated):
         runs: bool = False,
         unusable: str = "",
     ) -> Choice:
-        """Return the choice for these arguments, made now if there is none. One thread at a time;
-        the others find it made.
+        """Return the choice for these arguments, and make it if there is none.
+
+        One thread makes a choice at a time; others then find it.
 
         Args:
-            runs: the function is called with the choice at once.
-            unusable: why the recorded winner failed in this call, so that all ranks tune.
+            runs: the function is called with the choice immediately.
+            unusable: why the recorded winner failed in this call. All ranks then tune.
         """
         choices = self._choices
-        with self._from_leader(process_group):
+        with self._reporting(process_group):
             ranks = self._surroundings.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
             space = self.config_space.without(fixed) if fixed else self.config_space
-            if fixed and not space.names:  # nothing is left to be chosen
+            if fixed and not space.names:  # the caller sets all tunable arguments
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
                 return Choice(space.default, None)
             wrong = misfit(self.fn, self.config_space.names, args, {**self._default(), **kwargs})
@@ -294,7 +307,7 @@ class AutoTuner(Decorated):
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is not None:
                 found = known.for_sizes(sizes)
-                if not fixed:  # a second call, or its hit gave way to others
+                if not fixed:  # not a hit: a second call, or its cache entry was evicted
                     choices.new_keys.called_again(key)
                     self._keep(process_group, exact, found)
                 return found
@@ -309,12 +322,13 @@ class AutoTuner(Decorated):
                 self.sizes and self.sizes.beside(fixed) if fixed else self.sizes,
                 validator_of_whole(self.fallback_kind, fixed) if fixed else self.fallback_kind,
             )
+        # Trials of an enclosing tuned function are not charged for the time of this tuning.
         with watchdog.paused(), parts.tuning_lock():
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
                 agreed = tuple(key for group, key in choices.by_ranks if group == ranks)
-                if not agreed:  # the first key of a group, so that others cost nothing for it
+                if not agreed:  # only at the first key of a group, to keep other calls cheap
                     choices.drop_destroyed(self._surroundings.is_destroyed)
                 call = Call(args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed)
                 known = self._resolve(subject, parts, call)
@@ -327,6 +341,7 @@ class AutoTuner(Decorated):
                     if not (runs and known.tuned and choices.new_keys.hits_later(key)):
                         self._keep(process_group, exact, known.for_sizes(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
+            # The warnings are held back until the lock is released (``held_warnings``).
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)
             return known.for_sizes(sizes)
@@ -343,9 +358,9 @@ class AutoTuner(Decorated):
         if changed and self._hooks.reset is None and parts.ranks.is_leader:
             names = ", ".join(map(repr, changed))
             self._warnings.warn(
-                f"{self._name}: trials changed {names} in place. Each trial began with what the "
-                "trial before left, and so does this call. Name such arguments in "
-                f"restore=({names},), or undo the changes in reset_fn.",
+                f"{self._name}: trials changed {names} in place. Each trial used the values that "
+                f"the trial before left, and so does this call. Pass restore=({names},), or undo "
+                "the changes in reset_fn.",
                 ("changed", *changed),
             )
         return choice
@@ -356,19 +371,19 @@ class AutoTuner(Decorated):
             self._enter_world()
         self._calls += 1
 
-    def _from_leader(self, process_group: Any) -> AbstractContextManager[None]:
+    def _reporting(self, process_group: Any) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception of its block to all ranks."""
 
         def ranks() -> RankGroup:
             try:
                 return self._surroundings.ranks(process_group)
-            except TritonDistError:  # autotune_pg is refused: the others use the world
+            except TritonDistError:  # autotune_pg is invalid here; the other ranks use the world
                 return self._surroundings.ranks(None)
 
         return reporting_errors(self._name, ranks, self._calls)
 
     def _note(self, process_group: Any, why: str) -> None:
-        """Tell ranks that wait for this one in vain, once, what may be the reason."""
+        """Publish, once, why this rank may not join ranks that wait for it."""
         if (id(process_group), why) not in self._noted:
             self._noted.add((id(process_group), why))
             with suppress(TritonDistError):
@@ -380,7 +395,7 @@ class AutoTuner(Decorated):
         return self.config_space.default
 
     def _fixed(self, kwargs: dict[str, Any], allowed: bool) -> Config:
-        """The keywords that are not to be chosen, if that is allowed."""
+        """Return the tunable arguments that the caller sets. Raise if that is not allowed."""
         self._names = self.config_space.names
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
         if fixed and not allowed:
@@ -389,16 +404,18 @@ class AutoTuner(Decorated):
             raise InvalidArgument(self._name, f"keyword {name}", value, wanted)
         if fixed:
             given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-            rest = "what the tuner would choose; the rest is tuned for it"
+            rest = "the tuner's choice; the other arguments are tuned for it"
             self._warnings.warn(f"{self._name}: {given} overwrites {rest}")
         return Config(fixed)
 
     def _off(
         self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
     ) -> Config | None:
-        """Return the default config without the names that the caller gives, if tuning is off;
-        else ``None``."""
-        with self._from_leader(group):
+        """Return the default config, without the names that the caller sets, if tuning is off.
+
+        Return ``None`` if tuning is on.
+        """
+        with self._reporting(group):
             if autotune and not self._surroundings.is_off():
                 return None
             fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
@@ -407,7 +424,7 @@ class AutoTuner(Decorated):
         return Config({n: default[n] for n in default if n not in fixed}) if fixed else default
 
     def _untuned(self, when: str, key: object = None) -> Config:
-        """The default config, where nothing can be tuned."""
+        """Warn that nothing can be tuned now, and return the default config."""
         what = self._name if key is None else f"{self._name}, key {key}"
         self._warnings.warn(
             f"{what}: not tuned yet, and cannot be {when}; the first config is used. Call it, or "
@@ -420,15 +437,15 @@ class AutoTuner(Decorated):
 Around: TypeAlias = Callable[
     [AutoTuner, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
 ]
-"""Makes of a tuned function and the arguments of its function what is entered around the call."""
+"""Takes a tuned function and its arguments; returns a context manager to enter around the call."""
 
 
 @contextmanager
 def observed(around: Around) -> Iterator[None]:
-    """Enter ``around(tuned, args, kwargs)`` for each call of any tuned function of this process.
+    """Context manager that enters ``around(tuned, args, kwargs)`` at each call of a tuned function.
 
-    The method is replaced for so long, so that a call that nobody looks at costs what it did. What
-    torch compiles is not looked at.
+    It applies to all tuned functions of this process, except in code that torch compiles.
+    ``AutoTuner.__call__`` is replaced meanwhile, so calls outside of this context have no overhead.
     """
     before: Any = AutoTuner.__call__
 

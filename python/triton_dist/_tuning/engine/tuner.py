@@ -1,7 +1,7 @@
-"""The first call of a key, from agreement to record. Reads top to bottom.
+"""The first call of a key: agree on the key, use a record or tune, and store the record.
 
-One law: the leader decides, all agree, nobody infers. Each message of ``ranks`` is sent by all
-ranks at the same place, whatever happened on one of them before.
+Read ``_FirstCall`` from top to bottom. The leader decides, and all ranks follow its messages. Every
+rank sends each message at the same place, even after a failure, so no rank waits in vain.
 """
 
 from __future__ import annotations
@@ -51,48 +51,50 @@ from triton_dist.errors import (
 )
 
 _Wanted: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
-"""A request, with its config and those to be compiled ahead by place; ``None``: it is over."""
+"""The next request: place of its config, samples, known outcome, places to compile ahead.
+``None``: the search is over."""
 
 
 def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
-    """The config for ``call``, in this order:
+    """Return the config for ``call``. The first rule that applies is used:
 
-    1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's;
-       shipped ones only if no rank has one of its own.
-    2. Where tuning is forbidden, or during CUDA-graph capture, what the leader's records of
-       neighbouring sizes predict; an error if its ``prune_fn`` raises.
-    3. Where tuning is forbidden, none: an error, in a capture too, since a graph would keep the
-       default for good.
-    4. During CUDA-graph capture, the default: the first config.
-    5. The winner of a tuning by all ranks, which the leader writes down: of the few configs that
-       are near the best at neighbouring sizes, if there are such, else of all.
+    1. A valid record on any rank. All ranks use the leader's, else the record of the lowest rank
+       that has one. A shipped record is used only if no rank has its own.
+    2. If tuning is forbidden, or during CUDA-graph capture: the prediction from the leader's
+       records of neighbouring sizes. Raise if its ``prune_fn`` raises.
+    3. If tuning is forbidden: raise, also during capture, because a graph would keep the default.
+    4. During CUDA-graph capture: the default, which is the first config.
+    5. The winner of a tuning by all ranks, which the leader records. The candidates are the few
+       configs that are near the best at neighbouring sizes, if there are any, else all configs.
 
     Raises:
-        TuningFrozen: tuning is forbidden on some rank; on every rank.
+        TuningFrozen: tuning is forbidden on some rank; raised on every rank.
         CaptureInProgress: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised during
-            a capture; on every rank.
-        RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
-        TuningTimeout: a rank did not come to some step; on every rank that is there.
-        NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
+            a capture; raised on every rank.
+        RankDisagreement: functions, keys, config spaces or fingerprints differ between ranks.
+        TuningTimeout: a rank did not reach a step; raised on every rank that reached it.
+        NoValidConfig: ``prune_fn`` kept no config, or every config failed; raised on every rank.
     """
-    # What a first call draws, in trials or hooks, a later call does not: the numbers that a program
-    # computes must not depend on whether it tuned.
+    # Trials and hooks draw random numbers that later calls do not draw. A program must compute the
+    # same numbers whether it tuned or not.
     random_state = parts.random_state((call.args, call.kwargs))
     first = _FirstCall(subject, parts, call, random_state)
     try:
         with watchdog.paused():
             return first.resolve()
-    except BaseException as error:  # an interrupt too: the others must not wait for this rank
+    except BaseException as error:  # KeyboardInterrupt too: release the other ranks
         first.ranks.abort(error)
         raise
     finally:
-        # Errors that were met hold frames of this call, and with them their owners.
+        # Stored errors hold frames of this call, and the frames hold its arguments.
         first.ranks.end()
         first.pruning.forget()
         random_state.rewind()
 
 
 class _FirstCall:
+    """The state of one first call on this rank."""
+
     def __init__(
         self, subject: Subject, parts: Parts, call: Call, random_state: RandomState
     ) -> None:
@@ -103,9 +105,9 @@ class _FirstCall:
         if call.agreed:
             known = ", ".join(f"{key!r:.200}" for key in call.agreed[-3:])
             hint += (
-                f", which is new, and {len(call.agreed)} key(s) are known, such as {known}: a rank "
-                "that calls it with one of those does not come. See that all ranks come with the "
-                "same sizes, and that clear() was called on all or none"
+                f", which is new here. Ranks that call with one of the {len(call.agreed)} tuned "
+                f"key(s), such as {known}, do not tune and will not join. Check that all ranks "
+                "use the same sizes, and that clear() was called on all ranks or on none"
             )
         self.ranks = Channel(
             parts.ranks,
@@ -121,10 +123,12 @@ class _FirstCall:
         self._unstable_constants = ""
 
     def resolve(self) -> Choice:
+        """Agree with the other ranks, and return the choice. Every rank takes the same branches."""
         subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
         key = Key.of(subject.origin, call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.under(fingerprint))
+        # Each rank looks up its own caches first. The first message compares the results.
         own = own_record(stored, lambda record: self._validate(record, fingerprint))
         agreement = self._agree(key, fingerprint, own)
         self._key = key = key.under(agreement.fingerprint)
@@ -132,6 +136,7 @@ class _FirstCall:
         warm_start = WarmStart(parts, subject, call, ranks, self.pruning, key, self._fingerprint)
         report = Report(parts, key, ranks.clock)
 
+        # Rule 1 of ``resolve``: a rank holds a valid record.
         if agreement.holder is not None:
             record = self._shared_record(agreement, own.record)
             holder = ranks.named(agreement.holder)
@@ -158,6 +163,7 @@ class _FirstCall:
                 first_use=first_use,
             )
 
+        # Rules 2 to 4: nothing may be measured.
         if agreement.frozen or agreement.capturing:
             predicted, failure = warm_start.predicted()
             if predicted is not None:
@@ -167,6 +173,7 @@ class _FirstCall:
                 raise self._refusal(agreement, own.where, failure)
             return Choice(subject.space.default, None)
 
+        # Rule 5: tune.
         record, where = self._tune(warm_start, own, report)
         report.tuned(record, where)
         mark_used(record)
@@ -186,7 +193,7 @@ class _FirstCall:
         )
 
     def _refusal(self, agreement: Agreement, where: str, failure: str) -> Exception:
-        """Return the error where nothing may be measured."""
+        """Return the error for a call that must tune where nothing may be measured."""
         name, key = self._subject.name, self._key
         why = f"{where}; {failure}" if failure else where
         why_not = f"key {key} cannot be tuned during a capture: {why}"
@@ -198,9 +205,9 @@ class _FirstCall:
         return error
 
     def _validate(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
-        """Judge whether ``record`` may be used for this call."""
+        """Return whether ``record`` may be used for this call, with the reasons."""
         space, best = self._subject.space, record.best
-        # It won once, if under other circumstances: worth a place in the race.
+        # Even an outdated winner is a good candidate for the race.
         self._incumbent = self._incumbent or space.find(best.digest, best.config)
         found = validity(record, fingerprint, space, self._parts.settings.strict)
         if not found.reasons:
@@ -212,24 +219,26 @@ class _FirstCall:
         return found
 
     def _reasons_against(self, record: TuningRecord) -> Iterator[str]:
-        """Yield reasons against a valid record: it was measured at sizes that are in another range
-        now, or the current ``prune_fn`` drops the winner of a shipped record. A record of this
-        user was tuned with the current ``prune_fn``."""
+        """Yield reasons against a record that matches the fingerprint.
+
+        Its sizes may belong to another range now, or the current ``prune_fn`` may drop the winner
+        of a shipped record. The user's own records were tuned with the current ``prune_fn``.
+        """
         sizes, key = self._subject.sizes, self._call.key
         if sizes is not None and not sizes.family(key).holds(sizes.values(key), record.at):
-            yield f"it was measured at {record.at}, which another range holds now"
+            yield f"it was measured at {record.at}, which belongs to another range now"
         if record.shipped and self.pruning.answer.failure is not None:
             yield self.pruning.answer.raised
         elif record.shipped and self._winner(record) not in self.pruning.answer.kept:
             yield f"prune_fn drops the winner {record.best}"
 
     def _agree(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
-        """Tell the other ranks what this one came with, and go on only if all have the same.
+        """Exchange the proposals of all ranks, and check that they are equal.
 
         Raises:
-            TuningTimeout: a rank did not come.
-            RankDisagreement: on every rank, if functions, keys, details, config spaces or
-                fingerprints differ, and on the others if the call of some rank was refused.
+            TuningTimeout: a rank did not join.
+            RankDisagreement: functions, keys, details, config spaces or fingerprints differ; raised
+                on every rank. Or the call of some rank is invalid; raised on the other ranks.
         """
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
         name, space = subject.name, subject.space
@@ -253,7 +262,7 @@ class _FirstCall:
         return Agreement(self.ranks, name, proposals)
 
     def _shared_record(self, agreement: Agreement, own: TuningRecord | None) -> TuningRecord:
-        """The holder's record. It is sent only if some rank has none or another one."""
+        """Return the holder's record. It is sent only if some rank lacks it."""
         if agreement.all_hold_it and own is not None:
             return own
         offer = own if self.ranks.rank == agreement.holder else None
@@ -263,8 +272,10 @@ class _FirstCall:
         return record
 
     def _tune(self, warm_start: WarmStart, own: OwnRecord, report: Report) -> StoredRecord:
-        """Measure, and keep what was found: on disk by the leader, in memory by the others."""
-        forced = "told to tune always" if self._parts.settings.always_tune else ""
+        """Tune, and store the record: the leader on disk, the other ranks in memory."""
+        forced = (
+            "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if self._parts.settings.always_tune else ""
+        )
         candidate_set = warm_start.candidate_set()
         try:
             reason = self._call.unusable or forced or own.where
@@ -281,7 +292,7 @@ class _FirstCall:
     def _race(
         self, candidate_set: CandidateSet, reason: str, own: TuningRecord | None, report: Report
     ) -> StoredRecord:
-        """Measure the candidates of ``candidate_set``."""
+        """Measure the candidates of ``candidate_set`` and store the record."""
         parts, ranks, subject = self._parts, self.ranks, self._subject
         call, restore, sizes = self._call, subject.hooks.restore, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
@@ -302,7 +313,7 @@ class _FirstCall:
                 ended, seconds, dropped = ranks.broadcast(
                     Step("end"), (timestamp(), progress.seconds, candidate_set.dropped())
                 )
-                # The exact sizes of the call, where they are not the end of their range.
+                # The exact sizes of the call, if they differ from the end of their range.
                 ends = call.sizes if sizes is None else sizes.values(call.key)
                 at = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
@@ -311,10 +322,11 @@ class _FirstCall:
                 )  # fmt: skip
                 try:
                     _ = record.best
-                except NoValidConfig as none:  # on every rank
-                    journal.remove()  # what failed is tried again by the next start
+                except NoValidConfig as none:  # no config was measured; raised on every rank
+                    journal.remove()  # the next start tries failed configs again
                     if error is not None:
-                        none.__cause__, error = error, None  # its frames lead here: no cycle
+                        # its frames refer to this one: avoid a cycle
+                        none.__cause__, error = error, None
                     raise
                 if ranks.is_leader:
                     journal.finish(record.digest)
@@ -327,9 +339,10 @@ class _FirstCall:
     def _try(
         self, candidate_set: CandidateSet, progress: Progress, report: Report, restorer: Restorer
     ) -> Exception | None:
-        """Do what the search asks for, until it asks for nothing more.
+        """Answer the requests of the search until there are no more.
 
-        Returns the first exception of a config on this rank, if no config was measured.
+        Returns:
+            The first exception of a config on this rank, if no config was measured.
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
@@ -350,7 +363,8 @@ class _FirstCall:
             attempts = Attempts(
                 self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only
             )
-            scope.callback(attempts.take_error)  # where another exception ends this
+            # drops the error if another exception ends this block
+            scope.callback(attempts.take_error)
             if call.unusable:
                 attempts.recover("the recorded winner")
             while (decided := self._next(search, progress, ahead)) is not None:
@@ -367,7 +381,7 @@ class _FirstCall:
                 together = progress.learn(request, outcome, by_rank)
                 report.tried(label, request, outcome, together)
                 if is_only:
-                    search = None  # one run, which tells whether the config works
+                    search = None  # one run suffices to check a single config
                 if search is not None:
                     with ranks.clock.phase("search"):
                         search.tell(request, outcome)
@@ -377,8 +391,11 @@ class _FirstCall:
     def _next(
         self, search: Search | None, progress: Progress, ahead: CompileAhead
     ) -> tuple[Request, Outcome | None] | None:
-        """The next request of the leader, with the answer if it is known already; ``None`` when the
-        search is over, or the budget. What the search names for later begins to be compiled."""
+        """Return the leader's next request, with its outcome if that is already known.
+
+        Return ``None`` if the search is over or the budget is spent. Start to compile the configs
+        that the search names for later.
+        """
         space, policy = self._subject.space, self._parts.settings.policy
         wanted: _Wanted = (None, 0, None, ())
         if search is not None:
@@ -406,7 +423,8 @@ class _FirstCall:
         return Request(space[place], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:
-        """Return the live config. Every rank has it, because all have the same space."""
+        """Return the winner as a config of this process. All ranks have it, because their spaces
+        are equal."""
         best = record.best
         config = self._subject.space.find(best.digest, best.config)
         assert config is not None, best
