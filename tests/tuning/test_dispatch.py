@@ -252,7 +252,7 @@ def test_a_key_that_is_new_in_each_call_is_reported_once():
         for step in range(60):
             tuned("attention", 4000 + 7 * step)
     (warning,) = warned
-    said = r"16 keys .* not called again.* key\[0\]\.tokens, lately 4119, 4126, 4133\. .*sizes="
+    said = r"16 consecutive keys .* key\[0\]\.tokens, latest values 4119, 4126, 4133\. .*sizes="
     assert re.search(said, str(warning.message))
     assert warning.filename == __file__
     assert tuned.tuning_count == 60

@@ -31,7 +31,7 @@ def test_a_rank_in_a_collective_names_the_one_that_failed_before_it(spawn_ranks,
     said, _ = spawn_ranks(2, group_ranks.fails_before_a_collective, contextual, env=env, timeout=60)
     assert "rank(s) 1 did not arrive within 1.5 s: rank 1 failed: " in said
     assert "FileNotFoundError: no shard 1" in said
-    assert "rank 0 is stuck in the user's code, where it may wait for the other" in said
+    assert "rank 0 is stuck in the user's code, where it may wait for the others" in said
 
 
 def test_values_that_differ_by_rank_refuse_nothing_and_are_tuned_once(spawn_ranks):

@@ -1,8 +1,8 @@
-"""Begin a first call: all ranks exchange their arguments' key and check that it is equal.
+"""Compare the first calls of a key on all ranks, and select the record to use.
 
-Both tuners begin with this exchange, and one message carries everything. If every rank has a record
-of the key, its first use in a process costs this exchange, and later uses cost none. With a record,
-a first call of ``tune.autotune`` takes one more exchange: whether the recorded winner still works.
+Both tuners begin with one exchange of :class:`Proposal`. If every rank has a valid record, this
+exchange is the only cost of the first call, and later calls cost nothing. ``tune.autotune`` then
+sends one more message: whether the recorded winner still works.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from triton_dist.errors import RankDisagreement
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the look-up in a rank's own cache."""
+    """Result of a rank's look-up in its own cache."""
 
     winner: str | None = None
-    """Digest of the winning config, if there is a valid record."""
+    """Digest of the winning config, if the rank has a valid record."""
     record: str | None = None
-    """Digest of that record."""
+    """Digest of the record."""
     shipped: bool = False
-    """The record was shipped with a package. An own record of any rank is preferred to it."""
+    """The record was shipped with a package. A rank's own record is preferred to it."""
     bound: frozenset[str] | None = None
-    """The bound constants that the record depends on; ``None``: the record ignores them."""
+    """The bound constants that the record depends on. ``None``: the record ignores them."""
 
 
 class OwnRecord(NamedTuple):
-    """This rank's valid record and its place, or ``None`` and the reason."""
+    """This rank's valid record and its location, or ``None`` and the reason."""
 
     record: TuningRecord | None
     where: str
@@ -57,13 +57,13 @@ class OwnRecord(NamedTuple):
 def own_record(
     stored: Iterable[StoredRecord], validator: Callable[[TuningRecord], Validity]
 ) -> OwnRecord:
-    """Return the first of the ``stored`` records that ``validator`` finds valid."""
+    """Return the first of the ``stored`` records that ``validator`` accepts."""
     reason = ""
     for record, where in stored:
         found = validator(record)
         if not found.reasons:
             return OwnRecord(record, where, "; ".join(found.tolerated))
-        # Report the reason against the nearest record: it is this function's own.
+        # Report the reason for the first record only: its function is the most similar one.
         kind = "shipped record" if record.shipped else "record"
         reason = reason or f"the {kind} in {where} is not valid: {'; '.join(found.reasons)}"
     return OwnRecord(None, reason or "no record")
@@ -74,53 +74,57 @@ class Proposal:
     """The first message of one rank."""
 
     compared: Sequence[tuple[str, str]]
-    """Names and texts that must be the same on all ranks, in the order of comparison."""
+    """Pairs of a name and a text that must be equal on all ranks, in the order of comparison."""
     fingerprint: Fingerprint
     verdict: Verdict
     always_tune: bool
     frozen: bool
     capturing: bool
-    """Nothing can be measured now."""
+    """Nothing can be measured now, because of a capture or a trace."""
     kept: Sequence[str] = ()
-    """Digests of the configs that pruning leaves, if it was done before. The leader's are used."""
+    """Digests of the configs that pruning keeps, if pruning has already run. The leader's are
+    used."""
     runs: bool = False
-    """The function is called with the choice at once."""
+    """The function is called with the choice immediately."""
 
 
 class Agreement:
-    """Result of the first exchange, the same on all ranks.
+    """The result of the first exchange, equal on all ranks.
 
     Attributes:
-        fingerprint: the common fingerprint, with the bound constants that are equal on all ranks.
-        leader: the leader's message.
+        fingerprint: the common fingerprint. It has the bound constants that are equal on all ranks.
+        leader: the leader's proposal.
         capturing: some rank cannot measure now.
-        frozen: ranks on which tuning is forbidden; one is enough.
+        frozen: global ranks on which tuning is forbidden. One is enough to forbid it.
         all_hold_it: every rank has the record that is used.
-        runs: every rank calls the function with the choice at once.
-        holder: the rank whose record all ranks use; ``None`` if no record is used.
+        runs: every rank calls the function with the choice immediately.
+        holder: the rank whose record all ranks use, or ``None``.
         winner: digest of the winning config in that record.
     """
 
     def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
-        """
+        """Compare the proposals.
+
         Args:
-            name: the function, or kernel, that is tuned.
+            name: the tuned function or kernel.
+            proposals: the proposals by rank.
 
         Raises:
-            RankDisagreement: on every rank, if the compared texts or the fingerprints differ. It
-                lists the values by rank.
+            RankDisagreement: compared texts or fingerprints differ; raised on every rank.
         """
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.named(rank): text for rank, (_, text) in enumerate(each)}
                 raise ranks.ended_by(RankDisagreement(each[ranks.rank][0], texts))
-        # Constants that functions bind may differ. Ranks are compared with rank 0, field by field.
+        # Bound constants may differ. All other parts of the fingerprint must be equal to rank 0's.
         first, *others = agreed([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
-            by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
+            by_rank: dict[int, object] = {
+                ranks.named(0): "(the other ranks are compared with this rank)"
+            }
             for rank, other in enumerate(others, start=1):
-                by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
-            what = f"what a tuning of {name} depends on"
+                by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "equal"
+            what = f"the fingerprint of {name}"
             raise ranks.ended_by(RankDisagreement(what, by_rank))
         self.fingerprint = first
         verdicts = [proposal.verdict for proposal in proposals]
@@ -129,8 +133,8 @@ class Agreement:
         self.capturing = any(proposal.capturing for proposal in proposals)
         self.frozen = [ranks.named(r) for r, proposal in enumerate(proposals) if proposal.frozen]
         self.runs = all(proposal.runs for proposal in proposals)
-        # The constants that a record depends on must be equal on all ranks. The holder has already
-        # checked that they are as recorded.
+        # A record that depends on bound constants is valid only if these are equal on all ranks.
+        # The holder has already compared them with the record.
         counted = frozenset(self.fingerprint.bound)
         valid = {
             rank: verdict
@@ -138,16 +142,17 @@ class Agreement:
             if verdict.winner and verdict.bound in (None, counted)
         }
         holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
-        # Where nothing can be tuned, a record is used even if it was asked to be replaced.
+        # A record is used despite ALWAYS_TUNE if nothing can be measured.
         cannot_tune = self.capturing or bool(self.frozen)
         usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
-        self.holder = holders[0] if usable else None  # the lowest, so the leader if it has one
+        # The lowest rank, so the leader if it has a record.
+        self.holder = holders[0] if usable else None
         self.winner = None if self.holder is None else valid[self.holder].winner
 
 
 _begin = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
 _used: set[str] = set()
-"""Digests of the records that functions of this process use."""
+"""Digests of the records that this process uses."""
 
 
 def mark_used(record: TuningRecord) -> None:
@@ -156,9 +161,9 @@ def mark_used(record: TuningRecord) -> None:
 
 
 def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
-    """Return the constants because of which a ``record`` of an earlier start is not valid ``now``.
+    """Return the constants that invalidate a ``record`` from an earlier start of the program.
 
-    Empty if something else differs, or if this process used the record.
+    Return an empty text if anything else differs, or if this process used the record.
     """
     if record.digest in _used or not _is_of_earlier_start(record.timestamp):
         return ""
@@ -170,5 +175,5 @@ def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
 def _is_of_earlier_start(timestamp: str) -> bool:
     try:
         return datetime.datetime.fromisoformat(timestamp) < _begin
-    except (ValueError, TypeError):  # no time, or one without a zone
+    except (ValueError, TypeError):  # no time, or no time zone
         return False

@@ -1,7 +1,7 @@
-"""The candidates of one tuning, the same on all ranks.
+"""Select the candidates of one tuning, equal on all ranks.
 
-Candidates are the configs that ``prune_fn`` keeps. If keys that differ only in size are tuned
-already, the candidates are the few configs that are near the best at those sizes
+The candidates are the configs that ``prune_fn`` keeps. If keys that differ only in sizes are
+already tuned, they are the few configs that are near the best at those sizes
 (:mod:`~triton_dist._tuning.sizes.neighbours`).
 """
 
@@ -37,31 +37,31 @@ from triton_dist.errors import NoValidConfig, RankDisagreement
 
 
 class Answer(NamedTuple):
-    """The configs that ``prune_fn`` keeps and those that it drops; none if it failed."""
+    """The configs that ``prune_fn`` keeps and drops; empty if it failed."""
 
     kept: Candidates = ()
     dropped: Sequence[Pruned] = ()
     failure: Exception | None = None
-    """Raised by ``prune_fn``, or a ``TimeoutError``."""
+    """The exception of ``prune_fn``, or a ``TimeoutError``."""
 
     @property
     def listed(self) -> Sequence[Config]:
-        """The kept configs of a function with sizes, whose space is always listed."""
+        """The kept configs of a function with sizes. Its space is always listed."""
         assert not isinstance(self.kept, Unlisted)
         return self.kept
 
     @property
     def raised(self) -> str:
-        """The failure in words; empty if there is none."""
+        """The failure as text; empty if there is none."""
         error = self.failure
         return "" if error is None else f"prune_fn raised {said(error)}"
 
 
 class Pruning:
-    """Calls ``prune_fn`` once for one call, when the answer is first used.
+    """Calls ``prune_fn`` for one call, once, when the answer is first used.
 
     Attributes:
-        cause: error that a prediction raised on this rank.
+        cause: the error of a prediction on this rank.
     """
 
     def __init__(self, subject: Subject, call: Call, ranks: Channel) -> None:
@@ -69,10 +69,13 @@ class Pruning:
         self.cause: Exception | None = None
         self._answer: Answer | None = None
 
-    # No cached_property: a local variable of its ``__get__`` would keep the answer alive.
+    # ``cached_property`` would keep the answer alive in a frame of its ``__get__``.
     @property
     def answer(self) -> Answer:
-        """Do not keep it in a local variable: its failure holds the frame of the first caller."""
+        """The result of ``prune_fn``.
+
+        Do not store it in a local variable: its failure refers to the frame of the first caller.
+        """
         if self._answer is None:
             subject, call = self._subject, self._call
             try:
@@ -84,34 +87,35 @@ class Pruning:
         return self._answer
 
     def forget(self) -> None:
-        """Drop the errors, which hold frames that hold this."""
+        """Drop the errors. They refer to frames that refer to this object."""
         self.cause = self._answer = None
 
 
 MOST_LISTED = 1000
-"""Number of pruned configs that a record lists. Of more, it has the counts by reason."""
+"""Maximum number of pruned configs that a record lists. Beyond it, the record has counts by
+reason."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Result of the leader's ``prune_fn`` on the config space, by place."""
+    """The leader's result of ``prune_fn``, with configs given by their place in the space."""
 
     kept: tuple[int, ...] | None = ()
-    """``None``: they are too many to be listed."""
+    """``None``: too many to list."""
     pruned: tuple[tuple[int, str], ...] = ()
     warm_started_from: str = ""
     """The neighbours that chose the candidates; empty if none did."""
     failure: str | None = None
     raising: str = "prune_fn"
-    """The user's function that failed."""
+    """Name of the user's function that failed."""
 
 
 class CandidateSet:
     """The configs that may be tried.
 
     Attributes:
-        candidates: all candidates. If they are not listed, the leader alone has those of the call.
-        pruned: the configs that are no candidates; empty if the candidates are not listed.
+        candidates: all candidates. If the space is not listed, only the leader's are pruned.
+        pruned: the configs that were dropped; empty if the space is not listed.
         warm_started_from: the neighbours that chose the candidates; empty if none did.
     """
 
@@ -134,13 +138,16 @@ class CandidateSet:
         }
 
     def label(self, config: Config, policy: Policy) -> str:
-        """Return the place of ``config`` among the candidates. If they are not listed, return its
-        place among the configs that are tried."""
+        """Return the position of ``config``, such as ``3/96``.
+
+        It is the position among the candidates, or, if they are not listed, among the tried
+        configs.
+        """
         place = f"{len(self._labels) + 1}/{policy.most_tried(len(self.candidates))}"
         return self._labels.setdefault(config.digest, place)
 
     def shown(self, policy: Policy) -> str:
-        """Return the number of candidates in words."""
+        """Return the number of candidates as text."""
         number = len(self.candidates)
         if isinstance(self.candidates, Unlisted):
             return f"{policy.most_tried(number)} of {number:,} combinations"
@@ -154,12 +161,12 @@ class CandidateSet:
         return head_of(self.candidates)
 
     def pruned_trials(self) -> list[Trial]:
-        """Return a trial for each pruned config, if these are few."""
+        """Return a trial for each pruned config; empty if there are too many."""
         few = self.pruned if len(self.pruned) <= MOST_LISTED else []
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in few]
 
     def dropped(self) -> dict[str, int]:
-        """Return counts by reason of the pruned configs that are not listed; on the leader."""
+        """On the leader, return counts by reason of the pruned configs that are not listed."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
         many = self.pruned if len(self.pruned) > MOST_LISTED else []
@@ -167,7 +174,7 @@ class CandidateSet:
 
 
 class WarmStart:
-    """Finds the candidates of one call, and predicts its record from neighbouring sizes.
+    """Selects the candidates of one call, and predicts its record from neighbouring sizes.
 
     All ranks call every method. Only the leader's records are used.
     """
@@ -189,12 +196,12 @@ class WarmStart:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
 
         Args:
-            warm: take only the few configs that neighbours choose, if there are neighbours.
+            warm: use only the configs that neighbours choose, if there are neighbours.
 
         Raises:
-            NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
+            NoValidConfig: ``prune_fn`` kept no config; raised on every rank.
             RankDisagreement: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised. The
-                leader raises the exception itself.
+                leader raises the original exception.
         """
         ranks, space, plan = self._ranks, self._subject.space, _Plan()
         answer = self._pruning.answer if ranks.is_leader else Answer()
@@ -221,7 +228,7 @@ class WarmStart:
             try:
                 raise failure
             finally:
-                del answer, failure  # the error holds this frame
+                del answer, failure  # the error refers to this frame
         if decided.failure is not None:
             raised = {ranks.named(0): decided.failure}
             raise RankDisagreement(f"{decided.raising} of {self._subject.name}", raised)
@@ -236,8 +243,11 @@ class WarmStart:
         return CandidateSet(space, candidates, pruned, decided.warm_started_from)
 
     def _warm_started(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
-        """Return the configs of ``kept`` that neighbours choose, and the neighbours in words.
-        Return all of ``kept`` if there are no neighbours."""
+        """Return the configs of ``kept`` that neighbours choose, and a text that names the
+        neighbours.
+
+        Return all of ``kept`` if there are no neighbours.
+        """
         settings, unusable = self._parts.settings, self._call.unusable
         if settings.warm_start_ms > 0 and not (settings.always_tune or unusable):
             near = self._neighbours()
@@ -247,8 +257,12 @@ class WarmStart:
         return kept, ""
 
     def predicted(self) -> tuple[TuningRecord | None, str]:
-        """Return the record that neighbours predict without measuring, or why a function of the
-        user's failed. Return neither if there are no neighbours."""
+        """Return the record that neighbours predict without measuring.
+
+        Returns:
+            The record, or ``None``, and the failure of a user's function as text. ``None`` and an
+            empty text if there are no neighbours.
+        """
         if self._subject.sizes is None:
             return None, ""
         pruning, record, failure = self._pruning, None, ""
@@ -265,10 +279,10 @@ class WarmStart:
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
 
     def size_table(self, record: TuningRecord, winner: Config) -> SizeTable | None:
-        """Return the configs by exact size, if the function has one size.
+        """Return the configs by exact size, if the function has exactly one size.
 
-        All configs of an own record may be used: they passed ``prune_fn`` when they were measured.
-        Configs of a shipped record, except the winner, must pass ``prune_fn`` here.
+        Configs of an own record passed ``prune_fn`` when they were measured. Configs of a shipped
+        record, except the winner, must pass ``prune_fn`` here.
         """
         space = self._subject.space
         if self._subject.sizes is None or len(self._call.sizes) != 1:
@@ -285,7 +299,7 @@ class WarmStart:
         return None if times is None else SizeTable.of(times, space)
 
     def _neighbours(self) -> Neighbours | None:
-        """Return the neighbours of the key, on the leader; ``None`` if the function has no
+        """On the leader, return the neighbours of the key; ``None`` if the function has no
         sizes."""
         parts, subject = self._parts, self._subject
         if subject.sizes is None or not self._ranks.is_leader:

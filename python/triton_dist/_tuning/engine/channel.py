@@ -1,8 +1,8 @@
-"""Messages between ranks during one tuning, and the time that is spent on each phase.
+"""Messages between ranks during one tuning, and the seconds that each phase takes.
 
-A rank that does not arrive is a :class:`TuningTimeout` on every rank that waits for it. The error
-names the phase, the config and the rank. If nothing else explains the absence, the rank is stuck in
-the config that is being tried, and the config is quarantined.
+If a rank does not arrive, every waiting rank raises :class:`TuningTimeout`, which names the phase,
+the config and the missing rank. If no other reason is known, the missing rank is stuck in the
+config that is being tried, and the config is quarantined.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Phase = Literal["compile", "measure", "search", "agree"]
 
 
 class Clock:
-    """Seconds by phase. Phases do not nest: time in an inner one counts for the outer.
+    """Seconds by phase. Phases do not nest: time in an inner phase counts for the outer phase.
 
-    ``compile``: until a candidate is ready to run, on whichever rank. ``measure``: runs and
-    samples, with lining up for them. ``search``: the leader's search, which picks the next config.
-    ``agree``: all other waits for other ranks.
+    ``compile``: until a candidate is ready to run on all ranks. ``measure``: runs and samples,
+    including the alignment of ranks. ``search``: the leader's choice of the next config. ``agree``:
+    all other waits for ranks.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Clock:
 
 
 def timestamp() -> str:
-    """Now, as records have it: UTC, ISO 8601."""
+    """Return the current time as it is recorded: UTC, ISO 8601."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
@@ -64,25 +64,25 @@ class Step:
     config: Config | None = None
     """The config that is being tried."""
     remark: str = ""
-    """Text of this rank that may explain a timeout here, such as the rank's own failure."""
+    """Text of this rank that may explain a timeout at this step, such as its own failure."""
 
     def __str__(self) -> str:
-        """Return a text that is equal on all ranks in this step."""
+        """Return a text that is equal on all ranks at this step."""
         return self.phase if self.config is None else f"{self.phase} {self.config}"
 
 
 class Channel:
-    """Messages between all of ``ranks``.
+    """Messages between all of ``ranks`` for one tuning.
 
     Args:
-        hint: text that may explain why other ranks do not send the first message.
+        hint: possible reason why other ranks do not send the first message.
 
     Attributes:
-        clock: the time spent by phase.
+        clock: the seconds of each phase.
         has_met: whether all ranks have sent the first message.
         final_error: the error that ended the exchange of messages. Code that catches exceptions of
             the user's function must re-raise it, because no more messages can be sent.
-        on_stuck: called, by any thread, with a config in which some rank is stuck.
+        on_stuck: called with a config in which some rank is stuck. Any thread may call it.
     """
 
     def __init__(
@@ -107,58 +107,64 @@ class Channel:
         self.final_error: Exception | None = None
 
     def named(self, rank: int) -> int:
-        """Return the rank of the world, for messages, errors and records."""
+        """Return the global rank, for messages, errors and records."""
         return self._ranks.named(rank)
 
     def meet(self, at: Step, value: T, soon: bool = False) -> list[T]:
-        """Gather as the first message.
+        """Gather ``value`` from all ranks as the first message.
 
-        Inside the trial of another function, wait no longer than a step may take: ranks that
-        failed report that at the end of the step. Do so too if all ranks agreed to meet ``soon``.
+        Args:
+            soon: all ranks agreed to send this message soon, so wait no longer than for a step.
 
         Raises:
-            RankDisagreement: the call of some rank was refused.
+            RankDisagreement: the call of some rank is invalid.
         """
+        # Inside a trial of another function, a failed rank reports at the end of that trial's step.
         limit = self._seconds if self._is_nested or soon else None
         values = self._exchange(at, lambda: self._ranks.meet(str(at), value, limit))
         self.has_met = True
         return values
 
     def broadcast(self, at: Step, value: T | None, after: float = 0.0) -> T:
-        """Broadcast the leader's value.
+        """Return the leader's value.
 
         Args:
-            after: seconds that the leader's code, or the user's, may take before the message.
+            after: seconds that user code may take before the message.
         """
         limit = self._limit(after)
         return self._exchange(at, lambda: self._ranks.broadcast(str(at), value, limit))
 
     def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
-        """Gather the values of all ranks.
+        """Return the values of all ranks.
 
         Args:
-            after: seconds that the user's code may run on other ranks before the message.
+            after: seconds that user code may take on other ranks before the message.
         """
         limit = self._limit(after)
         return self._exchange(at, lambda: self._ranks.all_gather(str(at), value, limit))
 
     def line_up(self) -> None:
-        """Queue work that lets the ranks' devices continue together, after a ``all_gather``."""
+        """Make the devices of all ranks start the next work together. Requires an
+        ``all_gather``."""
         self._ranks.line_up()
 
     def ended_by(self, error: Exception) -> Exception:
-        """Note that all ranks raise ``error``, so that no more messages are needed."""
+        """Note that all ranks raise ``error``, so that no more messages are sent. Return
+        ``error``."""
         self.final_error = error
         return error
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        """Do not try ``config`` in the next start. May be called by any thread."""
-        if self.on_stuck is not None:  # else none was tried yet
+        """Exclude ``config`` from the next start. Any thread may call this."""
+        if self.on_stuck is not None:  # ``None``: no config was tried yet
             self.on_stuck(config, failure)
 
     def end(self) -> None:
-        """Drop all references to the call, so that its arguments are freed without the garbage
-        collector. An error holds its frames, and these hold this conversation."""
+        """Drop references to the call, so that its arguments are freed without the garbage
+        collector.
+
+        An error refers to its frames, and the frames refer to this object.
+        """
         self.final_error = self.on_stuck = None
 
     def abort(self, error: BaseException) -> None:
@@ -174,14 +180,14 @@ class Channel:
     def user_code(
         self, at: Step, seconds: float | None = None, begun: bool = True
     ) -> Iterator[Watch]:
-        """Context manager that lets the user's code run for ``seconds`` at most.
+        """Context manager that lets user code run for ``seconds`` at most.
 
         Args:
-            begun: the user's code runs from the start; otherwise between ``begin`` and ``end`` of
-                the watch.
+            begun: user code runs from the start. Otherwise it runs between ``begin`` and ``end`` of
+                the returned watch.
 
         Raises:
-            TimeoutError: it took longer, but returned before the process was ended.
+            TimeoutError: the code took longer, but returned before the process was ended.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")
@@ -193,16 +199,18 @@ class Channel:
             raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
 
     def blamed_config(self, at: Step) -> Config | None:
-        """Return the config to blame if a rank is stuck in this step."""
+        """Return the config to blame if a rank is stuck at this step."""
         return at.config
 
     def stuck(self, at: Step, seconds: float, how: str) -> TuningTimeout:
-        """Return the error of this rank, which is stuck, and quarantine the config to blame. If
-        other ranks failed, ended or are stopped, this rank may wait for them in a collective: they
-        are named first."""
+        """Quarantine the config to blame, and return the error of this rank, which is stuck.
+
+        If other ranks failed, ended or are stopped, this rank may wait for them in a collective.
+        The error then names them first.
+        """
         own, because = self.named(self.rank), self._failed()
         missing = list(because) or [own]
-        because[own] = f"{how}, where it may wait for the other" if because else how
+        because[own] = f"{how}, where it may wait for the others" if because else how
         return self._timeout(at, missing, seconds, because, blames=True)
 
     def _failed(self) -> dict[int, str]:
@@ -223,17 +231,18 @@ class Channel:
             raise
         except RankTimeout as error:
             late = error
-        # Not in the ``except`` block: only an exception that the caller handles is the context.
+        # Raise outside of the ``except`` block. The context of the error must be an exception that
+        # the caller handles, and not ``late``.
         try:
             raise self.ended_by(self._explained(at, late))
         finally:
-            del late  # it holds this frame
+            del late  # it refers to this frame
 
     def _explained(self, at: Step, late: RankTimeout) -> Exception:
-        """Return the error of a message that some rank did not send."""
+        """Return the error for a message that some rank did not send."""
         if late.refusals:
             ranks = [self.named(rank) for rank in range(self.size)]
-            by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
+            by_rank = {r: "has not called yet" if r in late.missing else "valid" for r in ranks}
             by_rank |= late.refusals
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
         if not (self.has_met or late.because):
@@ -249,7 +258,11 @@ class Channel:
         because: Mapping[int, str],
         blames: bool,
     ) -> TuningTimeout:
-        """``blames``: quarantine the config that is tried, if there is one."""
+        """Return the error for missing ranks.
+
+        Args:
+            blames: quarantine the config that is being tried, if there is one.
+        """
         config = self.blamed_config(at)
         error = TuningTimeout(
             rank=self.named(self.rank),
@@ -267,6 +280,8 @@ class Channel:
         return error
 
     def _limit(self, after: float) -> float:
-        """Return the limit of a message after user code. It leaves time for a rank that reports a
-        timeout of its device."""
+        """Return the time limit of a message that follows user code.
+
+        It leaves time for a rank that reports a timeout of its device.
+        """
         return after + self._grace if after else self._seconds

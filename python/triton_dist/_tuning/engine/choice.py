@@ -1,12 +1,12 @@
-"""The choices of a tuned function, as calls use them.
+"""The choices of a tuned function, and the rules by which calls reuse them.
 
 The first call with a recorded winner may fail: another driver or compiler may need more shared
-memory, or refuse a kernel. If that happens on one rank, all ranks have to tune again, so they
-exchange one message after the first call. Later calls send none.
+memory or reject a kernel. If that happens on one rank, all ranks must tune again, so the ranks
+exchange one message after the first call. Later calls send no message.
 
-A function whose key is new in each call is tuned each time, and a warning says so. Hits are not
-counted, so that they cost nothing. Instead a tuned key becomes a hit only at its second call, which
-shows that the key came again. The first few keys of a function become hits at once.
+A function whose key is new in each call is tuned in each call, and a warning reports it. To detect
+this without a counter on the hot path, a tuned key becomes a hit only at its second call, which
+proves that the key repeats. The first few keys of a function become hits immediately.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from triton_dist._tuning.values.show import said
 from triton_dist.errors import InvalidArgument, RankDisagreement, TuningTimeout
 
 _IMMEDIATE_HITS = 4
-"""Keys of a function, the first ones."""
+"""The first keys of a function, which become hits immediately."""
 _MAX_UNREPEATED = 16
-"""Keys in a row that were tuned and not called again, from which on there is a warning."""
+"""Number of consecutive keys that were tuned and not called again before a warning."""
 
 
 class NewKeys:
@@ -39,7 +39,7 @@ class NewKeys:
         self._is_over = False
 
     def hits_later(self, key: Hashable) -> bool:
-        """Note a key that was tuned; return whether it is to become a hit at its second call."""
+        """Note a tuned key. Return whether it becomes a hit only at its second call."""
         self._tuned += 1
         if self._tuned <= _IMMEDIATE_HITS or self._is_over:
             return False
@@ -52,10 +52,10 @@ class NewKeys:
             self._waiting.clear()
 
     def advice(self, function: str, sizes: Collection[str]) -> str:
-        """Return the warning, once; else an empty text.
+        """Return the warning if it is due, and an empty text otherwise. It is due once.
 
         Args:
-            sizes: names of sizes in the keys, which may vary.
+            sizes: names of sizes in the keys. These may vary.
         """
         if len(self._waiting) < _MAX_UNREPEATED:
             return ""
@@ -66,21 +66,21 @@ class NewKeys:
             return ""
         self._is_over = True
         varying = "; ".join(
-            f"{path}, lately {', '.join(f'{value!r:.80}' for value in values[-3:])}"
+            f"{path}, latest values {', '.join(f'{value!r:.80}' for value in values[-3:])}"
             for path, values in parts[:3]
         )
         return (
-            f"{function}: {len(keys)} keys in a row were tuned and not called again. What varies "
-            f"in them: {varying}. If it has another value in each call, each call is tuned: name "
-            "it in sizes=(...) of autotune, so that a tuning serves a range of values, or leave it "
-            "out of the key"
+            f"{function}: {len(keys)} consecutive keys were tuned and not called again. Varying "
+            f"parts: {varying}. If a part has a new value in each call, each call is tuned. Name "
+            "the part in sizes=(...) of autotune, so that one tuning serves a range of values, "
+            "or remove it from the key"
         )
 
 
 def _varying(
     values: Sequence[Hashable], path: str = "key"
 ) -> Iterator[tuple[str, Sequence[Hashable]]]:
-    """Yield the parts that are not the same in all ``values``: where each is, and what it was."""
+    """Yield the parts that differ between ``values``: the path of the part and its values."""
     first = values[0]
     if len(set(values)) == 1:
         return
@@ -95,12 +95,14 @@ def _varying(
 
 _logger = logging.getLogger("triton_dist.tuning")
 _UNUSABLE = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
-"""Names of exception classes, since triton is not imported here. Running out of device memory is
-not among them: other allocations of the program may be the cause."""
+"""Names of exception classes that blame the config; triton is not imported here.
+
+Running out of device memory is not included, because other allocations of the program may cause it.
+"""
 _REFUSALS = (InvalidArgument, RankDisagreement)
-"""Errors that name their own cause."""
+"""Errors whose text already names the cause."""
 _FAILED_PASS = "PassManager::run failed"
-"""Triton's text, in a plain ``RuntimeError``, for a compiler pass that failed."""
+"""Triton's text for a failed compiler pass. Triton raises a plain ``RuntimeError``."""
 
 
 def use_first(
@@ -112,31 +114,35 @@ def use_first(
     restores: bool,
     random_state: RandomState,
 ) -> tuple[Any, str]:
-    """Make the first call of this process with the winner of a record.
-
-    Return its result and an empty text. If the config is unusable on some rank, rewind the
-    generators and return the reason on every rank, so that all ranks tune again.
+    """Make the first call in this process with the winner of a record.
 
     Args:
-        ranks: the conversation in which all ranks agreed on the record.
-        source: the config and the record that has it, in words.
+        ranks: the channel in which all ranks agreed on the record.
+        source: the config and the location of its record, as text.
         remedy: how to tune again.
-        votes: every rank calls the function now, and may tune.
+        votes: every rank calls the function now, and tuning is allowed.
         restores: the function changes its arguments, so a rank that ran it cannot repeat it.
-        random_state: of the generators before the call.
+        random_state: the state of the generators before the call.
+
+    Returns:
+        The result and an empty text. If the config is unusable on some rank: ``None``, and the
+            reason on every rank. The generators are then rewound, so that all ranks can tune again.
 
     Raises:
-        Exception: of ``call``, with a note.
+        Exception: raised by ``call``, with a note about the record.
     """
 
     def reason_to_tune(failure: str | None) -> str:
-        """Send the other ranks ``failure``: empty if the call returned, ``None`` for an exception
-        that no tuning mends. Return why all ranks tune again, or an empty text."""
+        """Exchange failures with the other ranks, and return why all ranks tune again.
+
+        ``failure`` is empty if the call returned, and ``None`` for an exception that tuning cannot
+        fix. The result is empty if the ranks do not tune again.
+        """
         if not votes:
             return ""
         try:
             failures = ranks.all_gather(Step("first use of a record"), failure)
-        except TuningTimeout:  # the call itself is over, and without that rank nothing is tuned
+        except TuningTimeout:  # the call has finished, and tuning needs all ranks
             return ""
         if None in failures or (restores and "" in failures):
             return ""
@@ -155,21 +161,23 @@ def use_first(
         if not isinstance(error, _REFUSALS):
             add_note(error, f"triton_dist: {source} was used. {remedy}")
         raise
-    except BaseException as error:  # the others must not wait for this rank
+    except BaseException as error:  # release the other ranks
         ranks.abort(error)
         raise
     return result, reason_to_tune("")
 
 
 def is_unusable(error: Exception) -> bool:
-    """Return whether a config is to blame, which another build of the compiler may have made so."""
+    """Return whether the error blames the config, which another compiler build may reject."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_UNUSABLE) or _FAILED_PASS in said(error)
 
 
 def add_note(error: Exception, text: str) -> None:
-    """Show ``text`` with ``error``. Before Python 3.11, which has notes, make it a part of the
-    message, or log it."""
+    """Attach ``text`` to ``error``.
+
+    Python before 3.11 has no notes: append the text to the message, or log it.
+    """
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
@@ -180,21 +188,21 @@ def add_note(error: Exception, text: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The config of a key, and where it comes from."""
+    """The config of a key, and its origin."""
 
     config: Config
     record: TuningRecord | None
-    """``None``: nothing could be tuned, so the config is the default, for this call alone."""
+    """``None``: nothing could be tuned. The config is the default, for this call only."""
     kept: bool = True
     """Later calls use the choice too."""
     size_table: SizeTable | None = None
-    """Configs by exact size, within the range of the key."""
+    """Configs by exact size within the range of the key."""
     first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
     """:func:`use_first`, set in the call that found a record."""
     tuned: bool = False
-    """It was tuned in this call."""
+    """The config was tuned in this call."""
     advice: str = ""
-    """Warning for the user about why the key was tuned again."""
+    """Warning that explains why the key was tuned again."""
     changed: tuple[str, ...] = ()
     """Names of arguments that trials changed in place and that nothing restored."""
 
@@ -207,38 +215,40 @@ class Choice:
 
 @dataclass
 class Choices:
-    """The choices of one tuned function, which hold while the world is the same."""
+    """The choices of one tuned function, valid until the group of all ranks changes."""
 
     by_ranks: dict[Any, Choice] = field(default_factory=dict)
     """Choices by ranks and key."""
     hits: dict[Any, dict[str, Any]] = field(default_factory=dict)
-    """Arguments by exact key, of calls without a group."""
+    """Arguments by exact key, for calls without a process group."""
     group_hits: dict[Any, dict[Any, dict[str, Any]]] = field(default_factory=dict)
-    """Arguments by group and exact key, of calls with a group."""
+    """Arguments by process group and exact key."""
     ranges: dict[Any, Choice] = field(default_factory=dict)
-    """Choices by group and range. Ranges are never dropped, unlike exact keys."""
+    """Choices by process group and range. Unlike exact keys, ranges are never evicted."""
     most_hits: int = 0
-    """Number of exact keys that are kept."""
+    """Maximum number of cached exact keys."""
     new_keys: NewKeys = field(default_factory=NewKeys)
-    """Keys that were tuned and may not come again."""
+    """Keys that were tuned and may not repeat."""
 
     def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Keep the arguments of an exact key, in place of the oldest if there are many."""
+        """Cache the arguments of an exact key, and evict the oldest key if the cache is full."""
         hits = self.hits if group is None else self.group_hits.setdefault(group, {})
         while len(hits) >= self.most_hits:
-            with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
+            with suppress(KeyError, StopIteration, RuntimeError):  # another thread evicted it
                 del hits[next(iter(hits))]
         hits[key] = arguments
 
     def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
-        """Drop the choices of groups that were destroyed: a program may make many, one after
-        another."""
+        """Drop the choices of destroyed process groups.
+
+        A program may create many groups in its lifetime.
+        """
         tables: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = [
             (self.group_hits, is_destroyed),
             (self.ranges, lambda key: is_destroyed(key[0])),
             (self.by_ranks, lambda key: not key[0].is_current()),
         ]
         for table, is_gone in tables:
-            for key in list(table):  # a list, as other threads may add some meanwhile
+            for key in list(table):  # a copy, because other threads may add keys
                 if is_gone(key):
                     table.pop(key, None)

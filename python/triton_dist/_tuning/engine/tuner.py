@@ -325,7 +325,7 @@ class _FirstCall:
                 except NoValidConfig as none:  # no config was measured; raised on every rank
                     journal.remove()  # the next start tries failed configs again
                     if error is not None:
-                        # its frames refer to this one: avoid a cycle
+                        # Avoid a reference cycle: the frames of ``error`` lead to this frame.
                         none.__cause__, error = error, None
                     raise
                 if ranks.is_leader:
@@ -347,6 +347,7 @@ class _FirstCall:
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
         sampled = sampled_calls(self._subject, call, ranks, parts.settings.seconds)
+        # Only the leader has a search. The other ranks receive its requests by broadcast.
         search: Search | None = None
         if (
             ranks.is_leader
@@ -363,7 +364,7 @@ class _FirstCall:
             attempts = Attempts(
                 self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only
             )
-            # drops the error if another exception ends this block
+            # Drop the stored error if an exception ends this block.
             scope.callback(attempts.take_error)
             if call.unusable:
                 attempts.recover("the recorded winner")
@@ -376,6 +377,7 @@ class _FirstCall:
                     with progress.trying(request.config):
                         outcome = attempts.attempt(request, label)
                         by_rank = attempts.by_rank
+                # An earlier start of this tuning measured the config.
                 elif isinstance(outcome, Measurement):
                     attempts.measured_before(request.config)
                 together = progress.learn(request, outcome, by_rank)
