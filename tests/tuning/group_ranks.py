@@ -194,7 +194,7 @@ def fails_before_a_collective(contextual: bool) -> str:
     Rank 1 comes to the collective afterwards, so that rank 0 need not be ended.
     """
     said: list[str] = []
-    watchdog._exchange = said.append
+    watchdog._print = said.append
     total = torch.ones(4)
 
     def function() -> None:
