@@ -116,7 +116,7 @@ def die() -> None:
 
 def at(phase: str, act: Callable[[], None]) -> None:
     """The victim does ``act`` when it comes to a message whose phase begins with ``phase``."""
-    say = Channel._print
+    say = Channel._exchange
 
     def watched(self: Channel, there: Step, message: Callable[[], Any]) -> Any:
         if there.phase.startswith(phase):
@@ -124,7 +124,7 @@ def at(phase: str, act: Callable[[], None]) -> None:
         return say(self, there, message)
 
     if is_victim():
-        Channel._print = watched  # type: ignore[method-assign]
+        Channel._exchange = watched  # type: ignore[method-assign]
 
 
 def note_attempts(notes: Path) -> None:
@@ -145,7 +145,7 @@ class Moments:
 
     def __init__(self, fatal: int | None) -> None:
         self.count, self._fatal = 0, fatal
-        self._around(Channel, "_print")
+        self._around(Channel, "_exchange")
         self._around(Attempts, "attempt")
         self._around(FileJournal, "append", "finish", "remove")
         self._around(os, "replace")

@@ -163,8 +163,10 @@ class Search(Protocol):
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether ``ask`` runs user code, which may be slow: ``prune_fn`` or a user-defined
-        search."""
+        """True if ``ask`` runs user code, which may be slow.
+
+        User code is ``prune_fn`` or a user-defined search.
+        """
 
     def ask(self) -> Request | None:
         """Return the next request, or ``None`` at the end. Requests may repeat a config."""
