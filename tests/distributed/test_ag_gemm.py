@@ -73,8 +73,8 @@ def test_epochs_may_wrap_around(spawn_ranks):
 
 def test_what_is_too_large_for_one_launch_is_said(spawn_ranks):
     for message in spawn_ranks(2, ag_gemm_ranks.too_many_rows_for_serial):
-        assert message.startswith("ag_gemm: way is 'serial', expected another one for an M of more")
-        assert "more than 10" in message
+        assert message.startswith("ag_gemm: algorithm is 'serial', expected another algorithm for")
+        assert "M > 10 " in message
 
 
 def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):

@@ -135,7 +135,7 @@ def test_operands_that_kernels_would_misread_are_refused():
     with create_ag_gemm_context(4, 6, 16, torch.float32, 0, 1) as ctx:
         with pytest.raises(InvalidArgument, match=r"B.is_neg\(\) is True"):
             ag_gemm(A, B, ctx, autotune=False)
-        with pytest.raises(InvalidArgument, match=r"gathered is .* expected memory of its own"):
+        with pytest.raises(InvalidArgument, match=r"gathered is .* expected separate memory"):
             ag_gemm(A, B.resolve_neg(), ctx, gathered=A, autotune=False)
 
 

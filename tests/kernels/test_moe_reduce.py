@@ -116,7 +116,7 @@ def tried(monkeypatch, info, shape, dtype=BF16, num_ranks=4, **fixed):
     """Configs that a tuning on GPUs tries for a shape, by way."""
     for module in (rows, spaces, sum_algorithms):
         monkeypatch.setattr(module, "current_device", Gpu)
-    key = next(info.sample_keys())._replace(
+    key = next(info.example_keys())._replace(
         M=shape.M, N=shape.N, K=shape.K // num_ranks, E=shape.E, topk=shape.topk, dtype=dtype,
         num_ranks=num_ranks,
     )  # fmt: skip

@@ -1,2 +1,1 @@
-"""Kernels, by vendor of the GPUs they are written for; all of them also run interpreted on CPU
-ranks."""
+"""Kernels, grouped by GPU vendor. Every kernel also runs in Triton's interpreter on CPU ranks."""

@@ -1,29 +1,21 @@
-"""Ops for NVIDIA GPUs; the same sources run interpreted on CPU ranks.
+"""Ops for NVIDIA GPUs. The sources also run in Triton's interpreter on CPU ranks.
 
-What every op across ranks promises, and asks for: all ranks call alike. Calls may follow one
-another without synchronisation and be captured in a CUDA graph, which all ranks then replay equally
-often. On the device, calls with one context follow one another, whatever streams they are made on.
-Arguments are checked before anything is launched: ``InvalidArgument``, or ``ContextFinalized``.
+Rules for every op that runs across ranks:
 
-Arguments that are the same for every GEMM across ranks:
-    A, B: of the context's dtype; sizes up to the context's. TMA serves a contiguous A, and a B of
-        unit stride in one dimension and multiples of 16 bytes in the other; pointers serve others.
-    ctx: from the op's ``create_…_context``.
-    way: the algorithm (tuned). Older keywords of an op are names of a way too; tuned with one of
-        them, the tuning is of that way. Where nothing is tuned they go before ``algorithm``.
-    gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
-    straggler_option: (rank, cycles): that rank sleeps so long in the call, for tests.
+* All ranks call the op in the same order with matching arguments.
+* Consecutive calls need no synchronisation. Calls can be captured in a CUDA graph; all ranks must
+  then replay the graph equally often.
+* Calls with one context execute in order on the device, whatever streams they are issued on.
+* Arguments are checked before any launch.
+* The first call of a key tunes the op over all ranks. An argument marked "(tuned)" is chosen by the
+  tuner unless the caller passes it. docs/reference/autotune.md lists the tuner's errors.
 
-``accepted_key`` of each op is for the tuner alone: the key of operands that were checked already.
+TMA requires a contiguous A, and a B with unit stride in one dimension and a multiple of 16 bytes in
+the other. Other operands are read through pointers. ``accepted_key`` of an op is reserved for the
+tuner: the key of operands that are already checked.
 
-Creating a context is collective over its group (default: the world, else this process):
-    rank, and num_ranks or world_size: this rank in the group, and the group's size.
-    num_local_ranks or local_world_size: ranks on one host; clamped to the group's size, which must
-        lie on one host.
-    InvalidArgument: on every rank, for a value that cannot work.
-    RankDisagreement: ranks ask for different contexts.
-    SymmetricMemoryFull: on every rank, if some rank has too little memory.
-    DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+Creating a context is collective over its group, and the group must lie on one host. The default
+group is the world if torch.distributed is initialised, else this process alone.
 """
 
 from triton_dist.kernels.common.libraries import LibraryAlgorithm

@@ -1,4 +1,4 @@
-"""All-gather, by the module that scripts import."""
+"""Import path of all-gather in scripts written for Triton-distributed."""
 
 from triton_dist.kernels.nvidia.shard_collectives import (
     AllGatherContext,

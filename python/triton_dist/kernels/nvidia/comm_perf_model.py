@@ -1,4 +1,4 @@
-"""Least time that a collective takes, by its bytes and the bandwidths of the links."""
+"""Lower bounds for the time of a collective, from its bytes and the link bandwidths."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def estimate_all_gather_time_ms(
     intranode_bw: float,
     internode_bw: float,
 ) -> float:
-    """Least milliseconds in which every rank gets the shards of all.
+    """Return the least time in milliseconds until every rank has all shards.
 
-    Shards cross between hosts once for each host, rank by rank, and are handed round inside one
-    while the next cross.
+    Each shard crosses once to each other host. Ranks of that host redistribute it while the next
+    shard crosses.
 
     Args:
-        nbytes: of all shards together.
-        world_size, local_world_size: ranks, and ranks on one host, which divide them.
-        intranode_bw: of one rank to its peers on the host, one direction, in GB/s.
-        internode_bw: of one rank to other hosts, one direction, in GB/s. With 0, of a link that
-            is not known, as on CPU ranks, it takes for ever.
+        nbytes: total bytes of all shards.
+        world_size: number of ranks.
+        local_world_size: ranks per host; must divide ``world_size``.
+        intranode_bw: bandwidth between one rank and its peers on the host, one direction, GB/s.
+        internode_bw: bandwidth between one rank and other hosts, one direction, GB/s. A bandwidth
+            of 0 means unknown (as on CPU ranks); the time is then infinite.
 
     Raises:
-        InvalidArgument: ranks that do not divide into hosts.
+        InvalidArgument: ``local_world_size`` does not divide ``world_size``.
     """
     if local_world_size < 1 or world_size % local_world_size:
         raise InvalidArgument(
@@ -57,5 +58,5 @@ def _milliseconds(megabytes: float, gbps: float) -> float:
     return megabytes / gbps if gbps > 0 else math.inf
 
 
-# A reduce-scatter moves as many bytes the other way; ``nbytes``: of one rank's input.
+# A reduce-scatter moves the same bytes in reverse; ``nbytes`` is the size of one rank's input.
 estimate_reduce_scatter_time_ms = estimate_all_gather_time_ms

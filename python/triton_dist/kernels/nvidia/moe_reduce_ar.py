@@ -1,4 +1,4 @@
-"""Grouped GEMM, top-k sum and AllReduce, by the module that scripts import."""
+"""Import path of grouped GEMM + top-k sum + AllReduce in Triton-distributed's scripts."""
 
 from triton_dist.kernels.nvidia.moe_reduce import (
     MoEReduceARContext,

@@ -1,4 +1,4 @@
-"""Indices of routes by expert, under the names that scripts have for them."""
+"""Index tensors that sort MoE routes by expert, under the names of Triton-distributed's scripts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ NO_ROUTE = 0x7FFFFFFF
 def calc_gather_scatter_index_triton(
     chosen_experts: torch.Tensor, nexperts: int, alignment_by_expert: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort routes by expert, the rows of each expert filled up to a multiple of
-    ``alignment_by_expert``. Always the same for the same ids; nothing waits for the device.
+    """Sort routes by expert and pad the rows of each expert to ``alignment_by_expert``.
+
+    The result is deterministic. The function does not synchronise with the device.
 
     Args:
-        chosen_experts: [M, topk], int32 or int64, contiguous; ids that are not one of 0 to
-            ``nexperts`` - 1 have no row.
-        nexperts: 1 to 512.
+        chosen_experts: [M, topk], int32 or int64, contiguous. Ids outside 0 to ``nexperts`` - 1
+            get no row.
+        nexperts: number of experts, 1 to 512.
+        alignment_by_expert: rows of each expert are padded to a multiple of this number.
 
     Returns:
-        Five tensors, int32, of which T is cdiv(M * topk, alignment_by_expert) + nexperts:
-        ntokens_by_expert [nexperts]; scatter_index [M, topk], the row of each route, or -1;
-        gather_index [T * alignment_by_expert], the route of each row, or 2**31 - 1; expert_index
-        [T], the expert of each ``alignment_by_expert`` rows, or ``nexperts``; M_pad [1], rows that
-        are used.
+        Five int32 tensors, with T = cdiv(M * topk, alignment_by_expert) + nexperts:
+
+        * ntokens_by_expert [nexperts];
+        * scatter_index [M, topk]: row of each route, or -1;
+        * gather_index [T * alignment_by_expert]: route of each row, or 2**31 - 1 for padding;
+        * expert_index [T]: expert of each block of ``alignment_by_expert`` rows, or ``nexperts``;
+        * M_pad [1]: number of rows in use, including padding.
 
     Raises:
-        InvalidArgument: ids, or numbers, that cannot be.
+        InvalidArgument: wrong shape or dtype of the ids, or a number out of range.
     """
     if alignment_by_expert < 1:
         function, expected = "calc_gather_scatter_index_triton", "at least 1"
@@ -47,7 +51,7 @@ def calc_gather_scatter_index_triton(
     flat = chosen_experts.flatten()
     has_row = (flat >= 0) & (flat < nexperts)
     rows = blocks.rows + shifts[flat.clamp(0, nexperts - 1)]
-    # Routes without a row write behind the end.
+    # Routes without a row write to one extra element, which is cut off below.
     gather = counts.new_full((most * align + 1,), NO_ROUTE)
     gather[torch.where(has_row, rows, most * align)] = torch.arange(
         M, dtype=torch.int32, device=flat.device
@@ -66,20 +70,28 @@ def sort_topk_ids_align_block_size(
     num_local_ranks: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the routes of all ranks' tokens by expert, and tiles of ``block_size`` of their rows by
-    the rank whose tokens they wait for: ``rank`` itself, then the next ones.
+    """Sort the routes of all ranks by expert, and the row tiles by the rank they wait for.
+
+    Tiles that need only rows of ``rank`` come first, then tiles of the next ranks in order.
 
     Args:
-        topk_ids: [M, topk], of each rank's M / ``num_ranks`` tokens in turn.
-        num_local_ranks: ranks of one host, which must be all.
+        topk_ids: [M, topk]; the M / ``num_ranks`` tokens of rank 0, then of rank 1, and so on.
+        num_experts: number of experts, 1 to 512.
+        rank: this rank.
+        num_ranks: number of ranks; must divide M.
+        num_local_ranks: ranks on one host; must equal ``num_ranks``.
+        block_size: rows per tile.
 
     Returns:
-        Six tensors, int32: the route of each row, or 2**31 - 1, as of
-        ``calc_gather_scatter_index_triton``; of each tile in order of arrival its expert, its place
-        among the rows, and the first and last rank whose tokens it has; and their number, [1].
+        Six int32 tensors:
+
+        * gather_index: see ``calc_gather_scatter_index_triton``;
+        * for each tile in order of arrival: its expert, its index among the row tiles, the first
+          and the last rank whose tokens it contains;
+        * the number of tiles in use, [1].
 
     Raises:
-        InvalidArgument: ids, or numbers, that cannot be.
+        InvalidArgument: wrong shape or dtype of the ids, or a number out of range.
     """
     function = "sort_topk_ids_align_block_size"
     if num_local_ranks != num_ranks:
@@ -95,7 +107,8 @@ def sort_topk_ids_align_block_size(
     has_route = tiles != NO_ROUTE
     first = torch.where(has_route, tiles, NO_ROUTE).amin(1) // routes
     last = torch.where(has_route, tiles, -1).amax(1) // routes
-    # The rank before this one comes last; else a tile's ranks come in their order.
+    # Shards arrive in the order rank, rank + 1, …, rank - 1. A tile waits for its latest shard:
+    # rank - 1 if the tile contains it, else the largest rank of the tile.
     before = (rank - 1) % num_ranks
     waits_for = torch.where((first <= before) & (before <= last), before, last)
     is_used = has_route.any(1)

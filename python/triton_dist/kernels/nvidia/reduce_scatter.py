@@ -1,4 +1,4 @@
-"""Reduce-scatter, by the module that scripts import."""
+"""Import path of reduce-scatter in scripts written for Triton-distributed."""
 
 from triton_dist.kernels.nvidia.shard_collectives import (
     ReduceScatterContext,

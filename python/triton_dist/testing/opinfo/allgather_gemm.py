@@ -137,7 +137,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         args = meta(dtype, rows, K), laid_out(layout, dtype, K, columns), ctx
         return args, {} if local_copy else {"local_copy": False}
 
-    def sample_keys(self) -> Iterator[tuple[ProductKey, bool]]:
+    def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
         for rows in (1, 4, 1024, 4096):
             for layout in LAYOUTS:
                 for local_copy in (True, False):

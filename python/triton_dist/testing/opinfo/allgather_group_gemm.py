@@ -186,7 +186,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         )  # fmt: skip
         return (meta(dtype, M // num_ranks, K), b, ctx, meta(torch.int32, M, topk)), {}
 
-    def sample_keys(self) -> Iterator[RoutedKey]:
+    def example_keys(self) -> Iterator[RoutedKey]:
         for name in ("Mixtral 8x7B", "DeepSeek-V3"):
             shape = FIRST_PRODUCTS[name]
             for M in (4, 64, 1024, 16384):

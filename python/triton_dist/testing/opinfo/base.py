@@ -248,12 +248,12 @@ class OpInfo(ABC, Generic[S]):
         context the attributes that ``key_fn`` and ``prune_fn`` read."""
 
     @abstractmethod
-    def sample_keys(self) -> Iterator[Any]:
+    def example_keys(self) -> Iterator[Any]:
         """Yield keys of calls of all kinds."""
 
     def sample_inputs(self) -> Iterator[Call]:
         """Yield calls of all kinds, of tensors without memory."""
-        return map(self.inputs_for, self.sample_keys())
+        return map(self.inputs_for, self.example_keys())
 
     def recover(self, ctx: Any) -> None:
         """Bring the context of all ranks back to one state after a call that failed on some rank.

@@ -173,7 +173,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         )
         return (x, ctx), {}
 
-    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+    def example_keys(self) -> Iterator[tuple[Any, ...]]:
         for exponent in range(10, 22):
             for dtype in (torch.bfloat16, torch.float32):
                 yield 1 << exponent, dtype, True, 4
@@ -214,7 +214,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
         (x, ctx), _ = super().inputs_for(key)
         return (x, ctx), {"method": method, **({"output": x} if in_place else {})}
 
-    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+    def example_keys(self) -> Iterator[tuple[Any, ...]]:
         for exponent in range(10, 22):
             for in_place in (False, True):
                 yield 1 << exponent, torch.bfloat16, True, 4, None, in_place

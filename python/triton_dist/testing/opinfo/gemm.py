@@ -249,7 +249,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         )  # fmt: skip
         return (A, laid_out(layout, dtype, K, N), ctx), {self.option[0]: option}
 
-    def sample_keys(self) -> Iterator[tuple[ProductKey, bool]]:
+    def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
         for rows in (4, 16, 1024, 4096):
             for layout in LAYOUTS:
                 for contiguous in (True, False):

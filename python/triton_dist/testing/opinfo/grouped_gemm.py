@@ -154,7 +154,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         B = laid_out(layout, dtype, E, K, N)
         return (A, B, meta(torch.int32, M, topk)), {"order": order, "activation": activation}
 
-    def sample_keys(self) -> Iterator[GroupedKey]:
+    def example_keys(self) -> Iterator[GroupedKey]:
         for rows in (16, 1024):
             for layout in LAYOUTS:
                 for order in ("route", "sorted"):

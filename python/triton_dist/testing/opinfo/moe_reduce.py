@@ -266,7 +266,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         routing = meta(torch.int32, M, topk), meta(torch.float32, M, topk)
         return (meta(dtype, M * topk, K), weights, *routing, ctx), fixed
 
-    def sample_keys(self) -> Iterator[Any]:
+    def example_keys(self) -> Iterator[Any]:
         for rows in (16, 64, 1024, 4096):
             for layout in LAYOUTS:
                 key = SumKey(rows, 4096, 768, 128, 8, torch.bfloat16, layout, 4, 8)

@@ -1,4 +1,4 @@
-"""AllGather-GEMM: ``op.py`` says what it is and how it is built."""
+"""AllGather-GEMM; ``op.py`` describes the op and its design."""
 
 from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,

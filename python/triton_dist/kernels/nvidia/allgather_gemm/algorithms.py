@@ -1,4 +1,4 @@
-"""Ways of AllGather-GEMM: what each tries, refuses and launches."""
+"""Algorithms of AllGather-GEMM: their candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from triton_dist.runtime.device import current_device
 _DEFAULT_COMM_SMS = 16
 _CHUNKS, _COMM_SMS, _FEW = (range(1, most + 1) for most in (MAX_CHUNKS, MAX_COMM_SMS, 8))
 _CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
-# Programs of an all-gather before the product, and bytes that one moves at a time.
+# Programs of an all-gather before the GEMM, and the bytes that one program moves at a time.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
 _SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
 class Call(OpCall):
-    """One call: the parameters of ``ag_gemm``."""
+    """One call: the arguments of ``ag_gemm``."""
 
     A: torch.Tensor
     B: torch.Tensor
@@ -85,12 +85,12 @@ class Call(OpCall):
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
-        """[M_per_rank, K], this rank's shard."""
+        """Shard of this rank, [M_per_rank, K]."""
         if self.num_chunks not in _CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         if self.num_streams not in _FEW and not (is_int(self.num_streams) and self.num_streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
-        if self.method is not None:  # the way may be that of a config that is not tuned
+        if self.method is not None:  # the default config has an algorithm too; ``method`` wins
             self.algorithm = ALGORITHMS.asked(self.method)
         self.chosen = ALGORITHMS[
             self.algorithm or ALGORITHMS.asked(self.ctx.all_gather_method) or ""
@@ -99,14 +99,14 @@ class Call(OpCall):
 
 
 class Sizes(NamedTuple):
-    """Sizes that decide which configs are worth trying: those of the key's largest M."""
+    """Sizes that decide which configs are worth trying; M is the largest of the key's bucket."""
 
     A: torch.Tensor
-    """[M_per_rank, K] of the call; its rows count in ranges."""
+    """[M_per_rank, K] of the call; the number of rows stands for its bucket."""
     B: torch.Tensor
     num_ranks: int
     asked: str | None
-    """The way that the caller's keywords ask for."""
+    """Algorithm that the caller's keywords require, or ``None``."""
 
     @classmethod
     def of(
@@ -116,14 +116,14 @@ class Sizes(NamedTuple):
 
 
 class _Tiled(NamedAlgorithm[Call, Sizes]):
-    """Our GEMM over all tiles, which waits for a tile's rows: the consumer."""
+    """The consumer: our GEMM over all tiles, each of which waits for its rows."""
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
         if not spaces.fits_gemm(config, A, B, sizes):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
-            return False  # on pointers it would be the same as another one
+            return False  # without TMA the kernel equals the one of another config
         return fits_shape(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
 
     def check(self, call: Call) -> None:
@@ -140,21 +140,21 @@ class _Tiled(NamedAlgorithm[Call, Sizes]):
             C = _empty_product(call)
             self._consume(call, C, gathered)
             if call.gathered is not None:
-                own = call.ctx.rank * len(call.own)  # which a push leaves out
+                own = call.ctx.rank * len(call.own)  # a push does not write the local shard
                 call.gathered.copy_(gathered.rows)
                 call.gathered[own : own + len(call.own)].copy_(call.own.detach())
-            awaited = True  # every peer has a tile that waits for what it sends
-        finally:  # also when the consumer failed: peers have this shard and wait for its consent
+            awaited = True  # some tile waits for every peer's shard
+        finally:  # even if the consumer failed: the peers wait for the release of their shards
             buffer.finish(awaited)
         return C
 
     @abstractmethod
     def describe(self, call: Call) -> GatheredShards:
-        """Return what the consumer reads in the present slot."""
+        """Return the shards, flags and order that the consumer reads in the current slot."""
 
     @abstractmethod
     def start(self, call: Call) -> GatheredShards:
-        """Begin the all-gather, and return the same."""
+        """Start the all-gather; return the result of ``describe``."""
 
     @staticmethod
     def _consumer(call: Call, C: torch.Tensor, gathered: GatheredShards) -> Launch:
@@ -169,7 +169,7 @@ class _Tiled(NamedAlgorithm[Call, Sizes]):
         )  # fmt: skip
 
     def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
-        """Launch the consumer; a call like one before only with other addresses."""
+        """Launch the consumer; reuse the pre-built launch if only addresses changed."""
         own, B, tiles = call.own, call.B, call.gemm_config
         call.ctx.launcher.run(
             (
@@ -178,12 +178,12 @@ class _Tiled(NamedAlgorithm[Call, Sizes]):
             ),
             lambda: self._consumer(call, C, gathered),
             {"own_ptr": own, "b_ptr": B, "c_ptr": C},
-            alive=(gathered, tiles),  # objects whose ids are in the key
+            alive=(gathered, tiles),  # the key contains the ids of these objects
         )  # fmt: skip
 
 
 class CopyEngine(_Tiled):
-    """Copy engines bring the shards, as an ``AllGatherMethod`` says, while the consumer runs."""
+    """Copy engines move the shards with an ``AllGatherMethod`` while the consumer runs."""
 
     tunables = ("gemm_config", "persistent", "num_streams", "num_chunks")
 
@@ -204,7 +204,10 @@ class CopyEngine(_Tiled):
 
 
 class Push(CopyEngine):
-    """The one that was best nearly everywhere on 4 H200: all tiles are tried with it."""
+    """Each rank pushes its shard to every peer; all tiles are tried with it.
+
+    This was the fastest algorithm for nearly all sizes on 4 H200.
+    """
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         for each in spaces.of_both_kinds(spaces.get_config_space):
@@ -222,19 +225,21 @@ class Push(CopyEngine):
 
 
 class Ring(CopyEngine):
-    """Each rank forwards the shards that it receives: for hosts whose GPUs are not all linked."""
+    """Each rank forwards the shards that it receives, for hosts without links between all GPUs."""
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.asked is None and has_links_between_all_gpus():
             return False
-        # With two ranks a ring is a full mesh.
+        # With two ranks, a ring equals the full mesh.
         return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)
 
 
 class FusedPush(_Tiled):
-    """The first programs of the consumer send the shard, in chunks along K, which tiles wait for
-    inside their K loop (``common/gemm/work_items.py``). For small shards, of which the fixed cost
-    of copies is most of the call."""
+    """The first programs of the consumer send the shard, in chunks along K.
+
+    Tiles wait for the chunks inside their K loop (``common/gemm/work_items.py``). For small shards,
+    where the fixed cost of copies dominates the call.
+    """
 
     name = AllGatherMethod.FUSED_PUSH.value
     tunables = ("gemm_config", "persistent", "num_chunks", "num_comm_sms")
@@ -265,8 +270,11 @@ class FusedPush(_Tiled):
 
 
 class _Whole(NamedAlgorithm[Call, Sizes]):
-    """All shards, then ``torch.matmul``. What is gathered into is no slot of the context's buffer:
-    looking at the peers and telling them took 9 of 74 us at 64 rows (4 H200)."""
+    """Gather all shards, then call ``torch.matmul``.
+
+    Shards are gathered into memory of the call instead of a slot of the context. Waiting for the
+    peers and releasing the slot took 9 of 74 us at 64 rows (4 H200).
+    """
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1  # one rank gathers nothing
@@ -274,7 +282,7 @@ class _Whole(NamedAlgorithm[Call, Sizes]):
     def run(self, call: Call) -> torch.Tensor:
         ctx = call.ctx
         ctx.sleep(call.straggler_option)
-        own, B = call.own.detach(), call.B.detach()  # like ours, without a history for autograd
+        own, B = call.own.detach(), call.B.detach()  # our kernels have no autograd history either
         if ctx.num_ranks == 1:
             if call.gathered is not None:
                 call.gathered.copy_(own)
@@ -283,20 +291,23 @@ class _Whole(NamedAlgorithm[Call, Sizes]):
 
     @abstractmethod
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return the product of all rows and B; there are several ranks."""
+        """Return the product of all rows and B; called with at least two ranks."""
 
 
 class Serial(_Whole):
-    """The all-gather is ours, in one launch: an exchange (``common/exchange/protocol.py``), in
-    which programs store the own shard into every peer's memory, tell it so, and copy out what they
-    get. No barrier, and nothing to be told after the product, since what is multiplied lies in
-    memory of the call's own. For few rows, whose transfer takes less than hiding it."""
+    """All-gather in one launch of our exchange, then ``torch.matmul``.
+
+    Programs store the local shard into every peer's memory, set flags, and copy out what arrives
+    (``common/exchange/protocol.py``). The exchange needs no barrier, and no release after the GEMM,
+    because the GEMM reads memory of the call. For few rows, where the transfer is shorter than the
+    cost of hiding it.
+    """
 
     name, is_fallback = AllGatherMethod.SERIAL.value, True
     tunables: ClassVar[tuple[str, ...]] = ("num_chunks", "num_comm_sms")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        # Interpreted, one.
+        # The interpreter is slow: try one candidate there.
         for number in _SERIAL_COMM_SMS[-1 if current_device().interprets else 0 :]:
             yield 1, number
 
@@ -306,7 +317,7 @@ class Serial(_Whole):
     def check(self, call: Call) -> None:
         shape_for(call.own.nbytes, call.num_comm_sms, call.num_chunks)
         if call.own.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
-            expected = f"another one for an M of more than {call.ctx.exchanged_rows}"
+            expected = f"another algorithm for M > {call.ctx.exchanged_rows} (ctx.exchanged_rows)"
             raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
@@ -327,7 +338,7 @@ class Serial(_Whole):
 
 
 class Collective(_Whole):
-    """The all-gather is the group's: NCCL, gloo on CPU ranks."""
+    """All-gather of the process group (NCCL; gloo on CPU ranks), then ``torch.matmul``."""
 
     name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
     is_fallback = True
@@ -340,7 +351,7 @@ class Collective(_Whole):
 
 
 class AsyncTP(Collective):
-    """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
+    """PyTorch's async tensor parallelism: GPUs only, in builds of torch that include it."""
 
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
@@ -353,12 +364,13 @@ class AsyncTP(Collective):
 
 @functools.lru_cache(maxsize=4096)
 def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Shape:
-    """Lay out the launch of an all-gather before a product, for shards of so many bytes: a program
-    moves at a time what it has to move of a chunk, between 2 KB and 8 KB. ``None``: as many
-    programs as the all-gather alone was fastest with on 4 H200, for shards of 4 KB to 4 MB.
+    """Return the launch shape of an all-gather before the GEMM, for shards of ``shard_bytes``.
+
+    A program moves its part of a chunk in steps of 2 KB to 8 KB. If ``num_comm_sms`` is ``None``,
+    use the number of programs that was fastest for the all-gather alone on 4 H200 (4 KB to 4 MB).
 
     Raises:
-        InvalidArgument: so many programs cannot be.
+        InvalidArgument: ``num_comm_sms`` is out of range.
     """
     if num_comm_sms is None:
         num_comm_sms = small_shape(shard_bytes).num_ctas
@@ -370,13 +382,15 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
 
 
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
-    """Tell whether so many of the programs that are tried are worth it for all rows of the range
-    of A [M_per_rank, K]: half as many would not move them at once. It does not go by the rows of a
-    context: others have the same key."""
+    """Return whether ``num_comm_sms`` programs are worth trying for A [M_per_rank, K].
+
+    They are if half as many programs could not move the bucket's largest shard in one step. The
+    rows of the context must not matter, because other contexts share the key.
+    """
     shard_bytes = spaces.most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
         return False
-    if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[-1]:  # something has to be left
+    if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[-1]:  # keep at least one candidate
         return True
     return shard_bytes > num_comm_sms // 2 * _SMALL_BLOCK
 

@@ -1,4 +1,4 @@
-"""Context of AllGather-GEMM, and the operands that it accepts."""
+"""Context of AllGather-GEMM and the check of its operands."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGather
 from triton_dist.runtime.ranks import Group, process_group_of
 
 GATHERED_BYTES = 32 << 20
-"""Bytes of the most rows that are gathered before a product: on 2 H200 32 MB take 59 us. The
-transfer of more is worth hiding behind the product."""
+"""Largest gathered A, in bytes, of an all-gather before the GEMM. On 2 H200, gathering 32 MB takes
+59 us; a longer transfer is worth hiding behind the GEMM."""
 
 
 class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
-    """Symmetric buffers and streams for AllGather-GEMMs of up to ``max_M`` rows. A context manager.
+    """Symmetric buffers and streams for ``ag_gemm`` with up to ``max_M`` rows. A context manager.
 
     Attributes:
-        symm_workspace: symmetric [max_M, K]. Callers may write to it at any time; a call with
-            ``local_copy=False`` reads the own rows of A from it, and nothing else ever uses it.
-        all_gather_method: method of a call that names none.
-        exchange: memory in which one launch brings all shards; exchanged_rows: of the largest M
-            that it holds, over all ranks.
+        symm_workspace: symmetric tensor [max_M, K], free for the caller to write. A call with
+            ``local_copy=False`` reads this rank's rows of A from it; nothing else uses it.
+        all_gather_method: default algorithm of calls without ``algorithm`` or ``method``.
+        exchange: memory of the all-gather in one launch.
+        exchanged_rows: largest M, over all ranks, that ``exchange`` can gather.
     """
 
     title = "AllGather-GEMM"
@@ -79,11 +79,11 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
 
     @property
     def split_workspace(self) -> SplitWorkspace:
-        """Memory in which tiles cut along K are added up; allocated at the first use, once."""
+        """Workspace of split-K tiles, allocated at the first use."""
         return self._split.workspace
 
     def own_rows(self, rows: int) -> torch.Tensor:
-        """The rows of ``symm_workspace`` that hold this rank's shard of ``rows`` rows."""
+        """Return this rank's rows of ``symm_workspace`` for shards of ``rows`` rows."""
         return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
 
 
@@ -99,18 +99,30 @@ def create_ag_gemm_context(
     group: Group = None,
     all_gather_method: AllGatherMethod = AllGatherMethod.FULL_MESH_PUSH,
 ) -> AllGatherGEMMTensorParallelContext:
-    """Allocate what ``ag_gemm`` needs. Collective; more about that, and errors: the docstring of
-    ``triton_dist.kernels.nvidia``.
+    """Create the context of ``ag_gemm``. Collective over ``group``.
 
-    Takes three times ``max_M * K`` elements on each rank, and twice as much again as rows that one
-    launch gathers, of these 32 MB at most.
+    Allocates 3 * ``max_M`` * K elements per rank, plus twice the rows that one launch gathers
+    (at most 2 * 32 MB).
 
     Args:
         max_M: largest number of gathered rows, a multiple of ``num_ranks``.
-        N: global number of columns of B, a multiple of ``num_ranks``.
-        K: columns of A.
-        dtype: of A, B and C: fp16, bf16 or fp32.
-        all_gather_method: the way of calls that name none.
+        N: number of columns of B over all ranks, a multiple of ``num_ranks``.
+        K: number of columns of A.
+        dtype: dtype of A, B and C: fp16, bf16 or fp32.
+        rank: this rank in the group.
+        num_ranks: number of ranks in the group.
+        num_local_ranks: ranks on one host, clamped to ``num_ranks``.
+        group: process group; default: the world, or this process alone.
+        all_gather_method: algorithm of calls that pass neither ``algorithm`` nor ``method``.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
     """
     group = process_group_of(group)
 
@@ -139,10 +151,11 @@ def check_operands(
     local_copy: bool,
     gathered: torch.Tensor | None,
 ) -> ProductKey:
-    """Return sizes and layouts of a call; one object for operands of the same signature.
+    """Return the key of a call; equal signatures return one object.
 
     Raises:
-        InvalidArgument, ContextFinalized: the call cannot work.
+        InvalidArgument: an operand does not fit the context.
+        ContextFinalized: ``ctx`` was finalized.
     """
     buffer = buffer_of(ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context")
 
@@ -174,10 +187,10 @@ def check_operands(
 def _check_gathered(
     gathered: torch.Tensor, own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
 ) -> None:
-    """Refuse a tensor that cannot take all rows, beside ``own``, those of this rank.
+    """Check the output tensor ``gathered``; ``own`` is this rank's shard.
 
     Raises:
-        InvalidArgument: the call cannot work.
+        InvalidArgument: wrong shape, dtype or device, or ``gathered`` overlaps ``own``.
     """
 
     def checks() -> Iterator[Check]:
@@ -187,7 +200,7 @@ def _check_gathered(
         yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
         first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
         apart = own.data_ptr() + own.nbytes <= first or last <= own.data_ptr()
-        yield "gathered", "memory of the own rows'", apart, "memory of its own"
+        yield "gathered", "memory that overlaps this rank's rows", apart, "separate memory"
 
     try:
         refusal = first_refusal("ag_gemm", checks())
@@ -198,8 +211,7 @@ def _check_gathered(
 
 
 def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return the largest M that one launch gathers in a context for up to ``max_M`` rows of
-    ``K``."""
-    if num_ranks == 1:  # which gathers nothing
+    """Return the largest M that one launch gathers in a context for ``max_M`` rows."""
+    if num_ranks == 1:  # nothing is gathered
         return max_M
     return min(max_M, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks * num_ranks

@@ -1,35 +1,28 @@
-"""AllGather-GEMM: ``C = all_gather(A) @ B`` with the transfer hidden behind the product.
+"""AllGather-GEMM: ``C = all_gather(A) @ B`` with the transfer hidden behind the GEMM.
 
-Abstraction
-    A tensor-parallel layer holds A sharded by rows, [M / W, K] on each of W ranks, and B by
-    columns, [K, N / W]. Every rank needs all rows of A. Serial code gathers, then multiplies. Here
-    a *producer* gathers shards by copy engine and sets a flag for each chunk of rows, while one
-    *consumer* kernel, a GEMM over all tiles, waits for a tile's flags before it reads the tile's
-    rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
-    in which shards arrive.
+A tensor-parallel layer shards A by rows, [M / W, K] on each of W ranks, and B by columns,
+[K, N / W]. Every rank needs all rows of A. Copy engines (the *producer*) push shards and set a flag
+for each chunk of rows. One GEMM kernel (the *consumer*) waits for the flags of a tile before it
+reads the tile's rows. It starts with the local shard and continues in the order of arrival.
+``algorithms.py`` has the other algorithms.
 
-    Other ways than by copy engine: ``algorithms.py``.
+Timeline of one call (W = 4, push):
+    main stream   ─┬─ GEMM: local shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
+    copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3 ───┘
 
-Stream timeline of one call (W = 4, push)
-    main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
-    copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3 ─┘
-    ``finish`` is one block: it tells the peers that this rank has consumed their shards, and
-    advances the epoch. There is no barrier, no flag reset and no copy of the own shard. In CUDA
-    graphs, and where a call does not simply follow another, a block before the GEMM sees that the
-    peers have consumed what the slot held last.
+``finish`` is one thread block. It releases the peers' shards and advances the epoch. A call needs
+no barrier, no flag reset and no copy of the local shard. In CUDA graphs, and after a different use
+of the slot, one more thread block before the GEMM waits until the peers have released the slot.
 
-Physics
-    limit = max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines use no
-    SM, so the GEMM keeps all of them; they share memory bandwidth, which at K >= 4096 the GEMM
-    leaves free. From the second call on, launches and copies lie ready as calls of the driver.
+The lower bound is max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines
+use no SM. They share memory bandwidth, which a GEMM with K >= 4096 leaves free.
 
-Built this way because (more, and terms: docs/explanation/allgather_gemm.md)
-    * tiles that straddle two shards would need two sources: every shard is tiled on its own, and
-      stores are clipped at its end;
-    * a flattened tile loop loses its pipelining once a wait stands in it: loops are nested;
-    * flags that are reset need a barrier between calls: epochs count up instead;
-    * whatever a waiting full grid depends on must need no SM: flags are written by copy engine too;
-      or it must be on an SM first: in a fused method, programs of the lowest numbers.
+Design (docs/explanation/allgather_gemm.md):
+    * Each shard is tiled separately and stores are clipped at its end, so no tile has two sources.
+    * Loops are nested: a flattened tile loop is not pipelined if it contains a wait.
+    * Epochs count up; resetting flags would need a barrier between calls.
+    * A full grid may wait only for work that needs no SM (flags are written by the copy engine) or
+      that already runs (in fused algorithms, the programs with the lowest ids send).
 """
 
 from __future__ import annotations
@@ -62,8 +55,7 @@ def key_fn(
     gathered: torch.Tensor | None = None,
     **__: Any,
 ) -> Any:
-    """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
-    more than those of the context. A way that the older keyword asks for is tuned by itself."""
+    """Return the key that a tuning is recorded under. ``method`` adds its algorithm to the key."""
     key = (check_operands(A, B, ctx, local_copy, gathered), local_copy)
     return key if method is None else (*key, ALGORITHMS.asked(method))
 
@@ -75,7 +67,7 @@ def key_fn(
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="2",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def ag_gemm(
     A: torch.Tensor,
@@ -93,26 +85,36 @@ def ag_gemm(
     gathered: torch.Tensor | None = None,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
-    """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
-    N_per_rank].
+    """Return ``all_gather(A) @ B``, [M, N_per_rank], over the ranks of ``ctx``; tuned over them.
 
-    About calls, and arguments that are not here: the docstring of ``triton_dist.kernels.nvidia``.
+    The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        A: [M_per_rank, K], contiguous; not to be overwritten on other streams before the call is
-            done.
-        B: [K, N_per_rank], any strides.
-        way: ``"full_mesh_push"``, ``"ring_push_1d"``, ``"fused_push"``, ``"serial"`` (for an M of
-            up to the context's ``exchanged_rows``), ``"collective"`` or ``"async_tp"``; default:
-            the context's ``all_gather_method``.
-        num_streams, num_chunks: how copy engines bring shards (tuned); chunks of ``"fused_push"``
-            are along K, those of ``"serial"`` pieces of a program's share.
-        local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.
-        num_comm_sms: SMs that send in ``"fused_push"`` (tuned); default 16. Programs of the
-            all-gather in ``"serial"`` (tuned); default: by size. No other way takes SMs.
-        method: older name of the way, which is that of its value.
-        gathered: [M, K], contiguous, to be given ``all_gather(A)`` too: a copy on this rank, in
-            memory apart from the own rows. On all ranks or on none.
+        A: [M_per_rank, K], contiguous, dtype of the context. Do not overwrite it on another stream
+            before the call has finished.
+        B: [K, N_per_rank], any strides, dtype of the context.
+        ctx: context of ``create_ag_gemm_context``.
+        gemm_config: tile sizes of our GEMM kernel (tuned).
+        persistent: use the persistent GEMM kernel (tuned).
+        method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
+        num_streams: copy streams, at least 1 (tuned).
+        num_chunks: flags per shard (tuned). ``"fused_push"`` cuts the shard along K; ``"serial"``
+            cuts each program's part of the shard.
+        local_copy: if ``False``, this rank's rows are in ``ctx.symm_workspace``; A only gives their
+            number.
+        straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
+        num_comm_sms: SMs that send in ``"fused_push"``, default 16; programs of the all-gather in
+            ``"serial"``, default by size (tuned). Other algorithms use no SM for communication.
+        algorithm: ``"full_mesh_push"``, ``"ring_push_1d"``, ``"fused_push"``, ``"serial"`` (for
+            M <= ``ctx.exchanged_rows``), ``"collective"`` or ``"async_tp"`` (tuned). Default
+            without tuning: ``ctx.all_gather_method``.
+        gathered: optional output [M, K], contiguous, that receives ``all_gather(A)``. It must not
+            overlap this rank's rows. Pass it on all ranks or on no rank.
+        accepted_key: reserved for the tuner.
+
+    Raises:
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
@@ -129,9 +131,19 @@ def ag_gemm_persistent(
     gathered: GatheredShards,
     gemm_config: triton.Config,
 ) -> torch.Tensor:
-    """Launch the persistent consumer alone: ``C = concat(shards) @ B`` into C [M, N_per_rank].
+    """Launch only the persistent consumer: ``C = concat(shards) @ B``.
 
-    A: [M_per_rank, K], this rank's shard; ``gathered``: the others' rows and their flags.
+    Args:
+        A: [M_per_rank, K], shard of this rank.
+        B: [K, N_per_rank].
+        C: [M, N_per_rank], output.
+        rank: this rank.
+        num_ranks: number of ranks.
+        gathered: the other ranks' rows and flags.
+        gemm_config: tile sizes.
+
+    Returns:
+        C.
     """
     launch = sharded_gemm(
         A, B, C, gemm_config, num_sms=current_device().num_sms, persistent=True,
@@ -142,6 +154,6 @@ def ag_gemm_persistent(
 
 
 def local_copy_and_barrier_all(A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext) -> None:
-    """Copy A [M_per_rank, K] to the own rows of ``ctx.symm_workspace``, then line up all ranks."""
+    """Copy A [M_per_rank, K] to this rank's rows of ``ctx.symm_workspace``; barrier."""
     ctx.own_rows(A.shape[0]).copy_(A.detach())
     ctx.barrier_all()

@@ -1,4 +1,4 @@
-"""AllGather + grouped GEMM: ``op.py`` says what it is and how it is built."""
+"""AllGather + grouped GEMM; ``op.py`` describes the op and its design."""
 
 from triton_dist.kernels.common.moe.product import (
     kernel_grouped_gemm as kernel_consumer_m_parallel_scatter_group_gemm,

@@ -1,4 +1,4 @@
-"""Ways of AllGather + grouped GEMM: what each tries, refuses and launches."""
+"""Algorithms of AllGather + grouped GEMM: their candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from triton_dist.runtime.capabilities import has_links_between_all_gpus
 from triton_dist.runtime.device import current_device
 
 EXCHANGE, COLLECTIVE = "exchange", "collective"
-"""All-gathers before a product: ours, in one launch; the group's."""
+"""All-gathers before the GEMM: ours in one launch, and the group's."""
 PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.value
-"""Those beside a product."""
-# A group of arrivals reads the weights once more: experts have to have rows in it, a tile of the
-# highest at least, and others are not tried with groups.
+"""All-gathers that overlap with the GEMM."""
+# Each group of arrivals reads the weights once more. Groups are tried only if an expert has at
+# least one tile of the largest height per group.
 _ROWS_OF_GROUP = 128
 _GROUPS = range(1, MOST_GROUPS + 1)
 
 
 @dataclass(eq=False, repr=False)
 class Call(OpCall):
-    """One call: the parameters of ``ag_group_gemm``."""
+    """One call: the arguments of ``ag_group_gemm``."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -98,19 +98,18 @@ class Call(OpCall):
         return self.a.new_empty(self.full_topk_ids.numel(), self.key.N)
 
     def blocks(self, block_m: int, **groups: Any) -> BlockMap:
-        """Map of the call's routes; nothing is launched yet."""
+        """Return the map from routes to tiles; its launches have not run yet."""
         return block_map(self.full_topk_ids, self.key.E, block_m, **groups)
 
     def exchange(self) -> Exchange:
-        """Our all-gather in one launch: of as many programs as move the shard at once."""
+        """Describe our all-gather in one launch, whose programs move the shard in one step."""
         a, size = self.a, self.ctx.num_ranks
         return Exchange(
             kernel_all_gather, a.numel(), a.numel() * size, small_shape(a.nbytes), a.shape[0]
         )
 
     def all_rows(self, meanwhile: Callable[[], object]) -> torch.Tensor:
-        """Rows of all ranks, by the all-gather that the call names; ``meanwhile`` queues what needs
-        none of them."""
+        """Gather the rows of all ranks; ``meanwhile`` queues work that needs no gathered row."""
         a, ctx = self.a.detach(), self.ctx
         ctx.sleep(self.straggler_option)
         if ctx.num_ranks == 1:
@@ -128,14 +127,16 @@ class Call(OpCall):
 
 
 class _Gathering(Algorithm[Call, RoutedKey]):
-    """A way, with the all-gathers that it can have."""
+    """An algorithm and the all-gathers that it can use; the first is its default."""
 
     gathers: tuple[str, ...]
 
 
 class Arrivals(_Gathering):
-    """Copy engines bring shards while the product runs, each of whose tiles waits for the last
-    shard that it has rows of. Tiles are sorted by groups of arrivals, then by expert."""
+    """Copy engines move shards during the GEMM; a tile waits for the last shard it contains.
+
+    Tiles are sorted by group of arrivals, then by expert.
+    """
 
     name = "arrivals"
     tunables = ("gemm_config", "num_groups", "gather")
@@ -156,7 +157,7 @@ class Arrivals(_Gathering):
         num_groups, gather = config["num_groups"], config["gather"]
         if num_groups > sizes.num_ranks or (sizes.num_ranks == 1 and gather != PUSH):
             return False
-        if gather == RING and sizes.num_ranks == 2:  # then it is a full mesh
+        if gather == RING and sizes.num_ranks == 2:  # with two ranks, a ring equals the full mesh
             return False
         rows = most_rows(sizes.M) * sizes.topk / sizes.E
         is_worth_it = num_groups == 1 or rows >= num_groups * _ROWS_OF_GROUP
@@ -181,8 +182,8 @@ class Arrivals(_Gathering):
             C, blocks, product = self._launches(call, gathered)
             blocks.make()
             product.run()
-            awaited = True  # each source has a route, so some tile waits for it
-        finally:  # also when a launch failed: peers have this shard and wait for its consent
+            awaited = True  # every shard has a route, so some tile waits for it
+        finally:  # even if a launch failed: the peers wait for the release of their shards
             buffer.finish(awaited)
         return C
 
@@ -201,14 +202,14 @@ class Arrivals(_Gathering):
 
 
 class _Whole(_Gathering):
-    """All shards, then the product: nothing is hidden, but the map is made meanwhile."""
+    """Gather all shards, then multiply; only the map of routes overlaps with the all-gather."""
 
     gathers = (EXCHANGE, COLLECTIVE)
 
     def check(self, call: Call) -> None:
         size, most = call.ctx.num_ranks, call.ctx.exchanged_rows
         if call.gather == EXCHANGE and size > 1 and most < call.key.M:
-            expected = f"another one for an M of more than {most}"
+            expected = f"'{COLLECTIVE}' for M > {most} (ctx.exchanged_rows)"
             raise InvalidArgument("ag_group_gemm", "gather", call.gather, expected)
 
     def run(self, call: Call) -> torch.Tensor:
@@ -216,18 +217,21 @@ class _Whole(_Gathering):
 
     @abstractmethod
     def multiply(self, call: Call) -> torch.Tensor:
-        """Gather, and return the product."""
+        """Gather all rows and return the product."""
 
     def compile_gather(self, call: Call) -> None:
-        """Compile what ``Call.all_rows`` launches."""
+        """Compile the launches of ``Call.all_rows``."""
         if call.ctx.num_ranks > 1 and call.gather == EXCHANGE:
             out = call.a.new_empty(call.a.numel() * call.ctx.num_ranks)
             call.ctx.exchange.launch(call.exchange(), call.a.view(-1), out).compile()
 
 
 class Serial(_Whole):
-    """Our product of all rows. For few rows, whose transfer takes less than hiding it, and for few
-    rows an expert."""
+    """Gather all rows, then run our grouped GEMM.
+
+    For few rows, where the transfer is shorter than the cost of hiding it, and for few rows per
+    expert.
+    """
 
     name = "serial"
     tunables = ("gemm_config", "gather")
@@ -238,9 +242,9 @@ class Serial(_Whole):
                 yield tiles, gather
 
     def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-        if sizes.num_ranks == 1:  # which gathers nothing
+        if sizes.num_ranks == 1:  # nothing to gather
             return False
-        # Of the two, NCCL takes longer where both can.
+        # NCCL is slower wherever the exchange can be used.
         fits = fits_exchange(sizes) == (config["gather"] == EXCHANGE)
         return fits and fits_tiles(config, sizes)
 
@@ -270,7 +274,7 @@ class Serial(_Whole):
 
 
 class Library(_Whole):
-    """torch's grouped product, of rows that are copied to where it wants them, and back."""
+    """torch's grouped GEMM, between two copies that sort the rows and restore their order."""
 
     name = "library"
     tunables = ("gather",)
@@ -289,7 +293,7 @@ class Library(_Whole):
     def check(self, call: Call) -> None:
         super().check(call)
         if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
-            expected = "another one for K, N or strides of b that are no multiples of 16 bytes"
+            expected = "another algorithm: K, N and the strides of b must be multiples of 16 bytes"
             raise InvalidArgument("ag_group_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
@@ -313,8 +317,10 @@ class Library(_Whole):
 
 
 def consumer(launch: Launch) -> Launch:
-    """``launch`` with the kernel that the package has by the name that scripts know. One that
-    ``triton.autotune`` was put around chooses what its configs set."""
+    """Return ``launch`` with the kernel under the package's public name, which scripts may replace.
+
+    If the replacement is wrapped in ``triton.autotune``, drop the options that its configs set.
+    """
     kernel = sys.modules[__package__].kernel_consumer_m_parallel_scatter_group_gemm
     if kernel is launch.kernel:
         return launch
@@ -324,8 +330,11 @@ def consumer(launch: Launch) -> Launch:
 
 
 def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
-    """Positions behind the last of each group of arrivals: the own shard, and thirds of all. Late
-    groups are larger: what has come by then has to last until the rest is there."""
+    """Return the end of each group of arrivals: the local shard, then thirds of all shards.
+
+    Later groups are larger, because their tiles must keep the GPU busy until the next group is
+    complete.
+    """
     if num_groups >= num_ranks:
         return tuple(range(1, num_ranks + 1))
     third = -(-num_ranks // 3)
@@ -333,12 +342,12 @@ def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def gathers_here() -> list[str]:
-    """All-gathers to try before a product on this process's device."""
+    """Return the all-gathers to try before the GEMM on this device."""
     return [EXCHANGE, COLLECTIVE] if current_device().has_nccl else [EXCHANGE]
 
 
 def fits_exchange(sizes: RoutedKey) -> bool:
-    """Tell whether one launch gathers the most rows of the key's range."""
+    """Return whether one launch can gather the largest M of the key's bucket."""
     rows = most_rows(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
     return rows * sizes.K * sizes.dtype.itemsize <= GATHERED_BYTES
 

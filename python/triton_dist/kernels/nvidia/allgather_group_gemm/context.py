@@ -1,4 +1,4 @@
-"""Context of AllGather + grouped GEMM, and the operands that it accepts."""
+"""Context of AllGather + grouped GEMM and the check of its operands."""
 
 from __future__ import annotations
 
@@ -35,35 +35,36 @@ from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
 GATHERED_BYTES = 16 << 20
-"""Bytes of the most rows that our one launch gathers; of more, the transfer is worth hiding, or a
-library's."""
+"""Largest gathered tensor, in bytes, of our one-launch all-gather. Larger transfers are worth
+hiding, or a library is faster."""
 _TILE = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
 
 
 class RoutedKey(NamedTuple):
-    """All that a tuning depends on, but for the ids themselves."""
+    """All that a tuning depends on, except the expert ids."""
 
     M: int
-    """Tokens of all ranks. The tuner rounds it up: a tuning serves a range."""
+    """Tokens of all ranks; bucketed."""
     N: int
-    """Columns of this rank."""
+    """Columns of this rank's weights."""
     K: int
     E: int
     topk: int
     dtype: torch.dtype
     layout: str
-    """Layout of the weights."""
+    """Memory layout of the weights."""
     num_ranks: int
 
 
 class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
-    """Symmetric buffers and streams for products of up to ``max_ntokens`` tokens. A context
-    manager.
+    """Symmetric buffers and streams for ``ag_group_gemm`` with up to ``max_ntokens`` tokens.
+
+    A context manager.
 
     Attributes:
-        gemm_config: tiles of a call that names none.
-        exchange: memory in which one launch brings all shards; exchanged_rows: of the largest M
-            that it holds, over all ranks.
+        gemm_config: default tile sizes.
+        exchange: memory of the all-gather in one launch.
+        exchanged_rows: largest M, over all ranks, that ``exchange`` can gather.
     """
 
     title = "AllGather + grouped GEMM"
@@ -115,28 +116,33 @@ def create_ag_group_gemm_context(
     *,
     group: Group = None,
 ) -> MoEAllGatherGroupGEMMTensorParallelContext:
-    """Allocate what ``ag_group_gemm`` needs. Collective over ``group`` (default: the world, else
-    this process).
+    """Create the context of ``ag_group_gemm``. Collective over ``group``.
 
-    Takes three times ``max_ntokens * K`` elements on each rank, and twice as much again as rows
-    that one launch gathers, of these 16 MB at most.
+    Allocates 3 * ``max_ntokens`` * K elements per rank, plus twice the rows that one launch gathers
+    (at most 2 * 16 MB).
 
     Args:
-        max_ntokens: most tokens of a call, over all ranks; a multiple of ``num_ranks``.
-        N_per_rank: columns of this rank's weights.
-        K: columns of a token.
-        num_experts: 1 to 512. topk: of each token, 1 to 10.
-        dtype: of tokens and weights: fp16, bf16 or fp32.
-        rank, num_ranks: this rank in the group, and the group's size.
-        num_local_ranks: ranks on one host; clamped to ``num_ranks``, which must lie on one host.
-        ag_intranode_stream, ag_internode_stream: not used: the context has streams of its own.
-        BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, stages, num_warps: tiles of calls
-            that are not tuned and name none.
+        max_ntokens: largest number of tokens over all ranks, a multiple of ``num_ranks``.
+        N_per_rank: number of columns of this rank's weights.
+        K: number of columns of a token.
+        num_experts: number of experts, 1 to 512.
+        topk: experts per token, 1 to 10.
+        dtype: dtype of tokens and weights: fp16, bf16 or fp32.
+        rank: this rank in the group.
+        num_ranks: number of ranks in the group.
+        num_local_ranks: ranks on one host, clamped to ``num_ranks``.
+        ag_intranode_stream, ag_internode_stream: ignored; the context creates its streams.
+        BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, stages, num_warps: tile sizes of
+            calls without ``gemm_config`` that are not tuned.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
         DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
     """
     group = process_group_of(group)
@@ -181,11 +187,11 @@ def check_operands(
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
     full_topk_ids: torch.Tensor,
 ) -> RoutedKey:
-    """The key of a call.
+    """Return the key of a call.
 
     Raises:
-        InvalidArgument: the call cannot work.
-        ContextFinalized: the context has no memory any more.
+        InvalidArgument: an operand does not fit the context.
+        ContextFinalized: ``ctx`` was finalized.
     """
     buffer = buffer_of(
         ctx,
@@ -208,9 +214,9 @@ def check_operands(
         expected = "a contiguous a; call a.contiguous()"
         yield "a.stride()", a.stride(), a.is_contiguous(), expected
         ids, wanted = tuple(full_topk_ids.shape), (M, ctx.topk)
-        yield "full_topk_ids.shape", ids, ids == wanted, f"of all ranks' tokens, {wanted}"
+        yield "full_topk_ids.shape", ids, ids == wanted, f"[M, topk] = {wanted}, M over all ranks"
         device = full_topk_ids.device
-        yield "full_topk_ids.device", device, device == a.device, f"that of a, {a.device}"
+        yield "full_topk_ids.device", device, device == a.device, f"the device of a, {a.device}"
 
     def key() -> RoutedKey:
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")

@@ -1,4 +1,4 @@
-"""All-reduce: ``op.py`` says what it is and how it is built."""
+"""All-reduce; ``op.py`` describes the op and its design."""
 
 from triton_dist.kernels.nvidia.allreduce.context import (
     AllReduceContext,

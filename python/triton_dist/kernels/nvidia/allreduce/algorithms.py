@@ -1,4 +1,4 @@
-"""Ways of all-reduce: what each tries, refuses and launches."""
+"""Algorithms of all-reduce: their candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ PACKET_SHAPES = (
     Shape(64, 1024),
     Shape(64, 4096),
 )
-"""For packets: a line for each thread."""
+"""Launch shapes for packets: one line per thread."""
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
 class Call(OpCall):
-    """One call: the parameters of ``all_reduce``, with their defaults."""
+    """One call: the arguments of ``all_reduce``, with their defaults."""
 
     x: torch.Tensor
     ctx: AllReduceContext
@@ -83,7 +83,7 @@ class Call(OpCall):
 
 
 def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None) -> None:
-    """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
+    """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
     buffer = buffer_of(ctx, AllReduceContext, "all_reduce", "create_allreduce_ctx")
     device = buffer.device.torch_device
     collective_context.check_tensor("all_reduce", "x", x, device)
@@ -98,7 +98,7 @@ def algorithm_of(method: object) -> str | None:
     if not isinstance(method, AllReduceMethod):
         raise InvalidArgument("all_reduce", "method", method, "an AllReduceMethod, or None")
     if method.instead is not None:
-        expected = f"{method.instead}: multicast and TMA reductions are not used"
+        expected = f"{method.instead}: multicast and TMA reductions are not supported"
         raise InvalidArgument("all_reduce", "method", method, expected)
     name: str = method.value
     return name
@@ -110,7 +110,7 @@ class Sizes(NamedTuple):
     nbytes: int
     num_ranks: int
     asked: str | None
-    """The way that the caller's keywords ask for."""
+    """Algorithm that the caller's keywords require, or ``None``."""
 
     @classmethod
     def of(
@@ -127,7 +127,7 @@ class Sizes(NamedTuple):
 
 
 class _Algorithm(NamedAlgorithm[Call, Sizes]):
-    """A way of all-reduce."""
+    """Base of the algorithms."""
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1 and super().fits(config, sizes)
@@ -140,7 +140,7 @@ class _Algorithm(NamedAlgorithm[Call, Sizes]):
     def run(self, call: Call) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output
         in_place = output is not None and output.data_ptr() == x.data_ptr()
-        # A candidate that is tried must leave x as it is, for the next one and the call itself.
+        # A candidate must not overwrite x: the next candidate and the call itself read it.
         spares_x = in_place and waits.limit_seconds() is not None
         sums = torch.empty_like(x) if output is None or spares_x else output
         ctx.sleep(call.straggler_option)
@@ -152,11 +152,11 @@ class _Algorithm(NamedAlgorithm[Call, Sizes]):
 
     @abstractmethod
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
-        """Launch it among several ranks; ``in_place``: the caller's x is replaced."""
+        """Launch the all-reduce over several ranks; ``in_place``: the output is the caller's x."""
 
 
 class BySize(Algorithm[Call, Sizes]):
-    """One shot or two, by size: the default, never a candidate."""
+    """Default without tuning: one-shot or two-shot by size. Never a candidate."""
 
     name = "by_size"
 
@@ -172,11 +172,11 @@ class BySize(Algorithm[Call, Sizes]):
         call.chosen.check(call)
 
     def run(self, call: Call) -> torch.Tensor:
-        raise NotImplementedError  # ``check`` chooses another one
+        raise NotImplementedError  # ``check`` replaces ``call.chosen``
 
 
 class _Exchanged(_Algorithm):
-    """Ours: a launch for each piece that the context has room for."""
+    """Our all-reduce: one launch per chunk that fits the context."""
 
     method: ClassVar[AllReduceMethod]
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
@@ -188,7 +188,7 @@ class _Exchanged(_Algorithm):
         return is_worth_trying(shape_in(config), shard_bytes)
 
     def may_win(self, sizes: Sizes) -> bool:
-        """Tell whether it may be faster than the others."""
+        """Return whether the algorithm can be the fastest one at these sizes."""
         return True
 
     def check(self, call: Call) -> None:
@@ -211,15 +211,17 @@ class _Exchanged(_Algorithm):
 
     @abstractmethod
     def num_shards(self, num_ranks: int) -> int:
-        """Count the shards into which x is divided."""
+        """Return the number of shards into which x is divided."""
 
     @abstractmethod
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        """Describe a launch for ``total`` elements, ``elements`` of a shard; ``size``: what peers
-        compare."""
+        """Describe a launch that sums ``total`` elements.
+
+        ``elements`` is the length of a shard; ``size`` identifies the call, and peers compare it.
+        """
 
     def _step(self, call: Call) -> int:
-        """Count the elements of a launch."""
+        """Return the number of elements that one launch can sum."""
         return call.ctx.chunk_elements(self.method, call.x.element_size(), bool(call.packets))
 
     def _exchange(self, call: Call, total: int) -> Exchange:
@@ -228,7 +230,7 @@ class _Exchanged(_Algorithm):
 
 
 class OneShot(_Exchanged):
-    """Every rank sends all of x to all, and adds: for few bytes, for very few in packets."""
+    """Every rank sends x to all ranks and adds. For small tensors; the smallest use packets."""
 
     name, method = AllReduceMethod.ONE_SHOT.value, AllReduceMethod.ONE_SHOT
     tunables = ("num_ctas", "block_bytes", "packets")
@@ -239,7 +241,7 @@ class OneShot(_Exchanged):
                 yield shape.num_ctas, shape.block_bytes, packets
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.num_ranks == 1:  # something has to be left
+        if sizes.num_ranks == 1:  # keep at least one candidate
             return not config["packets"]
         return super().fits(config, sizes)
 
@@ -265,7 +267,7 @@ class OneShot(_Exchanged):
 
 
 class TwoShot(_Exchanged):
-    """Every rank gets the parts of its shard, adds, and sends the sum to all: for many bytes."""
+    """Every rank receives and adds the parts of its shard, then sends the sum to all ranks."""
 
     name, method = AllReduceMethod.TWO_SHOT.value, AllReduceMethod.TWO_SHOT
 
@@ -280,7 +282,7 @@ class TwoShot(_Exchanged):
 
 
 class Collective(_Algorithm):
-    """The group's own: NCCL, gloo on CPU ranks."""
+    """The group's all-reduce (NCCL; gloo on CPU ranks)."""
 
     name = AllReduceMethod.COLLECTIVE.value
 
@@ -288,7 +290,7 @@ class Collective(_Algorithm):
         return [()]
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        # CPU ranks are there to run our kernels.
+        # CPU ranks exist to run our kernels.
         return sizes.asked == self.name or current_device().has_nccl
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:

@@ -1,4 +1,4 @@
-"""Context of all-reduce, and its ways by name."""
+"""Context of all-reduce, and its algorithms as an enum."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class AllReduceMethod(enum.Enum):
     """Algorithm of an all-reduce."""
 
     ONE_SHOT = "one_shot"
-    """Everything to everybody, who all add everything. In one launch up to 4 MB, of 2 ranks 32."""
+    """Every rank sends x to all ranks and adds. One launch sums up to 4 MB, or 32 MB on 2 ranks."""
     TWO_SHOT = "two_shot"
-    """Every rank adds a shard and sends it to all."""
+    """Every rank adds one shard and sends the sum to all ranks."""
     COLLECTIVE = "collective"
-    """The group's all-reduce: NCCL, gloo on CPU ranks."""
-    # Names that scripts for Triton-distributed pass.
+    """The group's all-reduce (NCCL; gloo on CPU ranks)."""
+    # Member names of Triton-distributed.
     OneShot = "one_shot"  # noqa: PIE796
     TwoShot = "two_shot"  # noqa: PIE796
     DoubleTree = "two_shot"  # noqa: PIE796
-    # Those of scripts that need multicast, or another kernel: refused, with ``instead``.
+    # Members that need multicast or TMA reductions, which are not supported; see ``instead``.
     OneShot_TMA = "one_shot_tma"
     OneShot_Multimem = "one_shot_multimem"
     TwoShot_Multimem = "two_shot_multimem"
@@ -33,14 +33,14 @@ class AllReduceMethod(enum.Enum):
 
     @property
     def instead(self) -> AllReduceMethod | None:
-        """The method to use in place of one that is not here."""
+        """Replacement of a method that is not supported; ``None`` if the method is supported."""
         if self.value.startswith("one_shot_"):
             return AllReduceMethod.ONE_SHOT
         return AllReduceMethod.TWO_SHOT if self.value.startswith("two_shot_") else None
 
 
 _REPLACED = {"double_tree": AllReduceMethod.TWO_SHOT}
-"""Names that scripts pass for an algorithm that another one replaces."""
+"""Names of replaced algorithms that scripts still pass."""
 
 
 def get_allreduce_methods() -> list[str]:
@@ -49,25 +49,25 @@ def get_allreduce_methods() -> list[str]:
 
 
 def to_allreduce_method(name: str) -> AllReduceMethod:
-    """Return ``AllReduceMethod.ONE_SHOT`` for ``"one_shot"``, for command lines.
+    """Return the ``AllReduceMethod`` with this name, for command lines.
 
     ``"double_tree"`` gives ``TWO_SHOT``, which replaces it.
 
     Raises:
-        InvalidArgument: there is no such method here.
+        InvalidArgument: the name is unknown, or its method is not supported.
     """
     if name not in get_allreduce_methods():
         others = {method.value: method.instead for method in AllReduceMethod}
         known = others.get(name)
         expected = f"one of {', '.join(get_allreduce_methods())}"
         if known is not None:
-            expected = f"{known.value!r}: multicast and TMA reductions are not used"
+            expected = f"{known.value!r}: multicast and TMA reductions are not supported"
         raise InvalidArgument("to_allreduce_method", "name", name, expected)
     return _REPLACED[name] if name in _REPLACED else AllReduceMethod(name)
 
 
 class AllReduceContext(collective_context.CollectiveContext):
-    """Symmetric memory for all-reduces, of any dtype. A context manager."""
+    """Symmetric memory of ``all_reduce``, for any dtype. A context manager."""
 
     name = "all_reduce"
 
@@ -77,7 +77,7 @@ class AllReduceContext(collective_context.CollectiveContext):
     def chunk_elements(
         self, method: AllReduceMethod, item_bytes: int, in_packets: bool = False
     ) -> int:
-        """Elements of ``item_bytes`` that one launch can sum."""
+        """Return the number of elements of ``item_bytes`` that one launch can sum."""
         one_shot = method is AllReduceMethod.ONE_SHOT
         return sums.most_elements(
             self.workspace_nbytes, item_bytes, self.num_ranks, one_shot, in_packets
@@ -92,21 +92,27 @@ def create_allreduce_ctx(
     *,
     group: Group = None,
 ) -> AllReduceContext:
-    """Allocate what ``all_reduce`` needs. Collective over ``group`` (default: the world, else this
-    process).
+    """Create the context of ``all_reduce``. Collective over ``group``.
 
-    Takes about four times ``workspace_nbytes`` on each rank, or twice ``world_size`` times up to 4
-    MB of it, whichever is more; and four times ``world_size`` times up to 256 KB for packets.
+    Allocates per rank the larger of 4 * ``workspace_nbytes`` and 2 * ``world_size`` *
+    ``workspace_nbytes`` (the latter for at most 4 MB of it). Packets need another 4 *
+    ``world_size`` * ``workspace_nbytes`` (for at most 256 KB of it).
 
     Args:
-        workspace_nbytes: the largest tensor that one launch sums; larger ones take several.
-        rank, world_size: this rank in the group, and the group's size.
-        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
+        workspace_nbytes: size in bytes of the largest tensor that one launch sums. Larger tensors
+            take several launches.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
     """
     return collective_context.create(
         AllReduceContext, "create_allreduce_ctx", workspace_nbytes, rank, world_size,

@@ -1,21 +1,19 @@
 """All-reduce: the sum of a tensor over all ranks, on every rank.
 
-Ways
-    ``"one_shot"``: every rank sends all of x to all, and adds: one crossing of the link. For few
-    bytes. For very few in packets, words that say by themselves that they have come: twice the
-    bytes, but no flag behind them (``kernels/common/exchange/packets.py``).
-    ``"two_shot"``: every rank gets the parts of its shard, adds, and sends the sum to all: two
-    crossings, but 2 (W - 1) / W of the bytes instead of W - 1. For many.
-    ``"collective"``: the group's own: NCCL, gloo on CPU ranks.
-    ``"by_size"``: one shot or two, by size; what a call takes that is not tuned.
-    Ours are one launch, without a barrier, and store to peers instead of reading from them: a store
-    needs no answer. ``kernels/common/exchange/protocol.py`` says why that is right.
+Algorithms:
+    * ``"one_shot"``: every rank sends x to all ranks and adds. One hop; for small tensors. The
+      smallest tensors travel in packets, whose words carry their own flags. Packets double the
+      bytes but need no separate flag (``kernels/common/exchange/packets.py``).
+    * ``"two_shot"``: every rank receives the parts of its shard, adds, and sends the sum to all
+      ranks. Two hops, but 2 (W - 1) / W times the bytes instead of W - 1. For large tensors.
+    * ``"collective"``: the group's all-reduce (NCCL; gloo on CPU ranks).
+    * ``"by_size"``: one-shot or two-shot by size; the default without tuning.
 
-Numerics
-    In one shot and two, parts travel as they are and are added in fp32 in the order of ranks; the
-    sum is rounded once. So every rank has the same bits, and the same inputs give the same bits,
-    whoever is late and whichever of the two is taken.
-    A collective adds as its library does.
+Our algorithms are one launch without a barrier. They store to peers instead of reading from them,
+because a store needs no round trip (``kernels/common/exchange/protocol.py``).
+
+Numerics: one-shot and two-shot add in fp32 in rank order and round once. Every rank gets the same
+bits, and both algorithms give the same bits. A collective adds in its library's order.
 """
 
 from __future__ import annotations
@@ -46,9 +44,11 @@ def key_fn(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """Name what a tuning is for. Elements count in buckets, whether vectors fit, and whether the
-    sum replaces x, of which a library need not make a copy then. A way that older keywords ask for
-    is tuned by itself."""
+    """Return the key that a tuning is recorded under.
+
+    It contains the bucket of the number of elements, whether 16-byte vectors fit, whether the sum
+    replaces x (a library then saves a copy), and the algorithm that ``method`` requires.
+    """
     check_tensors(x, ctx, output)
     asked = algorithm_of(method)
     vectors = collective_context.fits_vectors(x, x.numel())
@@ -62,7 +62,7 @@ def key_fn(
     sizes=Sizes.of,
     key_fn=key_fn,
     agree_fn=collective_context.exact_size,
-    version="2",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def all_reduce(
     x: torch.Tensor,
@@ -77,31 +77,35 @@ def all_reduce(
     algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
-    """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
-    shape.
+    """Return the sum of x over all ranks; tuned over all ranks.
 
-    fp32 accumulation in the order of ranks, rounded once: the same bits on every rank and at every
-    call, except with ``"collective"``.
-
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
+    The sum is accumulated in fp32 in rank order and rounded once. Except with ``"collective"``, all
+    ranks and all calls give the same bits. The rules for calls are in the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: fp16, bf16 or fp32, contiguous, of any shape. 16 bytes move at a time where it begins on
-            16 bytes and has a multiple of 16 elements.
-        ctx: from ``create_allreduce_ctx``.
-        output: where the sum goes, contiguous; x itself, or memory apart from it.
-        way: the algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"``, see
-            the module (tuned); default: ``"by_size"``.
-        num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
-        num_chunks: in how many pieces a program's share travels, not in one shot (tuned).
-        packets: whether one shot goes in packets, of up to 256 KB a launch; ``None``: by size
+        x: fp16, bf16 or fp32, contiguous, any shape. Copies use 16-byte vectors if x is 16-byte
+            aligned and has a multiple of 16 elements.
+        ctx: context of ``create_allreduce_ctx``.
+        output: optional output, contiguous, with the shape of x: x itself or separate memory.
+        method: ``algorithm`` as an ``AllReduceMethod``, for scripts of Triton-distributed. Tuning
+            is then restricted to this algorithm.
+        straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
+        num_ctas: programs of a launch (tuned).
+        block_bytes: bytes that a program moves per step, a power of two (tuned).
+        num_chunks: chunks of a program's part, ignored by ``"one_shot"`` (tuned).
+        packets: send ``"one_shot"`` in packets of at most 256 KB per launch; ``None``: by size
             (tuned).
-        straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
-        method: the member of ``AllReduceMethod`` for an algorithm (for Triton-distributed scripts).
-            Only this algorithm is tuned then.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"`` (tuned).
+            Default without tuning: ``"by_size"``.
+        accepted_key: reserved for the tuner.
+
+    Returns:
+        ``output``, or a new tensor with the shape of x.
 
     Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
         x, ctx, output, method, straggler_option, num_ctas, block_bytes, num_chunks, packets,

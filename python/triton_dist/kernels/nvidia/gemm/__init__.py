@@ -1,4 +1,4 @@
-"""Plain GEMM, its config space, and what prunes it."""
+"""GEMM on one GPU, its config space and its pruning functions."""
 
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,

@@ -1,4 +1,4 @@
-"""Plain GEMM, its config space, and what prunes it."""
+"""GEMM on one GPU: ``matmul``, and its two kernels as separate ops."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _check(A: torch.Tensor, B: torch.Tensor) -> None:
             )
         if A.dtype != B.dtype or A.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise InvalidArgument(
-                "matmul", "B.dtype", B.dtype, f"that of A ({A.dtype}), one of fp16, bf16, fp32"
+                "matmul", "B.dtype", B.dtype, f"A's dtype ({A.dtype}): fp16, bf16 or fp32"
             )
         if A.device != B.device or A.device.type != current_device().torch_device.type:
             raise InvalidArgument(
                 "matmul",
                 "B.device",
                 B.device,
-                f"{current_device().torch_device}, as A's {A.device}",
+                f"{current_device().torch_device}, like A ({A.device})",
             )
     except (AttributeError, TypeError) as error:
         for name, matrix in (("A", A), ("B", B)):
@@ -46,14 +46,14 @@ def _check(A: torch.Tensor, B: torch.Tensor) -> None:
 
 
 class GEMMKey(NamedTuple):
-    """Key of a product; M is a size."""
+    """Key of a GEMM; M is bucketed."""
 
     M: int
     N: int
     K: int
     dtype: torch.dtype
     A_strides: tuple[int, ...] | None
-    """``None``: row-major, whatever M."""
+    """``None`` if A is row-major, so that the key does not depend on M."""
     B_strides: tuple[int, ...]
 
 
@@ -114,19 +114,25 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     scope="rank",
     sizes=("M",),
     waves_fn=_waves,
-    version="2",  # another one when results that are shipped should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def matmul(
     A: torch.Tensor, B: torch.Tensor, gemm_config: triton.Config, persistent: bool = True
 ) -> torch.Tensor:
-    """``A @ B``: A [M, K], B [K, N] of one dtype (fp16, bf16, fp32), any strides; returns [M, N] of
-    that dtype.
+    """Return ``A @ B``, accumulated in fp32. Each rank tunes alone, once per bucket of M.
 
-    fp32 accumulation; fp32 inputs are multiplied as ``torch.backends.cuda.matmul.allow_tf32`` says.
-    Each rank tunes alone, once for a range of M.
+    Args:
+        A: [M, K], any strides; fp16, bf16 or fp32.
+        B: [K, N], any strides, dtype of A. fp32 products obey
+            ``torch.backends.cuda.matmul.allow_tf32``.
+        gemm_config: tile sizes (tuned).
+        persistent: use the persistent kernel (tuned).
+
+    Returns:
+        [M, N], dtype of A.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices that do not go together.
+        InvalidArgument: shapes, dtypes or devices do not match.
     """
     return _run(A, B, gemm_config, persistent)
 
@@ -139,12 +145,12 @@ def matmul(
     scope="rank",
     sizes=("M",),
     waves_fn=_waves,
-    version="2",  # another one when results that are shipped should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def gemm_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
 ) -> torch.Tensor:
-    """``matmul`` by the persistent kernel. ``ctx`` is not looked at; callers may pass ag_gemm's."""
+    """Return ``A @ B`` from the persistent kernel. ``ctx`` is ignored; arguments: ``matmul``."""
     return _run(A, B, gemm_config, True)
 
 
@@ -156,11 +162,13 @@ def gemm_persistent(
     scope="rank",
     sizes=("M",),
     waves_fn=_waves,
-    version="2",  # another one when results that are shipped should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def gemm_non_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
 ) -> torch.Tensor:
-    """``matmul`` by the kernel on pointers. ``ctx`` is not looked at; callers may pass
-    ag_gemm's."""
+    """Return ``A @ B`` from the non-persistent kernel, which reads through pointers.
+
+    ``ctx`` is ignored; arguments: ``matmul``.
+    """
     return _run(A, B, gemm_config, False)

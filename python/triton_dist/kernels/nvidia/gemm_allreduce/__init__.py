@@ -1,4 +1,4 @@
-"""GEMM-AllReduce: ``op.py`` says what it is and how it is built."""
+"""GEMM-AllReduce; ``op.py`` describes the op and its design."""
 
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     GEMMAllReduceMethod,

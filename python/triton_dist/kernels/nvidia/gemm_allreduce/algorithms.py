@@ -1,4 +1,4 @@
-"""Ways of GEMM-AllReduce: what each tries, refuses and launches."""
+"""Algorithms of GEMM-AllReduce: their candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from triton_dist.kernels.nvidia.gemm_allreduce.context import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
-# Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
+# Product size in bytes from which two-shot is the default. Tuning finds the faster one.
 _TWO_SHOT_FROM = 1 << 20
-# Vector of torch's all-reduce in symmetric memory, which does not take other rows well.
+# torch's all-reduce in symmetric memory needs rows that are multiples of its 16-byte vectors.
 _VECTOR_BYTES = 16
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
-# Largest first: the first that a product fills is likely the best.
+# Largest first: the first shape that a product fills is likely the fastest.
 _LARGE = (Shape(128, 16384), Shape(128, 8192))
 _SERIAL: dict[str, Sequence[Shape]] = {
     ONE_SHOT: (*_LARGE, Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
@@ -52,9 +52,9 @@ _SERIAL: dict[str, Sequence[Shape]] = {
 }
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
 class Call(SummingCall):
-    """One call: the parameters of ``gemm_ar``."""
+    """One call: the arguments of ``gemm_ar``."""
 
     kind = GEMMAllReduceTensorParallelContext
     copy_to_local: bool
@@ -65,7 +65,7 @@ class Call(SummingCall):
         if self.method is not None:
             self.algorithm = self.asked(self.method)
         self.chosen = ALGORITHMS[self.algorithm or BySize.name]
-        if self.ctx.num_ranks == 1:  # a plain product
+        if self.ctx.num_ranks == 1:  # nothing to sum
             self.chosen = ALGORITHMS[Collective.name]
         self.chosen.check(self)
 
@@ -79,7 +79,7 @@ class Call(SummingCall):
 
 
 class BySize(Algorithm[Call, SummingSizes]):
-    """One shot or two, by size: the default, never a candidate."""
+    """Default without tuning: one-shot or two-shot by size. Never a candidate."""
 
     name, tunables = "by_size", ("gemm_config", "persistent")
 
@@ -92,18 +92,20 @@ class BySize(Algorithm[Call, SummingSizes]):
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
-        most = triton.next_power_of_2(M)  # the same of ranks with other rows of one range
+        most = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
         few = ctx.one_shot_rows >= M and most * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
         call.chosen = ALGORITHMS[OneShot.name if few else TwoShot.name]
         call.chosen.check(call)
 
     def run(self, call: Call) -> torch.Tensor:
-        raise NotImplementedError  # ``check`` chooses another one
+        raise NotImplementedError  # ``check`` replaces ``call.chosen``
 
 
 class OneShot(InOneLaunch[Call]):
-    """Each tile goes to all ranks, who all add it, in one launch. For few rows: a product of up to
-    4 MB."""
+    """Send each tile to all ranks, which all add it, in one launch.
+
+    For few rows: products of up to 4 MB.
+    """
 
     name = "one_shot"
 
@@ -119,7 +121,7 @@ class OneShot(InOneLaunch[Call]):
 
 
 class OneShotInPackets(OneShot):
-    """The same in words that need no flag after them: for very few rows."""
+    """One-shot in packets, whose words carry their own flags. For very few rows."""
 
     name, launches = "one_shot_in_packets", InPackets
 
@@ -137,8 +139,10 @@ class OneShotInPackets(OneShot):
 
 
 class TwoShotInOneLaunch(OneShot):
-    """Each tile goes to the rank that owns its rows, who adds it and sends the sum to all, once
-    all is multiplied."""
+    """Send each tile to the owner of its rows, which adds it, then send the sums to all ranks.
+
+    Everything is one launch; sums travel after all tiles are multiplied.
+    """
 
     name = "two_shot_in_one_launch"
     to_owners = pass_on = True
@@ -158,7 +162,7 @@ class TwoShotInOneLaunch(OneShot):
 
 
 class TwoShot(Overlapped[Call]):
-    """The same while the next tiles are multiplied: for many rows."""
+    """Two-shot that overlaps with the GEMM: sums travel while later tiles are multiplied."""
 
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
@@ -183,7 +187,7 @@ class TwoShot(Overlapped[Call]):
 
 
 class Serial(WholeProduct[Call]):
-    """The all-reduce is ours."""
+    """Call ``torch.matmul``, then our all-reduce."""
 
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
     is_fallback = True
@@ -223,7 +227,10 @@ class Serial(WholeProduct[Call]):
 
 
 class Collective(WholeProduct[Call]):
-    """The all-reduce is the group's: NCCL, gloo on CPU ranks. Of one rank, the product alone."""
+    """Call ``torch.matmul``, then the group's all-reduce (NCCL; gloo on CPU ranks).
+
+    With one rank, only the product.
+    """
 
     name, is_general, is_fallback = "collective", True, True
 
@@ -231,7 +238,7 @@ class Collective(WholeProduct[Call]):
         yield ()
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        # CPU ranks are there to run our kernels.
+        # CPU ranks exist to run our kernels.
         return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_nccl
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
@@ -240,8 +247,7 @@ class Collective(WholeProduct[Call]):
 
 
 def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
-    """Tell whether ``two_shot_all_reduce`` works on this process's device, for any number of such
-    rows."""
+    """Return whether ``two_shot_all_reduce`` works on this device for rows of ``row_bytes``."""
     fits_sizes = dtype in (torch.bfloat16, torch.float32) and row_bytes % _VECTOR_BYTES == 0
     return fits_sizes and current_device().has_async_tp and has_operator("two_shot_all_reduce_out")
 
@@ -249,9 +255,11 @@ def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
 def two_shot_all_reduce(
     addend: torch.Tensor, group: dist.ProcessGroup | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum of ``addend`` over all ranks, in ``out``, or else in its place. ``addend`` lies in
-    symmetric memory, at the same place on every rank, and is overwritten. All ranks have come when
-    it begins, and nobody reads ``addend`` when it ends."""
+    """Return the sum of ``addend`` over all ranks, in ``out`` or in place.
+
+    ``addend`` lies in symmetric memory, at one offset on every rank, and is overwritten. The
+    operator synchronises all ranks at its begin and its end.
+    """
     name = group_name(group)
     if out is None:
         torch.ops.symm_mem.two_shot_all_reduce_(addend, "sum", name)
@@ -261,8 +269,10 @@ def two_shot_all_reduce(
 
 
 class SymmetricCollective(WholeProduct[Call]):
-    """The all-reduce is torch's, of products in symmetric memory, in two shots. On GPUs of its own
-    for each rank, of bf16 and fp32, where rows are whole vectors of 16 bytes."""
+    """Call ``torch.matmul`` into symmetric memory, then torch's two-shot all-reduce.
+
+    Requires one GPU per rank, bf16 or fp32, and rows that are multiples of 16 bytes.
+    """
 
     name, is_fallback = "symmetric_collective", True
 
@@ -274,8 +284,8 @@ class SymmetricCollective(WholeProduct[Call]):
 
     def check(self, call: Call) -> None:
         if not self._takes(call.B):
-            expected = "another one here: torch's sum of symmetric memory takes bf16 and fp32, "
-            expected += "rows of whole 16 bytes, and a GPU for each rank"
+            expected = "another algorithm: torch's all-reduce in symmetric memory requires bf16 or "
+            expected += "fp32, rows of a multiple of 16 bytes, and one GPU per rank"
             raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -284,7 +294,7 @@ class SymmetricCollective(WholeProduct[Call]):
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         if call.copy_to_local:
             return two_shot_all_reduce(product, call.ctx.group, torch.empty_like(product))
-        call.ctx.buffer.slots.skip()  # so that the next call leaves the result
+        call.ctx.buffer.slots.skip()  # the next call must not overwrite the result
         return two_shot_all_reduce(product, call.ctx.group)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Context of GEMM-AllReduce, and its ways by name."""
+"""Context of GEMM-AllReduce, and its algorithms as an enum."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from triton_dist.kernels.common.scatter.reduced import ReducedPartials
 from triton_dist.runtime.ranks import Group
 
 SUMMED_BYTES = 32 << 20
-"""Size of the largest product that one launch sums in two shots; a serial call sums larger ones in
-several launches."""
+"""Largest product, in bytes, that one launch sums in two shots. ``"serial"`` sums larger products
+in several launches."""
 
 
 class GEMMAllReduceMethod(enum.Enum):
-    """Algorithm that sums the products."""
+    """Algorithm that sums the products over the ranks."""
 
     ONE_SHOT = "one_shot"
-    """Each tile goes to all ranks, who all add it. For few rows: a product of up to 4 MB."""
+    """Each tile goes to all ranks, which all add it. For few rows: products of up to 4 MB."""
     TWO_SHOT = "two_shot"
-    """Each tile goes to the rank that owns its rows, who adds it and sends the sum to all."""
+    """Each tile goes to the owner of its rows, which adds it and sends the sum to all ranks."""
     SERIAL = "serial"
     """``torch.matmul``, then our all-reduce."""
     COLLECTIVE = "collective"
-    """``torch.matmul``, then the group's all-reduce: NCCL, gloo on CPU ranks."""
+    """``torch.matmul``, then the group's all-reduce (NCCL; gloo on CPU ranks)."""
 
     __repr__ = enum.Enum.__str__
 
 
 class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
-    """Symmetric memory for GEMM-AllReduces of up to ``max_M`` rows of ``N`` columns. A context
-    manager.
+    """Symmetric memory for ``gemm_ar`` with up to ``max_M`` rows of ``N`` columns.
+
+    A context manager.
 
     Attributes:
-        one_shot_rows: of the largest product that can go to all ranks.
-        packet_rows: of the largest one that can do so in packets.
-        exchanged_rows: of the largest product that is summed in two shots in one launch.
-        exchange: memory in which one launch sums all: one shot, and products as a whole.
+        one_shot_rows: largest M of ``"one_shot"``.
+        packet_rows: largest M of ``"one_shot_in_packets"``.
+        exchanged_rows: largest M of ``"two_shot_in_one_launch"``.
+        exchange: memory of the algorithms that sum in one launch, and of ``"serial"``.
     """
 
     title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
@@ -58,7 +59,7 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         whole_lines = bytes_of_row(N, output_dtype.itemsize)
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // row_bytes)
         self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
-        rows = -(-max_M // self.num_ranks)  # of a rank
+        rows = -(-max_M // self.num_ranks)  # rows that one rank owns
         held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, held)
         nbytes = held * whole_lines if self.num_ranks > 1 else 1
@@ -85,17 +86,29 @@ def create_gemm_ar_context(
     *,
     tp_group: Group = None,
 ) -> GEMMAllReduceTensorParallelContext:
-    """Allocate what ``gemm_ar`` needs. Collective; more about that, and errors: the docstring of
-    ``triton_dist.kernels.nvidia``.
+    """Create the context of ``gemm_ar``. Collective over ``tp_group``.
 
-    Takes about four times ``max_M * N`` elements on each rank; for sums in one launch as much again
-    of a product of up to 32 MB, or twice ``world_size`` times up to 4 MB of it, if that is more;
-    and for packets four times ``world_size`` times up to 256 KB of it.
+    Allocates per rank about 4 * ``max_M`` * N elements, and for sums in one launch the larger of
+    the product (at most 32 MB) and 2 * ``world_size`` times the product (at most 4 MB). Packets
+    need 4 * ``world_size`` times the product (at most 256 KB).
 
     Args:
         max_M: largest number of rows of A.
-        N: columns of B.
-        output_dtype: of A, B and the output: fp16, bf16 or fp32.
+        N: number of columns of B.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        output_dtype: dtype of A, B and the output: fp16, bf16 or fp32.
+        tp_group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
     """
     return create(
         GEMMAllReduceTensorParallelContext, max_M, N, rank, world_size, local_world_size,

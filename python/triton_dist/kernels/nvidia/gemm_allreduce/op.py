@@ -1,34 +1,32 @@
-"""GEMM-AllReduce: ``sum over ranks of A @ B``, on every rank, the transfer hidden behind the
-product.
+"""GEMM-AllReduce: the sum over ranks of ``A @ B`` on every rank, overlapped with the GEMM.
 
-Abstraction
-    A tensor-parallel layer ends with A sharded by columns, [M, K / W] on each of W ranks, and B by
-    rows, [K / W, N]. Each rank's product is one addend of the whole, which every rank needs. M is
-    anything from 1 on: no rank's share needs a particular size.
+A tensor-parallel layer shards A by columns, [M, K / W] on each of W ranks, and B by rows,
+[K / W, N]. Each rank's product is one addend of the output, which every rank needs. M can be any
+positive number. Tiles travel in one shot, with W - 1 times the bytes but one hop, for few rows
+(decode); or in two shots, with 2 (W - 1) / W times the bytes. ``algorithms.py`` has all algorithms.
 
-    Tiles travel (``algorithms.py``) in one shot, crossing the link once with W - 1 times the bytes,
-    for few rows (decode); or in two, with 2 (W - 1) / W times the bytes.
-
-Timeline of one call in two shots (W = 4, two chunks), on every rank at once
+Timeline of a two-shot call (W = 4, two chunks), on every rank at the same time:
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C
-    parts      └ → r+1 └ → r+2 └ → r+3     └ → r+1 └ → r+2 └ → r+3
+    addends    └ → r+1 └ → r+2 └ → r+3     └ → r+1 └ → r+2 └ → r+3
     sums                               └ → all ─────────────────── └ → all
-    Blocks of rows, one a rank, are cut in ``num_chunks`` chunks. With one, all sums travel in the
-    last W-th of the GEMM; with more, those of a chunk travel while the next one is multiplied.
 
-Numerics
-    A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
-    and rounded once to the output's dtype, in which it travels; the own one too. The W partial sums
-    are added in fp32 in the order of ranks, the bias comes last, and the sum is rounded once. One
-    shot and two: the same bits on every rank and, for a config, at every call, whoever is late.
-    Serial: products are the library's, their sum likewise; the bias is added to the rounded sum.
-    The same on one rank, which has a plain product. A collective adds as its library does.
+Each rank owns one block of rows, which is cut into ``num_chunks`` chunks. With one chunk, all sums
+travel during the last 1/W of the GEMM. With more chunks, the sums of a chunk travel while the next
+chunk is multiplied.
 
-Built this way because (more: docs/explanation/gemm_all_reduce.md)
-    * a wait is for tiles that peers have at earlier places of the order: no circle of waits;
-    * sums are copied to C by a launch of its own: ``copy_to_local=False`` spares it;
-    * flags and slots take turns without a barrier: those of two shots as ``slots/epochs.py`` says;
-      one shot is an exchange (``exchange/protocol.py``), one launch, as few rows take few us.
+Numerics:
+    Our kernels accumulate a tile in fp32 (fp32 operands obey
+    ``torch.backends.cuda.matmul.allow_tf32``) and round it once to the output dtype, the local tile
+    too. They add the W addends in fp32 in rank order, then the bias, and round once. One-shot and
+    two-shot return the same bits on every rank and, with one config, at every call. ``"serial"``,
+    ``"collective"`` and calls with one rank use the library's GEMM and add the bias to the rounded
+    sum. ``"collective"`` sums in the library's order.
+
+Design (docs/explanation/gemm_all_reduce.md):
+    * A tile waits only for tiles that come earlier in the peers' order, so waits have no cycle.
+    * A separate launch copies the sums to C; ``copy_to_local=False`` omits it.
+    * Flags and slots alternate without a barrier: two-shot with ``slots/epochs.py``, one-shot with
+      ``exchange/protocol.py`` in one launch, because few rows take only a few us.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     key_fn=Call.key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="3",  # another one when results that are shipped (records/) should not be used any more
+    version="3",  # change when the shipped results (records/) must no longer be used
 )
 def gemm_ar(
     A: torch.Tensor,
@@ -72,27 +70,39 @@ def gemm_ar(
     algorithm: str | None = None,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
-    """``sum over ranks of A @ B``, plus ``bias``, on every rank; tuned over all ranks. Returns
-    [M, N], contiguous. Numerics: the module.
+    """Return the sum over ranks of ``A @ B``, plus ``bias``, on every rank. Tuned over all ranks.
 
-    About calls, and arguments that are not here: the docstring of ``triton_dist.kernels.nvidia``.
+    The docstring of the module ``gemm_allreduce.op`` describes the numerics, and the docstring of
+    ``triton_dist.kernels.nvidia`` the rules for calls.
 
     Args:
-        A: [M, K_per_rank], any strides; M from 1 on.
-        B: [K_per_rank, N], any strides.
-        way: ``"one_shot"``, ``"one_shot_in_packets"``, ``"two_shot"``,
-            ``"two_shot_in_one_launch"``, ``"serial"``, ``"collective"``,
-            ``"symmetric_collective"``; default ``"by_size"``, one shot or two. One shot, packets
-            and one launch are for an M of up to the context's ``one_shot_rows``, ``packet_rows``
-            and ``exchanged_rows``.
-        num_chunks: in which a rank's rows are added and sent, at most, in ``"two_shot"``; of
-            ``"serial"``, the pieces of its all-reduce.
-        reduction: of ``"serial"``: its all-reduce in ``"one_shot"`` or ``"two_shot"`` (tuned).
-        num_ctas, block_bytes: its launch (tuned).
-        bias: [N], contiguous, the same on all ranks; added once.
-        copy_to_local: ``False``: the result may be a view of the context's memory, which is valid
-            until the call after the next one with this context begins; a copy is spared.
-        method: older name of the way: a ``GEMMAllReduceMethod`` is the way of its value.
+        A: [M, K_per_rank], any strides, dtype of the context; M >= 1.
+        B: [K_per_rank, N], any strides, dtype of the context.
+        ctx: context of ``create_gemm_ar_context``.
+        gemm_config: tile sizes of our GEMM kernel (tuned).
+        persistent: use the persistent GEMM kernel (tuned).
+        method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
+        num_chunks: chunks in which ``"two_shot"`` sums and sends a rank's rows, at most; chunks of
+            the all-reduce of ``"serial"`` (tuned).
+        reduction: all-reduce of ``"serial"``: ``"one_shot"`` or ``"two_shot"`` (tuned).
+        num_ctas: programs of the all-reduce of ``"serial"`` (tuned).
+        block_bytes: bytes that one of these programs moves per step (tuned).
+        bias: [N], contiguous, equal on all ranks; added once.
+        copy_to_local: if ``False``, the result may be a view of the context's memory, which saves a
+            copy. The view is valid until the second next call with the context begins.
+        straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
+        algorithm: ``"one_shot"`` (M <= ``ctx.one_shot_rows``), ``"one_shot_in_packets"`` (M <=
+            ``ctx.packet_rows``), ``"two_shot"``, ``"two_shot_in_one_launch"`` (M <=
+            ``ctx.exchanged_rows``), ``"serial"``, ``"collective"`` or ``"symmetric_collective"``
+            (tuned). Default without tuning: ``"by_size"``, one-shot or two-shot.
+        accepted_key: reserved for the tuner.
+
+    Returns:
+        [M, N], contiguous, dtype of the context.
+
+    Raises:
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
         A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,

@@ -1,4 +1,4 @@
-"""GEMM-ReduceScatter: ``op.py`` says what it is and how it is built."""
+"""GEMM-ReduceScatter; ``op.py`` describes the op and its design."""
 
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,

@@ -1,4 +1,4 @@
-"""Ways of GEMM-ReduceScatter: what each tries, refuses and launches."""
+"""Algorithms of GEMM-ReduceScatter: their candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import uncollected
 
-# How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
+# Number of tile shapes tried with pushes; the first 3 of them with every number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
-# Of a reduce-scatter after a product, from the largest that it fills, which is the likeliest.
+# Shapes of a reduce-scatter after the GEMM, largest (and likeliest) first.
 _SERIAL_SHAPES = (
     *(Shape(ctas, 16384) for ctas in (128, 64)),
     Shape(64, 16384, 4),
@@ -43,9 +43,9 @@ _SERIAL_SHAPES = (
 )
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
 class Call(SummingCall):
-    """One call: the parameters of ``gemm_rs``."""
+    """One call: the arguments of ``gemm_rs``."""
 
     kind = GEMMReduceScatterTensorParallelContext
     reduce_st: bool | None
@@ -77,14 +77,14 @@ class Call(SummingCall):
     choice = sums_on_arrival
 
     def check_sum(self) -> None:
-        """Refuse a sum of tiles on arrival, which fused tiles alone know."""
+        """Raise if ``reduce_st`` is set; only ``"fused"`` adds tiles on arrival."""
         if self.adds:
             expected = f"{Fused.name!r} with reduce_st=True"
             raise InvalidArgument("gemm_rs", "algorithm", self.chosen.name, expected)
 
 
 class _ToOwners(Overlapped[Call]):
-    """Tiles go to the owners of their rows."""
+    """Each tile goes to the owner of its rows."""
 
     scatter: Scatter
     launches: ClassVar[type[ToOwners]] = ToOwners
@@ -99,7 +99,7 @@ class _ToOwners(Overlapped[Call]):
 
 
 class Fused(_ToOwners):
-    """The program that computed a tile stores it into its owner's memory, or adds it there."""
+    """The program that computed a tile stores it into the owner's memory, or adds it there."""
 
     name, tunables = "fused", ("gemm_config", "persistent")
     scatter, is_general = "tile", True
@@ -109,9 +109,12 @@ class Fused(_ToOwners):
 
 
 class OneLaunch(InOneLaunch[Call]):
-    """For few rows: the launch of ``"fused"`` would be short of work for most programs in the end.
-    So all of them add, once all is multiplied; a tile has rows of several ranks, so that B is read
-    once; and nothing comes before the kernel or after it."""
+    """Multiply, send and add in one launch, for few rows.
+
+    At few rows, most programs of ``"fused"`` would have no tile to add at the end. Here all
+    programs add after the last tile is multiplied. One tile spans the rows of several ranks, so B
+    is read once. No launch comes before or after the kernel.
+    """
 
     name, to_owners = "one_launch", True
 
@@ -125,12 +128,12 @@ class OneLaunch(InOneLaunch[Call]):
         call.check_tiles()
         call.check_sum()
         call.check_rows(call.ctx.exchanged_rows)
-        if call.ctx.num_ranks == 1:  # which exchanges nothing
+        if call.ctx.num_ranks == 1:  # nothing to exchange
             call.chosen = ALGORITHMS[Fused.name]
 
 
 class _Pushed(ToOwners):
-    """Launches of a call, and the pushes of a copy engine beside them."""
+    """Launches of a call, plus copy-engine pushes on another stream."""
 
     def run(self) -> None:
         call, ctx = self.call, self.call.ctx
@@ -139,20 +142,19 @@ class _Pushed(ToOwners):
         rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
         pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
         try:
-            # A GEMM waits for what peers push, which they push once theirs runs: were all to wait
-            # for their GPUs here, as freeing memory does, they would for ever.
+            # The GEMM waits for the peers' pushes, which they queue after their GEMM. Freeing
+            # memory synchronises with the GPU: if all ranks did so here, they would deadlock.
             with uncollected():
                 pushes.fork(stream)
                 self.multiply()
-                pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
+                pushes.queue()  # before any other launch, which may block until the GEMM ends
             self.add_deferred()
-        finally:  # what they wait for comes even if a wait in the kernel gave up
+        finally:  # join even if a wait in the kernel gave up: the awaited flags still arrive
             pushes.join(stream)
 
 
 class CopyEngine(_ToOwners):
-    """Tiles stay here, and a copy engine pushes the rows of each peer, in chunks, as their tiles
-    are complete."""
+    """Tiles are stored locally; a copy engine pushes each peer's rows in chunks when complete."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
     scatter, launches, copied = "row_block", _Pushed, True
@@ -176,8 +178,8 @@ class CopyEngine(_ToOwners):
         super().check(call)
         call.check_sum()
         if current_device().launches_block:
-            # The GEMM adds what peers push, and pushes are queued after its launch.
-            expected = "another one while CUDA_LAUNCH_BLOCKING is set: it would never end"
+            # The GEMM waits for pushes that are queued after its launch, which would block.
+            expected = "another algorithm while CUDA_LAUNCH_BLOCKING is set: it would deadlock"
             raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
 
     def units(self, call: Call) -> int:
@@ -185,13 +187,13 @@ class CopyEngine(_ToOwners):
 
 
 class Serial(WholeProduct[Call]):
-    """The reduce-scatter is ours, in one launch: where no tiles of ours fit well."""
+    """Call ``torch.matmul``, then our reduce-scatter in one launch."""
 
     name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
     is_fallback = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        # Interpreted, one.
+        # The interpreter is slow: try one candidate there.
         shapes = _SERIAL_SHAPES[-1:] if current_device().interprets else _SERIAL_SHAPES
         for shape in shapes:
             yield shape.num_chunks, shape.num_ctas, shape.block_bytes
@@ -222,7 +224,7 @@ class Serial(WholeProduct[Call]):
 
 
 class Collective(WholeProduct[Call]):
-    """The reduce-scatter is the group's: NCCL, gloo on CPU ranks."""
+    """Call ``torch.matmul``, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
 
     name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
     is_fallback = True
@@ -242,7 +244,7 @@ class Collective(WholeProduct[Call]):
 
 
 class AsyncTP(Collective):
-    """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
+    """PyTorch's async tensor parallelism: GPUs only, in builds of torch that include it."""
 
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 

@@ -13,18 +13,19 @@ from triton_dist.kernels.common.scatter.row_blocks import PartialsBuffer
 from triton_dist.runtime.ranks import Group
 
 EXCHANGED_BYTES = 64 << 20
-"""Size of the largest product that one launch multiplies and adds; above it other ways are
-faster."""
+"""Largest product, in bytes, of ``"one_launch"`` and ``"serial"``. Other algorithms are faster
+above."""
 
 
 class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
-    """Symmetric memory for GEMM-ReduceScatters of up to ``max_M`` rows of ``N`` columns. A context
-    manager.
+    """Symmetric memory for ``gemm_rs`` with up to ``max_M`` rows of ``N`` columns.
+
+    A context manager.
 
     Attributes:
-        reduce_st: whether a call that does not say adds its tiles to the owner's sum.
-        exchange: memory in which one launch multiplies and adds; exchanged_rows: of the largest
-            product that it holds.
+        reduce_st: default of ``gemm_rs(reduce_st=…)``.
+        exchange: memory of ``"one_launch"`` and ``"serial"``.
+        exchanged_rows: largest M that ``exchange`` can hold.
     """
 
     title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
@@ -70,22 +71,33 @@ def create_gemm_rs_context(
     *,
     tp_group: Group = None,
 ) -> GEMMReduceScatterTensorParallelContext:
-    """Allocate what ``gemm_rs`` needs. Collective; more about that, and errors: the docstring of
-    ``triton_dist.kernels.nvidia``.
+    """Create the context of ``gemm_rs``. Collective over ``tp_group``.
 
-    Takes about twice ``max_M * N`` elements on each rank, as many again for products that one
-    launch multiplies and adds, of these 128 MB at most, and as many again once row blocks are
-    pushed.
+    Allocates per rank about 2 * ``max_M`` * N elements, the same again (at most 128 MB) for
+    products that one launch exchanges, and the same again once row blocks are pushed.
 
     Args:
         max_M: largest number of rows of A, a multiple of ``world_size``.
-        N: columns of B.
-        output_dtype: of A, B and the output: fp16, bf16 or fp32.
-        rs_stream: where row blocks are pushed from with ``fuse_scatter=False``; default: a stream
-            of the context's own, of high priority.
-        reduce_st: calls add tiles to an fp32 sum on the owner instead of keeping one partial sum of
-            each rank: less memory traffic in the end, twice as much between GPUs for 16-bit dtypes,
-            and not deterministic. Allocates the sums; needed for ``gemm_rs(…, reduce_st=True)``.
+        N: number of columns of B.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        output_dtype: dtype of A, B and the output: fp16, bf16 or fp32.
+        rs_stream: stream of the copy-engine pushes; default: a high-priority stream of the context.
+        reduce_st: allocate fp32 sums, and by default add each tile to the owner's sum instead of
+            storing one addend per rank. This needs less memory traffic at the end but moves twice
+            the bytes between GPUs for 16-bit dtypes, and is not deterministic. Required for
+            ``gemm_rs(…, reduce_st=True)``.
+        tp_group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
     """
     return create(
         GEMMReduceScatterTensorParallelContext, max_M, N, rank, world_size, local_world_size,

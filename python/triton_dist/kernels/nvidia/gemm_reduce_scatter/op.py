@@ -1,35 +1,31 @@
-"""GEMM-ReduceScatter: each rank's rows of ``sum over ranks of A @ B``, the transfer hidden behind
-the product.
+"""GEMM-ReduceScatter: this rank's rows of the sum of ``A @ B`` over ranks, overlapped.
 
-Abstraction
-    A tensor-parallel layer ends with A sharded by columns, [M, K / W] on each of W ranks, and B by
-    rows, [K / W, N]. Each rank's product is one addend of the whole, and each rank owns M / W rows
-    of the sum. Serial code multiplies, then reduces and scatters. Here each finished tile travels
-    to the rank that owns its rows while the next ones are computed.
+A tensor-parallel layer shards A by columns, [M, K / W] on each of W ranks, and B by rows,
+[K / W, N]. Each rank's product is one addend, and each rank owns M / W rows of the sum. Each
+finished tile travels to the owner of its rows while the next tiles are computed.
 
-Timeline of one call (W = 4), on every rank at once
+Timeline of one call (W = 4), on every rank at the same time:
     GEMM         rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' ─ finish
     fused         └ each tile → rank+1     └ → rank+2  └ → rank+3
     copy engine              └ chunks → rank+1 └ → rank+2 └ → rank+3
-    ``algorithm="fused"``: the program that computed a tile stores it into its owner's memory.
-    ``"copy_engine"``: tiles stay here, and a copy engine pushes the rows of each peer, in
-    ``num_chunks`` chunks, as their tiles are complete. Either way the program that computes an own
-    tile waits until the peers have sent theirs, and adds them.
-    Other ways: ``algorithms.py``.
 
-Numerics
-    A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
-    and rounded once to the output's dtype, in which it travels; the own tile too. The W partial
-    sums are added in fp32 in the order of ranks, the bias comes last, and the result is rounded
-    once. Same operands and config: same bits, whoever is late; not with ``reduce_st=True``:
-    unrounded fp32 tiles are added as they arrive. Products by a library: the bias is added to the
-    rounded sum.
+In ``"fused"``, the program that computed a tile stores it into the owner's memory. In
+``"copy_engine"``, tiles are stored locally and a copy engine pushes each peer's rows in
+``num_chunks`` chunks. In both, the program that computes a local tile waits for the peers' tiles
+and adds them. ``algorithms.py`` has the other algorithms.
 
-Built this way because (more, with measurements: docs/explanation/gemm_reduce_scatter.md)
-    * whoever waits has announced all its tiles for others before: no circle of waits;
-    * a TMA store is not complete when the next instruction runs: ``publish_tile`` waits in full
-      before the flag is set, and comes when the next tile is computed;
-    * flags and slots take turns without a barrier (``slots/epochs.py``).
+Numerics:
+    Our kernels accumulate a tile in fp32 (fp32 operands obey
+    ``torch.backends.cuda.matmul.allow_tf32``) and round it once to the output dtype, the local tile
+    too. They add the W addends in fp32 in rank order, then the bias, and round once. Equal operands
+    and configs give equal bits. ``reduce_st=True`` adds unrounded fp32 tiles in order of arrival
+    and is not deterministic. Library GEMMs add the bias to the rounded sum.
+
+Design (docs/explanation/gemm_reduce_scatter.md):
+    * A program waits only after it has announced all its tiles for peers, so waits have no cycle.
+    * A TMA store is asynchronous. ``publish_tile`` waits for its completion before it sets the
+      flag; it runs after the next tile is computed, when the store has usually finished.
+    * Flags and slots alternate without a barrier (``slots/epochs.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     key_fn=Call.key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="3",  # another one when results that are shipped (records/) should not be used any more
+    version="3",  # change when the shipped results (records/) must no longer be used
 )
 def gemm_rs(
     A: torch.Tensor,
@@ -73,25 +69,40 @@ def gemm_rs(
     algorithm: str | None = None,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
-    """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
-    [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
-    Numerics: the module.
+    """Return this rank's rows of the sum of ``A @ B`` over all ranks, plus ``bias``; tuned.
 
-    About calls, and arguments that are not here: the docstring of ``triton_dist.kernels.nvidia``.
+    The docstring of the module ``gemm_reduce_scatter.op`` describes the numerics, and the docstring
+    of ``triton_dist.kernels.nvidia`` the rules for calls.
 
     Args:
-        A: [M, K_per_rank], any strides; M is a multiple of the number of ranks.
-        B: [K_per_rank, N], any strides.
-        way: ``"fused"`` (default), ``"one_launch"`` and ``"serial"`` (both for an M of up to the
-            context's ``exchanged_rows``), ``"copy_engine"``, ``"collective"`` or ``"async_tp"``.
-        num_chunks: in which a copy engine pushes a rank's rows, at most; of ``"serial"``, the
-            pieces of the reduce-scatter (tuned).
-        num_ctas, block_bytes: of that reduce-scatter (tuned).
-        bias: [N], contiguous; this rank's is added once to each of its rows.
-        reduce_st: tiles are added to one fp32 sum on their owner, by ``"fused"`` alone; default:
-            the context's.
-        fuse_scatter, method: older names of the way: ``True`` is ``"fused"``, ``False``
-            ``"copy_engine"``; a ``LibraryAlgorithm`` the way of its value.
+        A: [M, K_per_rank], any strides, dtype of the context; M is a multiple of the number of
+            ranks.
+        B: [K_per_rank, N], any strides, dtype of the context.
+        ctx: context of ``create_gemm_rs_context``.
+        gemm_config: tile sizes of our GEMM kernel (tuned).
+        persistent: use the persistent GEMM kernel (tuned).
+        fuse_scatter: older name of ``algorithm``: ``True`` is ``"fused"``, ``False`` is
+            ``"copy_engine"``.
+        num_chunks: chunks in which a copy engine pushes a rank's rows, at most; chunks of the
+            reduce-scatter of ``"serial"`` (tuned).
+        method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
+        bias: [N], contiguous; added once to each row of this rank.
+        reduce_st: add tiles to one fp32 sum on the owner, only with ``"fused"``. Default:
+            ``ctx.reduce_st``.
+        straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
+        num_ctas: programs of the reduce-scatter of ``"serial"`` (tuned).
+        block_bytes: bytes that one of these programs moves per step (tuned).
+        algorithm: ``"fused"`` (default without tuning), ``"one_launch"`` or ``"serial"`` (both for
+            M <= ``ctx.exchanged_rows``), ``"copy_engine"``, ``"collective"`` or ``"async_tp"``
+            (tuned).
+        accepted_key: reserved for the tuner.
+
+    Returns:
+        [M_per_rank, N], contiguous: rows ``[r * M_per_rank, (r + 1) * M_per_rank)`` on rank r.
+
+    Raises:
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
     """
     return Call(
         A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,

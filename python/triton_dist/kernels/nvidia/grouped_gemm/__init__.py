@@ -1,4 +1,4 @@
-"""Grouped GEMM: ``op.py`` says what it is and how it is built."""
+"""Grouped GEMM; ``op.py`` describes the op and its design."""
 
 from triton_dist.kernels.nvidia.grouped_gemm.op import grouped_gemm
 

@@ -1,4 +1,4 @@
-"""Ways of the grouped GEMM: what each tries, refuses and launches."""
+"""Algorithms of the grouped GEMM: their candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from triton_dist.runtime.device import current_device
 
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
-# What was found to be good: checking takes several us, looking here less.
+# Signatures that passed the checks: a check takes several us, a lookup less.
 _ACCEPTED: Bounded[Any, Any] = Bounded()
 
 
@@ -49,15 +49,15 @@ def checks(
     order: object,
     activation: object,
 ) -> Iterator[Check]:
-    """Checks of a call; of its ids they raise at once, since the others need them."""
+    """Yield the checks of a call. The ids are checked first, because later checks need them."""
     yield from tensor_checks(A=A, B=B, topk_ids=topk_ids)
     check_ids("grouped_gemm", topk_ids, B.shape[0] if B.ndim == 3 else 1)
     device = current_device().torch_device.type
     yield "A.dtype", A.dtype, A.dtype in DTYPES, DTYPE_NAMES
-    yield "B.dtype", B.dtype, B.dtype == A.dtype, f"that of A, {A.dtype}"
+    yield "B.dtype", B.dtype, B.dtype == A.dtype, f"the dtype of A, {A.dtype}"
     yield "A.device", A.device, A.device.type == device, f"a tensor on {device}"
     for name, tensor in (("B", B), ("topk_ids", topk_ids)):
-        expected = f"that of A, {A.device}"
+        expected = f"the device of A, {A.device}"
         yield f"{name}.device", tensor.device, tensor.device == A.device, expected
     yield gradient_check("A", A)
     yield gradient_check("B", B)
@@ -65,7 +65,7 @@ def checks(
     yield "B.shape", shape, B.ndim == 3 and min(shape) > 0, "[E, K, N]"
     routes = topk_ids.numel()
     good = A.ndim == 2 and A.shape[1] == shape[1] and A.shape[0] in (len(topk_ids), routes)
-    expected = f"[{len(topk_ids)} tokens, K = {shape[1]}], or a row for each of {routes} routes"
+    expected = f"[{len(topk_ids)} tokens or {routes} routes, K = {shape[1]}]"
     yield "A.shape", tuple(A.shape), good, expected
     expected = "unit stride along K; call A.contiguous()"
     yield "A.stride()", A.stride(), A.stride(1) == 1 or A.shape[1] == 1, expected
@@ -80,16 +80,16 @@ class GroupedKey(NamedTuple):
     """All that a tuning depends on."""
 
     M: int
-    """Tokens. The tuner rounds it up: a tuning serves a range."""
+    """Tokens; bucketed."""
     N: int
     K: int
     E: int
     topk: int
     dtype: torch.dtype
     layout: str
-    """Order of B in memory."""
+    """Memory layout of B."""
     rows: str
-    """Unit that A has a row for: ``"token"`` or ``"route"``."""
+    """What a row of A is: ``"token"`` or ``"route"``."""
     order: str
     activation: str | None
 
@@ -104,10 +104,10 @@ class GroupedKey(NamedTuple):
         activation: str | None = None,
         **_: Any,
     ) -> GroupedKey:
-        """Key of a call.
+        """Return the key of a call.
 
         Raises:
-            InvalidArgument: the call cannot work.
+            InvalidArgument: shapes, dtypes or devices do not match.
         """
 
         def make() -> GroupedKey:
@@ -127,7 +127,7 @@ class GroupedKey(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Call(OpCall):
-    """One call: the parameters of ``grouped_gemm``."""
+    """One call: the arguments of ``grouped_gemm``."""
 
     A: torch.Tensor
     B: torch.Tensor
@@ -148,12 +148,12 @@ class Call(OpCall):
         self.chosen.check(self)
 
     def blocks(self, block_m: int) -> BlockMap:
-        """Map of the call's routes; nothing is launched yet."""
+        """Return the map from routes to tiles; its launches have not run yet."""
         return block_map(self.topk_ids, self.key.E, block_m)
 
 
 class Tiled(Algorithm[Call, GroupedKey]):
-    """Our kernel, which gathers rows in its load."""
+    """Our kernel, which gathers rows while it loads them."""
 
     name, tunables = "tiled", ("gemm_config",)
 
@@ -190,7 +190,7 @@ class Tiled(Algorithm[Call, GroupedKey]):
 
 
 class Library(Algorithm[Call, GroupedKey]):
-    """torch's grouped product, of rows that are copied to where it wants them, and back."""
+    """torch's grouped GEMM, between two copies that sort the rows and restore their order."""
 
     name: str = "library"
     tunables: ClassVar[tuple[str, ...]] = ()
@@ -204,7 +204,7 @@ class Library(Algorithm[Call, GroupedKey]):
 
     def check(self, call: Call) -> None:
         if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
-            expected = "another one for K, N or strides of B that are no multiples of 16 bytes"
+            expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
             raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
@@ -228,7 +228,7 @@ class Library(Algorithm[Call, GroupedKey]):
 
     @staticmethod
     def _end(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
-        """The result, and the launch that brings it into its order."""
+        """Return the result, and the launch that puts its rows into the required order."""
         if call.order == "sorted":
             return C, cleared_rows(C, blocks)
         out = torch.empty_like(C)

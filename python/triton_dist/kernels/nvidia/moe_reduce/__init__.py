@@ -1,4 +1,4 @@
-"""Ends of a mixture-of-experts layer: ``op.py`` has what they are and how they are built."""
+"""Last ops of an MoE layer; ``op.py`` describes them and their design."""
 
 from triton_dist.kernels.nvidia.moe_reduce.context import (
     MoEReduceARContext,

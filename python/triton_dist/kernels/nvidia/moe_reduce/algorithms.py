@@ -1,4 +1,4 @@
-"""Ways of both ops: those of ``common/moe/sum_algorithms.py``, each with its contexts."""
+"""Bind the algorithms of ``common/moe/sum_algorithms.py`` to the two contexts."""
 
 from __future__ import annotations
 

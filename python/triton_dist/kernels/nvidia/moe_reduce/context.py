@@ -1,4 +1,4 @@
-"""Contexts of the ops that end a mixture-of-experts layer."""
+"""Contexts of the ops that end an MoE layer."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from triton_dist.runtime.ranks import Group
 
 PUSH = "push"
 EXCHANGED_BYTES = 64 << 20
-"""Size of the largest sum over choices that one launch scatters; above it copy engines are
-faster."""
+"""Largest sum over choices, in bytes, that one launch scatters. Copy engines are faster above."""
 _LARGE_FROM = 1 << 20
-"""Bytes of a shard from which on the number of bytes in flight decides."""
+"""Shard size in bytes from which the number of bytes in flight determines the speed."""
 _LARGE_SCATTER, _LARGE_GATHER = Shape(128, 16384), Shape(64, 16384)
 
 
 class MoEReduceRSContext(MoESumContext):
-    """Symmetric memory for ``run_moe_reduce_rs`` with up to ``max_routes`` routes. A context
-    manager."""
+    """Symmetric memory for ``run_moe_reduce_rs`` with up to ``max_routes`` routes.
+
+    A context manager.
+    """
 
     title, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
     creator, reductions = "create_moe_rs_context", (PUSH, TOPK_EXCHANGE)
@@ -81,8 +82,10 @@ class MoEReduceRSContext(MoESumContext):
 
 
 class MoEReduceARContext(MoESumContext):
-    """Symmetric memory for ``run_moe_reduce_ar`` with up to ``max_routes`` routes. A context
-    manager."""
+    """Symmetric memory for ``run_moe_reduce_ar`` with up to ``max_routes`` routes.
+
+    A context manager.
+    """
 
     title, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
     creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT, TOPK_EXCHANGE)
@@ -116,7 +119,7 @@ class MoEReduceARContext(MoESumContext):
         self.exchange.compile_sum(total, reduction)
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
-        """All M rows: what each rank has added goes to all."""
+        """Gather the sums of all ranks and return all M rows."""
         exchange, gathered = self._gathering(rows, M)
         self.exchange.run(exchange, rows, gathered)
         return gathered[:M]
@@ -126,9 +129,11 @@ class MoEReduceARContext(MoESumContext):
         self.exchange.launch(exchange, rows, gathered).compile()
 
     def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
-        """Describe the launch that gathers what ranks have added, and where it goes: whole shares,
-        of which the last may end behind M."""
-        most = triton.next_power_of_2(M)  # the same of ranks with other rows of one range
+        """Return the launch that gathers the sums, and its output.
+
+        The output has whole shards, so the last shard may end after row M.
+        """
+        most = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
         is_large = most * rows.shape[1] * rows.element_size() >= _LARGE_FROM * self.num_ranks
         shape = _LARGE_GATHER if is_large else untuned()
         return gathering(rows, self.num_ranks, shape, M)
@@ -147,25 +152,31 @@ def create_moe_rs_context(
     *,
     tp_group: Group = None,
 ) -> MoEReduceRSContext:
-    """Allocate what ``run_moe_reduce_rs`` needs. Collective over ``tp_group`` (default: the world,
-    else this process).
+    """Create the context of ``run_moe_reduce_rs``. Collective over ``tp_group``.
 
-    Takes about twice M * ``hidden_dim`` elements on each rank, where M is the most tokens, and as
-    much again, of that 128 MB at most, for sums that one launch scatters.
+    Allocates per rank about 2 * M * ``hidden_dim`` elements, where M is the largest number of
+    tokens, and the same again (at most 128 MB) for sums that one launch scatters.
 
     Args:
-        rank, world_size: this rank in the group, and the group's size.
-        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
-        max_token_num: the most *routes*, tokens times ``topk``; tokens are a multiple of
-            ``world_size``.
-        hidden_dim: columns of the result. num_experts: 1 to 512. topk: choices of a token, 1 to 10.
-        input_dtype: of x, weights and the result: fp16, bf16 or fp32.
-        n_chunks_max: the most chunks of columns in a call.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        max_token_num: largest number of *routes* (tokens times ``topk``). The number of tokens is a
+            multiple of ``world_size``.
+        hidden_dim: number of columns of the result.
+        num_experts: number of experts, 1 to 512.
+        topk: experts per token, 1 to 10.
+        input_dtype: dtype of x, the weights and the result: fp16, bf16 or fp32.
+        n_chunks_max: largest number of column chunks of a call.
+        tp_group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
     """
     return create(
         MoEReduceRSContext, rank, world_size, local_world_size, max_token_num, hidden_dim,
@@ -186,22 +197,24 @@ def create_moe_ar_context(
     *,
     tp_group: Group = None,
 ) -> MoEReduceARContext:
-    """Allocate what ``run_moe_reduce_ar`` needs. Collective over ``tp_group`` (default: the world,
-    else this process).
+    """Create the context of ``run_moe_reduce_ar``. Collective over ``tp_group``.
 
-    Takes about six times M * ``hidden_dim`` elements on each rank, where M is the most tokens; or
-    two, and twice ``world_size`` times up to 4 MB, whichever is more; and four times ``world_size``
-    times up to 256 KB.
+    Allocates per rank, with M the largest number of tokens, the larger of 6 * M * ``hidden_dim``
+    elements and 2 * M * ``hidden_dim`` elements + 2 * ``world_size`` * 4 MB. Packets need another
+    4 * ``world_size`` * 256 KB. All numbers are upper bounds.
 
     Args:
-        max_token_num: the most *routes*, tokens times ``topk``; any number of tokens.
+        max_token_num: largest number of *routes* (tokens times ``topk``), for any number of tokens.
         rank, world_size, local_world_size, hidden_dim, num_experts, topk, input_dtype,
-            n_chunks_max: as of ``create_moe_rs_context``.
+            n_chunks_max, tp_group: see ``create_moe_rs_context``.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
     """
     return create(
         MoEReduceARContext, rank, world_size, local_world_size, max_token_num, hidden_dim,

@@ -1,42 +1,36 @@
-"""Grouped GEMM, top-k sum, and ReduceScatter or AllReduce: the end of a tensor-parallel
-mixture-of-experts layer.
+"""Grouped GEMM, top-k sum, and ReduceScatter or AllReduce: the end of a tensor-parallel MoE layer.
 
-Abstraction
-    A token went to ``topk`` experts; each of those *routes* has a row of x, sharded by columns,
-    [M * topk, K / W] on each of W ranks, and the experts' weights are sharded by rows, [E, K / W,
-    N]. The result is the sum, over ranks and over a token's routes, of the route's weight times its
-    product. ``run_moe_reduce_rs`` gives each rank its M / W tokens, ``run_moe_reduce_ar`` gives all
-    ranks all tokens, for any M. Serial code multiplies expert by expert, weighs, adds, then
-    reduces.
+A token goes to ``topk`` experts; each pair of token and expert is a *route*. Each route has a row
+of x, sharded by columns, [M * topk, K / W] on each of W ranks. The weights are sharded by rows,
+[E, K / W, N]. The result is the sum, over ranks and over a token's routes, of the route's weight
+times its product. ``run_moe_reduce_rs`` returns M / W tokens on each rank; ``run_moe_reduce_ar``
+returns all tokens on every rank, for any M.
 
-Timeline of one call in 3 chunks of columns, on every rank at once
+Timeline of one call with 3 chunks of columns, on every rank at the same time:
     main stream   map │ GEMM 0 │ sum 0 │ GEMM 1 │ sum 1 │ GEMM 2 │ sum 2 │ add all chunks
     copy engines                       └ → owners       └ → owners       └ → owners
-    *map*: routes sorted by expert, on the device. *sum*: over choices, in fp32, to one row a token.
 
-Ways
-    ``"chunks"``: the above; with one chunk, nothing is hidden, but no multiprocessor sends. For an
-    all-reduce each rank then sends its tokens to all in one more launch.
-    ``"serial"``: the whole product and sum, then our reduce-scatter in one launch, our all-reduce
-    in one shot, which is for few tokens, or in two, or the group's collective; for few tokens also
-    one launch whose load adds the choices (``common/moe/topk_exchange.py``).
-    ``"library"``: the serial way with torch's grouped product in place of ours.
-    Tried for bf16 on compute capability 9.0, where it has a kernel.
+*map* sorts routes by expert, on the device. *sum* adds the choices of a token in fp32.
 
-Numerics
-    A product is accumulated in fp32 and rounded to the dtype; the weight is multiplied in fp32 and
-    choices are added in their order; the sum is rounded once and travels; ranks are added in fp32
-    in their order, and rounded once. Same operands and config: same bits, whichever rank is late;
-    an all-reduce has the same bits on every rank. Not with ``reduction="collective"``, which adds
-    as its library does.
+Algorithms:
+    * ``"chunks"``: the timeline above. With one chunk, nothing overlaps, but no SM sends. For an
+      all-reduce, one more launch sends each rank's tokens to all ranks.
+    * ``"serial"``: the whole GEMM and sum, then our reduce-scatter, our one-shot or two-shot
+      all-reduce, or the group's collective. For few tokens also one launch that adds the choices
+      while it loads (``common/moe/topk_exchange.py``).
+    * ``"library"``: like ``"serial"``, with torch's grouped GEMM. Tried for bf16 on compute
+      capability 9.0, where torch has a native kernel.
 
-Built this way because
-    * columns, not tokens, are cut: the weights of an expert are read once. Cut by tokens, each
-      piece would read all of them again;
-    * choices are added before the wire: M rows cross it, not M * topk;
-    * weights of routes are no part of the product's epilogue: it would round before the sum;
-    * one chunk's products are all that is kept, so that narrow chunks stay in the L2 cache on their
-      way to the sum.
+Numerics: a product is accumulated in fp32 and rounded to the dtype. Choices are weighted and added
+in fp32 in their order; the sum is rounded once and sent. Ranks are added in fp32 in rank order, and
+the result is rounded once. Equal operands and configs give equal bits, and an all-reduce gives the
+same bits on every rank. ``reduction="collective"`` adds in its library's order instead.
+
+Design:
+    * Columns are cut into chunks, not tokens: each chunk of tokens would read all weights again.
+    * Choices are added before the transfer: M rows travel instead of M * topk.
+    * Route weights are not applied in the GEMM's epilogue, which would round before the sum.
+    * Only the products of one chunk are kept, so narrow chunks stay in the L2 cache until the sum.
 """
 
 from __future__ import annotations
@@ -64,7 +58,7 @@ from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, Mo
     key_sizes=("M",),
     agree_fn=agreed,
     input_variants_fn=varied,
-    version="1",  # another one when results that are shipped (records/) should not be used any more
+    version="1",  # change when the shipped results (records/) must no longer be used
 )
 def run_moe_reduce_rs(
     x: torch.Tensor,
@@ -81,37 +75,40 @@ def run_moe_reduce_rs(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
-    """This rank's tokens of the sum, over ranks and choices, of ``expert_weight * (x @ weights of
-    the expert)``; tuned over all ranks. Returns [M / world size, N], contiguous.
+    """Return this rank's tokens of the weighted sum over ranks and choices; tuned over all ranks.
 
-    The same bits at every call, but for ``reduction="collective"`` (see the module). Nothing of the
-    routing goes by the host: a captured graph serves any ids.
-
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
+    The summand of a route is ``expert_weight * (x @ weights[expert])``. Results are deterministic
+    except with ``reduction="collective"``. Routing runs on the device: a captured graph serves any
+    ids. The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: [M * topk, K_per_rank], a row for each route, route ``t * topk + j`` being choice j of
-            token t; unit stride along K; of the context's dtype. M is a multiple of the ranks.
-        weights: [E, K_per_rank, N], any strides; TMA serves unit stride along K or N and multiples
-            of 16 bytes elsewhere, pointers the rest.
-        chosen_experts: [M, topk], int32 or int64, contiguous, the same on all ranks, which is
-            checked at the first call of a key. An id that is not one of 0 to E - 1 adds nothing.
-        expert_weight: [M, topk], fp16, bf16 or fp32, contiguous, the same on all ranks.
-        ctx: from ``create_moe_rs_context``.
-        n_chunks: of columns: fixes ``num_chunks``; the rest is tuned for it.
-        persistent: accepted for scripts; the grouped product always is.
-        config: fixes ``gemm_config``: BLOCK_SIZE_M, _N and _K at least.
-        way: the algorithm: ``"chunks"``, ``"serial"`` or ``"library"``, see the module
-            (tuned); default: ``"chunks"``.
-        gemm_config: tiles of our grouped product (tuned).
-        num_chunks: of columns, at most (tuned).
-        reduction: of the serial ways: ``"push"``, for sums of up to 64 MB, ``"topk_exchange"``, for
-            up to 4 MB, or ``"collective"`` (tuned).
+        x: [M * topk, K_per_rank], dtype of the context, unit stride along K. Row ``t * topk + j``
+            is choice j of token t. M is a multiple of the number of ranks.
+        weights: [E, K_per_rank, N], any strides. TMA requires unit stride along K or N, and
+            multiples of 16 bytes in the other dimensions; otherwise the kernel reads through
+            pointers.
+        chosen_experts: [M, topk], int32 or int64, contiguous, equal on all ranks (checked at the
+            first call of a key). An id outside 0 to E - 1 is a dropped token and adds nothing.
+        expert_weight: [M, topk], fp16, bf16 or fp32, contiguous, equal on all ranks.
+        ctx: context of ``create_moe_rs_context``.
+        n_chunks: older name of ``num_chunks``; the other arguments are then tuned for this value.
+        persistent: ignored; the grouped GEMM is always persistent.
+        config: older name of ``gemm_config``: at least BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K.
+        gemm_config: tile sizes of our grouped GEMM (tuned).
+        num_chunks: chunks of columns, at most (tuned).
+        reduction: reduce-scatter of ``"serial"`` and ``"library"``: ``"push"`` (sums up to 64 MB),
+            ``"topk_exchange"`` (up to 4 MB) or ``"collective"`` (tuned).
+        algorithm: ``"chunks"`` (default), ``"serial"`` or ``"library"`` (tuned).
+        accepted_key: reserved for the tuner.
+
+    Returns:
+        [M / W, N], contiguous, dtype of the context, for W ranks.
 
     Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
-        RankDisagreement: at the first call of a key, if ranks have other ids; at every call with
-            ``TRITON_DIST_DEBUG=agree``.
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
+        RankDisagreement: ranks pass different ids; raised at the first call of a key, or at every
+            call with ``TRITON_DIST_DEBUG=agree``.
     """
     return ReduceScatterCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
@@ -128,13 +125,18 @@ def run_moe_reduce_rs_triton_non_overlap(
     persistent: bool | None = None,
     config: triton.Config | None = None,
 ) -> torch.Tensor:
-    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned
-    by each rank alone, the sum over choices, and the group's reduce-scatter.
+    """Return the result of ``run_moe_reduce_rs`` without overlap or context, over the world.
 
-    n_chunks, persistent: accepted for scripts. config: tiles, in place of tuned ones.
+    Calls ``grouped_gemm``, which each rank tunes alone, the sum over choices, and the group's
+    reduce-scatter.
+
+    Args:
+        x, weights, chosen_experts, expert_weight: see ``run_moe_reduce_rs``.
+        n_chunks, persistent: ignored.
+        config: tile sizes; ``None``: tuned.
 
     Raises:
-        InvalidArgument: before anything is launched.
+        InvalidArgument: shapes, dtypes or devices do not match.
     """
     function, routing = "run_moe_reduce_rs_triton_non_overlap", (chosen_experts, expert_weight)
     M, size = len(chosen_experts), dist.get_world_size()
@@ -151,7 +153,7 @@ def run_moe_reduce_rs_triton_non_overlap(
     key_sizes=("M",),
     agree_fn=agreed,
     input_variants_fn=varied,
-    version="1",  # another one when results that are shipped (records/) should not be used any more
+    version="1",  # change when the shipped results (records/) must no longer be used
 )
 def run_moe_reduce_ar(
     x: torch.Tensor,
@@ -168,20 +170,26 @@ def run_moe_reduce_ar(
     algorithm: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
-    """The sum, over ranks and choices, of ``expert_weight * (x @ weights of the expert)``, on every
-    rank; tuned over all ranks. Returns [M, N], contiguous.
+    """Return the weighted sum over ranks and choices on every rank; tuned over all ranks.
 
-    The same bits on every rank and at every call, but for ``reduction="collective"`` (see the
-    module). Nothing of the routing goes by the host: a captured graph serves any ids.
-
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``. Errors,
-    and arguments that are not here: those of ``run_moe_reduce_rs``.
+    The summand of a route is ``expert_weight * (x @ weights[expert])``. Except with
+    ``reduction="collective"``, all ranks and all calls give the same bits. Routing runs on the
+    device: a captured graph serves any ids. The rules for calls are in the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: for any M from 1 on.
-        ctx: from ``create_moe_ar_context``.
-        reduction: of the serial ways: ``"two_shot"``, ``"one_shot"`` and ``"topk_exchange"``, for
-            sums of up to 4 MB, or ``"collective"`` (tuned).
+        x: [M * topk, K_per_rank], dtype of the context, unit stride along K; any M >= 1.
+        ctx: context of ``create_moe_ar_context``.
+        reduction: all-reduce of ``"serial"`` and ``"library"``: ``"two_shot"``, ``"one_shot"`` or
+            ``"topk_exchange"`` (both for sums up to 4 MB), or ``"collective"`` (tuned).
+        weights, chosen_experts, expert_weight, n_chunks, persistent, config, gemm_config,
+            num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
+
+    Returns:
+        [M, N], contiguous, dtype of the context.
+
+    Raises:
+        InvalidArgument, ContextFinalized, RankDisagreement: see ``run_moe_reduce_rs``.
     """
     return AllReduceCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
@@ -198,13 +206,18 @@ def run_moe_reduce_ar_triton_non_overlap(
     persistent: bool | None = None,
     config: triton.Config | None = None,
 ) -> torch.Tensor:
-    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned
-    by each rank alone, the sum over choices, and the group's all-reduce.
+    """Return the result of ``run_moe_reduce_ar`` without overlap or context, over the world.
 
-    n_chunks, persistent: accepted for scripts. config: tiles, in place of tuned ones.
+    Calls ``grouped_gemm``, which each rank tunes alone, the sum over choices, and the group's
+    all-reduce.
+
+    Args:
+        x, weights, chosen_experts, expert_weight: see ``run_moe_reduce_ar``.
+        n_chunks, persistent: ignored.
+        config: tile sizes; ``None``: tuned.
 
     Raises:
-        InvalidArgument: before anything is launched.
+        InvalidArgument: shapes, dtypes or devices do not match.
     """
     total = summed_routes(
         "run_moe_reduce_ar_triton_non_overlap", grouped_gemm, x, weights, chosen_experts,

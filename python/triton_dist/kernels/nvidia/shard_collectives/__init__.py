@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter: ``op.py`` has what they are and how they are built."""
+"""All-gather and reduce-scatter; ``op.py`` describes the ops and their design."""
 
 from triton_dist.kernels.nvidia.shard_collectives.algorithms import (
     GatherMethod,

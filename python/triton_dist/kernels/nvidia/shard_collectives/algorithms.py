@@ -1,7 +1,7 @@
-"""Ways of all-gather and reduce-scatter, which differ in kernels alone.
+"""Algorithms of all-gather and reduce-scatter, which differ only in their kernels.
 
-Both move shards. A *shard* is what one rank owns, ``elements`` long: x of an all-gather, the result
-of a reduce-scatter. The *whole* is the other tensor, the shards of all ranks one after the other.
+A *shard* is the part that one rank owns: x of an all-gather, the result of a reduce-scatter. The
+*whole* is the concatenation of all ranks' shards.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ from triton_dist.kernels.nvidia.shard_collectives.context import (
 )
 from triton_dist.runtime.device import current_device
 
-# Bytes from which on copy engines are worth trying: each copy takes them some us to begin.
+# Bytes from which copy engines are worth trying: each copy needs some us to start.
 _PUSHED_FROM = 1 << 20
 _PUSHED_SHAPES = tuple(Shape(ctas, 16384, chunks) for ctas in (16, 64) for chunks in (1, 2, 4))
 
 
 class PushMethod(enum.Enum):
-    """Base of both ops' enumerations, whose values are names of ways."""
+    """Base of both ops' enums, whose values are names of algorithms."""
 
     __repr__ = enum.Enum.__str__
 
 
 class GatherMethod(PushMethod):
-    """Ways for tensors to travel."""
+    """Algorithm of an all-gather."""
 
     PUSH = "push"
-    """Programs store into every peer's memory and copy out what they get: one launch."""
+    """Programs store into every peer's memory and copy out what arrives, in one launch."""
     COPY_ENGINE = "copy_engine"
-    """Copy engines push them, and a kernel copies them out as they come: for many bytes."""
+    """Copy engines push shards; a kernel copies them out as they arrive. For large tensors."""
     COLLECTIVE = "collective"
-    """The group's all-gather: NCCL, gloo on CPU ranks."""
+    """The group's all-gather (NCCL; gloo on CPU ranks)."""
 
 
 class ReduceScatterMethod(PushMethod):
-    """Ways to compute the shards of the sum."""
+    """Algorithm of a reduce-scatter."""
 
     PUSH = "push"
-    """Programs store parts into their owners' memory, who add them: one launch."""
+    """Programs store addends into the owners' memory; the owners add them. One launch."""
     COPY_ENGINE = "copy_engine"
-    """Copy engines push them, and a kernel adds as they come: for many bytes."""
+    """Copy engines push the addends, and a kernel adds them as they arrive. For large tensors."""
     COLLECTIVE = "collective"
-    """The group's reduce-scatter: NCCL, gloo on CPU ranks."""
+    """The group's reduce-scatter (NCCL; gloo on CPU ranks)."""
 
 
 class Sizes(NamedTuple):
@@ -83,12 +83,12 @@ class Sizes(NamedTuple):
     shard_nbytes: int
     num_ranks: int
     asked: str | None
-    """The way that the caller's keywords ask for."""
+    """Algorithm that the caller's keywords require, or ``None``."""
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
 class ShardsCall(OpCall):
-    """One call: the parameters of both ops. Each op has a subclass with its parts."""
+    """One call: the arguments of both ops. Each op has a subclass with its kernels."""
 
     x: torch.Tensor
     ctx: Any
@@ -104,11 +104,11 @@ class ShardsCall(OpCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
     kind: ClassVar[type[PushingContext]]
     gathers: ClassVar[bool]
-    """The result is the whole, and x a shard; or the other way round."""
+    """Whether x is a shard (all-gather) or the result is a shard (reduce-scatter)."""
     push: ClassVar[Any]
-    """The kernel that pushes shards, and copies or adds those that it gets."""
+    """Kernel that pushes shards, and copies or adds the shards that arrive."""
     take_pushed: ClassVar[Any]
-    """The kernel that copies or adds those that copy engines push."""
+    """Kernel that copies or adds the shards that copy engines push."""
 
     def __post_init__(self) -> None:
         if self.accepted_key is None:
@@ -124,7 +124,7 @@ class ShardsCall(OpCall):
 
     @classmethod
     def check(cls, x: torch.Tensor, ctx: PushingContext, output: torch.Tensor | None) -> None:
-        """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
+        """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
         function = cls.algorithms.function
         device = buffer_of(ctx, cls.kind, function, cls.kind.creator).device.torch_device
         check_tensor(function, "x", x, device)
@@ -145,7 +145,7 @@ class ShardsCall(OpCall):
     @staticmethod
     @abstractmethod
     def collective(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None, /) -> None:
-        """Do it by the group's own."""
+        """Run the op with the group's collective."""
 
     @classmethod
     def key_fn(
@@ -157,8 +157,11 @@ class ShardsCall(OpCall):
         *_: Any,
         **__: Any,
     ) -> Any:
-        """Name what a tuning is for. Elements of a shard count in buckets, and whether vectors fit.
-        A way that the older keyword asks for is tuned by itself."""
+        """Return the key that a tuning is recorded under.
+
+        It contains the bucket of a shard's number of elements, whether 16-byte vectors fit, and the
+        algorithm that ``method`` requires.
+        """
         cls.check(x, ctx, output)
         elements = cls.elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
@@ -174,23 +177,23 @@ class ShardsCall(OpCall):
         *_: Any,
         **__: Any,
     ) -> Sizes:
-        """Say what decides which configs are worth trying for x."""
+        """Return the sizes that decide which configs are worth trying."""
         shard_nbytes = cls.elements(x, ctx) * x.element_size()
         return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.asked(method))
 
     @classmethod
     def elements(cls, x: torch.Tensor, ctx: PushingContext) -> int:
-        """Count those of a shard."""
+        """Return the number of elements of a shard."""
         return x.numel() if cls.gathers else x.numel() // ctx.num_ranks
 
     def rows(self, rows: int) -> int:
-        """Count those of the result, where x has ``rows``."""
+        """Return the number of rows of the result for an x with ``rows`` rows."""
         size: int = self.ctx.num_ranks
         return rows * size if self.gathers else rows // size
 
 
 class _Algorithm(NamedAlgorithm[ShardsCall, Sizes]):
-    """A way of both ops."""
+    """Base of the algorithms of both ops."""
 
     def run(self, call: ShardsCall) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output
@@ -206,11 +209,11 @@ class _Algorithm(NamedAlgorithm[ShardsCall, Sizes]):
 
     @abstractmethod
     def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch it among several ranks, from x to out, which are flat."""
+        """Launch the op over several ranks, from x to ``out``, both flat."""
 
 
 class Push(_Algorithm):
-    """Programs store shards into every peer's memory, who copy or add what they get: one launch."""
+    """Programs store shards into every peer's memory; the peer copies or adds them. One launch."""
 
     name = "push"
     tunables = TUNABLES
@@ -232,11 +235,11 @@ class Push(_Algorithm):
         self.memory(call.ctx).run(self._exchange(call), x, out)
 
     def memory(self, ctx: PushingContext) -> ExchangeBuffer | PushedShards:
-        """Return where shards arrive."""
+        """Return the memory in which shards arrive."""
         return ctx.buffer
 
     def kernel(self, call: ShardsCall) -> Any:
-        """Return what is launched."""
+        """Return the kernel to launch."""
         return call.push
 
     def _exchange(self, call: ShardsCall) -> Exchange:
@@ -246,7 +249,7 @@ class Push(_Algorithm):
 
 
 class CopyEngine(Push):
-    """Copy engines push shards, and a kernel copies or adds them as they come: for many bytes."""
+    """Copy engines push shards; a kernel copies or adds them as they arrive. For large tensors."""
 
     name = "copy_engine"
 
@@ -266,12 +269,12 @@ class CopyEngine(Push):
 
 
 class Collective(_Algorithm):
-    """The group's own: NCCL, gloo on CPU ranks."""
+    """The group's collective (NCCL; gloo on CPU ranks)."""
 
     name = "collective"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        # CPU ranks are there to run our kernels.
+        # CPU ranks exist to run our kernels.
         return [()] if current_device().has_nccl else []
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:

@@ -12,10 +12,10 @@ from triton_dist.runtime.ranks import Group
 
 
 class PushingContext(collective_context.CollectiveContext):
-    """Context that also has memory for shards that copy engines push."""
+    """Context with additional memory for shards that copy engines push."""
 
     creator: str
-    """Name of the function that creates it, for errors."""
+    """Name of the function that creates the context, for errors."""
 
     def __init__(
         self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
@@ -28,7 +28,7 @@ class PushingContext(collective_context.CollectiveContext):
 
     @staticmethod
     def slot_bytes(nbytes: int, num_ranks: int) -> int:
-        """Return the bytes of a shard, or of a part of one, from each rank."""
+        """Return the bytes that arrive in a slot: one shard, or part of one, from each rank."""
         return num_ranks * shard_bytes(nbytes, num_ranks)
 
     @property
@@ -39,13 +39,13 @@ class PushingContext(collective_context.CollectiveContext):
 
 
 class AllGatherContext(PushingContext):
-    """Symmetric memory for all-gathers, of any dtype. A context manager."""
+    """Symmetric memory of ``all_gather``, for any dtype. A context manager."""
 
     name, creator = "all_gather", "create_all_gather_ctx"
 
 
 class ReduceScatterContext(PushingContext):
-    """Symmetric memory for reduce-scatters, of any dtype. A context manager."""
+    """Symmetric memory of ``reduce_scatter``, for any dtype. A context manager."""
 
     name, creator = "reduce_scatter", "create_reduce_scatter_ctx"
 
@@ -58,18 +58,24 @@ def create_all_gather_ctx(
     *,
     group: Group = None,
 ) -> AllGatherContext:
-    """Allocate what ``all_gather`` needs. Collective over ``group`` (default: the world, else
-    this process). Takes about four times ``workspace_nbytes`` on each rank.
+    """Create the context of ``all_gather``. Collective over ``group``.
+
+    Allocates about 4 * ``workspace_nbytes`` per rank.
 
     Args:
-        workspace_nbytes: the largest result in bytes.
-        rank, world_size: this rank in the group, and the group's size.
-        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
+        workspace_nbytes: size in bytes of the largest result.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
 
     Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
     """
     return collective_context.create(
         AllGatherContext, AllGatherContext.creator, workspace_nbytes, rank, world_size,
@@ -85,8 +91,11 @@ def create_reduce_scatter_ctx(
     *,
     group: Group = None,
 ) -> ReduceScatterContext:
-    """Allocate what ``reduce_scatter`` needs: like ``create_all_gather_ctx``, for an x of at most
-    ``workspace_nbytes``."""
+    """Create the context of ``reduce_scatter``. Collective over ``group``.
+
+    Memory, arguments and errors equal those of ``create_all_gather_ctx``, except that
+    ``workspace_nbytes`` is the size in bytes of the largest x.
+    """
     return collective_context.create(
         ReduceScatterContext, ReduceScatterContext.creator, workspace_nbytes, rank, world_size,
         local_world_size, group,

@@ -1,18 +1,18 @@
-"""All-gather: the tensors of all ranks, one after the other, on every rank. Reduce-scatter: each
-rank's shard of the sum of a tensor over all ranks.
+"""All-gather and reduce-scatter.
 
-Ways
-    ``"push"``: every rank stores its tensor, or the parts of each shard, into its peers' memory,
-    where they are copied out, or added: one launch, without a barrier
-    (``kernels/common/exchange/protocol.py`` says why it is right).
-    ``"copy_engine"``: copy engines push, without an SM; a kernel copies out or adds what has come.
-    For many bytes.
-    ``"collective"``: the group's own: NCCL, gloo on CPU ranks.
+All-gather concatenates the tensors of all ranks, on every rank. Reduce-scatter returns each rank's
+shard of the sum of a tensor over all ranks.
 
-Numerics
-    An all-gather copies elements. Parts of a sum travel as they are and are added in fp32 in the
-    order of ranks; the sum is rounded once. The same inputs give the same bits, whichever rank is
-    late. A collective adds as its library does.
+Algorithms:
+    * ``"push"``: every rank stores its tensor, or the addends of each shard, into its peers'
+      memory, where they are copied out or added. One launch without a barrier
+      (``kernels/common/exchange/protocol.py``).
+    * ``"copy_engine"``: copy engines push without using an SM; a kernel copies out or adds what
+      has arrived. For large tensors.
+    * ``"collective"``: the group's collective (NCCL; gloo on CPU ranks).
+
+Numerics: addends are added in fp32 in rank order, and the sum is rounded once. Equal inputs give
+equal bits. A collective adds in its library's order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from triton_dist.kernels.nvidia.shard_collectives.context import (
     sizes=AllGatherCall.sizes,
     key_fn=AllGatherCall.key_fn,
     agree_fn=exact_size,
-    version="2",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def all_gather(
     x: torch.Tensor,
@@ -53,26 +53,30 @@ def all_gather(
     algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
-    """x of all ranks, in their order; tuned over all ranks. Returns ``output``, or a new tensor
-    [world size * M, …].
+    """Return x of all ranks, concatenated in rank order; tuned over all ranks.
 
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
+    The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: [M, …], fp16, bf16 or fp32, contiguous, of the same shape on every rank. 16 bytes move at
-            a time where it begins on 16 bytes and has a multiple of 16 elements.
-        ctx: from ``create_all_gather_ctx``.
-        output: where all goes, contiguous; x is the part of it where it goes, or apart from it.
-        way: the algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"``, see the module
-            (tuned); default: ``"push"``.
-        num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
-        num_chunks: in how many pieces a program's share travels (tuned).
-        straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
-        method: older name of the way, which is that of its value. Tuned with it, the tuning is of
-            that way.
+        x: [M, …], fp16, bf16 or fp32, contiguous, with one shape on all ranks. Copies use 16-byte
+            vectors if x is 16-byte aligned and has a multiple of 16 elements.
+        ctx: context of ``create_all_gather_ctx``.
+        output: optional output [W * M, …] for W ranks, contiguous. x must be this rank's part of
+            it, or separate memory.
+        method: ``algorithm`` as a ``GatherMethod``. Tuning is then restricted to this algorithm.
+        num_ctas: programs of a launch (tuned).
+        block_bytes: bytes that a program moves per step, a power of two (tuned).
+        num_chunks: chunks of a program's part (tuned).
+        straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
+        algorithm: ``"push"`` (default), ``"copy_engine"`` or ``"collective"`` (tuned).
+        accepted_key: reserved for the tuner.
+
+    Returns:
+        ``output``, or a new tensor [W * M, …].
 
     Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
     """
     return AllGatherCall(
         x, ctx, output, method, num_ctas, block_bytes, num_chunks, straggler_option, algorithm,
@@ -86,7 +90,7 @@ def all_gather(
     sizes=ReduceScatterCall.sizes,
     key_fn=ReduceScatterCall.key_fn,
     agree_fn=exact_size,
-    version="2",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # change when the shipped results (records/) must no longer be used
 )
 def reduce_scatter(
     x: torch.Tensor,
@@ -100,21 +104,27 @@ def reduce_scatter(
     algorithm: str | None = None,
     accepted_key: object = None,
 ) -> torch.Tensor:
-    """This rank's shard of the sum of x over all ranks; tuned over all ranks. Returns ``output``,
-    or a new tensor [M / world size, …].
+    """Return this rank's shard of the sum of x over all ranks; tuned over all ranks.
 
-    fp32 accumulation in the order of ranks, rounded once: the same bits at every call (see the
-    module).
-
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``. Errors,
-    and arguments that are not here: those of ``all_gather``.
+    The sum is accumulated in fp32 in rank order and rounded once; ``"collective"`` adds in its
+    library's order. The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: [M, …], fp16, bf16 or fp32, contiguous; M is a multiple of the ranks, and rank r owns
-            ``x[r * M / world size:]``. 16 bytes move at a time where x begins on 16 bytes and a
-            shard has a multiple of 16 elements.
-        ctx: from ``create_reduce_scatter_ctx``.
-        output: where the shard goes, contiguous; in memory apart from x.
+        x: [M, …], fp16, bf16 or fp32, contiguous. M is a multiple of the number of ranks W; rank r
+            owns ``x[r * M / W : (r + 1) * M / W]``. Copies use 16-byte vectors if x is 16-byte
+            aligned and a shard has a multiple of 16 elements.
+        ctx: context of ``create_reduce_scatter_ctx``.
+        output: optional output [M / W, …], contiguous; memory separate from x.
+        method: ``algorithm`` as a ``ReduceScatterMethod``. Tuning is then restricted to it.
+        num_ctas, block_bytes, num_chunks, straggler_option, algorithm, accepted_key: see
+            ``all_gather``.
+
+    Returns:
+        ``output``, or a new tensor [M / W, …].
+
+    Raises:
+        InvalidArgument: an argument does not fit the context or the algorithm.
+        ContextFinalized: ``ctx`` was finalized.
     """
     return ReduceScatterCall(
         x, ctx, output, method, num_ctas, block_bytes, num_chunks, straggler_option, algorithm,
