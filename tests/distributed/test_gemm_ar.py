@@ -26,12 +26,12 @@ def test_whole_products_take_turns_with_tiles(spawn_ranks):
 
 def test_what_is_too_large_for_one_shot_is_said(spawn_ranks):
     for message in spawn_ranks(2, gemm_ar_ranks.too_large_for_one_shot):
-        assert message.startswith("gemm_ar: way is 'one_shot', expected ")
+        assert message.startswith("gemm_ar: algorithm is 'one_shot', expected ")
         assert "an M of more than 2" in message
 
 
 def test_what_is_too_large_for_packets_is_said(spawn_ranks):
     for message in spawn_ranks(2, gemm_ar_ranks.too_large_for_packets):
         assert message.startswith(
-            "gemm_ar: way is 'one_shot_in_packets', expected another one for an M of more than 128"
+            "gemm_ar: algorithm is 'one_shot_in_packets', expected another one for an M of more than 128"
         )

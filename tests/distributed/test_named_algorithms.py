@@ -13,4 +13,4 @@ def test_what_names_no_way_is_refused(spawn_ranks):
     for messages in spawn_ranks(2, named_algorithm_ranks.refused_untuned):
         assert len(messages) == 3 * 8
         assert sum(": method is " in each for each in messages) == 3 * 8 - 3
-        assert sum("way is 'async_tp', expected another" in each for each in messages) == 3
+        assert sum("algorithm is 'async_tp', expected another" in each for each in messages) == 3

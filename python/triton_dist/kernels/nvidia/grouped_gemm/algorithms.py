@@ -89,7 +89,7 @@ class GroupedKey(NamedTuple):
     layout: str
     """Memory layout of B."""
     rows: str
-    """What a row of A is: ``"token"`` or ``"route"``."""
+    """Kind of the rows of A: ``"token"`` or ``"route"``."""
     order: str
     activation: str | None
 

@@ -104,7 +104,7 @@ class ShardsCall(OpCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
     kind: ClassVar[type[PushingContext]]
     gathers: ClassVar[bool]
-    """Whether x is a shard (all-gather) or the result is a shard (reduce-scatter)."""
+    """True if x is a shard (all-gather), false if the result is one (reduce-scatter)."""
     push: ClassVar[Any]
     """Kernel that pushes shards, and copies or adds the shards that arrive."""
     take_pushed: ClassVar[Any]
