@@ -32,6 +32,5 @@ def test_what_is_too_large_for_one_shot_is_said(spawn_ranks):
 
 def test_what_is_too_large_for_packets_is_said(spawn_ranks):
     for message in spawn_ranks(2, gemm_ar_ranks.too_large_for_packets):
-        assert message.startswith(
-            "gemm_ar: algorithm is 'one_shot_in_packets', expected another one for an M of more than 128"
-        )
+        assert message.startswith("gemm_ar: algorithm is 'one_shot_in_packets', expected another")
+        assert "128" in message
