@@ -94,7 +94,7 @@ def summary(points: Sequence[Tree]) -> list[str]:
     first = [
         each["first_call"]
         for each in points
-        if "warm_started_from" in each["how"] and "first_call" in each
+        if "warm-started" in each["how"] and "first_call" in each
     ]
     for name in ("host", "device") if first else ():
         times = sorted(each[name] for each in first)

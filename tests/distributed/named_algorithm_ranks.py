@@ -68,8 +68,7 @@ def asked_for(rank: int, size: int) -> Iterator[tuple[Any, Any, tuple[Any, ...],
         yield gemm_ar, ctx, addends, {each.value: {"method": each} for each in GEMMAllReduceMethod}
     with create_allreduce_ctx(1 << 12, rank, size, size) as ctx:
         methods = [each for each in AllReduceMethod if each.instead is None]
-        for keyword in ("method", "algorithm"):
-            yield all_reduce, ctx, (row,), {each.value: {keyword: each} for each in methods}
+        yield all_reduce, ctx, (row,), {each.value: {"method": each} for each in methods}
     for op, create, kind in (
         (all_gather, create_all_gather_ctx, GatherMethod),
         (reduce_scatter, create_reduce_scatter_ctx, ReduceScatterMethod),

@@ -62,7 +62,7 @@ _COLLECTIVES = (
     "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
     "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
-_WORDS = ("meet", "decide", "gather", "maximum", "barrier", "align", "line_up")
+_WORDS = ("meet", "broadcast", "all_gather", "maximum", "barrier", "align", "line_up")
 
 
 _RELEASES = ("release", "acquire_release")
