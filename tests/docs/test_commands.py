@@ -31,7 +31,8 @@ NOT_RUN = {
     r".*tune-model ": "tunes for half a minute; tests/layers/test_llm.py runs the verb",
     r"tail ": "looks at the log of a tuning that is stuck",
     r"(python -m triton_dist|triton-dist) (dump|profile) .*-- ": "runs the reader's program",
-    r"python -m triton_dist|.*triton-dist \w+ (mypackage|matmul)": "names the reader's functions",
+    r"python -m triton_dist|triton-dist pack |.*triton-dist \w+ (mypackage|matmul)":
+        "names the reader's functions",
     r"(bash scripts/launch\.sh|scripts/python) (scale|softmax|readme)\.py|TRITON_INTERPRET=0 ":
         "the page's own program, which test_code_blocks and test_programs run",
     r".*bench_(overlap|collectives)\.py( --json \w+\.json)?$|.*--all-candidates|.*--layers all":
