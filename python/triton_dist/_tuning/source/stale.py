@@ -87,8 +87,9 @@ class _Files:
         found = file.definitions(lambda x, _: x == name) if inner else file.of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
-        if new:  # the digest of the function itself leaves out the tuner's decorators
-            alone = {x.line: x.digest for x in file.definitions(lambda x, _: x == name)}
+        if new:  # a recorded digest may leave out the tuner's decorators
+            lines = {each.line for each in new}
+            alone = {x.line: x.digest for x in file.definitions(lambda _, line: line in lines)}
             new = [each for each in new if alone.get(each.line) not in recorded]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
