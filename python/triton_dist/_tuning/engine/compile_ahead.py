@@ -1,8 +1,8 @@
-"""Compiling the candidates while others are measured, each kernel once on a host.
+"""Compile candidates while others are measured, each kernel once per host.
 
-The ranks tell one another which kernels each would compile for which candidate, and which cache
-they share. So all know, with no further message, which rank compiles what, and for which candidates
-there is something to wait for.
+The ranks exchange the kernels that each candidate needs and the cache that each rank uses. From
+these lists every rank derives, without further messages, which rank compiles which kernel and which
+candidates must wait.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from triton_dist._tuning.values import Config
 
 @dataclass(frozen=True)
 class Needs:
-    """Kernels that one rank misses."""
+    """The kernels that one rank lacks."""
 
     cache: str
     kernels: Mapping[str, Sequence[str]]
-    """For each candidate, by digest: the kernels that are not in the cache, in order."""
+    """For each candidate, by digest: the kernels that are not in the cache, in order of use."""
 
 
 class CompileAhead:
-    """Compiles kernels of the candidates until it is closed; what is left then is not compiled.
+    """Compiles the kernels of the candidates until it is closed.
 
     Args:
-        prepare: compiles a candidate, launching nothing; ``None``: there is no such thing, and
-            nothing is done here.
-        compiler: makes what compiles; ``None`` where nothing is compiled.
-        seconds: longest time for one kernel.
+        prepare: compiles a candidate without launching it. ``None``: this object does nothing.
+        compiler: returns the compiler. ``None``: nothing is compiled on this device.
+        seconds: time limit for one kernel.
     """
 
     def __init__(
@@ -46,12 +45,16 @@ class CompileAhead:
         self._prepare, self._seconds, self._ranks = prepare, seconds, ranks
         self._compiler = None if compiler is None else compiler()
         self._needed: dict[str, list[str]] = {}
-        """Kernels that some rank misses, by the digest of the candidate."""
+        """Kernels that some rank lacks, by the digest of the candidate."""
         self._done: set[str] = set()
 
     def begin(self, candidates: Sequence[Config]) -> None:
-        """Collective, for those of ``candidates`` that were not begun. Run ``prepare`` for each,
-        with compiling left out; then start compiling this rank's share of what is missing."""
+        """Start to compile this rank's share of the kernels for ``candidates``. All ranks call
+        this.
+
+        Candidates of earlier calls are skipped. ``prepare`` runs once per candidate, with
+        compilation disabled, to list its kernels.
+        """
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
@@ -68,12 +71,13 @@ class CompileAhead:
         compiler.begin(share(everyone, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
-        """True if some rank misses a kernel for ``config`` that was not waited for; the same answer
-        on every rank."""
+        """Return whether some rank lacks a kernel for ``config``. The result is equal on all
+        ranks."""
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
-        """Until this rank has done its share for ``config``, for whichever rank needs it.
+        """Wait until this rank has compiled its share for ``config``, including kernels for other
+        ranks.
 
         Raises:
             CandidateFailed: a kernel does not compile.
@@ -84,24 +88,25 @@ class CompileAhead:
                 self._compiler.wait(kernel)
 
     def is_done(self, config: Config) -> None:
-        """All ranks have done their shares for ``config``."""
+        """Note that all ranks have compiled their shares for ``config``."""
         self._done.update(self._kernels(config))
 
     def _kernels(self, config: Config) -> list[str]:
-        """Kernels that some rank misses for it."""
+        """Return the kernels that some rank lacks for ``config``."""
         return self._needed.get(config.digest, [])
 
     def close(self) -> None:
-        """Idempotent."""
-        self._prepare = None  # it may hold the arguments of a call
+        """Stop compiling. Repeated calls have no effect."""
+        self._prepare = None  # it may refer to the arguments of a call
         if self._compiler is not None:
             self._compiler.close()
 
 
 def share(everyone: Sequence[Needs], rank: int) -> list[str]:
-    """Kernels that ``rank`` compiles, in order of need.
+    """Return the kernels that ``rank`` compiles, in the order in which candidates need them.
 
-    Of the ranks that share a cache and miss a kernel, the one with the least to do takes it.
+    Each kernel goes to one of the ranks that share a cache and lack it: the rank with the fewest
+    kernels.
     """
     sharers = [other for other, needs in enumerate(everyone) if needs.cache == everyone[rank].cache]
     shares: dict[int, list[str]] = {other: [] for other in sharers}
@@ -114,5 +119,6 @@ def share(everyone: Sequence[Needs], rank: int) -> list[str]:
         for kernel, ranks in missed_by.items():
             if kernel not in taken:
                 taken.add(kernel)
+                # The rank with the fewest kernels so far; the lowest of these.
                 shares[min(ranks, key=lambda other: (len(shares[other]), other))].append(kernel)
     return shares[rank]

@@ -1,4 +1,4 @@
-"""Base of the tuned functions of both tuners, their checks at decoration, and one-time warnings."""
+"""Base class of the functions of both tuners, argument checks of the decorators, and warnings."""
 
 from __future__ import annotations
 
@@ -19,47 +19,54 @@ from triton_dist.errors import InvalidArgument, TritonDistError, TuningWarning
 
 
 class Decorated:
-    """A function with name, docstring and signature of ``fn``; usable as a method, pickled by name.
+    """A function with the name, docstring and signature of ``fn``.
+
+    It can be used as a method and is pickled by name.
 
     Attributes:
-        fn: the function itself, without tuning.
+        fn: the function without tuning.
     """
 
     _kind = "decorated"
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        # A partial or an object has no name of its own: it gets that of the function inside.
+        # A partial or a callable object has no name. Use the name of the function inside.
         named = fn if isinstance(fn, types.FunctionType) else original(fn)
-        own: Any = self  # callable, as each kind of it is
+        own: Any = self  # all subclasses are callable
         functools.update_wrapper(own, named)
         self.fn = self.__wrapped__ = fn
 
     @property
     def _name(self) -> str:
-        """``module.qualname``."""
+        """The name of the function as ``module.qualname``."""
         return f"{original(self.fn).__module__}.{qualified_name(self.fn)}"
 
     def _without_object(self, args: tuple[Any, ...]) -> str:
-        """Words on arguments that do not fit because ``tune`` of a bound method was called: that is
-        an attribute of this object, which does not see what the method is bound to."""
+        """Return a hint if arguments do not fit because ``tune`` was called on a bound method.
+
+        ``tune`` is an attribute of this object, which does not receive the instance that the method
+        is bound to. Return an empty text if this is not the cause.
+        """
         first = next(iter(inspect.signature(self.fn).parameters), "")
         name = vars(self).get("__name__", "")
         if first != "self" or not args or getattr(type(args[0]), name, None) is self:
             return ""
         return (
-            f". For self it has a {type(args[0]).__name__}: tune() and best_config() of a method "
-            f"are given the object too, as in {qualified_name(self.fn)}.tune(self, ...)"
+            f". For self it received a value of type {type(args[0]).__name__}. Pass the object "
+            f"to tune() and best_config() of a method: {qualified_name(self.fn)}.tune(self, ...)"
         )
 
-    # No object whose ``tune`` knows the instance: with the cheapest, a subclass of
-    # functools.partial, a hit took 1.00 us instead of 0.86 (an EPYC, Python 3.11, November 2026).
+    # A bound object whose ``tune`` receives the instance is too slow: with the cheapest version, a
+    # subclass of functools.partial, a hit took 1.00 us instead of 0.86 us (an EPYC, Python 3.11,
+    # November 2026).
     def __get__(self: Any, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> str:
-        """The name under which it can be imported again.
+        """Return the name under which this object can be imported.
 
-        Its function's, unless that is a partial's or an object's: then the global that holds it.
+        It is the name of the function, or, for a partial or a callable object, of the global
+        variable that holds this object.
         """
         if isinstance(inspect.unwrap(self.__wrapped__), types.FunctionType):
             return str(vars(self).get("__qualname__", ""))
@@ -69,7 +76,7 @@ class Decorated:
                     self.__module__ = module.__name__
                     return str(name)
         raise pickle.PicklingError(
-            f"{self!r} is no global of any module, so no other process can find it by name"
+            f"{self!r} is no global of any module, so other processes cannot import it"
         )
 
     def __repr__(self) -> str:
@@ -78,7 +85,7 @@ class Decorated:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
-"""Keywords of a call that the tuner takes for itself."""
+"""Keywords of a call that the tuner uses itself."""
 
 
 @contextmanager
@@ -87,11 +94,11 @@ def reporting_errors(
 ) -> Iterator[None]:
     """Context manager that reports an exception of its block to all ranks.
 
-    Ranks that wait for this rank in this call, or will, raise at once.
+    Ranks that wait for this rank in this call, now or later, raise immediately.
     """
     try:
         yield
-    except BaseException as error:  # an interrupt too: the others must not wait for this rank
+    except BaseException as error:  # KeyboardInterrupt too: release the other ranks
         with suppress(TritonDistError):
             about = ranks().channel(function, call=call)
             about.abort(said(error), refused=isinstance(error, Exception))
@@ -99,14 +106,14 @@ def reporting_errors(
 
 
 def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) -> None:
-    """Refuse what calling again and again says nothing about.
+    """Reject objects that cannot be tuned by calling them repeatedly.
 
     Args:
         restore: names that must be parameters of ``function``.
 
     Raises:
-        InvalidArgument: ``function`` is no function, is a Triton kernel, a coroutine or generator
-            function, or has a parameter that the tuner takes for itself.
+        InvalidArgument: ``function`` is not a function, is a Triton kernel, a coroutine or
+            generator function, or has a parameter name that the tuner uses.
     """
 
     def refuse(expected: str) -> InvalidArgument:
@@ -114,8 +121,8 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
 
     if hasattr(function, "fn") and hasattr(function, "arg_names"):
         raise refuse(
-            "a function that launches the kernel: decorate that one, not the kernel itself, whose "
-            "launch grid it is to choose"
+            "a function that launches the kernel: decorate this function, because the config may "
+            "also select the launch grid"
         )
     if not callable(function) or isinstance(function, type):
         raise refuse("a function")
@@ -130,11 +137,11 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
         raise refuse("a function that computes when it is called, not a generator function")
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     taken = [name for name in CALL_KEYWORDS if name in parameters]
     if taken and decorator == "autotune":
-        raise refuse(f"other parameter names than {', '.join(taken)}: the tuner takes these")
+        raise refuse(f"parameter names other than {', '.join(taken)}: the tuner uses these")
     variable = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for name in restore:
         if name not in parameters and not variable:
@@ -148,16 +155,15 @@ def misfit(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Return why ``function`` cannot be called with these arguments, or with some config; empty if
-    it can be.
+    """Return why ``function`` cannot be called with these arguments, or an empty text.
 
     Args:
         names: all names that configs set.
-        kwargs: the keywords of the call and the values of one config.
+        kwargs: keywords of the call and the values of one config.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return ""
     parameters = signature.parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
@@ -178,8 +184,9 @@ def key_of(
     kwargs: Mapping[str, Any],
     fixed: Config,
 ) -> Any:
-    """Return the result of ``key_fn``. It need not know the tunable names: the values that the
-    caller gives for them, ``fixed``, are added.
+    """Return the result of ``key_fn``, extended by ``fixed``.
+
+    ``fixed`` has the tunable arguments that the caller sets. ``key_fn`` does not receive them.
 
     Raises:
         InvalidArgument: the result is not hashable.
@@ -194,7 +201,7 @@ def key_of(
 
 
 def one_of(argument: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ``InvalidArgument`` for a value that is none of ``choices``."""
+    """Raise ``InvalidArgument`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
 
@@ -202,7 +209,11 @@ def one_of(argument: str, value: str, choices: Sequence[str]) -> None:
 def roundings(
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]],
 ) -> dict[str, Callable[[int], int]]:
-    """Names of sizes with what rounds each to the end of its range; raises ``InvalidArgument``."""
+    """Return the rounding function of each size, by name. It rounds to the end of a range.
+
+    Raises:
+        InvalidArgument: a name or a function is invalid.
+    """
     if not isinstance(sizes, Mapping):
         return dict.fromkeys(names_of("sizes", sizes), fine_bucket)
     for name, rounding in zip(names_of("sizes", list(sizes)), sizes.values(), strict=True):
@@ -212,7 +223,11 @@ def roundings(
 
 
 def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    """One name, or several, as a tuple; raises ``InvalidArgument`` for what is no name."""
+    """Return one name, or several, as a tuple.
+
+    Raises:
+        InvalidArgument: ``names`` contains something other than names.
+    """
     expected = "names of arguments or constants"
     if not isinstance(names, Iterable):
         raise InvalidArgument("autotune", argument, names, expected)
@@ -227,7 +242,7 @@ class OnceWarnings:
     """Warnings of one tuned function, which point at the user's line.
 
     Args:
-        entry_points: what users call.
+        entry_points: the functions that users call.
     """
 
     def __init__(self, entry_points: Iterable[Any]) -> None:
@@ -235,7 +250,7 @@ class OnceWarnings:
         self._given: set[object] = set()
 
     def warn(self, text: str, about: object = None) -> None:
-        """Once for what it is ``about``; without that, once for each line that calls."""
+        """Warn once per value of ``about``. Without it, warn once per calling line."""
         user = user_frame()
         about = about or (user.f_code, user.f_lineno)
         if about not in self._given:

@@ -1,4 +1,5 @@
-"""Inputs of the runs of a tuning: restored before each run, or varied from run to run."""
+"""Inputs of the runs of a tuning: arguments are restored before each run, or varied between
+runs."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from triton_dist.errors import InvalidArgument, RankDisagreement
 
 
 class Restorer:
-    """The tensors among some arguments of one call, and the random number generators.
+    """Restores the tensors in some arguments of a call, and the random number generators.
 
     Args:
-        function: the tuned function; its signature says which argument is which.
-        names: of the arguments; each a tensor, or tuples, lists and dicts of tensors.
-        random_state: of the generators before the call.
+        function: the tuned function. Its signature maps values to argument names.
+        names: arguments to restore: tensors, or tuples, lists and dicts of tensors.
+        random_state: the state of the generators before the call.
 
     Raises:
-        InvalidArgument: an argument of ``names`` holds no tensor.
+        InvalidArgument: an argument in ``names`` contains no tensor.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Restorer:
         self._tensors: list[Any] = []
         self._copies: list[Any] = []
         self._others: list[tuple[str, Any]] = []
-        """Tensors of the other arguments, with the argument's name."""
+        """Tensors of the other arguments, each with the name of the argument."""
         self._versions: list[int | None] = []
         for name, value in _named(function, args, kwargs).items():
             found = list(_tensors(value))
@@ -51,34 +52,34 @@ class Restorer:
                 self._tensors += found
 
     def keep(self) -> None:
-        """Remember the tensors as they are now."""
+        """Copy the tensors."""
         self._copies = [elements(tensor).clone() for tensor in self._tensors]
         self._versions = [_version(tensor) for _, tensor in self._others]
 
     def restore(self) -> None:
-        """Make the tensors what they were when they were kept, and rewind the generators."""
+        """Restore the tensors from the copies, and rewind the generators."""
         self._random_state.rewind(numpy=False)
         for tensor, copy in zip(self._tensors, self._copies, strict=False):
             elements(tensor).copy_(copy)
 
     def changed(self) -> list[str]:
-        """Return the other arguments that were changed in place since their tensors were kept.
+        """Return the names of other arguments that were changed in place since ``keep``.
 
-        PyTorch counts its own in-place operations. What a Triton kernel writes is not counted.
+        PyTorch counts its own in-place operations. Writes of Triton kernels are not counted.
         """
         pairs = zip(self._others, self._versions, strict=True)
         return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))
 
 
 def elements(tensor: Any) -> Any:
-    """Return the elements of ``tensor``, each once, for ``copy_`` in both directions.
+    """Return a view with each element of ``tensor`` once, to copy to and from.
 
-    Writing to ``data`` leaves the version counter alone, so autograd does not take a tensor that it
-    saved, and that has its old values again, for a changed one. An expanded tensor has the same
-    elements several times, which PyTorch refuses to write.
+    Writes to ``data`` do not increase the version counter, so autograd accepts a restored tensor
+    that it has saved. Expanded dimensions are reduced to one element, because PyTorch refuses to
+    write to an expanded tensor.
     """
     if str(getattr(tensor, "layout", "")) != "torch.strided":
-        return tensor  # ``data`` of a sparse tensor would be another tensor
+        return tensor  # ``data`` of a sparse tensor is a different tensor
     found = tensor.data
     for dimension, stride in enumerate(found.stride()):
         if stride == 0 and found.shape[dimension] > 1:
@@ -102,7 +103,7 @@ def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 
 
 def _version(tensor: Any) -> int | None:
-    with suppress(AttributeError, RuntimeError):  # an inference tensor does not count
+    with suppress(AttributeError, RuntimeError):  # an inference tensor has no version counter
         return int(tensor._version)
     return None
 
@@ -123,13 +124,18 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 def sampled_calls(
     subject: Subject, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
-    """Arguments of the calls, as many on each rank; the first are those of ``call``. Collective,
-    where there is a ``input_variants_fn``, which may take so many ``seconds``.
+    """Return the calls that one sample averages over, the same number on each rank.
+
+    The first one is ``call``; ``input_variants_fn`` returns the others. All ranks call this
+    function.
+
+    Args:
+        seconds: time limit for ``input_variants_fn``.
 
     Raises:
-        InvalidArgument: what ``input_variants_fn`` returned are no arguments of the call.
-        RankDisagreement: other ranks have more or fewer, or it raised there.
-        Exception: of ``input_variants_fn``.
+        InvalidArgument: ``input_variants_fn`` returned something other than arguments of the call.
+        RankDisagreement: other ranks have another number of calls, or the function raised there.
+        Exception: raised by ``input_variants_fn``.
     """
     at, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
     calls: list[Arguments] = [(call.args, call.kwargs)]
@@ -141,7 +147,7 @@ def sampled_calls(
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
             varied: object = input_variants(*call.args, **call.kwargs)
             if not isinstance(varied, Iterable):
-                expected = "mappings, one for each other call"
+                expected = "mappings, one per additional call"
                 raise InvalidArgument(
                     "autotune", "the result of input_variants_fn", varied, expected
                 )
@@ -151,7 +157,7 @@ def sampled_calls(
                     raise InvalidArgument(
                         "autotune", "the result of input_variants_fn", others, expected
                     )
-                # In the order of the parameters, as ``given`` is.
+                # Order the arguments like the parameters.
                 bound = inspect.BoundArguments(signature, {**given, **others})
                 calls.append((bound.args, bound.kwargs))
     except Exception as error:
@@ -162,7 +168,7 @@ def sampled_calls(
         try:
             raise failure
         finally:
-            del failure  # the error holds this frame
+            del failure  # the error refers to this frame
     if len(set(said)) > 1:
         by_rank = {ranks.named(rank): each for rank, each in enumerate(said)}
         raise RankDisagreement(f"input_variants_fn of {subject.name}", by_rank)

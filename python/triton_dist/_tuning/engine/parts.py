@@ -1,4 +1,5 @@
-"""Input of a tuning: the function with its hooks, settings, and parts that do the work."""
+"""Inputs of a tuning: the function and its hooks, the settings, and the parts that ``compose``
+selects."""
 
 from __future__ import annotations
 
@@ -24,58 +25,65 @@ from triton_dist.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Hooks:
-    """The user's additions to the trial of a config; each takes the arguments of the call."""
+    """The user's functions for the trial of a config. Each receives the arguments of the call."""
 
     prepare: Callable[..., object] | None = None
-    """``prepare(*args, **kwargs, **config)`` compiles and checks resources; launches nothing."""
+    """``prepare(*args, **kwargs, **config)`` compiles a config and checks its resources without
+    a launch."""
     recover: Callable[..., object] | None = None
-    """``recover(*args, **kwargs)``, on all ranks, after a failure that may have launched."""
+    """``recover(*args, **kwargs)`` resets the state on all ranks after a failed launch."""
     reset: Callable[..., object] | None = None
-    """``reset(*args, **kwargs)`` before each run, for functions with side effects; not timed."""
+    """``reset(*args, **kwargs)`` runs before each run, untimed, for functions with side effects."""
     check: Callable[[Any, Any], object] | None = None
-    """``check(output, reference)``: ``False`` or an exception rejects the config."""
+    """``check(output, reference)`` returns ``False`` or raises to reject the config."""
     agree: Callable[..., object] | None = None
-    """``agree(*args, **kwargs)``: what must be the same on all ranks, besides the key."""
+    """``agree(*args, **kwargs)`` returns values that must be equal on all ranks, besides the
+    key."""
     restore: tuple[str, ...] = ()
-    """Names of arguments that the function changes: restored before each run; not timed."""
+    """Names of arguments that the function changes. They are restored before each run, untimed."""
     input_variants: Callable[..., Iterable[Mapping[str, Any]]] | None = None
-    """``input_variants(*args, **kwargs)``: by name, other values of arguments that are as
-    likely."""
+    """``input_variants(*args, **kwargs)`` returns other, equally likely values of arguments by
+    name."""
 
 
 class DefaultGroup(Protocol):
-    """Holder of the group of all ranks."""
+    """Provides the group of all ranks."""
 
     WORLD: Any
-    """``None`` while there is none."""
+    """The group, or ``None`` before it is created."""
 
 
 class NoGroup:
-    """There never is one: this rank is alone."""
+    """A group that is never created: this rank tunes alone."""
 
     WORLD = None
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The process around a call, as far as it is needed before anything is composed."""
+    """The functions of the process that a call needs before its parts are composed."""
 
     ranks: Callable[[Any], RankGroup]
-    """Those that tune together in a call with this ``autotune_pg``; the same object each time."""
+    """Returns the ranks that tune together for an ``autotune_pg``. Equal groups return the same
+    object."""
     default_group: DefaultGroup = NoGroup
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
-    """True if a call with these arguments computes nothing: a tracer or fake tensors look at it."""
+    """Returns ``True`` if a call with these arguments computes nothing: it is traced, or has
+    fake tensors."""
     is_off: Callable[[], bool] = lambda: False
-    """True if nothing is tuned and defaults are used."""
+    """Returns ``True`` if tuning is off and default configs are used."""
     most_hits: Callable[[], int] = lambda: 4096
-    """Exact keys that a function keeps at hand."""
+    """Returns the maximum number of exact keys that a function caches."""
     is_compiled: Callable[[], bool] = lambda: False
-    """True if ``torch.compile`` looks at the caller: it compiles anew what counts its calls."""
+    """Returns ``True`` while ``torch.compile`` traces the caller.
+
+    A counter of calls would then cause recompilation.
+    """
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
-    """Wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
+    """Wraps a function that tracers such as ``torch.compile`` must not trace."""
 
     def is_destroyed(self, process_group: Any) -> bool:
-        """True if the ranks of this ``autotune_pg``, which had some, are gone."""
+        """Return whether the process group was destroyed."""
         try:
             self.ranks(process_group)
         except InvalidArgument:
@@ -95,90 +103,96 @@ class Subject:
     prune_fn: Callable[..., object] | None
     hooks: Hooks
     sizes: Sizes | None = None
-    """Sizes in its keys."""
+    """The sizes in its keys."""
     fallback_kind: Callable[[Config], object] = lambda config: False
-    """True, or a name, for configs that are nowhere far from the best, such as a library's. Those
-    of one name are alike."""
+    """Returns ``True``, or a name, for configs that are nowhere much slower than the best.
+
+    An example is the algorithm of a library. Configs with equal names are of one kind.
+    """
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Plain values: what the decorator says, and the environment at the time of a first call."""
+    """Plain settings from the decorator and from the environment at the first call."""
 
     policy: Policy
     always_tune: bool
     frozen: bool
     """Tuning is forbidden."""
     strict: bool
-    """Differences at patch level make a record invalid."""
+    """A difference in the patch level of a version invalidates a record."""
     verbose: bool
     seconds: float
-    """Longest time that a step of a candidate may take, on the host and on the device."""
+    """Time limit for one step of a candidate, on the host and on the device."""
     compile_seconds: float
-    """The same for compiling one."""
+    """Time limit for a step that compiles a candidate."""
     grace: float
-    """Time from the report that this rank is stuck to the end of its process."""
+    """Seconds from the report that this rank is stuck to the end of its process."""
     warm_start_ms: float = 0.0
-    """Device time of the first call of a key that has neighbours; 0: it is tuned as any other."""
+    """Device time, in ms, to tune a key that has neighbours. 0: ignore the neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """Parts that are composed for one tuning, of either tuner."""
+    """The parts that both tuners use for one tuning."""
 
     settings: Settings
     device: Device
     ranks: RankGroup
     hardware: str
-    """Hardware and size of the group; part of the key."""
+    """Hardware and size of the group, as a part of the key."""
     store: Store
-    """Looked up on every rank, written by the leader."""
+    """Every rank reads it; the leader writes it."""
     journal: Callable[[Key], Journal]
     quiet: Callable[[], AbstractContextManager[object]]
-    """Entered around candidates: waits in kernels are bounded."""
+    """Context manager around trials: bounds the waits in kernels."""
     settling: Callable[[], AbstractContextManager[Callable[[], None]]]
-    """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
+    """Context manager that returns a function to call after each run, untimed. It raises if a
+    wait gave up."""
     tuning_lock: Callable[[], AbstractContextManager[object]]
-    """Entered where the threads of a rank tune one after another. Re-entrant, also from threads
-    that the one inside waits for: a tuned function may call a tuned function."""
+    """Context manager that lets one thread of a rank tune at a time.
+
+    It is re-entrant, because a tuned function may call a tuned function. Threads that the holder
+    waits for may enter too.
+    """
     compiler: Callable[[], Compiler] | None
-    """``None`` where nothing is compiled."""
+    """``None`` if nothing is compiled."""
     random_state: Callable[[Any], RandomState]
-    """Takes the arguments of a call, which may hold generators."""
+    """Takes the arguments of a call, which may contain generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(Common):
-    """Parts that are composed for one first call of a key."""
+    """The parts for one first call of a key."""
 
     memory: Store
-    """Written by the ranks that are not the leader."""
+    """Written by all ranks except the leader."""
     search: Callable[[Candidates, Policy, Config | None], Search]
-    """Takes the candidates, and the winner of an earlier tuning if there was one."""
+    """Takes the candidates and the winner of an earlier tuning, if there is one."""
     brief: Callable[[Sequence[Config], Policy, float], Search]
-    """Takes few candidates, and the milliseconds that it may spend."""
+    """Takes the few candidates of a warm start and the device time to spend, in ms."""
     fingerprint: Fingerprinter
-    """All that this rank's records depend on."""
+    """Returns everything that records of this rank depend on."""
     log: Callable[[Key], Log]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a first call."""
+    """One first call of a key."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     key: object
     """The result of ``key_fn``."""
     number: int = 0
-    """Number of this call of the function, since all ranks met in one."""
+    """Number of this call of the function since the last call that all ranks made together."""
     traced: bool = False
-    """It computes nothing, so nothing can be measured with it."""
+    """The call computes nothing, so nothing can be measured."""
     sizes: tuple[int, ...] = ()
-    """Exact ones, whose ranges are in the key."""
+    """Exact sizes. The key has their ranges."""
     runs: bool = False
-    """The function is called with the choice at once."""
+    """The function is called with the choice immediately."""
     unusable: str = ""
-    """Failure of the recorded winner in this call, so that no record is used; else empty."""
+    """Failure of the recorded winner in this call. No record is then used."""
     agreed: tuple[object, ...] = ()
-    """Keys that the same ranks agreed on before: calls with one of them send no message."""
+    """Keys that these ranks agreed on before. Calls with one of them send no message."""

@@ -1,4 +1,4 @@
-"""Outcomes of the candidates, from this start of the process and from earlier starts."""
+"""Outcomes of the candidates, from this start of the program and from an interrupted one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from triton_dist.errors import RankTimeout
 
 
 def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
-    """Return what must be equal in an interrupted tuning and in this one, to resume it."""
+    """Return the data that must be equal to resume an interrupted tuning."""
     return {
         "function": key.function,
         "key": key.text,
@@ -36,23 +36,23 @@ def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> 
 
 
 def head_of(candidates: Sequence[Config]) -> codec.Tree:
-    """Return a short tree that identifies listed candidates."""
+    """Return a short tree that identifies a list of candidates."""
     digests = [config.digest for config in candidates]
     return {"number": len(digests), "digest": codec.digest(digests)}
 
 
 class Progress:
-    """Outcomes by config, and the journal that keeps them for a next start.
+    """Outcomes by config, and the journal that keeps them for the next start.
 
-    A resumed search is deterministic, so it sends the requests of the interrupted one again. As
-    long as the journal has an outcome, that outcome is used and nothing is measured.
+    The search is deterministic, so a resumed search repeats the requests of the interrupted one.
+    While the journal has the outcome of a request, nothing is measured.
 
     Args:
-        head: what the tuning depends on; a journal with another one is of no use.
-        own: a record that this rank has already and that is to be replaced.
+        head: the data that must match to resume; a journal with another head is discarded.
+        own: this rank's record that the tuning replaces, if there is one.
 
     Attributes:
-        requests: number of requests that were answered.
+        requests: number of answered requests.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Progress:
     ) -> None:
         self._journal, self._ranks = journal, ranks
         self._head = head
-        # Ranks on other hosts may have cache folders of their own.
+        # Ranks on other hosts may have their own cache folders.
         self._stuck: dict[str, Failure] = {}
         for stuck in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
             self._stuck = {**stuck, **self._stuck}
@@ -82,29 +82,28 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Duration of the tuning, earlier starts included."""
+        """Duration of the tuning in seconds, including earlier starts."""
         return self._seconds + time.monotonic() - self._begin
 
     def known(self, request: Request) -> Outcome | None:
-        """Return the outcome of ``request`` if it need not be measured; on the leader."""
+        """On the leader, return the outcome of ``request`` if it is already known."""
         digest = request.config.digest
         if self.requests < len(self._entries):
             entry = self._entries[self.requests]
             if (entry.config, entry.samples) == (digest, request.samples):
                 self._seconds, self._begin = entry.seconds, time.monotonic()
                 return entry.outcome
-            del self._entries[
-                self.requests :
-            ]  # another search: what it asked for is not what we ask
+            # The search differs from the interrupted one: discard the remaining entries.
+            del self._entries[self.requests :]
         return self._stuck.get(digest)
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        """Do not try ``config`` in the next start. May be called by any rank and thread."""
+        """Exclude ``config`` from the next start. Any rank and any thread may call this."""
         self._journal.quarantine(self._head, config.digest, failure)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:
-        """Context manager in which ``config`` may end the process of this rank or of another."""
+        """Context manager in which ``config`` may end the process of any rank."""
         if not self._ranks.is_leader or self.has(config):
             yield
             return
@@ -120,11 +119,13 @@ class Progress:
     def learn(
         self, request: Request, outcome: Outcome, by_rank: Sequence[Sequence[float]] = ()
     ) -> Outcome:
-        """Write the outcome down before the next request is broadcast. Return the joined outcome of
-        all requests of the config.
+        """Write the outcome to the journal, before the next request is broadcast.
 
         Args:
             by_rank: samples of each rank, if they were taken now.
+
+        Returns:
+            The joined outcome of all requests for the config.
         """
         config, digest, n = request.config, request.config.digest, self.requests
         own = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
@@ -137,8 +138,11 @@ class Progress:
         return self._outcomes[config]
 
     def by_rank(self) -> dict[str, ByRank]:
-        """Return the times by rank, if there are several ranks. Configs with less than half the
-        samples of the most sampled config are left out: they left the race early."""
+        """Return the times of each rank, if there are several ranks.
+
+        Configs with fewer than half of the samples of the most sampled config are left out, because
+        they lost the race early.
+        """
         several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
         most = max((len(own[0]) for own in several.values()), default=0)
         return {
@@ -146,5 +150,5 @@ class Progress:
         }
 
     def trials(self, place: Callable[[Config], int]) -> list[Trial]:
-        """Return the trials in the order of the space, not in the order of the search."""
+        """Return the trials in the order of the space, independent of the search."""
         return [Trial.of(each, self._outcomes[each]) for each in sorted(self._outcomes, key=place)]
