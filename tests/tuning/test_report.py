@@ -72,7 +72,7 @@ def test_lines_and_table(tmp_path, capsys):
     assert lines[6].split()[:5] == ["1.0000", "0.0%", "1.000x", "0.250x", "3"]
     assert lines[8].endswith("{'n': 4}  <- default")
     assert lines[9].startswith("  the winner by rank: rank 0 was the slowest in 3 of 3 samples")
-    assert lines[10].startswith("  to best, to default: its time over that of the fastest config")
+    assert lines[10].startswith("  to best, to default: time relative to the fastest config")
     assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[11]
     assert "compile 0.0 s, measure " in lines[12]
     assert re.search(r"search \d+\.\d s, agree \d+\.\d s, other \d+\.\d s$", lines[12])

@@ -301,8 +301,7 @@ class _Composer:
     memory: MemoryStore
 
     def compose(self, process_group: Any, verbose: bool) -> Parts:
-        """Return the parts for a first call over ``process_group``, with the current
-        environment."""
+        """Return the parts for a first call over ``process_group``, for the current environment."""
         ranks: RankGroup = group_for(process_group, self.scope)
         alternates = current_device().name == "cuda" and ranks_per_gpu() > 1
         policy = self.policy(current_device().name, alternates=alternates)

@@ -188,8 +188,7 @@ def fingerprint_of(
 
 
 def _validating(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the validators' constants that differ from the constants in ``known``, with names
-    marked as theirs."""
+    """Return the validators' constants that ``known`` lacks or has differently, renamed."""
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
     }
@@ -218,8 +217,7 @@ class TuningLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager that holds the lock. Threads that the holder waits for enter one at a
-        time."""
+        """Context manager that holds the lock. Threads that its holder waits for enter in turn."""
         this = threading.get_ident()
         holders: Holders = _lock_holders.get() or {}
         inside, lock = holders.get(self, (None, self._lock))

@@ -92,8 +92,7 @@ class Pruning:
 
 
 MOST_LISTED = 1000
-"""Maximum number of pruned configs that a record lists. Beyond it, the record has counts by
-reason."""
+"""Most pruned configs that a record lists. Beyond this number it has counts by reason."""
 
 
 @dataclass(frozen=True)

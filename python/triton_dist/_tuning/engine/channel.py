@@ -144,13 +144,11 @@ class Channel:
         return self._exchange(at, lambda: self._ranks.all_gather(str(at), value, limit))
 
     def line_up(self) -> None:
-        """Make the devices of all ranks start the next work together. Requires an
-        ``all_gather``."""
+        """Make the devices of all ranks start the next work together, after an ``all_gather``."""
         self._ranks.line_up()
 
     def ended_by(self, error: Exception) -> Exception:
-        """Note that all ranks raise ``error``, so that no more messages are sent. Return
-        ``error``."""
+        """Note that all ranks raise ``error`` and send no more messages. Return ``error``."""
         self.final_error = error
         return error
 
@@ -160,8 +158,7 @@ class Channel:
             self.on_stuck(config, failure)
 
     def end(self) -> None:
-        """Drop references to the call, so that its arguments are freed without the garbage
-        collector.
+        """Drop references to the call, so that its arguments are freed without garbage collection.
 
         An error refers to its frames, and the frames refer to this object.
         """

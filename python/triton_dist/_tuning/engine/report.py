@@ -1,4 +1,4 @@
-"""Reports of a tuning: lines in the logger, terminal and logs while it runs, and a final table."""
+"""Reports of a tuning: log lines and a progress bar while it runs, and a table at the end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from triton_dist.errors import TuningWarning
 
 _logger = logging.getLogger("triton_dist.tuning")
 _NOTICEABLE_SECONDS = 0.05
-"""Lines show tenths of a second."""
+"""Lines show tenths of a second, so shorter times are not shown."""
 
 
 class Report:
-    """Prints nothing on ranks that are not the leader, and nothing unless asked to; logs anyway.
+    """Reports one tuning: it always writes logs, and prints on the leader if the call is verbose.
 
-    ``begin`` is a context manager around the candidates, so that the bar is always taken down.
+    ``begin`` is a context manager around the tuning, which always removes the progress bar.
     """
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
@@ -53,8 +53,8 @@ class Report:
         self._task: Any = None
 
     def cached(self, record: TuningRecord, where: str, tolerated: str) -> None:
-        """A record is used and nothing is tuned."""
-        note = f" (although {tolerated})" if tolerated else ""
+        """Report that a record is used and nothing is tuned."""
+        note = f" (differences that are accepted: {tolerated})" if tolerated else ""
         best, kind = record.best, "record"
         if record.shipped:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
@@ -105,11 +105,15 @@ class Report:
                 self._bar = None
 
     def trying(self, label: str, request: Request) -> None:
-        """The last line of a rank's log says what the rank is at."""
+        """Write the config to the rank's log: its last line shows what the rank was running."""
         self._log.line(f"[{label}] {request.samples} samples of {request.config}")
 
     def tried(self, label: str, request: Request, outcome: Outcome, together: Outcome) -> None:
-        """One request is answered; ``together`` is what is known of its config now."""
+        """Report the answer to one request.
+
+        Args:
+            together: the joined outcome of all requests for the config.
+        """
         config = request.config
         self._log.line(f"[{label}] {_ms(outcome)}")
         self._event(
@@ -134,6 +138,7 @@ class Report:
                 self._bar.update(self._task, advance=int(new), description=self._so_far())
 
     def tuned(self, record: TuningRecord, where: str) -> None:
+        """Report the winner and a summary."""
         best = record.best
         failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
         if self._parts.ranks.is_leader:
@@ -173,7 +178,8 @@ class Report:
         return {"seconds": round(seconds, 3), "phases": phases}
 
     def _phases(self, total: float) -> dict[str, float]:
-        """Seconds by phase since ``begin``, which took ``total``; the rest is ``other``."""
+        """Return the seconds by phase since ``begin``, which took ``total``; the rest is
+        ``other``."""
         phases: dict[str, float] = {
             name: seconds - self._clock_before[name]
             for name, seconds in self._clock.seconds.items()
@@ -185,7 +191,7 @@ class Report:
             self._log.event(name, **facts)
 
     def _show(self, text: str, level: int = logging.INFO) -> None:
-        # A handler of the user, or the bar, may write to a standard error that is closed.
+        # A handler of the user or the progress bar may write to a closed standard error.
         with suppress(OSError, ValueError):
             if self._parts.ranks.is_leader:
                 _logger.log(level, "%s", text)
@@ -197,7 +203,7 @@ class Report:
 
 
 def _bar() -> Any:
-    # Imported only where a bar is drawn: it takes longer than all else here.
+    # The import is slow, so import only to draw a bar.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -224,19 +230,19 @@ def _ms(outcome: Outcome) -> str:
 
 _TOP = 5
 _PRUNED = 20
-"""Pruned configs that are named."""
+"""Number of pruned configs to list."""
 _LEGEND = (
-    "  to best, to default: its time over that of the fastest config, and over that of the first "
-    "one of the space; spread: distance of its quartiles over its median"
+    "  to best, to default: time relative to the fastest config and to the first config of the "
+    "space; spread: interquartile range relative to the median"
 )
 
 
 def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> list[str]:
-    """Lines: the fastest configs, the winner and the default, then failures by kind.
+    """Return lines: the fastest configs, the winner and the default, then failures by kind.
 
     Args:
         default: digest of the first config of the space.
-        phases: seconds by name, which add up to those of the record.
+        phases: seconds by phase, which add up to the seconds of the record.
     """
     measured = sorted(
         ((t, t.outcome) for t in record.trials if isinstance(t.outcome, Measurement)),
@@ -266,10 +272,10 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
 
 
 def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
-    """Warn if more than half of the configs that were tried failed: the winner is the best of few.
+    """Warn if more than half of the tried configs failed, because the winner had few rivals.
 
     Args:
-        remedy: where each failure is said.
+        remedy: where the failures are shown.
     """
     outcomes = [(trial, trial.outcome) for trial in record.trials]
     failures = [(trial, each) for trial, each in outcomes if isinstance(each, Failure)]
@@ -285,7 +291,7 @@ def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
 
 
 def _spread(outcome: Measurement) -> str:
-    """Distance of the quartiles, relative to the median."""
+    """Return the interquartile range relative to the median."""
     if len(outcome.samples) < 2:
         return "-"
     first, _, third = statistics.quantiles(outcome.samples, n=4, method="inclusive")
@@ -297,7 +303,7 @@ def _ratio(time: float, other: float | None) -> str:
 
 
 def _failures(trials: tuple[Trial, ...]) -> Iterator[str]:
-    """Yield a line for each pruned config, then one a kind of failure with its first message."""
+    """Yield a line for each pruned config, then a line for each kind of failure."""
     kinds: dict[str, list[Failure]] = {}
     pruned: list[str] = []
     for trial in trials:
@@ -313,6 +319,6 @@ def _failures(trials: tuple[Trial, ...]) -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """The beginning of a message."""
+    """Return the beginning of a message as one line."""
     text = printable(" ".join(text.split()))
     return text if len(text) <= 160 else f"{text[:160]} ..."

@@ -1,7 +1,8 @@
-"""Try one config on all ranks, in lockstep, and time its runs with the device's timer.
+"""Try one config on all ranks in lockstep, and time its runs with the device's timer.
 
-A rank whose step fails does not leave. It reports the failure in the vote that ends the step, and
-the config is a :class:`Failure` on every rank. So no rank waits in a later step for another one.
+A rank whose step fails stays in the protocol. It reports the failure in the vote that ends the
+step, and the config becomes a :class:`Failure` on every rank. So no rank waits for a failed rank in
+a later step.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from triton_dist.errors import (
     cause_of,
 )
 
-# How much of what queueing took counts for the next run of the same config: one hiccup of the host
-# is not to hold the device in all runs that follow.
+# The hold time of the next run decays by this factor, so one delay of the host does not lengthen
+# the hold of all later runs.
 _REMEMBERED = 0.9
-# Seconds that a device is held for the first sample of a config, at most.
+# Longest hold, in seconds, before the first sample of a config.
 _LONGEST_FIRST = 1e-3
 
 
 class Sampler:
-    """Runs a call again and again, cache cold, all ranks starting together.
+    """Runs a call repeatedly with a cold cache. All ranks start each run together.
 
     Args:
-        device: where the work runs.
-        seconds: longest time to wait for other ranks, and for the device after all was queued.
-        settle: called after each run, untimed; raises if a wait in a kernel gave up.
+        device: the device of this rank.
+        seconds: time limit for other ranks, and for the device after all runs are queued.
+        settle: called after each run, untimed. It raises if a wait in a kernel gave up.
     """
 
     def __init__(
@@ -67,44 +68,49 @@ class Sampler:
         self._device, self._ranks, self._policy, self._seconds = device, ranks, policy, seconds
         self._settle = settle
         self._queueing: dict[Config | None, float] = {}
-        """Seconds that the host lately needed to queue a call of a config."""
+        """Seconds that the host recently needed to queue a call of a config."""
 
     def queued(self, config: Config, seconds: float) -> None:
-        """Learn how long the host needed to queue the first run of a config, which is long for what
-        is loaded then. So already its first sample shows the device's time and not the host's."""
+        """Note the seconds that the host needed to queue the first run of a config.
+
+        The first run also loads the kernel, so the time is capped. With this hold, the first sample
+        already measures the device and not the host.
+        """
         self._queueing.setdefault(config, min(seconds, _LONGEST_FIRST))
 
     def sample(
         self, at: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
     ) -> tuple[float, ...]:
-        """Milliseconds of ``number`` runs, after ``policy.warmup`` that do not count.
+        """Return the milliseconds of ``number`` runs. They follow ``policy.warmup`` unreported
+        runs.
+
+        A rank on which a run fails still joins the other ranks before each run, because they wait
+        for it. It raises after the last run.
 
         Args:
-            reset: called before each run, untimed; runs the user's code.
-
-        A rank on which something fails still meets the others before each run: they expect it
-        there. The exception comes after the last run.
+            reset: called before each run, untimed. It runs user code.
 
         Raises:
             TimeoutError: the device did not finish in time.
-            TuningTimeout, RankDisagreement: of another rank.
-            Exception: of the call or of what surrounds it.
+            TuningTimeout: another rank did not arrive.
+            RankDisagreement: another rank is at another step.
+            Exception: raised by the call, ``reset`` or ``settle``.
         """
         failures: list[Exception] = []
         timers: list[Timer] = []
-        # One watch for all runs, because setting one up takes longer than some functions.
+        # Use one watch for all runs: to create one takes longer than some functions run.
         with self._ranks.user_code(at, begun=False) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
                 if not failures:
                     with _noted(failures):
-                        self._settle()  # the run before
+                        self._settle()  # the previous run
                         with watch:
                             reset()
                 self._ranks.all_gather(at, None, self._seconds)
                 with _noted(failures):
-                    # Keep the device busy until the host has queued the call. A rank that failed
-                    # does so too.
+                    # Keep the device busy until the host has queued the call. Otherwise the timer
+                    # includes the host's launch latency. A failed rank does this too.
                     if not failures and self._policy.flush:
                         self._device.flush_cache()
                     self._device.hold(self._queueing.get(at.config, 0.0))
@@ -116,9 +122,9 @@ class Sampler:
                 try:
                     raise failures[0]
                 finally:
-                    failures.clear()  # an error holds this frame
+                    failures.clear()  # the error refers to this frame
             self._device.synchronize(self._seconds)
-            # To the nanosecond: what no timer resolves would only make the record hard to read.
+            # Round to 1 ns: finer digits are noise and make records hard to read.
             times = (round(timer.milliseconds(), 6) for timer in timers[self._policy.warmup :])
             samples = tuple(times)
             self._settle()  # the last run
@@ -153,7 +159,7 @@ _KINDS: dict[str, FailureKind] = {
     "CompilationError": "compile",
     "PTXASError": "compile",
 }
-"""By the name of an exception's class or base: those of torch and triton are not imported here."""
+"""Kinds by name of an exception class or base class; torch and triton are not imported here."""
 
 
 class _WrongResult(Exception):
@@ -161,7 +167,7 @@ class _WrongResult(Exception):
 
 
 class _Failed(Exception):
-    """A step failed on some rank; raised on every rank."""
+    """A step failed on some rank. Raised on every rank."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -169,7 +175,15 @@ class _Failed(Exception):
 
 
 class Attempts:
-    """Tries configs of one call."""
+    """Tries the configs of one call.
+
+    Args:
+        settle: completes work that ops leave to after the timed part. It waits for the device if an
+            op requires it, and raises if a wait in a kernel gave up.
+        restorer: restores the arguments that the function changes.
+        sampled: the calls that one sample averages over.
+        is_only: there is only one config, so one run is enough.
+    """
 
     def __init__(
         self,
@@ -183,10 +197,6 @@ class Attempts:
         sampled: Sequence[Arguments],
         is_only: bool = False,
     ) -> None:
-        """``settle`` waits for the device if some op asks for it, and raises if a wait in a kernel
-        gave up: what the ops leave to be done outside of the timed part. ``restorer``: of the
-        arguments that the function changes. ``sampled``: the calls that a sample is the mean of.
-        ``is_only``: there is one config, so one run is enough."""
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
         self._ahead, self._settle, self._restorer = ahead, settle, restorer
         self._sampled, self._is_only = sampled, is_only
@@ -197,27 +207,29 @@ class Attempts:
         )
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
-        """Also of an earlier start."""
+        """The first config that was measured, possibly in an earlier start."""
         self.by_rank: Sequence[Sequence[float]] = ()
         """Samples of each rank in the last attempt; empty if it failed."""
         self._error: Exception | None = None
-        """First exception of a config on this rank, while no config was measured."""
+        """First exception of a config on this rank, until a config is measured."""
 
     def take_error(self) -> Exception | None:
-        """Return the first exception of a config on this rank, if none was measured, and drop it:
-        its frames lead here."""
+        """Return and drop the first exception of a config on this rank, if none was measured.
+
+        It is dropped because its frames refer to this object.
+        """
         error, self._error = self._error, None
         return error
 
     def measured_before(self, config: Config) -> None:
-        """An earlier start measured ``config``; its output is the reference if it was the first."""
+        """Note that an earlier start measured ``config``. The first one is the reference."""
         self._first_measured = self._first_measured or config
 
     def undo_the_last(self) -> None:
-        """Bring back what the last run has changed, before the call that is waited for.
+        """Undo the changes of the last run, before the user's call.
 
         Raises:
-            TritonDistError: on all ranks, if ``reset_fn`` failed on one.
+            TritonDistError: ``reset_fn`` failed on some rank; raised on every rank.
         """
         if self._subject.hooks.reset is None or not self._has_run:
             return
@@ -226,22 +238,22 @@ class Attempts:
             self._vote(at, "launch", lambda: self._user(at, self._reset))
         except _Failed as failed:
             failure = failed.failure
-        if failure is not None:  # not in the ``except`` block, which would be its context
+        if failure is not None:  # raised outside of the ``except`` block: no context
             raise TritonDistError(
                 f"{self._subject.name}: reset_fn failed after the last run of a tuning, on rank "
-                f"{failure.rank}: {failure.message}. What the run has changed is still so: mend "
-                "reset_fn, and start again; what was measured is kept"
+                f"{failure.rank}: {failure.message}. The changes of the run are not undone. Fix "
+                "reset_fn and start again: measurements are kept"
             )
 
     def attempt(self, request: Request, label: str) -> Outcome:
-        """Prepare, run once and check, at the first request of a config; then measure.
+        """Prepare, run once and check a new config; then measure it.
 
         Args:
-            label: the place of the config among the candidates, in words.
+            label: the position of the config among the candidates, such as ``3/96``.
 
         Raises:
-            TuningTimeout: a rank did not come to a vote.
-            TuningAborted: after a failure, some rank could not be brought back into order.
+            TuningTimeout: a rank did not reach a vote.
+            TuningAborted: some rank could not be reset after a failure.
         """
         self.by_rank = ()
         config, clock = request.config, self._ranks.clock
@@ -264,7 +276,7 @@ class Attempts:
         return failure
 
     def _prepare(self, config: Config, label: str) -> None:
-        """Compile, and launch nothing."""
+        """Compile the config without a launch."""
         prepare, call = self._subject.hooks.prepare, self._call
         if self._ahead.is_needed(config):
             at = Step(f"compile {label}", config)
@@ -275,7 +287,7 @@ class Attempts:
             self._compile(at, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
 
     def _compile(self, at: Step, step: Callable[[], object]) -> None:
-        """Take ``step``, whose result does not count."""
+        """Take ``step`` with the time limit for compiling."""
         limit = self._parts.settings.compile_seconds
 
         def watched() -> None:
@@ -284,7 +296,7 @@ class Attempts:
         self._vote(at, "compile", watched, limit)
 
     def _first_run_of(self, config: Config, label: str) -> Measurement | None:
-        """Run once; return ``None`` if the config has to be measured now."""
+        """Run the config once. Return ``None`` if it must be measured next."""
         self._has_run = True
         at, arguments = Step(f"run {label}", config), config.arguments()
         voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
@@ -292,11 +304,11 @@ class Attempts:
         return Measurement(voted, 0, "maximum") if self._is_only else None
 
     def _measure(self, request: Request, label: str) -> Measurement:
-        """The slowest rank of each sample counts."""
+        """Return the samples of a config. The slowest rank of each sample counts."""
         config, policy = request.config, self._parts.settings.policy
         function, chosen = self._subject.function, config.arguments()
 
-        def run_all() -> None:  # one call after the other
+        def run_all() -> None:  # one call after another
             for args, kwargs in self._sampled:
                 function(*args, **kwargs, **chosen)
 
@@ -314,7 +326,7 @@ class Attempts:
             return [round(each / len(self._sampled), 6) for each in taken]
 
         if policy.timing == "graph":
-            # Voted on its own: no rank replays what another could not capture.
+            # A separate vote: if one rank cannot capture the run, no rank replays it.
             at = Step(f"capture {label}", config)
             self._vote(at, "launch", capture)
         at = Step(f"measure {label}", config)
@@ -327,12 +339,17 @@ class Attempts:
         step: Callable[[], Sequence[float] | None],
         after: float | None = None,
     ) -> tuple[float, ...]:
-        """Take ``step``, which other ranks may need ``after`` seconds for.
+        """Take ``step`` on all ranks, and exchange the results.
 
-        Return the slowest rank's time of each sample that the step gave.
+        Args:
+            after: seconds that other ranks may need for the step.
+
+        Returns:
+            For each sample of the step, the time of the slowest rank.
 
         Raises:
-            _Failed: on every rank, if the step failed on one; has the lowest rank's failure.
+            _Failed: the step failed on some rank; raised on every rank, with the failure of the
+                lowest rank.
         """
         own: Failure | None = None
         samples: tuple[float, ...] = ()
@@ -347,7 +364,7 @@ class Attempts:
             own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
             if self._error is None and self._first_measured is None:
                 self._error = error
-                traceback.clear_frames(error.__traceback__)  # they hold what the config allocated
+                traceback.clear_frames(error.__traceback__)  # they hold the memory of the config
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if after is None else after
         votes: list[Failure | tuple[float, ...]] = self._ranks.all_gather(at, own or samples, limit)
@@ -358,15 +375,17 @@ class Attempts:
         return tuple(map(max, zip(*self.by_rank, strict=True)))
 
     def _user(self, at: Step, call: Callable[[], Any], seconds: float | None = None) -> Any:
-        """Call the user's code under the watchdog's eyes."""
+        """Call user code under the watchdog."""
         with self._ranks.user_code(at, seconds):
             return call()
 
     def _first_run(self, at: Step, arguments: dict[str, Any]) -> Sequence[float]:
-        """One run to the end: compiles what is not compiled, and gives the output to check. Returns
-        its milliseconds if nothing else is measured.
+        """Run the config once: compile it if needed, and check its output.
 
-        The first config that runs is the reference of all others. Its output is copied, because a
+        Returns:
+            The milliseconds of the run if nothing else is measured, else an empty list.
+
+        The first config that runs provides the reference output. The output is copied, because a
         function may return the same buffer each time.
         """
         check = self._subject.hooks.check
@@ -412,21 +431,22 @@ class Attempts:
     def recover(
         self, label: str, config: Config | None = None, failure: Failure | None = None
     ) -> None:
-        """Bring all ranks back into order after a failure that may have launched on some of them.
+        """Reset the state of all ranks after a failure that some rank may have launched.
 
         Args:
-            label: what failed, in words.
-            config: the config that failed, if it is a candidate, with its ``failure``.
+            label: the failed object, as text.
+            config: the failed config, if it is a candidate.
+            failure: the failure of ``config``.
 
         Raises:
-            TuningAborted: some rank could not be brought back into order.
+            TuningAborted: some rank could not be reset.
         """
         at, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
         own: str | None = None
         try:
             if recover is not None:
                 self._user(at, lambda: recover(*self._call.args, **self._call.kwargs))
-            # Left by a run that raised: not the next config's fault.
+            # Discard errors of the failed run, which must not blame the next config.
             with suppress(WaitTimeout, RankDisagreement):
                 self._settle()
             self._parts.device.synchronize(self._parts.settings.seconds)
@@ -445,6 +465,11 @@ class Attempts:
 
 
 def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
+    """Return ``error`` as a failure.
+
+    Args:
+        kind: the kind of failure, unless the class of the error determines it.
+    """
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
     bases = type(cause_of(error)).__mro__
@@ -453,9 +478,9 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
 
 
 def text_of(error: Exception) -> str:
-    """Return type and message, without the middle of a very long one, such as a compiler's output.
+    """Return type and message of ``error``, with the middle of very long messages removed.
 
-    If waiting for other ranks timed out in a clean-up, the exception before that comes first.
+    If a wait for other ranks timed out in a clean-up, the exception before it comes first.
     """
     cause = cause_of(error)
     message = said(error) if cause is error else f"{said(cause)}; then {said(error)}"

@@ -1,15 +1,15 @@
-"""Ends a process that is stuck inside the user's code.
+"""End a process that is stuck in user code.
 
-A rank that waits there for a peer that is gone (a collective, a spinning kernel launch) cannot be
-interrupted from Python; its end is the only way to let the launcher, and the other ranks, go on. So
-it is made a loud end: the config is quarantined, the stacks of all threads are shown, and the exit
-status tells it from other deaths. The next start goes on with the tuning and skips the config.
+User code may wait for a rank that is gone, in a collective or in a spinning kernel. Python cannot
+interrupt it; only the end of the process lets the launcher and the other ranks continue. The
+watchdog quarantines the config, prints the stacks of all threads, and exits with a special status.
+The next start resumes the tuning and skips the config.
 
-Code that holds the interpreter's lock for ever stops the watchdog too; the other ranks then name
-this one when their own time is up.
+Code that never releases the GIL stops the watchdog too. The other ranks then name this rank when
+their own time limit ends.
 
-A process that was stopped (``SIGSTOP``, a suspended machine) sees the clock jump. The watchdog was
-stopped too, so it notices that it comes late, and that time counts against nobody.
+After ``SIGSTOP`` or a suspend of the machine, the clock jumps. The watchdog detects this because it
+wakes up late, and excludes the time from all limits.
 """
 
 from __future__ import annotations
@@ -29,34 +29,37 @@ from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _LOOK_SECONDS = 0.5
 _LATE_SECONDS = 2.0
-"""So much later than it meant to look, and the process was stopped meanwhile. A loaded machine
-delays a thread by less."""
+"""The process was stopped if the watchdog wakes up later than planned by this time. Load delays
+it less."""
 _end: Callable[[int], object] = os._exit
 
 
 @dataclass(eq=False)
 class Watch:
-    """One stay in the user's code."""
+    """One stay in user code."""
 
     seconds: float
     grace: float
     report: Callable[[], Exception]
-    """Called once it is overdue, on a thread of its own; what it gives is said on stderr."""
+    """Called when the watch is overdue, on its own thread. Its result is printed to stderr."""
     notify_ranks: Callable[[Exception], object]
-    """Called last, with the same: the other ranks may be hard to reach."""
+    """Called last, with the result of ``report``, because the other ranks may not respond."""
     now: Callable[[], float] = time.monotonic
-    """In seconds, without those in which the process was stopped."""
+    """Returns seconds, without the time in which the process was stopped."""
     due: float = math.inf
     overdue: bool = False
     pauses: int = 0
-    """Threads, this one or those that it waits for, that are in the tuner's own code."""
+    """Number of threads, this one or threads that it waits for, that run the tuner's code."""
 
     def begin(self) -> None:
-        """Time runs from now. No lock: these two are called in the middle of what is timed."""
+        """Start the time limit.
+
+        ``begin`` and ``end`` take no lock, because they run inside of timed code.
+        """
         self.due = self.now() + self.seconds
 
     def end(self) -> None:
-        """The user's code came back."""
+        """Stop the time limit, because user code returned."""
         self.due = math.inf
 
     def __enter__(self) -> None:
@@ -66,23 +69,25 @@ class Watch:
         self.end()
 
     def next(self) -> float:
-        """Time to report, or then to end the process. ``due`` is written by the watched thread,
-        and those that it waits for: one that comes back at the last moment is safe from then on."""
+        """Return the time at which to report, or, after the report, to end the process.
+
+        Other threads write ``due`` meanwhile: code that returns at the last moment is safe.
+        """
         return self.due + self.grace if self.overdue else self.due
 
 
 class OfThread(Protocol):
-    """A value of the running thread."""
+    """A value per thread."""
 
     def get(self) -> Any:
-        """``None`` without one."""
+        """Return the value, or ``None``."""
 
     def put(self, value: object) -> Any:
-        """Returns what was put before."""
+        """Set the value and return the previous value."""
 
 
 class _Local:
-    """One that no other thread sees."""
+    """A value that other threads do not see."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -100,8 +105,10 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.around: OfThread = _Local()
-        """Watches that a thread is in, the outermost first; where another thread waits for it,
-        those of the other before them."""
+        """Watches that contain the current point of a thread, the outermost first.
+
+        If another thread waits for this thread, the watches of the other thread come first.
+        """
         self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -115,16 +122,18 @@ class Watchdog:
         report: Callable[[], Exception],
         notify_ranks: Callable[[Exception], object],
     ) -> Iterator[Watch]:
-        """Within, between ``begin`` and ``end`` of what this gives, the user's code runs: past
-        ``seconds`` call ``report``, and ``grace`` later end the process.
+        """Context manager that limits the time of user code.
 
-        ``overdue`` says afterwards whether it was reported.
+        User code runs between ``begin`` and ``end`` of the returned watch. After ``seconds``,
+        ``report`` is called; ``grace`` seconds later, the process ends. ``overdue`` of the watch
+        records whether ``report`` was called.
         """
         watch = Watch(seconds, grace, report, notify_ranks, self._now)
         before = self.around.put((*(self.around.get() or ()), watch))
         with self._changed:
             self._watches.add(watch)
-            if self._thread is None or not self._thread.is_alive():  # none yet, or in a fork
+            # Not started, or lost in a fork.
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="triton_dist-watchdog", daemon=True
                 )
@@ -139,8 +148,11 @@ class Watchdog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, this thread is in the tuner's own code, which bounds its waits itself: a tuned
-        function that is tried calls one that is not tuned yet. Afterwards time starts anew."""
+        """Context manager that pauses the watches of this thread.
+
+        The tuner's own code limits its waits itself. It runs inside a watch if a tuned function
+        calls another function that is not tuned yet. Afterwards the time limit starts again.
+        """
         with self._changed:
             watches: tuple[Watch, ...] = self.around.get() or ()
             running = [each for each in watches if each.pauses or each.due != math.inf]
@@ -153,16 +165,15 @@ class Watchdog:
             with self._changed:
                 for watch in running:
                     watch.pauses -= 1
-                    if not watch.pauses:  # else another thread that it waits for is at it
+                    if not watch.pauses:  # otherwise another thread still runs the tuner's code
                         watch.begin()
 
     def is_inside(self) -> bool:
-        """True if this thread is inside a watch, begun or not: in what is done for a trial."""
+        """Return whether this thread is inside a watch, and therefore in a trial."""
         return bool(self.around.get())
 
     def forget(self) -> None:
-        """In the child of a fork, which has no thread but the one that forked, and tries
-        nothing."""
+        """Reset the state in the child of a fork, which has one thread and no trial."""
         self._watches = set()
         self._changed = threading.Condition()
         self._thread = None
@@ -177,9 +188,9 @@ class Watchdog:
                 first = min(self._watches, key=Watch.next, default=None)
                 left = math.inf if first is None else first.next() - self._now()
                 if first is None or left > 0:
-                    # A watch that begins meanwhile does not say so: it is looked at now and then.
+                    # A new watch does not notify this thread, so wake up regularly.
                     seconds = None if first is None else min(left, _LOOK_SECONDS)
-                    first = None  # it may hold arguments of a call
+                    first = None  # it may refer to arguments of a call
                     begin = time.monotonic()
                     self._changed.wait(seconds)
                     late = time.monotonic() - begin - (math.inf if seconds is None else seconds)
@@ -191,18 +202,18 @@ class Watchdog:
                 _print(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
                 _end(WATCHDOG_EXIT_STATUS)
                 return
-            # Not here: what a report does may block, and the end must come nevertheless.
+            # Report on another thread: a report may block, and the process must end anyway.
             threading.Thread(target=_report, args=(first,), daemon=True).start()
 
 
 def _report(watch: Watch) -> None:
     error = watch.report()
     _print(
-        f"triton_dist: {error}\nThis process ends in {watch.grace:g} s if it does not "
-        "come back. What it is doing:"
+        f"triton_dist: {error}\nThis process ends in {watch.grace:g} s unless the call returns. "
+        "Stacks:"
     )
     if sys.__stderr__ is not None:
-        with suppress(Exception):  # it may be closed
+        with suppress(Exception):  # stderr may be closed
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     watch.notify_ranks(error)
 
