@@ -295,7 +295,7 @@ def takes_the_tuners_name(x, n, autotune=True): ...
         (generator, "not a generator function"),
         (functools.partial(generator, 1), "not a generator function"),
         (Generator(), "not a generator function"),
-        (takes_the_tuners_name, "other parameter names than autotune"),
+        (takes_the_tuners_name, "parameter names other than autotune"),
         (5, "expected a function"),
         (Ops, "expected a function"),
     ],

@@ -1,1 +1,1 @@
-"""Tuning kernels inside a function by calling it; reads from ``dispatch`` down."""
+"""Tune kernels inside a function by calling the function. Read ``dispatch`` first."""

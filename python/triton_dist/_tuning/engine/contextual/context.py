@@ -1,4 +1,4 @@
-"""One kernel with one key: how ranks begin with it, its candidates, outcomes and winner."""
+"""The tuning of one kernel for one key: agreement, candidates, outcomes and winner."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from triton_dist.errors import (
 
 
 class LaunchStep(Protocol):
-    """One launch."""
+    """One launch of a plan."""
 
     @property
     def config(self) -> Config: ...
@@ -64,14 +64,17 @@ class LaunchStep(Protocol):
 
 
 class Plan(Protocol):
-    """The launches of one kernel and key, one after another. Told the same, it goes on alike."""
+    """The launches of one kernel and key, in sequence.
+
+    A plan is deterministic: equal times lead to equal steps on all ranks.
+    """
 
     samples: dict[str, list[float]]
-    """Milliseconds, by the digest of each config that has not failed."""
+    """Milliseconds, by digest of each config that has not failed."""
 
     @property
     def current(self) -> LaunchStep | None:
-        """``None``: all is known."""
+        """The next launch, or ``None`` at the end."""
 
     def tell(self, milliseconds: float) -> None: ...
     def fail(self, digest: str) -> None: ...
@@ -82,23 +85,23 @@ class Log(Protocol):
         """Append a line to this rank's file."""
 
     def say(self, text: str) -> None:
-        """The same, and print it on the leader if it was asked to be verbose."""
+        """Append a line, and print it on the leader if the tuning is verbose."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextualParts(Common):
-    """Parts that are composed for one contextual tuning.
+    """The parts of one contextual tuning.
 
-    ``settings.seconds`` is for a call of the function, if the call before was not long itself;
-    ``settings.compile_seconds`` also for the first call, which may compile much else.
+    ``settings.seconds`` limits a call of the function, unless the previous call took long itself.
+    ``settings.compile_seconds`` also limits the first call, which may compile other code.
     """
 
     fingerprint: Callable[[Any, ConfigSpace], Fingerprint]
-    """All that a record of an autotuned kernel with these configs depends on."""
+    """Returns everything that a record of a kernel with these configs depends on."""
     plan: Callable[[Sequence[Config], int, int], Plan]
-    """From candidates, warm-ups and repeats."""
+    """Takes the candidates and the numbers of untimed and timed launches."""
     log: Log
     no_grad: Callable[[], AbstractContextManager[object]]
 
@@ -107,7 +110,7 @@ _ADDRESS = " at 0x"
 
 
 def triton_key(tuner: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The key under which ``tuner`` caches a launch: ``key=`` arguments, then all dtypes."""
+    """Return the key under which ``tuner`` caches a launch: ``key=`` arguments, then all dtypes."""
     named = dict(zip(tuner.arg_names, args, strict=False)) | kwargs
     arguments = {name: value for name, value in named.items() if name in tuner.arg_names}
     values = [arguments[name] for name in tuner.keys if name in arguments]
@@ -119,7 +122,7 @@ def kernel_name(tuner: Any) -> str:
 
 
 def jit_function(tuner: Any) -> Any:
-    """The ``JITFunction`` inside; ``None`` if the kernel is interpreted."""
+    """Return the ``JITFunction`` inside; ``None`` if the kernel is interpreted."""
     fn = tuner.fn
     while not isinstance(fn, JITFunction) and hasattr(fn, "fn"):
         fn = fn.fn
@@ -127,18 +130,18 @@ def jit_function(tuner: Any) -> Any:
 
 
 def shown(config: Any) -> str:
-    """A ``triton.Config`` without what it does not set."""
+    """Return the options that a ``triton.Config`` sets, as text."""
     return ", ".join(f"{name}: {value}" for name, value in config.all_kwargs().items())
 
 
 class Context:
-    """Tunes one kernel for one key.
+    """The tuning of one kernel for one key.
 
     Attributes:
-        live: by digest, the ``triton.Config`` objects of this process.
-        winner: the config to use, once it is known.
-        tuned: whether the winner was found here, and not loaded.
-        recorded: the winner and its record in words, if it was loaded.
+        live: the ``triton.Config`` objects of this process, by digest.
+        winner: the config to use, or ``None`` until it is known.
+        tuned: whether the winner was tuned here, and not loaded.
+        recorded: the winner and the location of its record as text, if it was loaded.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Context:
         self.tuned = False
         self.recorded = ""
         self.provisional = False
-        """Chosen for one call, because nothing could be tuned."""
+        """The winner is for one call only, because nothing could be tuned."""
         self.compiled: set[str] = set()
         self.ahead: CompileAhead | None = None
         self._in_own_table = keeps_own_table(tuner)
@@ -158,7 +161,7 @@ class Context:
         self.launches: Counter[str] = Counter()
         """Number of launches of each config as a step, by digest."""
         self.record: TuningRecord | None = None
-        # Known once the ranks have met, if the context has to be tuned.
+        # Set after the first message, if the context must be tuned.
         self.fingerprint: Fingerprint
         self.plan: Plan
         self.warmup = 0
@@ -172,11 +175,11 @@ class Context:
 
     @property
     def can_persist(self) -> bool:
-        """True if the key means the same in another process."""
+        """Whether another process would form an equal key."""
         return _ADDRESS not in self.key.text
 
     def use(self, winner: Any) -> None:
-        """From now on launches take ``winner``, in this function and outside of it."""
+        """Set ``winner`` for launches inside and outside of this function."""
         self.winner = winner
         self.bind()
 
@@ -185,15 +188,14 @@ class Context:
             self.tuner.cache[self.triton_key] = self.winner
 
     def unbind(self) -> None:
-        """Launches outside of the function choose for themselves again."""
+        """Let launches outside of the function choose their config again."""
         if not self._in_own_table:
             self.tuner.cache.pop(self.triton_key, None)
 
     def resume(
         self, record: TuningRecord | None, parts: ContextualParts, messages: Messages, call: int
     ) -> None:
-        """Go on where an interrupted tuning stopped, the same on all ranks, without the configs
-        that some rank got stuck in. Ranks on other hosts may have cache folders of their own.
+        """Continue an interrupted tuning, equally on all ranks, without quarantined configs.
 
         Args:
             record: the record that is replaced.
@@ -206,7 +208,7 @@ class Context:
         at = Step(f"call {call}: journal of {self.name}")
         everyone = messages.all_gather(at, (stuck, entries))
         for entry in next((leaders for _, leaders in everyone if leaders), []):
-            # Untimed steps were not noted: those before a timed one were taken.
+            # The journal has no untimed steps. Repeat them up to the timed step.
             while (step := self.plan.current) is not None and not step.timed:
                 if step.config.digest != entry.config:
                     break
@@ -216,16 +218,16 @@ class Context:
                 self.plan.fail(entry.config)
             elif step is not None and step.config.digest == entry.config:
                 self._step(entry.config, entry.outcome.samples[0])
-            else:  # it went another way, which this one does not take
+            else:  # the interrupted tuning took another step
                 break
             self._noted += 1
         self._journal, self._head = journal, head
-        for quarantined, _ in reversed(everyone):  # the lowest rank's counts
+        for quarantined, _ in reversed(everyone):  # the entry of the lowest rank counts
             for digest, failure in quarantined.items():
                 self.fail(digest, failure)
 
     def trying(self, digest: str) -> None:
-        """It may end this process."""
+        """Note that the config may end this process."""
         if self._journal is not None and not self.launches[digest]:
             self._journal.trying(digest)
             self._trying = digest
@@ -235,14 +237,14 @@ class Context:
         self.plan.tell(milliseconds)
 
     def tell(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
-        """The plan's current step was taken, on all ranks."""
+        """Note that all ranks took the plan's current step."""
         timed = self.plan.current is not None and self.plan.current.timed
         self._step(digest, milliseconds)
         if timed:
             self._note(digest, Measurement((milliseconds,), 0, reduction))
 
     def fail(self, digest: str, failure: Failure) -> None:
-        """A config, not always the current one, cannot be used on some rank."""
+        """Note that a config, not always the current one, cannot be used on some rank."""
         if digest in self.failures:
             return
         self.failures[digest] = failure
@@ -256,13 +258,12 @@ class Context:
             self._noted += 1
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        """By any thread: do not try ``config`` in the next start."""
+        """Exclude ``config`` from the next start. Any thread may call this."""
         if self._journal is not None:
             self._journal.quarantine(self._head, config.digest, failure)
 
     def close(self, error: BaseException | None) -> None:
-        """The tuning of this kernel and key is over; without an ``error`` nothing is left to be
-        gone on with."""
+        """End the tuning. Without an ``error``, also remove the journal."""
         if self.ahead is not None:
             self.ahead.close()
         journal, self._journal = self._journal, None
@@ -275,16 +276,16 @@ class Context:
         journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
-        """Configs that may run in place of ``digest``: fastest so far first, then in order."""
+        """Yield configs that may replace ``digest``: the fastest first, then in order."""
         left = [c for c in self.candidates if c.digest not in self.failures and c.digest != digest]
         samples = self.plan.samples
         yield from sorted(left, key=lambda c: min(samples[c.digest], default=float("inf")))
 
     def finish(self, reduction: Reduction) -> TuningRecord:
-        """All is known: the winner, and the record of how it was found.
+        """Set the winner, and return the record of the tuning.
 
         Raises:
-            NoValidConfig: every config failed; holds each cause.
+            NoValidConfig: every config failed; has the cause of each.
         """
         trials = [Trial.of(c, self._outcome(c.digest, reduction)) for c in self.candidates]
         trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self.pruned]
@@ -303,8 +304,11 @@ class Context:
         return Measurement(tuple(self.plan.samples[digest]), self.warmup, reduction)
 
     def publish(self) -> None:
-        """Leave what Triton's own tuning leaves: timings on the kernel, in its disk cache, for a
-        listener and for who set ``TRITON_PRINT_AUTOTUNING``."""
+        """Store what Triton's own tuning stores and reports.
+
+        This covers timings on the kernel, its disk cache, the listener, and
+        ``TRITON_PRINT_AUTOTUNING``.
+        """
         tuner, record = self.tuner, self.record
         if record is None:
             return
@@ -317,7 +321,7 @@ class Context:
         if tuner.cache_results and not self._in_own_table:
             live = [self.live[config.digest] for config in self.candidates]
             tuner.check_disk_cache(self.triton_key, live, lambda: None)
-            tuner.configs_timings = timings  # those of an older entry, if it had one
+            tuner.configs_timings = timings  # ``check_disk_cache`` may have loaded an older entry
             self.bind()
         listener = getattr(triton.knobs.autotuning, "listener", None)
         if listener is not None:  # Triton 3.8 and later
@@ -343,14 +347,16 @@ Suspect: TypeAlias = Callable[[], tuple[Context, Config] | None]
 
 
 class Messages(Channel):
-    """Messages of one contextual tuning. All are a ``all_gather``, whose phase is compared: ranks
-    at different places get an error that names the place of each.
+    """Messages of one contextual tuning.
+
+    Every message is an ``all_gather`` whose phase is compared. If ranks are at different points,
+    they raise an error that names the point of each rank.
 
     Args:
-        suspect: which kernel is at which config now, if one is.
+        suspect: returns the kernel and the config that are running now, if any.
 
     Attributes:
-        limit: seconds for the function's current call.
+        limit: time limit for the current call of the function, in seconds.
     """
 
     def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
@@ -359,8 +365,13 @@ class Messages(Channel):
         self._suspect, self.limit = suspect, parts.settings.compile_seconds
 
     def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
-        """``after``: how long other ranks may take to come here; default: as long as the call."""
-        with watchdog.paused():  # the call's, which is in our code here
+        """Return the values of all ranks.
+
+        Args:
+            after: seconds that other ranks may take before this point; default: the limit of the
+                call.
+        """
+        with watchdog.paused():  # pause the watch of the call
             at = replace(at, phase=f"{self._function}, {at.phase}")
             if not self.has_met:
                 return self.meet(at, value)
@@ -377,8 +388,11 @@ class Messages(Channel):
 
 
 def as_config(config: Any) -> Config:
-    """A ``triton.Config`` as the tuner's; a hook that has no stable text, or is a partial, which
-    may bind the rank, counts by its name."""
+    """Return a ``triton.Config`` as a config of the tuner.
+
+    A hook is replaced by its name if it has no stable text, or is a partial, which may bind the
+    rank.
+    """
     if isinstance(config.pre_hook, functools.partial) or not codec.is_exact(config.pre_hook, False):
         bare = copy.copy(config)
         bare.pre_hook = None
@@ -395,18 +409,19 @@ def open_context(
     messages: Messages,
     call: int,
 ) -> Context:
-    """The context, on all ranks: done, if there is a record of it, or at its beginning.
+    """Create the context of a kernel and key, on all ranks.
+
+    It already has a winner if there is a record.
 
     Args:
-        prune: the live configs that the kernel's own pruning leaves for this launch.
+        prune: returns the live configs that the kernel's own pruning keeps for this launch.
         call: number of the function's call, for errors.
 
     Raises:
-        RankDisagreement: ranks launch different kernels, or come with other keys, configs or
-            sources; on every rank.
-        RankTimeout: a rank launches none.
-        InvalidArgument: a buffer to reset or restore is no argument of the kernel.
-        NoValidConfig: the leader's pruning leaves nothing.
+        RankDisagreement: kernels, keys, configs or sources differ; raised on every rank.
+        RankTimeout: a rank launches no kernel.
+        InvalidArgument: a buffer to reset or restore is not an argument of the kernel.
+        NoValidConfig: the leader's pruning keeps no config.
     """
     name = kernel_name(tuner)
     _check_names(name, tuner)
@@ -414,7 +429,7 @@ def open_context(
     key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
     fingerprint = parts.fingerprint(tuner, own.space)
     context = Context(tuner, triton_key, key, own.live)
-    found = OwnRecord(None, "its key has no text that another process would understand")
+    found = OwnRecord(None, "its key has no text that is stable across processes")
     if context.can_persist:
         strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
         stored = parts.store.find(key.under(fingerprint))
@@ -448,7 +463,9 @@ def open_context(
     leader, policy = agreement.leader, parts.settings.policy
     kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
     if len(kept) < len(leader.kept):
-        raise LookupError(f"{context.name}: the leader's pruning made configs that this rank lacks")
+        raise LookupError(
+            f"{context.name}: the leader's pruning returned configs that this rank does not have"
+        )
     pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
@@ -468,10 +485,10 @@ def open_context(
     context.plan = parts.plan(kept, policy.warmup, policy.repeat)
     context.warmup = policy.warmup
     if len(kept) == 1:
-        context.use(own.live[kept[0].digest])  # nothing to choose from
+        context.use(own.live[kept[0].digest])  # there is no choice
     elif context.can_persist:
         context.resume(found.record, parts, messages, call)
-    reason = "told to tune always" if leader.always_tune else found.where
+    reason = "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if leader.always_tune else found.where
     ranks = parts.ranks.size
     parts.log.say(
         f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
@@ -485,12 +502,12 @@ class _NotCached(Exception):
 
 
 class _Own:
-    """Configs of this rank, and what its pruning makes of them."""
+    """The configs of this rank, and the result of its pruning."""
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
         self._tuner = tuner
         self.failure: Exception | None = None
-        """The exception that its pruning raised."""
+        """The exception that the pruning raised."""
         pruned: list[Any] = []
         try:
             pruned = prune()
@@ -506,7 +523,7 @@ class _Own:
         self.kept = list({config.digest: config for config, _ in kept}.values())
 
     def take_failure(self) -> Exception:
-        """The failure, which holds frames that hold this."""
+        """Return and drop the failure, which refers to frames that refer to this object."""
         failure, self.failure = self.failure, None
         assert failure is not None
         return failure
@@ -516,8 +533,7 @@ class _Own:
         return "done" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
 
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
-        """Return the digest of the winner in the kernel's own ``cache_results``, if there is
-        one."""
+        """Return the digest of the winner in the kernel's own ``cache_results``, if any."""
         tuner = self._tuner
         if not tuner.cache_results or keeps_own_table(tuner):
             return None
@@ -535,7 +551,7 @@ class _Own:
 
 
 def _with_text(value: object) -> object:
-    """Values of other libraries, such as Triton's dtypes, count by how they print."""
+    """Return ``value``, or its ``repr`` if it has no encoding, such as a dtype of Triton."""
     try:
         codec.encode(value)
     except TypeError:
@@ -544,8 +560,11 @@ def _with_text(value: object) -> object:
 
 
 def _check_names(name: str, tuner: Any) -> None:
-    """Refuse unknown names of buffers, whose values would be wrong after a tuning. Warn of unknown
-    key names: Triton before 3.9 drops them silently and uses one config for all values."""
+    """Check the argument names in the options of the tuner.
+
+    Reject unknown buffers, which a tuning would corrupt. Warn about unknown key names: Triton
+    before 3.9 ignores them silently and uses one config for all values.
+    """
     for option in ("reset_to_zero", "restore_value"):
         for buffer in getattr(tuner, option):
             if buffer not in tuner.arg_names:
@@ -554,7 +573,8 @@ def _check_names(name: str, tuner: Any) -> None:
     unknown = [key for key in tuner.keys if key not in tuner.arg_names]
     if unknown:
         warn(
-            f"{name}: key names {', '.join(map(repr, unknown))} are no arguments of the kernel, so "
-            f"they tell no launches apart. Its arguments are {', '.join(tuner.arg_names)}.",
+            f"{name}: key names {', '.join(map(repr, unknown))} are not arguments of the kernel, "
+            "so they do not distinguish launches. The arguments are "
+            f"{', '.join(tuner.arg_names)}.",
             TuningWarning,
         )

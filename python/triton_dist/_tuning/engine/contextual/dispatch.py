@@ -1,7 +1,8 @@
-"""The object that ``@contextual_autotune`` makes of a function.
+"""The object that ``@contextual_autotune`` returns for a function.
 
-The hot path is ``__call__`` of a settled function: it makes itself known to the thread and calls.
-No environment, log, lock or message to other ranks; kernels in it run Triton's own path.
+A function is settled when all its kernels have a config. ``__call__`` of a settled function is the
+hot path: it registers the call and calls the function. It uses no environment variable, log, lock
+or message to other ranks, and its kernels run Triton's own path.
 """
 
 from __future__ import annotations
@@ -33,22 +34,24 @@ _all: weakref.WeakSet[ContextualAutoTuner] = weakref.WeakSet()
 
 
 def _release_all() -> None:
-    """In the child of a fork: the thread that holds a lock there may be one of the parent."""
+    """Replace all locks in the child of a fork: a thread of the parent may hold them."""
     for tuner in list(_all):
         tuner._tuning = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_release_all)
 
+# Differs from every world, ``None`` included.
 _UNSETTLED = object()
 
 
 class ContextualAutoTuner(Decorated):
-    """A function whose inner ``triton.autotune`` kernels are tuned by calling it again and again.
+    """A function whose ``triton.autotune`` kernels are tuned by calling the function repeatedly.
 
     Attributes:
-        fn: the function itself; kernels in it then tune as Triton does.
-        tuning_calls: how often this process called the function besides once for each call.
+        fn: the function without tuning. Its kernels then tune as Triton does.
+        tuning_calls: number of calls of the function by this process, in addition to one per call
+            of the user.
     """
 
     _kind = "contextually autotuned"
@@ -63,12 +66,11 @@ class ContextualAutoTuner(Decorated):
         is_off: Callable[[], bool],
         torch_state: Callable[[Any], RandomState],
     ) -> None:
-        """
-        Args:
-            default_group: has the group of all ranks in ``WORLD``; in another one all is chosen
-                again.
-            is_off: nothing is tuned now, and defaults are used.
-            torch_state: states of torch's generators, with those among some arguments.
+        """Args:
+        default_group: has the group of all ranks in ``WORLD``. In another world, all configs
+            are chosen again.
+        is_off: returns ``True`` if nothing is tuned now and default configs are used.
+        torch_state: returns the state of torch's generators and of generators in the arguments.
         """
         super().__init__(fn)
         self.tuning_calls = 0
@@ -77,21 +79,22 @@ class ContextualAutoTuner(Decorated):
         self._torch_state, self._draws = torch_state, False
         self._contexts: Contexts = {}
         self._chosen_in: object = None
-        """The world that ``_contexts`` are of."""
+        """The world in which the configs of ``_contexts`` were chosen."""
         self._settled_in: object = _UNSETTLED
-        """The world in which the last call left nothing to be tuned."""
-        # Not re-entrant: what a call tunes may begin on a thread of autograd and end on its own.
+        """The world in which the last call left nothing to tune."""
+        # Not re-entrant, because a tuning may begin on a thread of autograd and end on the caller's
+        # thread.
         self._tuning = threading.Lock()
         _all.add(self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; tunes what its kernels meet for the first time."""
+        """Call the function. Tune its kernels when they meet a new key."""
         if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
             return self._call_unsettled(args, kwargs)
         return self._watched(args, kwargs)
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The settled function; notices kernels and keys that are new."""
+        """Call the settled function, and detect new kernels and keys."""
         interception, watch = self._interception, (self, get_ident())
         before = self._torch_state((args, kwargs)) if self._draws else None
         interception.watch(watch)
@@ -106,24 +109,25 @@ class ContextualAutoTuner(Decorated):
         return self._continue(watch, args, kwargs, result, before) if interception.late else result
 
     def choices(self) -> dict[str, Any]:
-        """The ``triton.Config`` of each kernel and key that this function has met."""
+        """Return the ``triton.Config`` of each kernel and key that this function has launched."""
         contexts = self._contexts.values()
         return {context.name: context.winner for context in contexts if context.winner is not None}
 
     def clear(self) -> None:
-        """Forget what this process chose. Records on disk stay, and are looked up again."""
+        """Drop the choices of this process. Records on disk remain and are looked up again."""
         for context in self._contexts.values():
             context.unbind()
         self._contexts.clear()
         self._settled_in = _UNSETTLED
 
     def _call_unsettled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that has to tune, or that may be part of one that does."""
+        """Make a call that must tune, or that may be part of a call that tunes."""
         if self._interception.is_traced((args, kwargs)):
             return self.fn(*args, **kwargs)
         outer = self._interception.current_call()
         own = None if outer is None else outer.enclosing(self)
-        if own is not None and own.session is not None:  # the function calls itself: one tuning
+        # A recursive call belongs to the same tuning.
+        if own is not None and own.session is not None:
             return self._run(Call(self, outer, own.session), args, kwargs)
         if self._settled_in is not self._default_group.WORLD:
             if self._is_off():
@@ -132,12 +136,12 @@ class ContextualAutoTuner(Decorated):
             with self._tuning:
                 if (
                     self._settled_in is not self._default_group.WORLD
-                ):  # else another thread was faster
+                ):  # otherwise another thread has tuned it
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
     def _untuned(self) -> Defaults:
-        with suppress(TritonDistError):  # ranks that wait for this one in vain learn why
+        with suppress(TritonDistError):  # the reason is shown on ranks that wait for this rank
             self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
         return Defaults(self._interception)
 
@@ -150,7 +154,7 @@ class ContextualAutoTuner(Decorated):
         return result
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function, as ``call`` of this thread."""
+        """Call the function, registered as ``call`` of this thread."""
         interception = self._interception
         interception.enter(call)
         try:
@@ -162,7 +166,7 @@ class ContextualAutoTuner(Decorated):
 
     def _session(self, values: Any = ()) -> Session:
         world = self._default_group.WORLD
-        if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
+        if world is not self._chosen_in:  # the configs were agreed on by the ranks of another world
             self.clear()
             self._chosen_in = world
         with reporting_errors(self._name, self._ranks):
@@ -182,8 +186,8 @@ class ContextualAutoTuner(Decorated):
         self._draws = self._draws or session.has_drawn()
 
     def begin_session(self) -> Session | Defaults:
-        """The settled function launches a kernel, or a key, that is new: tune from here on."""
-        self._tuning.acquire()  # released when the tuning that begins here ends
+        """Start to tune in the middle of a settled function's call, at a new kernel or key."""
+        self._tuning.acquire()  # released by ``_continue`` or ``_abandon``
         try:
             session = self._untuned() if self._is_off() else self._session()
             return session.__enter__()
@@ -192,7 +196,7 @@ class ContextualAutoTuner(Decorated):
             raise
 
     def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch the config that this function has chosen, if it has."""
+        """Launch the config that this function has chosen, or return ``NOT_KNOWN``."""
         context = self._contexts.get((tuner, triton_key(tuner, args, kwargs)))
         if context is None or context.winner is None:
             return NOT_KNOWN
@@ -207,17 +211,17 @@ class ContextualAutoTuner(Decorated):
         result: Any,
         before: RandomState | None,
     ) -> Any:
-        """Go on with the tuning, if any, that began in the call which gave ``result``.
+        """Finish the tuning, if any, that began in the call that returned ``result``.
 
         Args:
-            before: states of torch's generators before that call, of a function that uses them.
+            before: state of torch's generators before the call, if the function uses them.
         """
         session: Session | Defaults | None = self._interception.late.pop(watch, None)
-        if session is None:  # another thread's
+        if session is None:  # the session belongs to another thread
             return result
         try:
             with ExitStack() as scope:
-                scope.push(session)  # it was entered when it began
+                scope.push(session)  # entered by ``begin_session``
                 session.random_state = before or session.random_state
                 if not session.end_call():
                     call = Call(self, self._interception.current_call(), session)
@@ -228,6 +232,7 @@ class ContextualAutoTuner(Decorated):
             self._tuning.release()
 
     def _abandon(self, watch: Watch, error: BaseException) -> None:
+        """End the tuning, if any, that began in the call that raised ``error``."""
         session = self._interception.late.pop(watch, None)
         if session is None:
             return

@@ -1,15 +1,15 @@
-"""Sees the launches of ``triton.autotune`` kernels while a decorated function runs.
+"""Intercept the launches of ``triton.autotune`` kernels while a decorated function runs.
 
-Two methods of Triton's ``Autotuner`` are replaced, each only while some call needs it (and ``run``
-of subclasses that have their own, see ``launch``):
+Two methods of Triton's ``Autotuner`` are replaced while a call needs it. ``run`` of subclasses that
+override it is replaced too (see ``launch``).
 
-* ``run``, in a call that tunes: every launch comes here.
-* ``prune_configs``, in a call that does not: Triton's own ``run`` comes here for a key that the
-  kernel has no config for, and only then. So kernels whose config is known run Triton's own path,
-  and a new shape is tuned on all ranks together all the same. Who else asks gets the configs.
+* ``run``, during a call that tunes: receives every launch.
+* ``prune_configs``, during a call that does not tune: Triton's ``run`` calls it only for a key
+  without a config. So kernels with a known config run Triton's own path, and a new key is still
+  tuned on all ranks together. Other callers receive the configs.
 
-Replacing is of the process; whose launch it is, the running thread tells (and the threads on which
-autograd works for it). A launch of any other thread goes straight on to Triton.
+The replacement applies to the process. The running thread, and autograd threads that work for it,
+decide whose launch it is. Launches of other threads go to Triton directly.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ _TRITONS_RUN = Autotuner.run.__code__
 
 
 class Session(Protocol):
-    """A tuning that goes on while a function runs."""
+    """A tuning that runs while a function runs."""
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the place of ``tuner.run(*args, **kwargs)``."""
+        """Replace ``tuner.run(*args, **kwargs)``."""
 
 
 class Watcher(Protocol):
-    """A decorated function that is settled: nothing in it is left to be tuned, so far."""
+    """A settled decorated function: all kernels that it has launched have a config."""
 
     def begin_session(self) -> Session:
-        """It has launched a kernel that no config is known for."""
+        """Start to tune, because the function launched a kernel without a config."""
 
     def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the place of ``tuner.run`` if its config is known, else give ``NOT_KNOWN``."""
+        """Replace ``tuner.run`` if the config is known, else return ``NOT_KNOWN``."""
 
 
 class ThreadValue(Protocol):
-    """A value of the running thread that threads which work for it see too."""
+    """A value of the running thread, visible to threads that work for it."""
 
     def get(self) -> Any: ...
     def put(self, value: object) -> None: ...
 
 
 class Call:
-    """One running call of a decorated function that may tune."""
+    """A running call of a decorated function that may tune."""
 
     def __init__(self, owner: object, outer: Call | None, session: Session | None) -> None:
         self.owner, self.outer, self.session = owner, outer, session
 
     def enclosing(self, owner: object) -> Call | None:
-        """The call of ``owner`` that this one is part of, or is."""
+        """Return this call or the enclosing call of ``owner``, or ``None``."""
         call: Call | None = self
         while call is not None and call.owner is not owner:
             call = call.outer
@@ -69,16 +69,16 @@ class Call:
 NOT_KNOWN = object()
 
 Watch = tuple[Watcher, int]
-"""One running call of a settled function, and the thread that it is on."""
+"""A running call of a settled function, and its thread."""
 
 
 class Interception:
-    """There is one in a process.
+    """The interception of this process. There is one instance.
 
     Attributes:
-        sessions: one entry for each tuning that is running on any thread.
+        sessions: one entry for each running tuning, on any thread.
         late: sessions that began in the middle of a call of a settled function.
-        is_traced: whether what is called with these values would compute nothing, as on fake and
+        is_traced: returns whether a call with these values computes nothing, such as with fake or
             meta tensors.
     """
 
@@ -124,13 +124,15 @@ class Interception:
             if not self.sessions:
                 Autotuner.run = self._run
                 self._own_runs.restore()
-                self._own_runs.find()  # the function may have imported some
+                self._own_runs.find()  # the function may have imported new classes
                 if self._watches:
                     self._own_runs.replace(only_pruning=True)
 
     def watch(self, watch: Watch) -> None:
-        """Begin a call of a settled function. Without a lock, which would cost more than all else
-        of such a call."""
+        """Begin a call of a settled function.
+
+        It takes no lock, because a lock would dominate the overhead of the call.
+        """
         self._watches.append(watch)
         Autotuner.prune_configs = self._seen_prune
         if self._own_runs.pruning:
@@ -142,12 +144,12 @@ class Interception:
             Autotuner.prune_configs = self._prune
             if self._own_runs.pruning and not self.sessions:
                 self._own_runs.restore(only_pruning=True)
-            if self._watches:  # another thread came in between
+            if self._watches:  # another thread began a call meanwhile
                 Autotuner.prune_configs = self._seen_prune
                 self._own_runs.replace(only_pruning=True)
 
     def forget(self) -> None:
-        """In the child of a fork: only what this thread is in goes on."""
+        """Keep only the calls of this thread, in the child of a fork."""
         thread, call, own = threading.get_ident(), self.current_call(), []
         while call is not None:
             own.append(call.session)
@@ -163,10 +165,10 @@ class Interception:
             Autotuner.prune_configs = self._prune
 
     def prune(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The configs that the kernel's own pruning leaves for this launch."""
+        """Return the configs that the kernel's own pruning keeps for this launch."""
         before = getattr(tuner, "nargs", None)
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-        prune = type(tuner).prune_configs  # a subclass may have its own
+        prune = type(tuner).prune_configs  # a subclass may override it
         try:
             return list((self._prune if prune is self._seen_prune else prune)(tuner, kwargs))
         finally:
@@ -183,7 +185,7 @@ class Interception:
         return run
 
     def _counts(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if it is a launch, of a kernel that has something to be tuned."""
+        """Return whether this is a launch of a kernel that has something to tune."""
         if kwargs.get("warmup") or len(tuner.configs) < 2:
             return False
         return not self.is_traced((args, kwargs))
@@ -220,7 +222,7 @@ class Interception:
 
     def _prune_replacement(self) -> Callable[..., Any]:
         def prune_configs(tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
-            # Autotuner.warmup comes here too, and passes no ``warmup``.
+            # Autotuner.warmup calls this too, and does not pass ``warmup``.
             watch = None if kwargs.get("warmup", True) else self._own_watch()
             of_triton = sys._getframe(1).f_code is _TRITONS_RUN
             if watch is None or not of_triton:
@@ -230,17 +232,18 @@ class Interception:
             if self.is_traced((args, kwargs)):
                 return list(self._prune(tuner, kwargs))
             session = self._late_session(watch)
-            tuner.nargs = nargs  # it may have waited for another thread's tuning of this kernel
+            tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
             _Detour(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
             return [_TO_BE_CHOSEN]
 
         return prune_configs
 
     def _own_watch(self) -> Watch | None:
-        """The innermost settled call that this thread is in, or works for.
+        """Return the innermost settled call that this thread is in or works for.
 
-        torch does not tell whose backward pass a thread of autograd does; a process that has
-        several at once, each in a settled function that meets a new key, is not told apart.
+        torch does not reveal whose backward pass an autograd thread runs. If several backward
+        passes run concurrently, each in a settled function with a new key, they cannot be
+        distinguished.
         """
         watches, thread = list(self._watches), threading.get_ident()
         own = [watch for watch in watches if watch[1] == thread]
@@ -258,12 +261,11 @@ _TO_BE_CHOSEN = _ToBeChosen({})
 
 
 class _Detour:
-    """Leads the running ``Autotuner.run`` of Triton, which has found no config for its key, to
-    ``launch`` instead of to its own tuning and launch.
+    """Redirects a running ``Autotuner.run``, which has no config for its key, to ``launch``.
 
-    There is no way to return from inside it with a result but through the attributes that it is
-    about to use: until it comes to launch, the kernel, the hook, the timing, and the caches in
-    memory (a library's may be on disk) and on disk of this one ``Autotuner`` are replaced.
+    The only way out of ``run`` with a result is through the attributes that it uses next. Until
+    ``run`` launches the kernel, this object replaces the kernel, the hook, the timing and the
+    caches of this ``Autotuner``, in memory and on disk.
     """
 
     def __init__(self, tuner: Any, launch: Callable[[], Any]) -> None:
@@ -285,7 +287,7 @@ class _Detour:
         try:
             return self._launch()
         except BaseException:
-            tuner.nargs = None  # Triton's run, which this leaves, does so at its end alone
+            tuner.nargs = None  # Triton's run resets it only if it returns
             raise
 
 
@@ -298,7 +300,7 @@ def _measure_nothing(*_: Any, **__: Any) -> list[float]:
 
 
 class Defaults:
-    """In place of a session. Nothing is looked up, measured or kept."""
+    """Replaces a session if tuning is off: nothing is looked up, measured or kept."""
 
     calls = 1
     random_state: RandomState | None = None

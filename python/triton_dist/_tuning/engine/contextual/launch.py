@@ -1,9 +1,9 @@
 """One launch of an autotuned kernel, with the hooks that Triton runs around it.
 
-Triton's own tuning runs a kernel many times in a row and undoes each run at once. Here the rest of
-the function needs what the kernel did. So a run is undone at the end of the *function*, before it
-is called again; what the last call did stays. Subclasses of Triton's ``Autotuner`` may have a
-``run`` of their own; :class:`OwnRuns` replaces it while a call tunes.
+Triton's own tuning runs a kernel many times in a row and undoes each run immediately. Here, the
+rest of the function needs the result of the kernel. So a run is undone at the end of the
+*function*, before the next call; the last call is not undone. Subclasses of Triton's ``Autotuner``
+may override ``run``; :class:`OwnRuns` replaces their ``run`` during a tuning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class Leads(enum.Enum):
-    """Outcomes of the ``run`` of a class."""
+    """Where ``run`` of a class leads: to Triton's ``run``, to ``prune_configs``, or to neither."""
 
     TO_TRITON = enum.auto()
     TO_PRUNING = enum.auto()
@@ -35,14 +35,21 @@ class Leads(enum.Enum):
 
 
 def leads(kind: Any) -> Leads:
-    """By the names in the code of ``run``, and of the methods of its class that it calls."""
+    """Return where ``run`` of a class leads.
+
+    The result is derived from the names in the code of ``run`` and of the methods that it calls.
+    """
     runs = [(each, vars(each)["run"]) for each in kind.__mro__ if "run" in vars(each)]
     return _leads(kind, tuple(runs))
 
 
 @functools.cache
 def _leads(kind: Any, runs: tuple[tuple[type, Run], ...]) -> Leads:
-    """``runs``: with the classes that define them, each overridden by the one before."""
+    """Return the result of :func:`leads`.
+
+    Args:
+        runs: each class that defines ``run``, and its ``run``, in method resolution order.
+    """
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
             return Leads.TO_TRITON
@@ -50,7 +57,7 @@ def _leads(kind: Any, runs: tuple[tuple[type, Run], ...]) -> Leads:
         if "prune_configs" in names:
             return Leads.TO_PRUNING
         bases = {base.__name__ for base, _ in runs[number + 1 :]}
-        if names and not names & ({"super"} | bases):  # what has no code may do anything
+        if names and not names & ({"super"} | bases):  # a function without code may do anything
             return Leads.ELSEWHERE
     return Leads.TO_TRITON
 
@@ -79,27 +86,30 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def keeps_own_table(tuner: Any) -> bool:
-    """True if ``cache`` of ``tuner`` is its library's, with keys that only that knows."""
+    """Return whether ``cache`` of ``tuner`` belongs to a library that uses its own keys."""
     return leads(type(tuner)) is Leads.TO_PRUNING
 
 
 class OwnRuns:
-    """Replaces ``run`` of such classes, and puts it back.
+    """Replaces and restores ``run`` of subclasses that override it.
 
     Args:
-        replace: makes what takes the place of a class's ``run``.
+        replace: returns the replacement of a class's ``run``.
     """
 
     def __init__(self, replace: Callable[[type[Autotuner], Run], Run]) -> None:
         self._replace = replace
         self._classes: dict[type[Autotuner], tuple[Run, Run]] = {}
-        """Their own, and what takes its place."""
+        """By class: its own ``run`` and the replacement."""
         self.pruning: dict[type[Autotuner], tuple[Run, Run]] = {}
-        """Those whose own comes to Triton's pruning: not seen otherwise, in a settled function."""
+        """Classes whose ``run`` calls ``prune_configs``.
+
+        In a settled function, their launches cannot be intercepted without a replacement.
+        """
         self._warned: set[type[Autotuner]] = set()
 
     def find(self) -> None:
-        """Find the classes that are there now. None is replaced at that time."""
+        """Find the subclasses that exist now. Requires that no ``run`` is replaced."""
         for kind in _subclasses(Autotuner):
             own = vars(kind).get("run")
             if own is not None and self._classes.get(kind, (None,))[0] is not own:
@@ -110,7 +120,11 @@ class OwnRuns:
         }
 
     def replace(self, only_pruning: bool = False) -> None:
-        """``only_pruning``: only the classes in ``pruning``."""
+        """Replace ``run`` of the classes.
+
+        Args:
+            only_pruning: replace it only for the classes in ``pruning``.
+        """
         for kind, (_, replacement) in (self.pruning if only_pruning else self._classes).items():
             kind.run = replacement
 
@@ -119,16 +133,15 @@ class OwnRuns:
             kind.run = own
 
     def warn(self, tuner: Any) -> None:
-        """Say once of each class that it is left alone."""
+        """Warn once per class that it is not tuned."""
         kind = type(tuner)
         if kind in self._warned:
             return
         self._warned.add(kind)
         warnings.warn(
-            f"contextual_autotune: {kind.__module__}.{kind.__qualname__}, such as of "
-            f"{tuner.base_fn.__qualname__}, tunes in a run() of its own that comes neither to "
-            "Triton's run() nor to its prune_configs(): it is left alone, and each rank chooses "
-            "for itself.",
+            f"contextual_autotune: {kind.__module__}.{kind.__qualname__}, the class of "
+            f"{tuner.base_fn.__qualname__}, overrides run() without calling Triton's run() or "
+            "prune_configs(). It is not tuned here, and each rank chooses its own config.",
             TuningWarning,
             stacklevel=2,
         )
@@ -144,7 +157,7 @@ class Launch:
     """The launch ``tuner.run(*args, **kwargs)``, for any config.
 
     Args:
-        undo: gets the steps that undo the launch, before the function is called again.
+        undo: receives the callbacks that undo the launch before the next call of the function.
     """
 
     def __init__(
@@ -154,20 +167,22 @@ class Launch:
         self._nargs = dict(zip(tuner.arg_names, args, strict=False))
 
     def compile(self, config: Any) -> None:
-        """Compile ``config`` and load it, with its registers and shared memory checked; launch
-        nothing."""
+        """Compile and load ``config``, and check its registers and shared memory, without a
+        launch."""
         self._run_config_hook(config)
         options = {name: value for name, value in self._kwargs.items() if name != "warmup"}
         kernel = self._tuner.fn.warmup(*self._args, **options, **config.all_kwargs())
-        if kernel is not None:  # a hook of Triton's may veto
+        if kernel is not None:  # a hook of Triton may cancel the compilation
             kernel._init_handles()
 
     def step(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
-        """Launch a candidate, with ``timer`` around this launch alone; if it is ``timed``, with the
-        cache cold.
+        """Launch a candidate, with ``timer`` around this launch only.
+
+        Args:
+            timed: flush the cache before the launch.
 
         Raises:
-            Exception: of a hook or of the launch.
+            Exception: raised by a hook or by the launch.
         """
         tuner, arguments = self._tuner, self._arguments(config)
         conflicts = self._kwargs.keys() & config.kwargs.keys()
@@ -197,25 +212,25 @@ class Launch:
         return result
 
     def tuned(self, config: Any) -> Any:
-        """Launch the winner of a tuning that this call of the function is part of, or ends."""
+        """Launch the winner of a tuning of which this call of the function is a part."""
         arguments = self._arguments(config)
         self._restore_later(arguments, self._tuner.restore_value)
         if self._tuner.user_defined_pre_hook:
             self._tuner.pre_hook(arguments, reset_only=True)
-        else:  # Triton's own hook cannot reset None
+        else:  # Triton's own hook fails for ``None``
             self._reset(arguments)
         self._run_config_hook(config)
         return self._run(config)
 
     def loaded(self, config: Any) -> Any:
-        """Launch a config that was known before: as in production, but it can be undone."""
+        """Launch a config that was known before, like in production, but with undo."""
         names = [*self._tuner.reset_to_zero, *self._tuner.restore_value]
         self._restore_later(self._arguments(config), names)
         self._run_config_hook(config)
         return self._run(config)
 
     def known(self, config: Any) -> Any:
-        """Launch a config as in production."""
+        """Launch a config like in production."""
         self._run_config_hook(config)
         return self._run(config)
 

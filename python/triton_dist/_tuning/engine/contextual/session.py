@@ -1,8 +1,8 @@
-"""One tuning: the function is called again and again, and in each call every kernel takes a step.
+"""One tuning: call the function repeatedly. In each call, every kernel takes one step.
 
-Ranks speak at places that all of them reach: when a kernel comes with a key that is new, before a
-config is launched that has to be compiled first, and at the end of each call, where they exchange
-what was stepped, failed and timed in it.
+The ranks exchange messages at points that all of them reach: when a kernel has a new key, before
+the launch of a config that must be compiled, and at the end of each call. The last message has the
+steps, failures and times of the call.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from triton_dist.errors import (
 )
 
 Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
-"""Contexts of one decorated function, by kernel and Triton's key, in order of opening."""
+"""Contexts of one decorated function, by kernel and Triton's key, in the order of their
+creation."""
 
 _MAX_UNTUNED_KEYS = 8
 _SLOWER = 3.0
-"""So many times as long as the last call the next one may take: a training step may be long."""
+"""Time limit of a call, relative to the previous call: a training step may be long."""
 
 
 class Session:
-    """Steps the kernels of ``contexts``, and what comes new, until a call has no step to take.
+    """Steps the kernels in ``contexts``, and new kernels, until a call has no step to take.
 
-    Used as a context manager around the calls: an exception restores what kernels have in place,
-    and drops the contexts that are not done.
+    It is a context manager around the calls. An exception undoes the last call and drops the
+    unfinished contexts.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Session:
         interception: Interception,
         random_state: RandomState,
     ) -> None:
-        """``random_state``: of the generators before each call."""
+        """Args:
+        random_state: the state of the generators before each call.
+        """
         self.random_state = random_state
         self._contexts, self._parts = contexts, parts
         self._interception = interception
@@ -79,7 +82,7 @@ class Session:
         return self._turn.number + 1
 
     def has_drawn(self) -> bool:
-        """True if the last call used torch's random number generators."""
+        """Return whether the last call used torch's random number generators."""
         return self.random_state.has_moved()
 
     def __enter__(self) -> Session:
@@ -101,13 +104,13 @@ class Session:
         with self._scope:
             if kind is not None:
                 self._undo()
-        # Errors hold frames that hold arguments of the function, and this session.
+        # Errors refer to frames, which refer to the arguments of the function and to this session.
         self._messages.end()
         self._turn.exhausted, self._settle = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call the function until nothing is left to be tuned; the result of the last call."""
-        # Not from ``__enter__`` on: that may be on a thread of autograd, this is the caller's.
+        """Call the function until nothing is left to tune. Return the result of the last call."""
+        # Not in ``__enter__``, which may run on an autograd thread. This is the caller's thread.
         with self._parts.settling() as self._settle:
             while True:
                 self._call_began = time.monotonic()
@@ -122,7 +125,7 @@ class Session:
                     return result
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of ``tuner.run``."""
+        """Replace ``tuner.run``."""
         key = triton_key(tuner, args, kwargs)
         context = self._contexts.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._turn.undo)
@@ -133,7 +136,7 @@ class Session:
             parts, messages, number = self._parts, self._messages, self._turn.number
             context = open_context(tuner, key, prune, parts, messages, number)
             why = self._turn.unusable(context, launch) if context.recorded else ""
-            if why:  # some rank cannot use the recorded winner, so all ranks tune
+            if why:  # some rank cannot use the recorded winner
                 if parts.ranks.is_leader:
                     warn(
                         f"contextual_autotune {context.name}: {context.recorded} fails {why}. It "
@@ -147,13 +150,13 @@ class Session:
         return self._turn.launch(context, launch)
 
     def end_call(self) -> bool:
-        """Learn what all ranks did in the call; whether it was the last.
+        """Exchange the results of the call. Return whether it was the last call.
 
         Raises:
-            RankDisagreement: ranks stepped different kernels, or in another order.
-            NoValidConfig: every config of some kernel has failed.
+            RankDisagreement: ranks launched different kernels, or in another order.
+            NoValidConfig: every config of some kernel failed.
         """
-        if self._messages.final_error is not None:  # and the function has swallowed it
+        if self._messages.final_error is not None:  # the function caught and ignored it
             raise self._messages.final_error
         turn = self._turn
         ending = Step(f"end of call {turn.number}")
@@ -178,15 +181,15 @@ class Session:
                 self._messages.named(rank): "; ".join(steps) or "none"
                 for rank, steps in enumerate(named)
             }
-            what = f"the kernels that stepped in call {turn.number}"
+            what = f"the kernels launched in call {turn.number}"
             raise self._messages.ended_by(RankDisagreement(what, said))
         for context, *steps in zip(turn.steps, *everyone, strict=True):
-            # Note one step; the slowest rank counts, and a failure anywhere.
+            # Record one step: the slowest rank counts, and a failure on any rank.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
             self._parts.log.line(step_line(self._turn.number, context, own))
             failures: dict[str, Failure] = {}
             for stepped in steps:
-                failures = stepped.failures | failures  # the lowest rank's counts
+                failures = stepped.failures | failures  # keep the failure of the lowest rank
             if digest not in failures:
                 slowest = max(stepped.milliseconds for stepped in steps)
                 context.tell(digest, slowest, self._reduction)
@@ -195,7 +198,7 @@ class Session:
             if context.plan.current is None:
                 self._finish(context)
         if not turn.steps or self._never_ends():
-            turn.undo.pop_all()  # the last call stays as it is
+            turn.undo.pop_all()  # do not undo the last call
             if turn.number:
                 tuned = [context for context in self._contexts.values() if context.record]
                 self._parts.log.say(summary(tuned, self.calls, time.monotonic() - self._began))
@@ -206,31 +209,32 @@ class Session:
         return False
 
     def fail_call(self, error: Exception) -> None:
-        """Tell the other ranks that this one's call raised ``error``, which surfaces here."""
-        if self._messages.final_error is not None:  # they know
+        """Report to the other ranks that the function raised ``error`` on this rank."""
+        if self._messages.final_error is not None:  # the other ranks have the error
             return
         if error is self._turn.exhausted:
-            # Other ranks, where these configs may run, learn it at the end of their call.
+            # The configs may run on other ranks. These receive the failures at the end of their
+            # call.
             with suppress(Exception):
                 self.end_call()
             return
-        if not self._messages.has_met:  # others learn it as this rank leaves
+        if not self._messages.has_met:  # ``__exit__`` reports the error
             self._messages.ended_by(error)
             return
         ending = Step(f"end of call {self._turn.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.named(self._messages.rank)))
-        # Ranks that did not raise the same get an error that says who did: each has its own.
+        # Ranks that did not raise the same error raise an error that names the rank that did.
         with suppress(RankTimeout, RankDisagreement):
             self._messages.all_gather(ending, own)
         self._messages.ended_by(error)
 
     def _finish(self, context: Context) -> None:
-        """All of its configs are known, on all ranks."""
+        """Choose the winner of ``context``, because all its configs are measured on all ranks."""
         parts = self._parts
         try:
             record = context.finish(self._reduction)
         except NoValidConfig as error:
-            context.close(None)  # what failed is tried again by the next start
+            context.close(None)  # the next start tries failed configs again
             self._messages.ended_by(error)
             raise
         context.publish()
@@ -247,15 +251,15 @@ class Session:
             warn_of_failures(title, record, "the log of each rank has them all")
 
     def _never_ends(self) -> bool:
-        """True if each call brings a new key and comes back to none: it would never end."""
+        """Return whether each call creates a new key and repeats none. Tuning would never end."""
         stepped = self._turn.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
         if not self._turn.opened or len(left) < _MAX_UNTUNED_KEYS:
             return False
         warn(
-            f"contextual_autotune: each call launches a kernel with a key that no other call has, "
-            f"such as {left[-1].name}: the tuning ends and {len(left)} keys have no config. "
-            "The arguments of the function should decide the keys.",
+            "contextual_autotune: each call launches a kernel with a key that no other call "
+            f"uses, such as {left[-1].name}. The tuning ends, and {len(left)} keys have no "
+            "config. Equal arguments of the function must lead to equal keys.",
             TuningWarning,
         )
         return True
@@ -276,7 +280,7 @@ class Session:
 
 
 def step_line(call: int, context: Context, stepped: Stepped) -> str:
-    """A line about one step of this rank."""
+    """Return the log line about one step of this rank."""
     took = f"{stepped.milliseconds:.4f} ms" if stepped.timed else "warm-up"
     failed = "; ".join(map(str, stepped.failures.values()))
     config = shown(context.live[stepped.digest])
@@ -284,7 +288,7 @@ def step_line(call: int, context: Context, stepped: Stepped) -> str:
 
 
 def summary(tuned: Sequence[Context], calls: int, seconds: float) -> str:
-    """A table of what was chosen."""
+    """Return a table of the chosen configs."""
     rows = [f"{calls} calls of the function, {seconds:.1f} s"]
     for context in tuned:
         best = context.record.best.outcome if context.record else None

@@ -1,4 +1,4 @@
-"""One call of the function, and what each kernel does in it on this rank."""
+"""One call of the function during a tuning, and the launches of each kernel in it on this rank."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from triton_dist._tuning.values.show import said
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
 
 _OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
-"""Not the fault of the config that is launched when they come."""
+"""Errors that do not blame the config that is being launched."""
 
 
 @dataclass
 class Stepped:
-    """Report of one kernel; sent to the other ranks."""
+    """Report of one kernel's step, sent to the other ranks."""
 
     context: str
     digest: str
     iteration: int
     timed: bool
     failures: dict[str, Failure] = field(default_factory=dict)
-    """Configs that failed here: this one, and what was tried in its place."""
+    """Configs that failed on this rank: the current config and its replacements."""
     milliseconds: float = 0.0
 
 
 class TuningCall:
-    """The call with this number.
+    """One call of the function.
 
     Attributes:
-        steps: of the kernels that are being tuned, in order of their launch.
-        undo: steps to take before the function is called again.
-        opened: whether a kernel came with a key that was new.
-        exhausted: raised here, because every config of some kernel failed on this rank.
+        steps: the steps of the kernels that are being tuned, in launch order.
+        undo: callbacks to run before the function is called again.
+        opened: whether a kernel had a new key.
+        exhausted: the error that is raised here if every config of some kernel failed on this rank.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TuningCall:
         self.exhausted: NoValidConfig | None = None
 
     def launch(self, context: Context, launch: Launch) -> Any:
-        """Launch ``context``'s winner, or its current candidate if it has none yet.
+        """Launch the winner of ``context``, or its current candidate if there is no winner yet.
 
         Raises:
             NoValidConfig: no config can be launched.
@@ -81,17 +81,19 @@ class TuningCall:
             if context.plan.current is None:
                 self._finish(context)
         if context.winner is not None:
-            context.bind()  # Triton's cache may have been cleared
+            context.bind()  # the user may have cleared Triton's cache
             return (launch.tuned if context.tuned else launch.loaded)(context.winner)
         if context not in self.steps:
             return self._step(context, launch)
-        config = self._used[context]  # launched a second time in this call
+        config = self._used[context]  # a second launch in this call
         device = self._parts.device
         return launch.step(context.live[config.digest], device, device.timer(), timed=False)
 
     def unusable(self, context: Context, launch: Launch) -> str:
-        """Compile a recorded winner; return on all ranks why one of them cannot use it, or an empty
-        text. Nothing has to be compiled where kernels are interpreted."""
+        """Compile a recorded winner. Return, on all ranks, why some rank cannot use it.
+
+        The result is empty if all ranks can. Interpreted kernels need no compilation.
+        """
         if jit_function(context.tuner) is None:
             return ""
         own = ""
@@ -99,28 +101,36 @@ class TuningCall:
             with watchdog.paused():
                 launch.compile(context.winner)
         except Exception as error:
-            own = said(error) if is_unusable(error) else ""  # the launch raises any other again
+            # Other errors are raised again by the launch.
+            own = said(error) if is_unusable(error) else ""
         at = Step(f"call {self.number}: compile the recorded winner of {context.name}")
         whys = self._messages.all_gather(at, own, self._parts.settings.compile_seconds)
         ranks = map(self._messages.named, range(len(whys)))
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
     def read_timers(self) -> None:
-        """Wait for the device; raises ``TimeoutError`` past the limit."""
+        """Wait for the device, and store the time of each step.
+
+        Raises:
+            TimeoutError: the device did not finish in time.
+        """
         if self._timers:
             self._parts.device.synchronize(self._messages.limit)
         for context, timer in self._timers.items():
             stepped = self.steps[context]
             if stepped.timed and stepped.digest not in stepped.failures:
-                # To the nanosecond: what no timer resolves would make the record hard to read.
+                # Round to 1 ns: finer digits are noise and make records hard to read.
                 stepped.milliseconds = round(timer.milliseconds(), 6)
 
     def suspect(self) -> tuple[Context, Config] | None:
-        """The config that this rank waits for: one that is being compiled, or the first that was
-        launched and has not come to its end."""
+        """Return the config that this rank waits for.
+
+        It is the config that is being compiled, or the first launched config that has not finished.
+        """
         if self._compiling is not None:
             return self._compiling
-        for context, config in list(self._used.items()):  # the watchdog asks too
+        # A copy: the watchdog calls this from its thread.
+        for context, config in list(self._used.items()):
             timer = self._timers.get(context)
             if timer is None or not timer.is_done():
                 return context, config
@@ -131,16 +141,17 @@ class TuningCall:
         return int(self._messages.named(self._parts.ranks.rank))
 
     def _compile_current(self, context: Context, launch: Launch) -> None:
-        """See that all ranks can launch the config whose turn it is; drop those that one cannot.
+        """Ensure that all ranks can launch the current config. Drop configs that some rank cannot
+        launch.
 
-        Nothing has to be compiled where kernels are interpreted.
+        Interpreted kernels need no compilation.
         """
         if jit_function(context.tuner) is None:
             return
         ahead = context.ahead
         if ahead is None:
-            # Other processes compile while the first configs are launched. Kernels that several
-            # ranks of a host lack are compiled by one of them.
+            # Compile in other processes while the first configs run. If several ranks of a host
+            # lack a kernel, one of them compiles it.
             ahead = context.ahead = CompileAhead(
                 lambda config: launch.compile(context.live[config.digest]),
                 self._parts.compiler,
@@ -170,7 +181,7 @@ class TuningCall:
     def _compiled(
         self, what: str, context: Context, config: Config, step: Callable[[], object]
     ) -> Failure | None:
-        """Take ``step``, on all ranks; the failure of the lowest rank on which it failed."""
+        """Take ``step`` on all ranks. Return the failure of the lowest failed rank, or ``None``."""
         own: Failure | None = None
         at = Step(f"call {self.number}: {what} {context.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
@@ -184,13 +195,13 @@ class TuningCall:
         return next((vote for vote in votes if vote is not None), None)
 
     def _step(self, context: Context, launch: Launch) -> Any:
-        """The one launch of ``context`` that counts in this call.
+        """Make the launch of ``context`` that counts in this call.
 
-        A config that cannot be launched here is replaced for this call, so that the other ranks,
-        on which it may run, are not left waiting for what the kernel would tell them.
+        If the config cannot be launched here, another config replaces it for this call. Otherwise
+        other ranks, on which it may run, would wait for the signals of this kernel.
         """
         step, device = context.plan.current, self._parts.device
-        assert step is not None  # else the context would be done
+        assert step is not None  # otherwise the context has a winner
         digest = step.config.digest
         timer = device.timer()
         stepped = Stepped(context.name, digest, context.launches[digest], step.timed)
@@ -214,4 +225,4 @@ class TuningCall:
             self.exhausted = NoValidConfig(context.name, context.key, causes)
             raise self.exhausted from last
         finally:
-            last = None  # it holds this frame
+            last = None  # the error refers to this frame
