@@ -286,7 +286,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Composer:
-    """The parts that do not depend on the call, for one tuned function."""
+    """Parts of one tuned function that do not depend on the call."""
 
     scope: str
     policy: Callable[..., Policy]

@@ -100,7 +100,7 @@ def contextual_autotune(
 
 @dataclass(frozen=True)
 class _Composer:
-    """The arguments of one decorator. Composes the parts of a tuning."""
+    """The arguments of one decorator, from which it composes the parts of a tuning."""
 
     is_dist: bool
     repeat: int

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Timer(Protocol):
-    """Times device work between ``start`` and ``stop``. Neither call blocks the host."""
+    """Timer of the device work between ``start`` and ``stop``. Neither call blocks the host."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -65,8 +65,7 @@ class Device(Protocol):
         """
 
     def flush_cache(self) -> None:
-        """Queue an eviction of the last-level cache, so that each sample starts with a cold
-        cache."""
+        """Queue an eviction of the last-level cache: each sample starts with a cold cache."""
 
     def facts(self) -> Mapping[str, str]:
         """Return hardware and driver of this rank, as text for the fingerprint."""
@@ -155,7 +154,7 @@ class RankGroup(Protocol):
 
 
 class Search(Protocol):
-    """Chooses the next measurement. Runs on the leader only.
+    """Strategy that chooses the next measurement. It runs on the leader only.
 
     A search must be deterministic: equal outcomes lead to equal requests. An interrupted tuning is
     resumed by passing the known outcomes to a new search.
@@ -184,7 +183,8 @@ class Search(Protocol):
 
 
 class Store(Protocol):
-    """Keeps tuning records. A damaged entry causes a miss and a warning, never an exception."""
+    """Storage of tuning records. A damaged entry causes a miss and a warning, never an
+    exception."""
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
         """Yield the records of ``key``, with the most likely usable record first.
@@ -282,13 +282,13 @@ class RandomState(Protocol):
 
 
 class Fingerprinter(Protocol):
-    """Returns everything except the key that the result of this rank depends on."""
+    """Function that returns what the result of this rank depends on, besides the key."""
 
     def __call__(self, function: Callable[..., Any], space: Sequence[Config]) -> Fingerprint: ...
 
 
 class Compiler(Protocol):
-    """Compiles kernels in other processes, into a cache that this process reads."""
+    """Compiler of kernels in other processes, into a cache that this process reads."""
 
     @property
     def cache(self) -> str:

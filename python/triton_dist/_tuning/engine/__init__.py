@@ -1,1 +1,1 @@
-"""The tuner itself. It knows devices, ranks, stores and searches as protocols only."""
+"""The tuning engine. It uses devices, ranks, stores and searches through protocols only."""

@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 class Pruning:
-    """Calls ``prune_fn`` for one call, once, when the answer is first used.
+    """The result of ``prune_fn`` for one call, computed when it is first used.
 
     Attributes:
         cause: the error of a prediction on this rank.
@@ -173,7 +173,7 @@ class CandidateSet:
 
 
 class WarmStart:
-    """Selects the candidates of one call, and predicts its record from neighbouring sizes.
+    """Candidates and predictions of one call, from the records of neighbouring sizes.
 
     All ranks call every method. Only the leader's records are used.
     """

@@ -27,7 +27,7 @@ class Needs:
 
 
 class CompileAhead:
-    """Compiles the kernels of the candidates until it is closed.
+    """Compilation of the candidates' kernels before their trials, until it is closed.
 
     Args:
         prepare: compiles a candidate without launching it. ``None``: this object does nothing.

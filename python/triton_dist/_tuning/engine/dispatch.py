@@ -437,7 +437,7 @@ class AutoTuner(Decorated):
 Around: TypeAlias = Callable[
     [AutoTuner, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
 ]
-"""Takes a tuned function and its arguments; returns a context manager to enter around the call."""
+"""Takes a tuned function and its arguments; returns a context manager around the call."""
 
 
 @contextmanager

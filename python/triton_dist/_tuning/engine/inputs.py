@@ -15,7 +15,7 @@ from triton_dist.errors import InvalidArgument, RankDisagreement
 
 
 class Restorer:
-    """Restores the tensors in some arguments of a call, and the random number generators.
+    """Copies of the tensors in some arguments of a call and of the random state, to restore them.
 
     Args:
         function: the tuned function. Its signature maps values to argument names.

@@ -34,7 +34,7 @@ _NOTICEABLE_SECONDS = 0.05
 
 
 class Report:
-    """Reports one tuning: it always writes logs, and prints on the leader if the call is verbose.
+    """Output of one tuning: logs on every rank, and lines on the leader if the call is verbose.
 
     ``begin`` is a context manager around the tuning, which always removes the progress bar.
     """
@@ -178,8 +178,7 @@ class Report:
         return {"seconds": round(seconds, 3), "phases": phases}
 
     def _phases(self, total: float) -> dict[str, float]:
-        """Return the seconds by phase since ``begin``, which took ``total``; the rest is
-        ``other``."""
+        """Return the seconds by phase of the ``total`` since ``begin``. The rest is ``other``."""
         phases: dict[str, float] = {
             name: seconds - self._clock_before[name]
             for name, seconds in self._clock.seconds.items()

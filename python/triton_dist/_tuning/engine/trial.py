@@ -49,7 +49,7 @@ _LONGEST_FIRST = 1e-3
 
 
 class Sampler:
-    """Runs a call repeatedly with a cold cache. All ranks start each run together.
+    """Timer of repeated runs with a cold cache. All ranks start each run together.
 
     Args:
         device: the device of this rank.
@@ -175,7 +175,7 @@ class _Failed(Exception):
 
 
 class Attempts:
-    """Tries the configs of one call.
+    """Trials of the configs of one call.
 
     Args:
         settle: completes work that ops leave to after the timed part. It waits for the device if an

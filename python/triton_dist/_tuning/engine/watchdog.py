@@ -29,8 +29,10 @@ from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _LOOK_SECONDS = 0.5
 _LATE_SECONDS = 2.0
-"""The process was stopped if the watchdog wakes up later than planned by this time. Load delays
-it less."""
+"""If the watchdog wakes up later than planned by this time, the process was stopped.
+
+Load delays a thread by less.
+"""
 _end: Callable[[int], object] = os._exit
 
 
@@ -101,7 +103,7 @@ class _Local:
 
 
 class Watchdog:
-    """Watches all threads of a process from one daemon thread, which the first watch starts."""
+    """Daemon thread that watches all threads of a process. The first watch starts it."""
 
     def __init__(self) -> None:
         self.around: OfThread = _Local()

@@ -175,7 +175,7 @@ class Context:
 
     @property
     def can_persist(self) -> bool:
-        """Whether another process would form an equal key."""
+        """True if another process would form an equal key."""
         return _ADDRESS not in self.key.text
 
     def use(self, winner: Any) -> None:

@@ -66,11 +66,12 @@ class ContextualAutoTuner(Decorated):
         is_off: Callable[[], bool],
         torch_state: Callable[[Any], RandomState],
     ) -> None:
-        """Args:
-        default_group: has the group of all ranks in ``WORLD``. In another world, all configs
-            are chosen again.
-        is_off: returns ``True`` if nothing is tuned now and default configs are used.
-        torch_state: returns the state of torch's generators and of generators in the arguments.
+        """
+        Args:
+            default_group: has the group of all ranks in ``WORLD``. In another world, all configs
+                are chosen again.
+            is_off: returns ``True`` if nothing is tuned now and default configs are used.
+            torch_state: returns the state of torch's generators and of generators in the arguments.
         """
         super().__init__(fn)
         self.tuning_calls = 0

@@ -261,7 +261,7 @@ _TO_BE_CHOSEN = _ToBeChosen({})
 
 
 class _Detour:
-    """Redirects a running ``Autotuner.run``, which has no config for its key, to ``launch``.
+    """Redirection of a running ``Autotuner.run``, which has no config for its key, to ``launch``.
 
     The only way out of ``run`` with a result is through the attributes that it uses next. Until
     ``run`` launches the kernel, this object replaces the kernel, the hook, the timing and the
@@ -300,7 +300,7 @@ def _measure_nothing(*_: Any, **__: Any) -> list[float]:
 
 
 class Defaults:
-    """Replaces a session if tuning is off: nothing is looked up, measured or kept."""
+    """Replacement of a session if tuning is off: nothing is looked up, measured or kept."""
 
     calls = 1
     random_state: RandomState | None = None

@@ -91,7 +91,7 @@ def keeps_own_table(tuner: Any) -> bool:
 
 
 class OwnRuns:
-    """Replaces and restores ``run`` of subclasses that override it.
+    """The classes that override ``run``, with functions to replace and restore it.
 
     Args:
         replace: returns the replacement of a class's ``run``.
@@ -167,8 +167,7 @@ class Launch:
         self._nargs = dict(zip(tuner.arg_names, args, strict=False))
 
     def compile(self, config: Any) -> None:
-        """Compile and load ``config``, and check its registers and shared memory, without a
-        launch."""
+        """Compile and load ``config``, and check its resources, without a launch."""
         self._run_config_hook(config)
         options = {name: value for name, value in self._kwargs.items() if name != "warmup"}
         kernel = self._tuner.fn.warmup(*self._args, **options, **config.all_kwargs())

@@ -41,8 +41,7 @@ from triton_dist.errors import (
 )
 
 Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
-"""Contexts of one decorated function, by kernel and Triton's key, in the order of their
-creation."""
+"""Contexts of one decorated function, by kernel and Triton's key, in order of creation."""
 
 _MAX_UNTUNED_KEYS = 8
 _SLOWER = 3.0
@@ -50,7 +49,7 @@ _SLOWER = 3.0
 
 
 class Session:
-    """Steps the kernels in ``contexts``, and new kernels, until a call has no step to take.
+    """Tuning of the kernels in ``contexts``, and of new kernels, until a call has no step to take.
 
     It is a context manager around the calls. An exception undoes the last call and drops the
     unfinished contexts.
@@ -64,8 +63,9 @@ class Session:
         interception: Interception,
         random_state: RandomState,
     ) -> None:
-        """Args:
-        random_state: the state of the generators before each call.
+        """
+        Args:
+            random_state: the state of the generators before each call.
         """
         self.random_state = random_state
         self._contexts, self._parts = contexts, parts

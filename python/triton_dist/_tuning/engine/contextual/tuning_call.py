@@ -141,8 +141,7 @@ class TuningCall:
         return int(self._messages.named(self._parts.ranks.rank))
 
     def _compile_current(self, context: Context, launch: Launch) -> None:
-        """Ensure that all ranks can launch the current config. Drop configs that some rank cannot
-        launch.
+        """Ensure that all ranks can launch the current config, and drop configs that cannot run.
 
         Interpreted kernels need no compilation.
         """
