@@ -1,1 +1,1 @@
-"""The tuner. Its doors are :mod:`triton_dist.tune` and :mod:`triton_dist.autotuner`."""
+"""The tuner. Its public modules are :mod:`triton_dist.tune` and :mod:`triton_dist.autotuner`."""

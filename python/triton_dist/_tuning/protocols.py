@@ -171,20 +171,20 @@ class Search(Protocol):
         """Return the next request, or ``None`` at the end. Requests may repeat a config."""
 
     def ahead(self) -> Sequence[Config]:
-        """Return the configs that :meth:`ask` may return next and that were not returned here
-        before.
+        """Return configs that :meth:`ask` may return next and that were not returned here before.
 
         They include the config that ``ask`` just returned. They are compiled in advance.
         """
 
     def tell(self, request: Request, outcome: Outcome) -> None:
-        """Receive the outcome of ``request``: its own samples, without samples of earlier
-        requests."""
+        """Receive the outcome of ``request``, without the samples of earlier requests."""
 
 
 class Store(Protocol):
-    """Storage of tuning records. A damaged entry causes a miss and a warning, never an
-    exception."""
+    """Storage of tuning records.
+
+    A damaged entry causes a miss and a warning, never an exception.
+    """
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
         """Yield the records of ``key``, with the most likely usable record first.
@@ -224,8 +224,7 @@ class Journal(Protocol):
         """
 
     def begin(self, head: Tree, record: str | None) -> Sequence[Entry]:
-        """On the leader, return the outcomes of an interrupted tuning with an equal ``head``, in
-        order.
+        """On the leader, return the outcomes of an interrupted tuning with an equal ``head``.
 
         Everything else in the journal is removed: entries with another head, and entries of the
         finished tuning whose record has the digest ``record``.
@@ -238,15 +237,13 @@ class Journal(Protocol):
         """
 
     def spared(self, config: str) -> None:
-        """On the leader, note that tuning ends before the outcome, for a reason other than the
-        config."""
+        """On the leader, note that tuning ends early for a reason other than the config."""
 
     def append(self, entry: Entry) -> None:
         """On the leader, write ``entry`` in a way that survives the end of the process."""
 
     def finish(self, record: str) -> None:
-        """On the leader, note that the tuning is complete. ``record`` is the digest of its
-        result."""
+        """On the leader, note the end of the tuning and the digest of its record."""
 
     def remove(self) -> None:
         """Delete the journal, because the record is stored."""
@@ -295,8 +292,7 @@ class Compiler(Protocol):
         """Identifies the cache. Ranks with equal values share their compiled kernels."""
 
     def missing(self, prepare: Callable[[], object]) -> list[str]:
-        """Return the names of the kernels that ``prepare`` would compile now, without compiling
-        them."""
+        """Return the names of the kernels that ``prepare`` would compile. Compile nothing."""
 
     def begin(self, kernels: Sequence[str], sharers: int) -> None:
         """Start to compile ``kernels`` in order, in addition to kernels from earlier calls.

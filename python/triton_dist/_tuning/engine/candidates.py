@@ -242,8 +242,7 @@ class WarmStart:
         return CandidateSet(space, candidates, pruned, decided.warm_started_from)
 
     def _warm_started(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
-        """Return the configs of ``kept`` that neighbours choose, and a text that names the
-        neighbours.
+        """Return the configs of ``kept`` that neighbours choose, and a text about the neighbours.
 
         Return all of ``kept`` if there are no neighbours.
         """
@@ -298,8 +297,7 @@ class WarmStart:
         return None if times is None else SizeTable.of(times, space)
 
     def _neighbours(self) -> Neighbours | None:
-        """On the leader, return the neighbours of the key; ``None`` if the function has no
-        sizes."""
+        """On the leader, return the neighbours of the key; ``None`` without sizes."""
         parts, subject = self._parts, self._subject
         if subject.sizes is None or not self._ranks.is_leader:
             return None

@@ -49,8 +49,7 @@ class CompileAhead:
         self._done: set[str] = set()
 
     def begin(self, candidates: Sequence[Config]) -> None:
-        """Start to compile this rank's share of the kernels for ``candidates``. All ranks call
-        this.
+        """Start to compile this rank's share of the kernels. All ranks call this.
 
         Candidates of earlier calls are skipped. ``prepare`` runs once per candidate, with
         compilation disabled, to list its kernels.
@@ -71,13 +70,13 @@ class CompileAhead:
         compiler.begin(share(everyone, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
-        """Return whether some rank lacks a kernel for ``config``. The result is equal on all
-        ranks."""
+        """Return whether some rank lacks a kernel for ``config``, equally on all ranks."""
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
-        """Wait until this rank has compiled its share for ``config``, including kernels for other
-        ranks.
+        """Wait until this rank has compiled its share for ``config``.
+
+        The share includes kernels for other ranks.
 
         Raises:
             CandidateFailed: a kernel does not compile.

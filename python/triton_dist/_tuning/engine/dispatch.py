@@ -264,8 +264,7 @@ class AutoTuner(Decorated):
         return self._keep(process_group, key, choice.for_sizes(self.sizes.values(key)))
 
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
-        """Cache the arguments of ``choice`` for later calls with this exact key, and return
-        them."""
+        """Cache the arguments of ``choice`` for calls with this exact key, and return them."""
         arguments = choice.config.arguments()
         named = {self.key_argument: key} if self.key_argument else {}
         self._choices.keep(process_group, key, {**arguments, **named})

@@ -1,5 +1,4 @@
-"""Inputs of the runs of a tuning: arguments are restored before each run, or varied between
-runs."""
+"""Inputs of the runs of a tuning: arguments that are restored, or varied between runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Inputs of a tuning: the function and its hooks, the settings, and the parts that ``compose``
-selects."""
+"""Inputs of a tuning: the function, its hooks, the settings, and the parts from ``compose``."""
 
 from __future__ import annotations
 

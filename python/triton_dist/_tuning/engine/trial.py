@@ -81,8 +81,7 @@ class Sampler:
     def sample(
         self, at: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
     ) -> tuple[float, ...]:
-        """Return the milliseconds of ``number`` runs. They follow ``policy.warmup`` unreported
-        runs.
+        """Return the milliseconds of ``number`` runs, without ``policy.warmup`` earlier runs.
 
         A rank on which a run fails still joins the other ranks before each run, because they wait
         for it. It raises after the last run.

@@ -425,8 +425,10 @@ class _FirstCall:
         return Request(space[place], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:
-        """Return the winner as a config of this process. All ranks have it, because their spaces
-        are equal."""
+        """Return the winner as a config of this process.
+
+        All ranks have it, because their spaces are equal.
+        """
         best = record.best
         config = self._subject.space.find(best.digest, best.config)
         assert config is not None, best
