@@ -29,7 +29,7 @@ from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _LOOK_SECONDS = 0.5
 _LATE_SECONDS = 2.0
-"""If the watchdog wakes up later than planned by this time, the process was stopped.
+"""Delay of a wake-up that proves that the process was stopped.
 
 Load delays a thread by less.
 """

@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class Leads(enum.Enum):
-    """Where ``run`` of a class leads: to Triton's ``run``, to ``prune_configs``, or to neither."""
+    """Target of a class's ``run``: Triton's ``run``, ``prune_configs``, or neither."""
 
     TO_TRITON = enum.auto()
     TO_PRUNING = enum.auto()
@@ -35,7 +35,7 @@ class Leads(enum.Enum):
 
 
 def leads(kind: Any) -> Leads:
-    """Return where ``run`` of a class leads.
+    """Return which target ``run`` of a class leads to.
 
     The result is derived from the names in the code of ``run`` and of the methods that it calls.
     """
