@@ -1,49 +1,46 @@
-"""Words that carry data and say by themselves that it has come: an exchange of few bytes without
-flags; and the all-reduce by them, in one launch.
+"""All-reduce of few bytes by packets: words that carry data and mark their own arrival.
 
-A flag is set behind the data: the stores have to cross the link and be acknowledged before it may
-follow them. Here each 8 bytes are 4 of data and 4 that tell which call they are of, and a receiver
-polls the data itself. Twice the bytes cross the link, but once, and nothing waits for an
-acknowledgement.
+A flag must follow its data: the stores cross the link and are acknowledged before the flag may be
+sent. Here every 8 bytes hold 4 bytes of data and a 4-byte tag that identifies the call, and the
+receiver polls the data itself. Twice the bytes cross the link, but only once, without waiting for
+an acknowledgement.
 
-    word      int64     tag << 32 | payload: two 16-bit elements, or one of 32 bits
-    line      2 words   what a thread sends, and polls, at once; 4 or 2 elements
-    packets   [2, NUM_RANKS, part] int64    what peers write to: slot, source rank, word
+    word      int64     tag << 32 | payload: two 16-bit elements, or one 32-bit element
+    line      2 words   sent and polled by one thread at a time; 4 or 2 elements
+    packets   [2, NUM_RANKS, shard] int64    written by peers: slot, source rank, word
 
-*Why no fence.* An aligned access of 8 bytes happens as a whole, also within a vector of two. Who
-sees the tag of a word has its payload too, whatever became of other words.
+*No fence.* An aligned 8-byte access is atomic, also in a vector of two. A receiver that sees the
+tag of a word therefore has its payload.
 
-*Tags.* The lowest 11 bits of the number of the call above the size of the call
-(``common/peers.py``), and the highest bit set: never 0, which is what memory is allocated and reset
-with. A word with a tag that is another one is of a peer that came with another size.
+*Tags.* The lowest 11 bits of the epoch above the size of the call (``common/peers.py``), with the
+highest bit set. A tag is never 0, the initial value of the memory. A nonzero word with another tag
+comes from a peer that called with another size.
 
-*Why no word is old.* A word is set to 0 when it has been read, so a word that is not 0 is of a call
-that has not read it yet. Tags alone would not do: a word that later, smaller calls leave alone
-would soon count as new. Nor does setting it to 0 hit a new
-word: a peer writes to the same slot two calls later, and begins that call after every rank has
-begun the call in between (``exchange/protocol.py``, *why a slot is free*), so after the kernel
-that cleared has ended. For this a call has to read all words that are sent to it. A call that gave
-up has not: then the context is reset, and all packets with it.
+*No stale words.* A receiver clears each word after reading it. Tags alone would not suffice: a word
+that later, smaller calls do not use would soon appear new. Clearing never hits a new word, because
+a peer writes to the slot again two calls later. By then every rank has begun the call in between
+(``exchange/protocol.py``), so the clearing kernel has ended. A call must therefore read all words
+sent to it. After a call that gave up, the context is reset with all packets.
 
-*Who waits.* Programs that have a share wait for words of every peer; those without wait for none.
-A call has at least one element, so as a whole it waits for something of every peer, as
-``exchange/protocol.py`` asks for. Here, too, a program sends before it waits.
+*Waiting.* A program with blocks waits for words of every peer, a program without blocks does not
+wait. A call has at least one element, so it waits for every peer, as ``exchange/protocol.py``
+requires. Here, too, a program sends before it waits.
 
-*Polling.* Each thread polls its own words, of all peers at once, so that all looks are in flight
-together, and no thread waits for another one. These are ``ld.relaxed.sys``, for which ``tl`` has no
-word that keeps a block in registers over a loop (Triton 3.6), hence the assembly. Two threads may
-have the same words, of blocks smaller than the program; so they are cleared after a barrier, and
-sent by ``tl.store``, which knows such threads.
+*Polling.* Each thread polls its own words of all peers together, so that all loads are in flight
+and no thread waits for another. ``tl`` cannot keep a block of ``ld.relaxed.sys`` in registers over
+a loop (Triton 3.6), hence the PTX. If a block is smaller than the program, two threads may have the
+same words. Words are therefore cleared after a barrier, and sent by ``tl.store``, which handles
+duplicates.
 
-===================  ======  ======================================  ==================
-argument             dtype   shape                                   who writes
-===================  ======  ======================================  ==================
-packets.words        int64   [2, NUM_RANKS, part_words]              the sources' kernels
-packets.table        int64   [NUM_RANKS], addresses of ``words``     the host, once
-packets.calls        int64   a word, as of ``exchange/protocol.py``  this rank's kernels
-packets.guard        int64   as of ``language.wait``                 this rank, and its host
-packets.part_words   int     words of a part                         the host
-===================  ======  ======================================  ==================
+======================  =====  =================================  ===========================
+argument                dtype  shape                              written by
+======================  =====  =================================  ===========================
+packets.words           int64  [2, NUM_RANKS, shard_words]         kernels of the source ranks
+packets.table           int64  [NUM_RANKS], addresses of words    host, once
+packets.calls           int64  see ``exchange/protocol.py``       kernels of this rank
+packets.timeout_words   int64  see ``language.wait``              this rank and its host
+packets.shard_words     int    words per source rank              host
+======================  =====  =================================  ===========================
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     LINE_BYTES,
     LINE_WORDS,
-    PART_ALIGNMENT,
+    PACKET_ALIGNMENT,
     begin_call,
     first_of,
 )
@@ -67,26 +64,26 @@ from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 from triton_dist.language.signals import DISAGREED, note_disagreement, sized
 
 _NEVER_ZERO = tl.constexpr(-(2**31))
-# Words of the guard (``language.wait``), by number.
+# Indices of the timeout words (``language.wait``).
 _GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = 1, 2, 3, 4, 5, 6
 
 
 @jit
 def tag_of(epoch, size):
-    """int32, of call number ``epoch``, of ``size``."""
+    """Return the int32 tag of call number ``epoch`` of ``size``."""
     return sized(epoch, size).to(tl.int32) | _NEVER_ZERO
 
 
 @jit
-def part_offset(epoch, source, part_words, NUM_RANKS: tl.constexpr):
-    """Begin of the part of rank ``source`` in the slot of call ``epoch``; in words."""
-    part = (epoch % 2) * NUM_RANKS + source
-    return tl.multiple_of(part * part_words.to(tl.int64), PART_ALIGNMENT)
+def packet_offset(epoch, source, shard_words, NUM_RANKS: tl.constexpr):
+    """Return the begin of the packets of rank ``source`` in call ``epoch``, in words."""
+    index = (epoch % 2) * NUM_RANKS + source
+    return tl.multiple_of(index * shard_words.to(tl.int64), PACKET_ALIGNMENT)
 
 
 @jit
 def payload_of(values):
-    """A block of elements of 16 or 32 bits, in the order of its flat index, as int32 [lines, 2]."""
+    """Return a block of 16-bit or 32-bit elements, in flat order, as int32 [lines, 2]."""
     if values.dtype.primitive_bitwidth == 32:
         payload = tl.reshape(values, [values.numel // 2, 2]).to(tl.int32, bitcast=True)
     else:
@@ -98,7 +95,7 @@ def payload_of(values):
 
 @jit
 def values_of(payload, DTYPE: tl.constexpr):
-    """Values that ``payload_of`` was given, flat: of 4 elements a line, or of 2."""
+    """Invert ``payload_of``; the result is flat."""
     if DTYPE.primitive_bitwidth == 32:
         values = tl.reshape(payload.to(DTYPE, bitcast=True), [payload.numel])
     else:
@@ -110,22 +107,27 @@ def values_of(payload, DTYPE: tl.constexpr):
 
 @jit
 def peers_at(packets, rank, NUM_RANKS: tl.constexpr):
-    """The packets of each peer, NUM_RANKS - 1 pointers. Looked up before there is anything to send:
-    a look-up takes as long as a load."""
+    """Return pointers to the packets of each of the NUM_RANKS - 1 peers.
+
+    Call it before data is ready to send, because these loads take as long as loads of data.
+    """
     targets = tl.tuple([])
     for step in tl.static_range(1, NUM_RANKS):
         target = target_at(packets.table, (rank + step) % NUM_RANKS, packets.words)
-        targets = targets + (target,)  # noqa: RUF005  # a star is no Triton
+        targets = targets + (target,)  # noqa: RUF005  # Triton has no starred expressions.
     return targets
 
 
 @jit
 def send_lines(targets, offset, payload, line, mask, tag):
-    """Send ``payload``, int32 [lines, 2], to every peer, as the lines ``line`` [lines] of the part
-    at ``offset`` [words].
+    """Send ``payload``, int32 [lines, 2], to every peer.
 
-    targets: from ``peers_at``. line: which goes where is up to the caller, if receivers agree.
-    mask: [lines], of those that are there. tag: of the call.
+    Args:
+        targets: result of ``peers_at``.
+        offset: begin of this rank's packets, in words.
+        line: [lines], target lines. Senders and receivers must use the same assignment.
+        mask: [lines], lines that exist.
+        tag: tag of the call.
     """
     low = payload.to(tl.uint32, bitcast=True).to(tl.int64)
     words = low | (tag.to(tl.int64) << 32)
@@ -137,18 +139,17 @@ def send_lines(targets, offset, payload, line, mask, tag):
 
 @jit
 def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
-    """Wait until the lines ``line`` [lines] of every peer's part are there; gives their payloads,
-    NUM_RANKS - 1 of int32 [lines, 2], in the order of ranks.
+    """Wait for lines ``line`` [lines] of every peer; return their payloads in the order of ranks.
 
-    Waits no longer than ``language.wait`` with the same guard, to whose end a word with another
-    size's tag leads too. When it gives up, guard[4] is the address of a line that had not come, or
-    whose first word came so, and what it gives is of no use.
+    The result is NUM_RANKS - 1 blocks of int32 [lines, 2]. The wait ends early like
+    ``language.wait`` with the same timeout words, also for a word whose tag has another size. Its
+    result is then invalid, and word ``_FLAG`` holds the address of a late or mismatching line.
     """
     lines = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
         source = peer + (peer >= rank).to(tl.int32)
-        part_ptr = packets.words + part_offset(epoch, source, packets.part_words, NUM_RANKS)
-        lines = lines + (part_ptr + line * LINE_WORDS,)  # noqa: RUF005
+        shard_ptr = packets.words + packet_offset(epoch, source, packets.shard_words, NUM_RANKS)
+        lines = lines + (shard_ptr + line * LINE_WORDS,)  # noqa: RUF005
     with dl.mark("wait"):
         if INTERPRETED:
             payloads = _poll_in_turn(lines, tag, mask, packets.timeout_words)
@@ -159,10 +160,10 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
 
 @jit
 def _poll_together(lines, tag, mask, timeout_ptr):
-    """Each thread its words."""
+    """Poll with each thread its own words."""
     PEERS: tl.constexpr = len(lines)
-    most = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # of int64, the lower half
-    # All pointers have to be of one type.
+    most = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # lower half of an int64
+    # Operands of the assembly must have one pointer type.
     timeout_ptr = timeout_ptr.to(lines[0].dtype.scalar)
     halves = tl.inline_asm_elementwise(
         _polling(PEERS),
@@ -181,8 +182,8 @@ def _poll_together(lines, tag, mask, timeout_ptr):
 
 @jit
 def _poll_in_turn(lines, tag, mask, timeout_ptr):
-    """Peer after peer, giving others a turn."""
-    # As unsigned numbers, of which a word that has not come has a smaller one than any tag.
+    """Poll one peer after another, for the interpreter, and let other programs run in between."""
+    # As unsigned numbers: a missing word is smaller than any tag.
     wanted = tag.to(tl.uint32, bitcast=True).to(tl.int64)
     there = mask[:, None]
     payloads = tl.tuple([])
@@ -208,29 +209,28 @@ def _poll_in_turn(lines, tag, mask, timeout_ptr):
 
 @jit
 def add_lines(payload, payloads, rank, NUM_RANKS: tl.constexpr, DTYPE: tl.constexpr):
-    """The fp32 sum, flat, over all ranks in their order: of this rank's ``payload`` and those that
-    ``await_lines`` gave, of elements of ``DTYPE``."""
+    """Return the flat fp32 sum of ``payload`` and ``payloads`` over all ranks, in rank order."""
     values = values_of(payload, DTYPE)
     sums = tl.zeros(values.shape, dtype=tl.float32)
     for source in tl.static_range(NUM_RANKS):
-        part = payload  # chosen, not branched to
+        addend = payload  # Select instead of branching: ``rank`` is not a constant.
         if source < NUM_RANKS - 1:
-            part = tl.where(source < rank, payloads[source], part)
+            addend = tl.where(source < rank, payloads[source], addend)
         if source > 0:
-            part = tl.where(source > rank, payloads[source - 1], part)
-        sums += values_of(part, DTYPE).to(tl.float32)
+            addend = tl.where(source > rank, payloads[source - 1], addend)
+        sums += values_of(addend, DTYPE).to(tl.float32)
     return sums
 
 
 @jit
 def clear_lines(packets, epoch, line, mask, rank, NUM_RANKS: tl.constexpr):
-    """Set what ``await_lines`` was given to 0, once all threads have it."""
+    """Set the awaited lines to 0 after all threads have read them."""
     tl.debug_barrier()
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
     for peer in tl.static_range(NUM_RANKS - 1):
         source = peer + (peer >= rank).to(tl.int32)
-        part_ptr = packets.words + part_offset(epoch, source, packets.part_words, NUM_RANKS)
-        tl.store(part_ptr + word, tl.zeros(word.shape, tl.int64), mask=mask[:, None])
+        shard_ptr = packets.words + packet_offset(epoch, source, packets.shard_words, NUM_RANKS)
+        tl.store(shard_ptr + word, tl.zeros(word.shape, tl.int64), mask=mask[:, None])
 
 
 @triton.constexpr_function
@@ -240,17 +240,17 @@ def _payload_types(peers: int) -> tuple[Any, ...]:
 
 @triton.constexpr_function
 def _constraints(peers: int) -> str:
-    """Two payloads out for each peer; in: a line of each, tag, mask, most polls, guard."""
+    """Return the constraints. Out: two payloads per peer; in: lines, tag, mask, limit, words."""
     return ",".join(["=&r"] * (2 * peers) + ["l"] * peers + ["r", "r", "r", "l"])
 
 
 @triton.constexpr_function
 def _polling(peers: int) -> str:
-    """PTX: look at a line of each peer until all words have the tag. Give up when another thread
-    has (guard[1]), which is looked at together with the lines; or when a word has come with a tag
-    that is another size's; or with a limit, ``most`` > 0, after as many looks.
+    """Return PTX that polls a line of each peer until all words have the tag.
 
-    ``t``, tags' exclusive or, is 0 for a word that has come, and negative for one that has not.
+    It gives up if another thread has given up, if a word has the tag of another size, or after
+    ``most`` polls if ``most`` > 0. ``t``, the exclusive or with the tag, is 0 for a word that has
+    arrived and negative for a missing word, which has no high bit.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
     tag, mask, most, timeout_words = (f"${3 * peers + place}" for place in range(4))
@@ -321,7 +321,7 @@ def _polling(peers: int) -> str:
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _AWAITED}], value;",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _GAVE_UP}], {DISAGREED.value};",
         f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _NEXT}];",
-        "tell:",  # as ``note_disagreement``
+        "tell:",  # same as ``note_disagreement``
         "setp.eq.b64 some, late, 0;",
         "@some bra told;",
         f"setp.eq.b64 some, late, {timeout_words};",
@@ -341,22 +341,22 @@ def _polling(peers: int) -> str:
 def kernel_all_reduce_packets(
     x_ptr, out_ptr, packets, elements, size, rank, plan: tl.constexpr
 ):  # fmt: skip
-    """Every rank sends all of x [elements] to all, and adds what it gets into out [elements];
-    ``size`` is what ranks have to agree on.
+    """Send all of x [elements] to all ranks, and add what arrives into out [elements].
 
-    Blocks of ``BLOCK`` elements go round the programs. Grid: (up to ``MAX_CTAS``,).
+    ``size`` must be equal on all ranks. Blocks of ``BLOCK`` elements are distributed over the
+    programs. Grid: (up to ``MAX_CTAS``,).
     """
     BLOCK: tl.constexpr = plan.BLOCK
     LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
     PER_LINE: tl.constexpr = BLOCK // LINES
-    # What needs no number of the call comes first, so that it is under way while that is counted.
+    # Operations that do not need the epoch come first, to overlap with counting the call.
     targets = peers_at(packets, rank, plan.NUM_RANKS)
     index = first_of(0, BLOCK) + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
     epoch = begin_call(packets.calls)
     tag = tag_of(epoch, size)
-    offset = part_offset(epoch, rank, packets.part_words, plan.NUM_RANKS)
-    # Of this program's share, not of the largest: no flag has to say that there was none.
+    offset = packet_offset(epoch, rank, packets.shard_words, plan.NUM_RANKS)
+    # Loop over this program's blocks only: no flag needs to be set for an empty block.
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
     for block in range(blocks):
         if block > 0:

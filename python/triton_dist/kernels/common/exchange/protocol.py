@@ -1,53 +1,48 @@
-"""Steps of a program of an exchange between ranks: count their call, store shards straight into the
-memory of peers, say so, wait, and add or copy what has come.
+"""Device functions of an exchange between ranks, and the kernels of reduce-scatter and all-gather.
 
-An exchange is one launch of up to ``MAX_CTAS`` programs. Program p of a rank takes part with
-programs p of its peers alone, so no barrier of a grid is needed:
+An exchange is one launch of up to ``MAX_CTAS`` programs. Each program counts its call, stores
+shards directly into the memory of peers, sets flags, waits, and adds or copies the received shards.
+Program p of a rank only talks to programs p of its peers, so no grid barrier is needed.
 
-    slots     [2, slot]                               what peers write to, in calls of even and of
-                                                      odd numbers
-    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   by source rank: how far it has got in them
+    slots     [2, slot]                               written by peers, alternating by call
+    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   progress of each source rank
     calls     int64                                   counts calls, MAX_CTAS for each
 
-*Epochs.* A call is known by its number, which every program computes from ``calls`` by one atomic
-add: program 0 adds what makes the sum of all programs ``MAX_CTAS``, so it does not matter which one
-comes first. It lives in device memory, so a captured graph counts on at each replay; it has 64 bits
-and does not wrap.
+*Epochs.* Each program derives the number of the call, its epoch, from ``calls`` by one atomic add.
+Program 0 adds the difference to ``MAX_CTAS``, so the programs may start in any order. The counter
+is in device memory, so replays of a CUDA graph count on. It has 64 bits and does not wrap.
 
-*Why a slot is free.* Call n + 2 uses the slot of call n. A rank that begins it has ended call
-n + 1, in which each of its programs waited for every peer; a peer that sent in call n + 1 had begun
-it, and so ended call n, on the same stream before. So nobody waits for a consent. This holds as
-long as every call waits for every peer, and a kernel begins after the one before it has ended.
+*A slot is free when it is written.* Call n + 2 uses the slot of call n. A rank that begins call n +
+2 has ended call n + 1, in which each of its programs waited for every peer. A peer that sent in
+call n + 1 had ended call n before, on the same stream. No acknowledgement is needed. This requires
+that every call waits for every peer and that a kernel starts after the previous one has ended.
 
-*Why nobody waits in a circle.* A program sends first and waits afterwards, and programs start in
-the order of their numbers: of all that wait, those with the smallest number have peers that are
-running or will run.
+*No deadlock.* A program sends before it waits, and programs start in the order of their numbers.
+Among the waiting programs, those with the smallest number have peers that run or will run.
 
-*Pieces.* A program's share may be cut in up to ``MAX_CHUNKS``, so that it sends one while it waits
-for another; a flag counts ``epoch * MAX_CHUNKS + chunks - 1``.
+*Chunks.* The blocks of a program may be cut into up to ``MAX_CHUNKS`` chunks, so that it sends one
+chunk while it waits for another. A flag counts ``epoch * MAX_CHUNKS + chunks - 1``.
 
-*Sizes.* A flag also carries the size of the call (``common/peers.py``), and who waits compares it
-with its own. A peer may be one call ahead, which may be of another size: so calls take turns with
-their flags, as with slots. 40 bits are left for the epoch: a flag that smaller calls leave alone
-would count as new after 2**39 of them, which are more than a month without a pause.
+*Sizes.* A flag also carries the size of the call (``common/peers.py``), and the waiting program
+compares it with its own. A peer may already be in the next call, with another size. Flags therefore
+alternate with the slots. This leaves 40 bits for the epoch. A flag that smaller calls do not use
+would appear new after 2**39 of them, which takes more than a month of continuous calls.
 
-What kernels of exchanges take, in tuples (``how-to/wait-for-a-peer.md`` has their rules); x, out
-and slots are of one dtype:
+Kernels take these tuples (rules: ``how-to/wait-for-a-peer.md``); x, out and slots have one dtype:
 
-================  ==============  ==========================================  ====================
-argument          dtype           shape                                       who writes
-================  ==============  ==========================================  ====================
-slots.data        of x            [2, slots.elements]                         peers' kernels
-slots.table       int64           [NUM_RANKS], addresses of ``data``          the host, once
-peers.arrivals    int64           [2, PHASES, MAX_CTAS, NUM_RANKS]            their sources' kernels
-peers.table       int64           [NUM_RANKS], addresses of ``arrivals``      the host, once
-peers.calls       int64           a word                                      this rank's kernels
-peers.guard       int64           as of ``language.wait``                     this rank, its host
-lengths           ints            shard, room, total: elements                the host
-size, rank        int             what ranks have to agree on; not            the host
-                                  specialised
-plan              constants       NUM_RANKS, LANES, BLOCK, NUM_CHUNKS         the host
-================  ==============  ==========================================  ====================
+====================  =========  ======================================  ======================
+argument              dtype      shape                                   written by
+====================  =========  ======================================  ======================
+slots.data            of x       [2, slots.elements]                     kernels of peers
+slots.table           int64      [NUM_RANKS], addresses of ``data``      host, once
+peers.arrivals        int64      [2, PHASES, MAX_CTAS, NUM_RANKS]        kernels of the sources
+peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, once
+peers.calls           int64      one word                                kernels of this rank
+peers.timeout_words   int64      see ``language.wait``                   this rank and its host
+lengths               ints       shard, room, total: elements            host
+size, rank            int        equal on all ranks; not specialised     host
+plan                  constants  NUM_RANKS, LANES, BLOCK, NUM_CHUNKS     host
+====================  =========  ======================================  ======================
 """
 
 from __future__ import annotations
@@ -64,19 +59,23 @@ from triton_dist.language.signals import SIZE_BITS, sized
 MAX_CTAS = tl.constexpr(256)
 MAX_CHUNKS = tl.constexpr(16)
 PHASES = tl.constexpr(2)
-_EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # of a flag, where the number of its call begins
-# Elements of which shards in a slot are multiples, so that each starts on 16 bytes and more.
+_EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # bit of a flag at which the epoch begins
+# Shards in a slot are padded to multiples of this number of elements: each begins at 16 bytes or
+# more.
 SHARD_ALIGNMENT = tl.constexpr(128)
-# Of packets (``exchange/packets.py``): bytes of data in a line, and words.
+# Line of packets (``exchange/packets.py``): bytes of data, and words.
 LINE_BYTES = tl.constexpr(8)
 LINE_WORDS = tl.constexpr(2)
-# Alignment of a part, in words: each line lies on 16 bytes.
-PART_ALIGNMENT = tl.constexpr(16)
+# Alignment in words of the packets of one source rank; each line is aligned to 16 bytes.
+PACKET_ALIGNMENT = tl.constexpr(16)
 
 
 class Slots(NamedTuple):
-    """Memory in which parts arrive. data: this rank's two slots. table: by rank, where those are.
-    elements: of a slot."""
+    """Memory that receives shards.
+
+    ``data`` holds this rank's two slots, ``table`` the addresses of each rank's ``data``,
+    ``elements`` the size of a slot.
+    """
 
     data: Any
     table: Any
@@ -84,8 +83,11 @@ class Slots(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """Flags by which ranks tell one another. arrivals: this rank's. table: by rank, where those
-    are. calls: the count of calls. guard: of waits."""
+    """Flags between ranks.
+
+    ``arrivals`` holds this rank's flags, ``table`` the addresses of each rank's ``arrivals``,
+    ``calls`` the count of calls.
+    """
 
     arrivals: Any
     table: Any
@@ -94,18 +96,20 @@ class Peers(NamedTuple):
 
 
 class Packets(NamedTuple):
-    """Memory in which words arrive (``exchange/packets.py``); calls and guard as of ``Peers``."""
+    """Memory that receives packets (``exchange/packets.py``)."""
 
     words: Any
     table: Any
     calls: Any
     timeout_words: Any
-    part_words: Any
+    shard_words: Any
 
 
 class Lengths(NamedTuple):
-    """Elements of a shard, those that it takes in a slot, and those of the whole: x of an
-    all-reduce and a reduce-scatter, out of an all-gather."""
+    """Numbers of elements: of a shard, of a padded shard in a slot, and of the whole tensor.
+
+    The whole tensor is x in an all-reduce or reduce-scatter, and out in an all-gather.
+    """
 
     shard: Any
     room: Any
@@ -113,8 +117,11 @@ class Lengths(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Layout of programs: constants. LANES: ranks, rounded up to a power of two. BLOCK:
-    elements that a program moves at a time. NUM_CHUNKS: in which its share travels."""
+    """Constants of the layout of a launch.
+
+    LANES is NUM_RANKS rounded up to a power of two, BLOCK the number of elements that a program
+    moves at a time, NUM_CHUNKS the number of chunks of its blocks.
+    """
 
     NUM_RANKS: Any
     LANES: Any
@@ -123,8 +130,11 @@ class Plan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call under way, in a kernel. flags: by which this program tells each rank of its first
-    phase, [LANES]. epoch: its number. offset: of its slot, in elements."""
+    """State of a call in a kernel.
+
+    ``flags`` [LANES] are the addresses of this program's first-phase flags at each rank, ``epoch``
+    is the number of the call, ``offset`` the begin of its slot in elements.
+    """
 
     flags: Any
     epoch: Any
@@ -135,8 +145,10 @@ class Call(NamedTuple):
 
 @jit
 def begin(slots, peers, size, rank, plan: tl.constexpr):
-    """Begin a call of ``size``; once in each program. Flags are looked up before there is anything
-    to tell: a look-up takes as long as a load."""
+    """Begin a call of ``size``; once per program.
+
+    Load the addresses of flags now, because such a load takes as long as a load of data.
+    """
     peer = tl.arange(0, plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * plan.NUM_RANKS + rank
@@ -147,7 +159,7 @@ def begin(slots, peers, size, rank, plan: tl.constexpr):
 
 @jit
 def begin_call(calls_ptr):
-    """The number of this call, from 1; once in each program."""
+    """Return the number of this call, from 1; once per program."""
     ctas = tl.num_programs(0)
     share = tl.where(tl.program_id(0) == 0, MAX_CTAS - ctas + 1, 1).to(tl.int64)
     return tl.atomic_add(calls_ptr, share, sem="relaxed", scope="gpu") // MAX_CTAS + 1
@@ -155,33 +167,31 @@ def begin_call(calls_ptr):
 
 @jit
 def slot_offset(epoch, slot_elements):
-    """Begin of the slot of call ``epoch``, in elements."""
+    """Return the begin of the slot of call ``epoch`` in elements."""
     return tl.multiple_of((epoch % 2) * slot_elements.to(tl.int64), SHARD_ALIGNMENT)
 
 
 @jit
 def flag_of_chunk(call, chunk):
-    """Value of the flag of a program that has got through ``chunk`` of ``call``; the first is 0."""
+    """Return the flag value of a program that has finished ``chunk`` of ``call``."""
     return sized(call.epoch * MAX_CHUNKS + chunk, call.size)
 
 
 @jit
 def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
-    """Distance, from the flags of this program of a first phase in calls of even numbers, to those
-    of one of its phases that are set to ``value``."""
+    """Return the offset of the flags of ``phase`` and ``value`` from this program's first flags."""
     turn = (value >> _EPOCH_FROM).to(tl.int32) & 1
     return (turn * PHASES + phase) * MAX_CTAS * NUM_RANKS
 
 
 @jit
 def notify_ranks(call, phase, value, plan: tl.constexpr):
-    """Set the flag of this program at every rank, the own one too, whose other programs may want to
-    know, after everything that it stored (release).
+    """Set this program's flag at every rank after all its stores (release).
 
-    All at once, a thread each: one after another, each release would wait for the one before it to
-    have crossed the link.
+    That includes this rank, for its other programs. One thread per rank: a sequence of releases
+    would each wait until the previous one has crossed the link.
     """
-    tl.debug_barrier()  # a release is one thread's; all threads' stores come before it
+    tl.debug_barrier()  # The release is issued by one thread: wait for the stores of all threads.
     there = tl.arange(0, plan.LANES) < plan.NUM_RANKS
     values = tl.full((plan.LANES,), 0, tl.int64) + value
     with dl.mark("push"):
@@ -193,10 +203,9 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
 
 @jit
 def await_programs(peers, phase, programs, value, plan: tl.constexpr):
-    """Wait until of each rank that of ``programs``, [LANES], has got to ``value`` (acquire); gives
-    a token.
+    """Wait until program ``programs[r]`` of each rank r has reached ``value``. Return a token.
 
-    All flags are looked at together: one after another, each look takes as long as the first.
+    An acquire. Poll all flags together: polled in sequence, each takes as long as the first.
     """
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
     flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)
@@ -205,34 +214,36 @@ def await_programs(peers, phase, programs, value, plan: tl.constexpr):
 
 @jit
 def await_peers(peers, phase, value, plan: tl.constexpr):
-    """Wait until this program of every rank has got to ``value`` (acquire); gives a token."""
+    """Wait until this program of every rank has reached ``value`` (acquire); return a token."""
     same = tl.full((plan.LANES,), 0, tl.int32) + tl.program_id(0)
     return await_programs(peers, phase, same, value, plan)
 
 
 @jit
 def chunks_of(elements, plan: tl.constexpr):
-    """Blocks of a program's share in one piece, the same in all programs and on all ranks."""
+    """Return the blocks of a program per chunk, equal in all programs and on all ranks."""
     blocks = tl.cdiv(elements, plan.BLOCK)
     return tl.cdiv(tl.cdiv(blocks, tl.num_programs(0)), plan.NUM_CHUNKS)
 
 
 @jit
 def first_of(block, BLOCK: tl.constexpr):
-    """Begin of block number ``block`` of this program in a shard, in elements."""
+    """Return the begin of this program's block number ``block`` in a shard, in elements."""
     return (tl.num_programs(0).to(tl.int64) * block + tl.program_id(0)) * BLOCK
 
 
 @jit
-def behind(offset, token):
-    """``offset`` [elements] made to depend on the wait that gave ``token``; it stays as aligned
-    as it is, although nobody knows what a token is."""
+def after_wait(offset, token):
+    """Return ``offset`` [elements] with a data dependency on the wait that returned ``token``.
+
+    The hint keeps the known alignment, although the compiler does not know the token.
+    """
     return tl.multiple_of(offset + token * SHARD_ALIGNMENT, SHARD_ALIGNMENT)
 
 
 @jit
 def send_block(values, index, mask, slots, offset, room, rank, plan: tl.constexpr):
-    """Store ``values``, at ``index`` of a shard, into every peer's slot, as this rank's part."""
+    """Store ``values`` at ``index`` of this rank's shard in every peer's slot."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     with dl.mark("push"):
         for step in tl.static_range(1, NUM_RANKS):
@@ -244,8 +255,10 @@ def send_block(values, index, mask, slots, offset, room, rank, plan: tl.constexp
 def send_copies(
     x_ptr, own_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr
 ):  # fmt: skip
-    """Store this program's blocks of x [shard] into every peer's slot, as the part of this rank;
-    and to ``own``, unless that is ``None``."""
+    """Store this program's blocks of x [shard] as this rank's shard in every peer's slot.
+
+    Also store them to ``own``, unless it is ``None``.
+    """
     for block in range(first_block, end_block):
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = index < lengths.shard
@@ -257,8 +270,7 @@ def send_copies(
 
 @jit
 def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
-    """Store this program's blocks of each peer's shard of x [total] into that peer's slot, as the
-    part of this rank. Shards follow one another in x."""
+    """Store this program's blocks of each peer's shard of x [total] in the slot of that peer."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
@@ -273,10 +285,10 @@ def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.co
 
 
 @jit
-def add_parts(
+def add_shards(
     x_ptr,
     out_ptr,
-    parts_ptr,
+    shards_ptr,
     offset,
     own,
     first_block,
@@ -288,25 +300,25 @@ def add_parts(
     slots=None,
     passed_on=None,
 ):
-    """Add this program's blocks of a shard over all ranks, in their order and in fp32, and store
-    them, rounded once, to out; with ``slots`` also into every peer's, ``passed_on`` elements from
-    their begin.
+    """Add this program's blocks of a shard over all ranks and store the sum in out.
 
-    x, out: where the own shard begins; ``own``: in the whole, whose end limits it. The peers' parts
-    are ``offset`` elements from ``parts_ptr``.
+    Ranks are added in order in fp32, and the sum is rounded once. With ``slots``, also send it to
+    every peer, ``passed_on`` elements from the begin of its slots. x and out point to the begin of
+    this rank's shard, which is ``own`` elements into the whole tensor. Shards of peers begin
+    ``offset`` elements after ``shards_ptr``.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = (index < lengths.shard) & (own + index < lengths.total)
-        from_ptr = parts_ptr + behind(offset, token)
+        from_ptr = shards_ptr + after_wait(offset, token)
         sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
-            part_ptr = from_ptr + source * lengths.room.to(tl.int64)
-            # A pointer that is chosen, not a branch: all loads are under way at once. From L2,
-            # where peers' stores are; L1 may know these addresses from before.
-            part_ptr = tl.where(rank == source, x_ptr, part_ptr)
-            sums += tl.load(part_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
+            shard_ptr = from_ptr + source * lengths.room.to(tl.int64)
+            # Select a pointer instead of branching, so that all loads are in flight together. Load
+            # from L2, which has the stores of peers; L1 may hold stale data.
+            shard_ptr = tl.where(rank == source, x_ptr, shard_ptr)
+            sums += tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
         total = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + index, total, mask=mask)
         if passed_on is not None:
@@ -316,7 +328,7 @@ def add_parts(
 @jit
 def copy_shards(
     out_ptr,
-    parts_ptr,
+    shards_ptr,
     offset,
     first_block,
     end_block,
@@ -325,34 +337,35 @@ def copy_shards(
     rank,
     plan: tl.constexpr,
 ):
-    """Copy this program's blocks of every peer's shard, ``offset`` elements from ``parts_ptr``, to
-    ``out[peer * shard:]``; out: [total]."""
+    """Copy this program's blocks of every peer's shard to ``out[peer * shard:]``; out: [total].
+
+    Shards begin ``offset`` elements after ``shards_ptr``.
+    """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         inside = index < lengths.shard
-        from_ptr = parts_ptr + behind(offset, token)
+        from_ptr = shards_ptr + after_wait(offset, token)
         for step in tl.static_range(1, NUM_RANKS):
             peer = ((rank + step) % NUM_RANKS).to(tl.int64)
             target = peer * lengths.shard + index
             mask = inside & (target < lengths.total)
-            part_ptr = from_ptr + peer * lengths.room
-            shard = tl.load(part_ptr + index, mask=mask, cache_modifier=".cg")
+            shard_ptr = from_ptr + peer * lengths.room
+            shard = tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg")
             tl.store(out_ptr + target, shard, mask=mask)
 
 
 def tag_number(epoch: int, size: int) -> int:
-    """The same on the host, as an unsigned number."""
+    """Return the tag of a packet on the host, as an unsigned number."""
     return flag_value(epoch, size) & 0x7FFFFFFF | 0x80000000
 
 
-# Kernels. Each begins a call, then goes through its pieces: it sends one piece while it takes what
-# has come of the piece before.
+# Kernels of ranks that exchange shards. Each sends one chunk while it processes the previous chunk.
 
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
-    """Every rank adds its shard of x into out."""
+    """Add this rank's shard of x over all ranks into out."""
     call = begin(slots, peers, size, rank, plan)
     blocks = chunks_of(lengths.shard, plan)
     own = rank.to(tl.int64) * lengths.shard
@@ -363,7 +376,7 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
             notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
         if chunk >= 1:
             token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
-            add_parts(
+            add_shards(
                 x_ptr + own, out_ptr, slots.data, call.offset, own, first - blocks, first, token,
                 lengths, rank, plan,
             )  # fmt: skip
@@ -371,7 +384,7 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
-    """Every rank sends x to all and copies what it gets into out."""
+    """Send x to all ranks and copy the received shards into out."""
     call = begin(slots, peers, size, rank, plan)
     blocks = chunks_of(lengths.shard, plan)
     for chunk in range(plan.NUM_CHUNKS + 1):

@@ -1,14 +1,15 @@
-"""Kernels that add or copy shards that copy engines push, as they come. The rest is as in
-``exchange/protocol.py``.
+"""Kernels that add or copy shards pushed by copy engines, while they arrive.
 
-===============  ======  ========================================  ========================
-argument         dtype   shape                                     who writes
-===============  ======  ========================================  ========================
-x_ptr, out_ptr   fp      add: [total], [shard]; copy: the reverse  the caller, this kernel
-pushed.shards    of x    [NUM_RANKS, room]                         the sources' copy engines
-pushed.arrivals  int64   [NUM_CHUNKS, NUM_RANKS], by source rank   the same
-pushed.epoch     int64   the line of the slot                      this rank's kernels
-===============  ======  ========================================  ========================
+Other arguments are described in ``exchange/protocol.py``.
+
+===============  =====  =========================================  =====================
+argument         dtype  shape                                      written by
+===============  =====  =========================================  =====================
+x_ptr, out_ptr   of x   add: [total], [shard]; copy: the reverse   caller, this kernel
+pushed.shards    of x   [NUM_RANKS, room]                          copy engines of peers
+pushed.arrivals  int64  [NUM_CHUNKS, NUM_RANKS], by source rank    copy engines of peers
+pushed.epoch     int64  the line of the slot                       kernels of this rank
+===============  =====  =========================================  =====================
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
-    add_parts,
+    add_shards,
     chunks_of,
     copy_shards,
     first_of,
@@ -38,8 +39,7 @@ class Pushed(NamedTuple):
 
 @jit
 def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
-    """Wait until a copy engine of every peer has brought ``chunk``; gives a token. The flags are
-    set to ``value``, that of the slot."""
+    """Wait until ``chunk`` of every peer has arrived and its flag is ``value``. Return a token."""
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
@@ -50,17 +50,17 @@ def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
-    """Add the shards that copy engines push, and the own one of x, into out, a piece at a time as
-    it comes."""
+    """Add the pushed shards and this rank's shard of x into out, chunk by chunk as they arrive."""
     value = flag_of(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
     own = rank.to(tl.int64) * lengths.shard
     blocks = chunks_of(lengths.shard, plan)
     for chunk in range(plan.NUM_CHUNKS):
         first = chunk * blocks
+        # A chunk beyond the end of the shard has no flag.
         if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:
             token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
-            add_parts(
+            add_shards(
                 x_ptr + own, out_ptr, pushed.shards, begin_of_shards, own, first, first + blocks,
                 token, lengths, rank, plan,
             )  # fmt: skip
@@ -68,7 +68,7 @@ def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.cons
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
-    """Copy x, and the shards that copy engines push as they come, into out."""
+    """Copy x and the pushed shards into out, chunk by chunk as they arrive."""
     value = flag_of(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
     blocks = chunks_of(lengths.shard, plan)

@@ -1,10 +1,9 @@
-"""Sum of a tensor over ranks, on every rank, in one shot or two: kernels and their launches, how
-far each goes, and memory for them.
+"""All-reduce kernels in one shot and in two shots, and memory for them.
 
-One shot sends everything to everybody, who all add everything; very few bytes go in packets. In two
-shots every rank adds a shard and sends it to all. ``exchange/protocol.py`` says how kernels work
-and what they take; x and out are [total]. Blocks of ``plan.BLOCK`` elements go round the programs.
-Grid: (up to ``MAX_CTAS``,).
+In one shot every rank sends all its data to all ranks, and each adds everything; very few bytes
+travel as packets. In two shots every rank adds one shard and sends the sum to all.
+``exchange/protocol.py`` describes the protocol and the arguments; x and out are [total]. Blocks of
+``plan.BLOCK`` elements are distributed over the programs. Grid: (up to ``MAX_CTAS``,).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
 from triton_dist.kernels.common.exchange.protocol import (
-    add_parts,
+    add_shards,
     await_peers,
     begin,
     chunks_of,
@@ -45,15 +44,15 @@ from triton_dist.kernels.common.peers import Disagreements, folded
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
-# Largest tensor of a one-shot launch of many ranks: a slot holds one for each rank, and above it
-# one shot never wins. Two ranks send as much in two shots, and take as much memory.
+# Maximum bytes of a one-shot launch: a slot holds one tensor per rank, and larger tensors are never
+# faster in one shot. Two ranks can use more, because two shots send and store as much there.
 ONE_SHOT_BYTES = 4 << 20
-# The same in packets, which take twice the memory and the link's time.
+# Maximum bytes of packets, which take twice the memory and link time.
 PACKET_BYTES = 256 << 10
-# Up to what size packets are the default of one shot, and how they are then laid out.
+# Size up to which one shot uses packets by default, and their layout.
 PACKETS_UP_TO = 64 << 10
 PACKET_SHAPE = Shape(32, 2048)
-# From what size on two shots are the default; which one is faster, tuning finds out.
+# Size from which two shots are the default. Tuning finds the faster algorithm.
 TWO_SHOT_FROM = 256 << 10
 
 
@@ -61,11 +60,12 @@ TWO_SHOT_FROM = 256 << 10
 def kernel_all_reduce_one_shot(
     x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr
 ):
-    """Every rank sends all of x to all, and adds what it gets; a shard is the whole.
+    """Send all of x to all ranks and add what arrives; the shard is the whole tensor.
 
-    Once: a flag a program and peer, so ``NUM_CHUNKS`` is 1."""
+    There is one flag per program and peer, so ``NUM_CHUNKS`` is 1.
+    """
     tl.static_assert(plan.NUM_CHUNKS == 1)
-    # What needs no number of the call comes first, so that it is under way while that is counted.
+    # Operations that do not need the epoch come first, to overlap with counting the call.
     index = first_of(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
@@ -76,7 +76,7 @@ def kernel_all_reduce_one_shot(
     value = flag_of_chunk(call, 0)
     notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
-    add_parts(
+    add_shards(
         x_ptr, out_ptr, slots.data, call.offset, 0, 0, blocks, token, lengths, rank, plan
     )  # fmt: skip
 
@@ -85,11 +85,11 @@ def kernel_all_reduce_one_shot(
 def kernel_all_reduce_two_shot(
     x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr
 ):
-    """Every rank adds its shard of x and sends the sum to all. Shards follow one another in x; the
-    last ones may be shorter, or empty.
+    """Add this rank's shard of x and send the sum to all ranks.
 
-    A slot is parts [NUM_RANKS, room], then sums [NUM_RANKS, room]. While one piece of the parts
-    is sent, the one before it is added and its sums sent, and the one before that copied out.
+    The last shards of x may be shorter or empty. A slot holds shards [NUM_RANKS, room], then sums
+    [NUM_RANKS, room]. Three chunks are in flight: one is sent, the previous one is added and its
+    sums are sent, and the one before is copied to out.
     """
     call = begin(slots, peers, size, rank, plan)
     blocks = chunks_of(lengths.shard, plan)
@@ -102,7 +102,7 @@ def kernel_all_reduce_two_shot(
             notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
         if (chunk >= 1) & (chunk <= plan.NUM_CHUNKS):
             token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
-            add_parts(
+            add_shards(
                 x_ptr + own, out_ptr + own, slots.data, call.offset, own, first - blocks, first,
                 token, lengths, rank, plan, slots, sums,
             )  # fmt: skip
@@ -116,27 +116,31 @@ def kernel_all_reduce_two_shot(
 
 
 def one_shot_bytes(num_ranks: int) -> int:
-    """Bytes of the largest tensor of a one-shot launch."""
+    """Return the maximum bytes of a one-shot launch."""
     return 8 * ONE_SHOT_BYTES if num_ranks == 2 else ONE_SHOT_BYTES
 
 
 def slot_bytes(nbytes: int, num_ranks: int) -> int:
-    """Bytes of a slot for tensors of up to ``nbytes`` a launch: addends of up to a few MB from each
-    rank; or addends of a shard, then sums of all shards."""
+    """Return the bytes of a slot for tensors of up to ``nbytes`` per launch.
+
+    It holds one addend per rank in one shot, or shards and sums in two shots.
+    """
     one_shot = shard_bytes(min(nbytes, one_shot_bytes(num_ranks)), 1)
     return num_ranks * max(one_shot, 2 * shard_bytes(nbytes, num_ranks))
 
 
 def packet_bytes(nbytes: int, num_ranks: int) -> int:
-    """The same of packets."""
+    """Return the maximum bytes of a tensor in packets, for launches of up to ``nbytes``."""
     return min(nbytes, PACKET_BYTES) if num_ranks > 1 else 0
 
 
 def most_elements(
     nbytes: int, item_bytes: int, num_ranks: int, one_shot: bool, in_packets: bool = False
 ) -> int:
-    """Elements of ``item_bytes`` that one launch can sum in memory for ``nbytes``: whole vectors,
-    if that many fit."""
+    """Return how many elements of ``item_bytes`` one launch can sum in memory for ``nbytes``.
+
+    It is a multiple of ``VECTOR_ELEMENTS`` if at least one vector fits.
+    """
     if one_shot:
         nbytes = min(nbytes, PACKET_BYTES if in_packets else one_shot_bytes(num_ranks))
     most = nbytes // item_bytes
@@ -144,21 +148,23 @@ def most_elements(
 
 
 def in_one_shot(total: int, shape: Shape, size: int, in_packets: bool) -> Exchange:
-    """Describe a launch for ``total`` elements; ``size``: what peers compare."""
+    """Describe a one-shot launch for ``total`` elements; ranks compare ``size``."""
     if in_packets:
         return Exchange(kernel_all_reduce_packets, total, total, shape, size, 0, in_packets=True)
     return Exchange(kernel_all_reduce_one_shot, total, total, shape, size)
 
 
 def in_two_shots(total: int, num_ranks: int, shape: Shape, size: int) -> Exchange:
-    """The same for the other."""
+    """Describe a two-shot launch for ``total`` elements; ranks compare ``size``."""
     shard = shard_elements(-(-total // num_ranks))
     return Exchange(kernel_all_reduce_two_shot, shard, total, shape, size, phases=2)
 
 
 class SumBuffer(ExchangeBuffer):
-    """Symmetric memory in which products of an op are summed: of up to ``sum_nbytes`` in a launch,
-    larger ones in several."""
+    """Symmetric memory in which an op sums its products.
+
+    A launch sums up to ``sum_nbytes``; larger products take several launches.
+    """
 
     def __init__(
         self,
@@ -175,22 +181,25 @@ class SumBuffer(ExchangeBuffer):
     def sum(
         self, product: torch.Tensor, reduction: str | None, *layout: int | None
     ) -> torch.Tensor:
-        """The sum over ranks of ``product`` [M, N], contiguous.
+        """Return the sum of ``product`` [M, N], contiguous, over ranks.
 
-        reduction: ``ONE_SHOT`` or ``TWO_SHOT``; ``None``: by size. layout: ``TUNABLES`` of the
-        launch; default: by size."""
+        Args:
+            product: the addend of this rank.
+            reduction: ``ONE_SHOT``, ``TWO_SHOT``, or ``None`` to choose by size.
+            layout: values of ``TUNABLES``; missing values are chosen by size.
+        """
         total = torch.empty_like(product)
         x, out = product.view(-1), total.view(-1)
-        for part, exchange in self._exchanges(product, reduction, *layout):
-            self.run(exchange, x[part], out[part])
+        for chunk, exchange in self._exchanges(product, reduction, *layout):
+            self.run(exchange, x[chunk], out[chunk])
         return total
 
     def compile_sum(
         self, product: torch.Tensor, reduction: str | None, *layout: int | None
     ) -> None:
-        """Compile and load what ``sum`` launches; of several launches, the first."""
-        part, exchange = next(self._exchanges(product, reduction, *layout))
-        x = product.view(-1)[part]
+        """Compile and load the kernel that ``sum`` launches first."""
+        chunk, exchange = next(self._exchanges(product, reduction, *layout))
+        x = product.view(-1)[chunk]
         self.launch(exchange, x, x.new_empty(x.shape)).compile()
 
     def _exchanges(
@@ -201,9 +210,10 @@ class SumBuffer(ExchangeBuffer):
         block_bytes: int | None = None,
         num_chunks: int | None = None,
     ) -> Iterator[tuple[slice, Exchange]]:
-        """Describe each launch, and which elements it sums."""
+        """Yield the description of each launch with the slice of elements that it sums."""
         elements, item_bytes = product.numel(), product.element_size()
-        # Ranks with other rows of the same range launch the same kernel: then they find out.
+        # Round up, so that ranks with different rows in one range launch the same kernel, which
+        # detects the difference.
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
         in_packets = one_shot and nbytes <= PACKETS_UP_TO
@@ -213,8 +223,8 @@ class SumBuffer(ExchangeBuffer):
         step = most_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):
             total = min(step, elements - first)
-            part = slice(first, first + total)
+            chunk = slice(first, first + total)
             if one_shot:
-                yield part, in_one_shot(total, shape, size, in_packets)
+                yield chunk, in_one_shot(total, shape, size, in_packets)
             else:
-                yield part, in_two_shots(total, self.num_ranks, shape, size)
+                yield chunk, in_two_shots(total, self.num_ranks, shape, size)

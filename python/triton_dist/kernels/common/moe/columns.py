@@ -23,7 +23,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.buffer import shard_elements
-from triton_dist.kernels.common.exchange.protocol import behind
+from triton_dist.kernels.common.exchange.protocol import after_wait
 from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements, flag_of
@@ -83,7 +83,7 @@ def kernel_add_columns(
         first = chunk * width
         columns = tl.minimum(width, N - first)
         token = await_pushed(pushed, value, chunk, rank, NUM_RANKS)
-        shards = pushed.shards + behind(tl.zeros((), tl.int64), token)
+        shards = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
         for tile in range(
             tl.program_id(0), tiles_m * tl.cdiv(columns, BLOCK_SIZE_N), tl.num_programs(0)
         ):

@@ -26,9 +26,9 @@ from triton_dist.kernels.common.exchange.buffer import (
     untuned,
 )
 from triton_dist.kernels.common.exchange.protocol import (
+    after_wait,
     await_peers,
     begin,
-    behind,
     flag_of_chunk,
     notify_ranks,
 )
@@ -116,7 +116,7 @@ def kernel_topk_exchange(
     for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
         column = block % across * plan.BLOCK + lanes
         index = (block // across).to(tl.int64) * N + column
-        parts = slots.data + behind(call.offset, token)
+        parts = slots.data + after_wait(call.offset, token)
         total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
             part = parts + source * room.to(tl.int64)

@@ -1,5 +1,4 @@
-"""Ways of ops that compute ``sum over ranks of A @ B``, plus ``bias``: what they share, and the
-launches of a call."""
+"""Base classes of algorithms for ``sum over ranks of A @ B``, plus ``bias``, and their launches."""
 
 from __future__ import annotations
 
@@ -22,43 +21,45 @@ from triton_dist.runtime.device import current_device
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Tensors that may lie elsewhere at each call, by the names that kernels have for them."""
+    """Return the tensors whose addresses change between calls, by the kernels' names for them."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
-@dataclass  # made at each call: freezing it would take a us
+@dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
 class Scattered:
-    """Launches of a call whose tiles go ``to`` others and are summed into C (``scattered_gemm``),
-    in one slot."""
+    """Launches of a call that sends tiles to ``to`` and sums them into C, in one slot.
+
+    ``scattered_gemm`` describes the GEMM.
+    """
 
     kernel: ClassVar[Any]
-    """The persistent one."""
+    """The persistent kernel."""
     call: SummingCall
     C: torch.Tensor
     to: Scattering
 
     def __post_init__(self) -> None:
         self.key = self._key()
-        """Everything that launches depend on, beside the addresses of tensors."""
-        self._alive = self.to, self.call.gemm_config  # objects whose ids are in the key
+        """Key of the launches: everything but the addresses of tensors."""
+        self._alive = self.to, self.call.gemm_config  # The key contains the ids of these objects.
 
     def run(self) -> None:
-        """Launch all."""
+        """Launch all kernels."""
         self.multiply()
         self.add_deferred()
 
     def multiply(self) -> None:
-        """Launch the GEMM, once all that comes after it is loaded."""
+        """Launch the GEMM after loading all kernels that follow it."""
         tensors = {"a_ptr": self.call.A, "b_ptr": self.call.B, **self._summed()}
         self._launch(self.key, self._gemm, tensors)
 
     def add_deferred(self) -> None:
-        """Launch what adds the tiles that the GEMM defers, if it can defer any."""
+        """Launch the kernel that adds deferred tiles, if the GEMM can defer any."""
         if self._may_defer():
             self._launch(("deferred", *self.key), self._deferred, self._summed())
 
     def compile(self) -> None:
-        """Compile and load all launches."""
+        """Compile and load all kernels."""
         self._gemm().compile()
 
     def _key(self) -> tuple[object, ...]:
@@ -77,7 +78,7 @@ class Scattered:
         return self.call.persistent and self.to.num_ranks > 1
 
     def _after(self) -> Iterator[Launch]:
-        """Launches after the GEMM."""
+        """Yield the launches after the GEMM."""
         if self._may_defer():
             yield self._deferred()
 
@@ -97,12 +98,12 @@ class Scattered:
         )  # fmt: skip
 
 
-@dataclass  # made at each call: freezing it would take a us
+@dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
 class Exchanged:
-    """The one launch of a call that multiplies, sends, waits and adds.
+    """The single launch of a call that multiplies, sends, waits and adds.
 
-    to_owners: each row is added by one rank, else by all. pass_on: who then sends it to all; else
-    the result is the own M / num_ranks rows.
+    With ``to_owners`` one rank adds each row, otherwise all ranks do. With ``pass_on`` the owner
+    then sends the sum to all ranks; otherwise the result has this rank's M / num_ranks rows.
     """
 
     call: SummingCall
@@ -111,11 +112,11 @@ class Exchanged:
     pass_on: bool = False
 
     def run(self) -> torch.Tensor:
-        """Launch it, and return the result.
+        """Launch the kernel and return the result.
 
         Raises:
-            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
-                settles such things later.
+            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
+                waits itself.
         """
         call, buffer, C = self.call, self.buffer, self._output()
         num_ctas = programs_of(
@@ -136,15 +137,15 @@ class Exchanged:
         return C
 
     def compile(self) -> None:
-        """Compile and load the launch."""
+        """Compile and load the kernel."""
         self.gemm(self._output()).compile()
 
     def phases(self) -> int:
-        """Count how often a program waits for flags of its peers."""
+        """Return how many times a program waits for its peers' flags."""
         return 2 if self.pass_on else 1
 
     def gemm(self, C: torch.Tensor) -> Launch:
-        """Describe the launch that sums into C."""
+        """Return the launch that sums into C."""
         call, buffer = self.call, self.buffer
         rows = -(-call.A.shape[0] // buffer.num_ranks) if self.to_owners else call.A.shape[0]
         return exchanged_gemm(
@@ -165,10 +166,10 @@ C = TypeVar("C", bound=SummingCall)
 
 
 class SummingAlgorithm(NamedAlgorithm[C, SummingSizes]):
-    """A way of such an op."""
+    """An algorithm of an op that sums products over ranks."""
 
     is_general: ClassVar[bool] = False
-    """Also of one rank, and where tiles are added to one sum on their owner."""
+    """True if it also supports one rank, and tiles that are added to one sum on their owner."""
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         fits_sizes = self.is_general or (sizes.num_ranks > 1 and not sizes.adds)
@@ -176,10 +177,10 @@ class SummingAlgorithm(NamedAlgorithm[C, SummingSizes]):
 
 
 class Overlapped(SummingAlgorithm[C], Generic[C]):
-    """Tiles travel while the next ones are multiplied."""
+    """Algorithm that sends tiles while the next ones are multiplied."""
 
     copied: ClassVar[bool] = False
-    """Copy engines bring them."""
+    """True if copy engines send the tiles."""
 
     def check(self, call: C) -> None:
         call.check_tiles()
@@ -188,35 +189,35 @@ class Overlapped(SummingAlgorithm[C], Generic[C]):
         self.scattered(call).compile()
 
     def run(self, call: C) -> torch.Tensor:
-        ctx, units, awaited = call.ctx, self.units(call), False
+        ctx, work_items, awaited = call.ctx, self.work_items(call), False
         ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
         try:
             ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)
             scattered.run()
-            awaited = True  # an own tile waits for each peer
+            awaited = True  # An own tile waits for each peer.
         finally:
-            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(units))
+            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(work_items))
         return scattered.C
 
-    def units(self, call: C) -> int:
-        """Count what has a flag of each row block: its tiles."""
+    def work_items(self, call: C) -> int:
+        """Return the number of work items with a flag per row block: its tiles."""
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
     @abstractmethod
     def scattered(self, call: C) -> Scattered:
-        """Describe the launches in the present slot."""
+        """Return the launches in the current slot."""
 
 
 class InOneLaunch(SummingAlgorithm[C], Generic[C]):
-    """One launch that multiplies, sends, waits and adds."""
+    """Algorithm with one launch that multiplies, sends, waits and adds."""
 
     tunables = ("gemm_config", "persistent")
     launches: ClassVar[type[Exchanged]] = Exchanged
     to_owners: ClassVar[bool] = False
     pass_on: ClassVar[bool] = False
-    """As of ``Exchanged``."""
+    """See ``Exchanged``."""
 
     def compile(self, call: C) -> None:
         self.exchanged(call).compile()
@@ -227,17 +228,19 @@ class InOneLaunch(SummingAlgorithm[C], Generic[C]):
         return result
 
     def exchanged(self, call: C) -> Exchanged:
-        """Describe the launch."""
+        """Return the launch of a call."""
         return self.launches(call, call.ctx.exchange, self.to_owners, self.pass_on)
 
 
 class WholeProduct(SummingAlgorithm[C], Generic[C]):
-    """``torch.matmul`` of the whole product, which is summed then; the bias is added to the rounded
-    sum."""
+    """Algorithm that computes the whole product with ``torch.matmul`` and then sums it.
+
+    The bias is added to the rounded sum.
+    """
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
-        A, B = call.A.detach(), call.B.detach()  # like ours, without a history for autograd
+        A, B = call.A.detach(), call.B.detach()  # no autograd history, like our kernels
 
         def whole() -> torch.Tensor:
             return torch.matmul(A, B) if call.ctx.num_ranks == 1 else self.multiply(call, A, B)
@@ -246,9 +249,9 @@ class WholeProduct(SummingAlgorithm[C], Generic[C]):
         return C if call.bias is None else C.add_(call.bias.detach())
 
     def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return what this rank gets of the sum of ``A @ B``; there are several ranks."""
+        """Return this rank's result of the sum of ``A @ B`` over several ranks."""
         return self.sum(call, torch.matmul(A, B))
 
     @abstractmethod
     def sum(self, call: C, product: torch.Tensor) -> torch.Tensor:
-        """Return what this rank gets of the sum of ``product``."""
+        """Return this rank's result of the sum of ``product`` over ranks."""

@@ -1,5 +1,4 @@
-"""Calls of ops that compute ``sum over ranks of A @ B``, plus ``bias``: what they accept, and what
-a tuning of them goes by."""
+"""Calls of ops that compute ``sum over ranks of A @ B``, plus ``bias``: checks and tuning keys."""
 
 from __future__ import annotations
 
@@ -35,16 +34,20 @@ from triton_dist.kernels.common.scatter.partials import (
 _CHUNKS = range(1, MAX_CHUNKS + 1)
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # Not frozen: it is made at each call, and freezing takes 1 us.
 class SummingCall(OpCall):
-    """One call: the parameters that all such ops have.
+    """Parameters that all these ops have in common.
 
-    A: [M, K_per_rank]. B: [K_per_rank, N]. bias: [N] or none. method: older name of the way.
-    num_ctas, block_bytes: launch of a sum by itself.
+    Attributes:
+        A: [M, K_per_rank].
+        B: [K_per_rank, N].
+        bias: [N] or ``None``.
+        method: deprecated keyword for the algorithm.
+        num_ctas, block_bytes: launch of a separate sum.
     """
 
     kind: ClassVar[type[SummingContext[Any]]]
-    """Type of the op's contexts."""
+    """Class of the op's contexts."""
     A: torch.Tensor
     B: torch.Tensor
     ctx: Any
@@ -68,12 +71,12 @@ class SummingCall(OpCall):
             self.operands = known[0]
         if self.straggler_option is not None:
             check_straggler(self.kind.function, self.straggler_option)
-        if self.num_chunks not in _CHUNKS:  # there are flags for so many
+        if self.num_chunks not in _CHUNKS:  # The slots have this number of flags.
             expected = f"1 to {MAX_CHUNKS}"
             raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
 
     def layouts(self) -> tuple[object, ...]:
-        """Return all of the operands that decides how they are launched, beside their addresses."""
+        """Return everything but the addresses of the operands that determines their launches."""
         A, B = self.A, self.B
         precision = dot_precision(A.dtype)
         return self.operands, A.stride(), B.stride(), self.bias is None, precision
@@ -81,16 +84,16 @@ class SummingCall(OpCall):
     @staticmethod
     @abstractmethod
     def asked(**_: Any) -> str | None:
-        """Name the way that older keywords of a call ask for; ``None``: they ask for none."""
+        """Return the algorithm that deprecated keywords of a call select, or ``None``."""
 
     @staticmethod
     @abstractmethod
     def choice(ctx: Any) -> bool:
-        """Return what a tuning depends on beside the operands; takes keywords of the op."""
+        """Return what a tuning depends on in addition to the operands; takes keywords of the op."""
 
     @staticmethod
     def sums_on_arrival(ctx: Any, **_: Any) -> bool:
-        """Tell whether tiles are added to one sum on their owner, as they arrive."""
+        """Return whether tiles are added to one sum on their owner as they arrive."""
         return False
 
     @classmethod
@@ -103,7 +106,7 @@ class SummingCall(OpCall):
         bias: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
+        """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
         key = (cls.accept(A, B, bias, ctx), cls.choice(ctx, **options))
         asked = cls.asked(**options) if options else None
         return key if asked is None else (*key, asked)
@@ -112,7 +115,7 @@ class SummingCall(OpCall):
     def sizes(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, **options: Any
     ) -> SummingSizes:
-        """Say what decides which configs are worth trying for a call."""
+        """Return the sizes that determine which configs are worth trying for a call."""
         M = cls.kind.whole_rows(most_rows(A.shape[0]), ctx.num_ranks)
         asked = cls.asked(**options)
         return SummingSizes(A, B, M, ctx.num_ranks, asked, cls.sums_on_arrival(ctx, **options))
@@ -121,7 +124,7 @@ class SummingCall(OpCall):
     def accept(
         cls, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, ctx: SummingContext[Any]
     ) -> ProductKey:
-        """All that a tuning depends on; one object for operands of the same signature.
+        """Check the operands and return their key; equal signatures get the same object.
 
         Raises:
             InvalidArgument, ContextFinalized: the call cannot work.
@@ -151,23 +154,27 @@ class SummingCall(OpCall):
         return accept(ctx.accepted, signature_of(B, A, B, bias), function, checks, key)
 
     def check_tiles(self) -> None:
-        """Refuse a call that has no tiles."""
+        """Raise ``InvalidArgument`` if ``gemm_config`` has no tile sizes."""
         check_tiles(self.kind.function, self.gemm_config, self.chosen.name)
 
     def check_rows(self, most: int) -> None:
-        """Refuse more rows than the memory of the way holds."""
+        """Raise ``InvalidArgument`` if A has more rows than the memory of the algorithm holds."""
         if self.A.shape[0] > most and self.ctx.num_ranks > 1:
-            expected = f"another one for an M of more than {most}"
+            expected = f"another algorithm for M above {most}"
             raise InvalidArgument(self.kind.function, "algorithm", self.chosen.name, expected)
 
 
 @dataclass(frozen=True)
 class SummingSizes:
-    """Sizes that decide which configs are worth trying: those of the key's largest M.
+    """Sizes that determine which configs are worth trying, for the largest M of the key.
 
-    A: [M, K_per_rank] of the call, for its other attributes. M: rows as the key counts them.
-    asked: the way that older keywords of the call ask for. adds: tiles are added to one sum on
-    their owner, a choice against all ways that keep them apart.
+    Attributes:
+        A: [M, K_per_rank] of the call, for its other properties.
+        B: [K_per_rank, N].
+        M: number of rows in the key.
+        asked: algorithm that deprecated keywords of the call select.
+        adds: tiles are added to one sum on their owner, which excludes algorithms that store them
+            separately.
     """
 
     A: torch.Tensor
@@ -187,7 +194,7 @@ class SummingSizes:
         return fits_rows(config["gemm_config"], rows) and fits_gemm(config, self.A, self.B)
 
     def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
-        """Tell whether there are as many chunks of so many rows as a config says."""
+        """Return whether ``rows`` rows can be cut into the config's number of chunks."""
         number: int = config["num_chunks"]
         chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], number)
         return len(chunks.rows) == number

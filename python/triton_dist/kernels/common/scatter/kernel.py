@@ -1,62 +1,62 @@
-"""GEMM whose tiles go to the ranks that own their rows, and the sum of what arrives.
+"""GEMM whose tiles are sent to the ranks that own their rows, and the sum of the received tiles.
 
-``A[M, K] @ B[K, N]`` is this rank's addend of a product; M consists of ``NUM_RANKS`` row blocks of
-``rows`` rows, one owned by each rank; the last ones may be short, or empty. A tile belongs to one
-row block and is stored, rounded to the output's dtype, into this rank's part of the owner's slot:
+``A[M, K] @ B[K, N]`` is this rank's addend. M consists of ``NUM_RANKS`` row blocks of ``rows``
+rows, one per owner; the last ones may be short or empty. A tile belongs to one row block. It is
+rounded to the output's dtype and stored as this rank's partial in the owner's slot:
 
     partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements a rank
 
-Where the tiles of row block s go is ``slot.targets[s]``, an address; what says that they are there
-are flags from ``slot.flags[s]`` on, also an address. Four ways (``SCATTER``):
+``slot.targets[s]`` is the address for tiles of row block s, and ``slot.flags[s]`` the address of
+the flags that report their arrival. ``SCATTER`` selects one of four modes:
 
-``"tile"``      target: the owner's slot; flag ``[tile * NUM_RANKS + rank]`` on the owner is set to
-                the epoch.
-``"row_block"`` target: memory of this rank, from which a copy engine pushes. Each chunk of a row
-                block, ``chunk_tiles_m`` rows of tiles, has a counter of its tiles here. After a
-                chunk the copy engine sets flag ``[chunk * NUM_RANKS + rank]`` on the owner to the
-                epoch.
-``"add"``       target: one fp32 sum on the owner, to which tiles are added by atomics; flags as of
-                ``"tile"``. Who finishes a tile of the own block waits, rounds, and leaves zeros.
-``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own block
-                stores the sum to C and to ``out.sums[p]`` of each peer p, addresses, and then sets
-                flag ``[tile * NUM_RANKS + rank]`` from ``out.sum_flags[p]`` on.
-                ``scatter/to_all.py`` brings what arrives there to C.
+``"tile"``       Target: the owner's slot. Flag ``[tile * NUM_RANKS + rank]`` on the owner is set to
+                 the epoch.
+``"row_block"``  Target: memory of this rank, from which a copy engine pushes. Each chunk of a row
+                 block, ``chunk_tiles_m`` rows of tiles, has a local counter of finished tiles. When
+                 all are finished, the copy engine pushes the chunk and sets flag ``[chunk *
+                 NUM_RANKS + rank]`` on the owner.
+``"add"``        Target: one fp32 sum on the owner, to which tiles are added by atomics. Flags as
+                 for ``"tile"``. The program that finishes an own tile waits, rounds, and stores
+                 zeros.
+``"all"``        All-reduce: as ``"tile"``, and C is [M, N]. The program that has added an own tile
+                 stores the sum to C and to address ``out.sums[p]`` of each peer p, then sets flag
+                 ``[tile * NUM_RANKS + rank]`` at ``out.sum_flags[p]``. ``scatter/to_all.py`` copies
+                 the received sums to C.
 
-The own row block comes last: the program that has computed one of its tiles waits for the same
-tile, or its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"``,
-``"row_block"`` and ``"all"`` give the same bits on every call; ``"add"`` adds in the order of
-arrival.
+The own row block comes last. A program that has computed an own tile waits for the same tile, or
+its chunk, of every peer, and adds all of them in fp32 in rank order. Results are therefore
+deterministic, except with ``"add"``, which adds in the order of arrival. With ``"all"`` the row
+blocks are cut into chunks (``tile_in_scatter_order``), and the own row block comes last in each
+chunk. Sums then travel while later chunks are multiplied.
 
-With ``"all"``, row blocks come in chunks (``tile_in_scatter_order``), of each chunk the own row
-block last: so sums travel while later chunks are multiplied.
+*No deadlock.* A program waits for tiles that peers have at earlier positions of the order. It has
+announced its own tiles of earlier positions, and only these waits delay its next tile. Among all
+waiting programs, the one at the earliest position could therefore only wait for programs that have
+not begun. With one tile per program these come later in the order. A persistent program only waits
+if all programs have begun; otherwise it leaves its own tiles to a later kernel
+(``scatter/tiles.py``).
 
-Ranks cannot wait in a circle. A wait at one place of the order is for tiles that peers have at
-earlier places of theirs. One that waits has announced its tiles of earlier places, and nothing but
-these waits keeps it from its next tile. So of all that wait in the end, the one at the earliest
-place would have nobody left to wait for, but programs that have not begun. Of one tile a program,
-these come later in the order. A persistent program waits only where all have begun, and else leaves
-its own tiles to a kernel behind this one (``scatter/tiles.py``).
+Kernel arguments; the rules of tuples are in ``docs/how-to/wait-for-a-peer.md``:
 
-What kernels take; the rules of their tuples are in ``docs/how-to/wait-for-a-peer.md``:
-
-==============  ==========  =======================================  ============================
-argument        dtype       shape                                    who writes
-==============  ==========  =======================================  ============================
-slot.partials   of C; fp32  [NUM_RANKS, slot.stride]; of ``"add"``   the sources' GEMMs, or their
-                            [rows, N]                                copy engines
-slot.targets    int64       [NUM_RANKS], addresses by owner          the host, once
-slot.flags      int64       the same, of flags or counters           the host, once
-slot.arrivals   int64       [unit, NUM_RANKS], by source rank        as ``partials``
-slot.epoch      int64       the line of the slot                     this rank's kernels
-slot.deferred       int32       [programs]                               this rank's kernels
-out.c           of A        [rows, N]; of an all-reduce [M, N]       this kernel
-out.bias        of A        [N], or ``None``                         the caller
-out.sums        int64       [NUM_RANKS], addresses of [M, N]; or     the host, once
-                            ``None``: no all-reduce
-out.sum_flags   int64       the same, of their flags                 the host, once
-M, rows         int         of A, of a row block; not specialised         the host
-tile, summing   constants   ``Tile``, ``Summing``                    the host
-==============  ==========  =======================================  ============================
+==============  =========  =======================================  ============================
+argument        dtype      shape                                    written by
+==============  =========  =======================================  ============================
+slot.partials   of C       [NUM_RANKS, slot.stride]; for ``"add"``  GEMMs of the sources, or
+                           fp32 [rows, N]                           their copy engines
+slot.targets    int64      [NUM_RANKS], addresses by owner          host, once
+slot.flags      int64      [NUM_RANKS], addresses of flags or       host, once
+                           counters
+slot.arrivals   int64      [work item, NUM_RANKS], by source rank   as ``partials``
+slot.epoch      int64      the line of the slot                     kernels of this rank
+slot.deferred   int32      [programs]                               kernels of this rank
+out.c           of A       [rows, N]; of an all-reduce [M, N]       this kernel
+out.bias        of A       [N], or ``None``                         caller
+out.sums        int64      [NUM_RANKS], addresses of [M, N];        host, once
+                           ``None`` without an all-reduce
+out.sum_flags   int64      [NUM_RANKS], addresses of their flags    host, once
+M, rows         int        of A, of a row block; not specialised    host
+tile, summing   constants  ``Tile``, ``Summing``                    host
+==============  =========  =======================================  ============================
 """
 
 from __future__ import annotations
@@ -88,14 +88,16 @@ from triton_dist.kernels.common.scatter.tiles import (
     tile_of,
 )
 
-# Waves of tiles of a row block from which on a chunk is worth more waiting than each of its tiles.
+# From this number of waves per row block, announcing a chunk without delay is worth a wait.
 _MANY_WAVES = 2
 
 
 @jit
 def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr):
-    """A descriptor of this rank's part of each owner's slot, to choose from: made in the loop, each
-    would lie in the place of the last one, which a store may still be reading."""
+    """Return a descriptor of this rank's partial in each owner's slot.
+
+    Descriptors made inside the loop would share one location, which a pending store may still read.
+    """
     STORE_N: tl.constexpr = tile.N // 2 if tile.SUBTILE else tile.N
     descs = tl.tuple([])
     for owner in tl.static_range(NUM_RANKS):
@@ -103,7 +105,7 @@ def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr)
             target_at(slot.targets, owner, slot.partials), [1, rows, N],
             [rows.to(tl.int64) * N, N, 1], [1, tile.M, STORE_N],
         )  # fmt: skip
-        descs = descs + (desc,)  # noqa: RUF005  # a star is no Triton
+        descs = descs + (desc,)  # noqa: RUF005  # Triton has no starred expressions.
     return descs
 
 
@@ -111,7 +113,7 @@ def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr)
 def store_to_owner(
     descs, row_block, accumulator, row, column, tile: tl.constexpr, NUM_RANKS: tl.constexpr
 ):
-    """Store a tile of ``row_block`` through its owner's descriptor."""
+    """Store a tile of ``row_block`` through the descriptor of its owner."""
     desc = descs[0]
     for owner in tl.static_range(1, NUM_RANKS):
         if row_block == owner:
@@ -121,7 +123,7 @@ def store_to_owner(
 
 @jit
 def multiply_described(a_desc, b_desc, row, column, K, tile: tl.constexpr):
-    """The tile of the product at ``row`` and ``column``, fp32."""
+    """Return the fp32 tile of the product at ``row`` and ``column``."""
     PRECISION: tl.constexpr = tile.PRECISION
     return multiply_tile(
         a_desc, b_desc, row, column, K, 0, 1,
@@ -145,7 +147,7 @@ def kernel_gemm_scatter_non_persistent(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """One tile a program on pointers, for any strides of A and B; grid (tiles,)."""
+    """Compute one tile per program on pointers, for any strides of A and B. Grid (tiles,)."""
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
@@ -153,7 +155,7 @@ def kernel_gemm_scatter_non_persistent(
         tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
         chunk_tiles_m if summing.SCATTER == "all" else tiles_m, tile.GROUP_M,
     )  # fmt: skip
-    unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+    work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
     row, column = m * tile.M, n * tile.N
     a_row_block_ptr = a_ptr + row_block.to(tl.int64) * rows * strides.am
     rows_left = min(rows, M - row_block * rows) - row
@@ -167,13 +169,13 @@ def kernel_gemm_scatter_non_persistent(
         summing.SCATTER == "add", tile.M, tile.N, tile.INT64_OFFSETS,
     )  # fmt: skip
     if row_block != rank:
-        announce_tile(slot, M, row_block, unit, rank, summing)
+        announce_tile(slot, M, row_block, work_item, rank, summing)
     else:
-        token = await_partials(slot, M, unit, rank, NUM_RANKS)
+        token = await_partials(slot, M, work_item, rank, NUM_RANKS)
         own_rows = min(rows, M - rank * rows)
         add_own_tile(slot, out, row, column, rows, own_rows, N, token, rank, tile, summing)
         if summing.SCATTER == "all":
-            announce_to_all(out, slot, M, unit, rank, NUM_RANKS)
+            announce_to_all(out, slot, M, work_item, rank, NUM_RANKS)
 
 
 def scattered_gemm(
@@ -189,17 +191,20 @@ def scattered_gemm(
     persistent: bool,
     num_chunks: int = 1,
 ) -> Launch:
-    """The launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
+    """Return the launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
 
     Args:
-        A: [M, K]. B: [K, N], any strides, both. C: [M / num_ranks, N], the own rows of the sum;
-            of ``"all"`` [M, N], of which the own ones are written. Contiguous.
+        A: [M, K], any strides.
+        B: [K, N], any strides.
+        C: [M / num_ranks, N], the own rows of the sum; for ``"all"`` [M, N], of which the own rows
+            are written. Contiguous.
         bias: [N], added to the sum; contiguous.
-        kernel: the persistent one, on descriptors.
-        config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
-            the kernel on pointers too.
-        num_chunks: of a row block: each pushed for itself, or of ``"all"`` in turn with those of
-            the other row blocks.
+        config, num_sms, persistent: as for ``sharded_gemm``. An A that is not contiguous uses the
+            pointer kernel, too.
+        to: where tiles are stored and arrive.
+        kernel: the persistent kernel on descriptors.
+        num_chunks: chunks of a row block. They are pushed separately, or with ``"all"`` alternate
+            with chunks of the other row blocks.
     """
     A = normalise_strides(A)
     M, K = A.shape
@@ -210,12 +215,11 @@ def scattered_gemm(
     summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
     memory, where = to.regions(C, bias), (N, K, M, rows, chunk_tiles_m, to.rank)
-    # A row block of partials is a matrix like C: what TMA can do with one, it can do with the
-    # other.
+    # Partials of a row block have the layout of C: if TMA can write C, it can write them.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
-        # A chunk is pushed after its last tile, which is to be announced at once where the next one
-        # is a large part of all.
+        # A chunk is pushed after its last tile. Announce this tile without delay if the next tile
+        # takes a large part of the total time.
         later = to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         summing = summing._replace(LATER=later and to.scatter != "add")
         return Launch(
@@ -224,7 +228,7 @@ def scattered_gemm(
             (A, B, max(B.stride()), *memory, *where),
             {**options, "NUM_SMS": num_sms, "tile": tile, "summing": summing},
         )
-    # By pointers it is read and stored in one way.
+    # The pointer kernel ignores these constants: avoid further compilations.
     tile = tile._replace(SUBTILE=False, B_COLUMN_MAJOR=False)
     return Launch(
         kernel_gemm_scatter_non_persistent,

@@ -1,69 +1,67 @@
-"""A sum of products over ranks in one launch, for few rows: tiles go to who needs them, and once
-all are multiplied, all programs add what has come.
+"""Sum of products over ranks in one launch, for few rows.
 
-``A[M, K] @ B[K, N]`` is this rank's addend. Who adds a row:
+Tiles are sent to the ranks that add them. When all tiles are multiplied, all programs add the
+received tiles. ``A[M, K] @ B[K, N]`` is this rank's addend. Two constants decide which rank adds a
+row:
 
 =============  ===========  ==================================================================
 ``TO_OWNERS``  ``PASS_ON``
 =============  ===========  ==================================================================
 no             no           all ranks: an all-reduce in one shot
-yes            no           its owner, each rank M / NUM_RANKS rows in turn: a reduce-scatter
-yes            yes          its owner, who sends the sum to all: an all-reduce in two shots;
+yes            no           its owner, with M / NUM_RANKS rows each: a reduce-scatter
+yes            yes          its owner, which sends the sum to all: an all-reduce in two shots;
                             the last owners may have fewer rows, or none
 =============  ===========  ==================================================================
 
-A program stores each of its tiles, rounded to the output's dtype, into this rank's part of a slot
-of who adds it, [source rank, rows, N] with ``shard_elements`` elements a part. When it has stored
-all, it tells the programs of the same number on all ranks, its own one too. Then what a rank adds
-is dealt out to all its programs in sub-tiles of ``SUB_TILE_ROWS`` rows of a tile's columns. Who has
-a sub-tile waits for that program of all ranks that has multiplied it, and adds these partial sums
-in fp32 in the order of ranks: the same bits at every call, and on every rank. Sums that are passed
-on go to [M, N] behind the parts of each rank's slot; who has added all its sub-tiles says so, and
-each program takes those of its number from there.
+A program stores each of its tiles, rounded to the output's dtype, as this rank's partial in the
+slot of the adding rank. A slot is [source rank, rows, N] with ``shard_elements`` elements per
+source. After its last tile the program sets its flag at the programs of the same number on all
+ranks, including its own. The rows that a rank adds are then distributed over all its programs in
+sub-tiles of ``SUB_TILE_ROWS`` rows. A program waits for the program of each rank that multiplied
+the sub-tile, and adds the partials in fp32 in rank order. Results are deterministic and equal on
+all ranks. With ``PASS_ON`` the sums go to [M, N] after the partials in each rank's slot. A program
+sets a flag after its last sub-tile, and the program of the same number on each peer copies its
+sub-tiles to C.
 
-Tiles are of the whole product, whoever needs their rows: B is read once for each BLOCK_SIZE_M rows,
-not once for each rank. They are visited down the columns, so that at any time something goes to
-each rank.
+Tiles cover the whole product, independent of owners, so that B is read once per BLOCK_SIZE_M rows
+instead of once per rank. They are traversed down the columns, so that data flows to all ranks at
+all times. Tiles are written by ordinary stores, which a release orders. A TMA store would need a
+wait and a descriptor per peer.
 
-This is an exchange (``exchange/protocol.py``), with its memory, its count of calls, and its
-reasons why a slot is free: every call waits for something of every peer. So there is no look at
-the peers before the kernel, and nothing to tell them behind it.
+This is an exchange with the memory and the call counter of ``exchange/protocol.py``. Every call
+waits for every peer, so a slot is free without a peer check, and nothing must be reported after the
+kernel.
 
-*Sub-tiles.* The tiles of a product are numbered down its columns of tiles, and program p multiplies
-one of each *wave*: those with the numbers p, p + NUM_SMS, …. What a rank adds is in part of the
-rows of tiles, ``own_tiles`` of the ``tiles_m`` of each column. Each own tile is cut in *sub-tiles*
-of ``SUB_TILE_ROWS`` rows, and those of a column are dealt out evenly to ``tiles_m`` programs, from
-the one on that multiplied the first of them:
+*Sub-tiles.* Tiles are numbered down the columns, and program p multiplies one tile of each *wave*:
+p, p + NUM_SMS, …. The rows that a rank adds are in ``own_tiles`` of the ``tiles_m`` tiles of each
+column. An own tile is cut into sub-tiles, and those of a column are distributed evenly over
+``tiles_m`` programs, beginning with the program that multiplied the first of them:
 
     tiles_m = 4, own tile 2, 4 sub-tiles       program 0   1   2   3   4   5   6   7   8   9
                                             sub-tile           0   1   2   3   4   5   6   7
                                             of tile         2   2   2   2   6   6   6   6
 
-So all programs add, and who adds a sub-tile has a number that is no smaller than that of who
-multiplied it; those of a wave's last column go to as many programs as there are.
+So all programs add, and the program that adds a sub-tile has a number not below that of the program
+that multiplied it. Sub-tiles of a wave's last column go to the programs that exist.
 
-*Why nobody waits in a circle*, however few multiprocessors a launch gets. All programs send before
-they wait, and they wait for programs of their own number or of smaller ones. So of all that wait,
-those of the smallest number have peers that are running or will run, and smaller ones have ended.
+*No deadlock*, however few SMs a launch gets. All programs send before they wait, and wait for
+programs with equal or smaller numbers. Among the waiting programs, those with the smallest number
+have peers that run or will run, and smaller ones have ended.
 
-Tiles are stored by ordinary stores: they are few, and a release orders such stores, while a TMA
-store has to be waited for first, and needs a descriptor for each peer.
-
-==============  ==========  =======================================  ============================
-argument        dtype       shape                                    who writes
-==============  ==========  =======================================  ============================
-a, b            of A        [M, K], [K, N] with ``strides``          the caller
-out.c           of A        [M, N], or with ``TO_OWNERS`` alone      this kernel
-                            [M / NUM_RANKS, N]
-out.bias        of A        [N], or ``None``                         the caller
-out.sums        int64       ``slots.table``, or ``None``: nothing    the host, once
-                            is passed on
-slots, peers                as of ``exchange/protocol.py``; a slot is parts [NUM_RANKS,
-                            shard_elements], then with ``PASS_ON`` sums [M, N]
-M, rank         int         not specialised                          the host
-tile, plan      constants   ``Tile``; ``Plan``, whose BLOCK is       the host
-                            SUB_TILE_ROWS
-==============  ==========  =======================================  ============================
+==============  =========  ========================================  ==================
+argument        dtype      shape                                     written by
+==============  =========  ========================================  ==================
+a, b            of A       [M, K], [K, N] with ``strides``           caller
+out.c           of A       [M, N], or with ``TO_OWNERS`` alone       this kernel
+                           [M / NUM_RANKS, N]
+out.bias        of A       [N], or ``None``                          caller
+out.sums        int64      ``slots.table``; ``None``: no PASS_ON     host, once
+slots, peers               see ``exchange/protocol.py``; a slot is partials [NUM_RANKS,
+                           shard_elements], then with ``PASS_ON`` sums [M, N]
+M, rank         int        not specialised                           host
+tile, plan      constants  ``Tile``; ``Plan`` with BLOCK =           host
+                           SUB_TILE_ROWS
+==============  =========  ========================================  ==================
 """
 
 from __future__ import annotations
@@ -80,10 +78,10 @@ from triton_dist.kernels.common.exchange.protocol import (
     Peers,
     Plan,
     Slots,
+    after_wait,
     await_peers,
     await_programs,
     begin,
-    behind,
     flag_of_chunk,
     notify_ranks,
 )
@@ -101,15 +99,14 @@ from triton_dist.kernels.common.scatter.tiles import (
 
 @jit
 def own_tiles_of(own_begin, own_end, BLOCK_SIZE_M: tl.constexpr):
-    """(first, how many) of the rows of tiles in which the rows from ``own_begin`` to ``own_end``
-    are."""
+    """Return (first, count) of the rows of tiles that contain rows ``own_begin`` to ``own_end``."""
     first = own_begin // BLOCK_SIZE_M
     return first, tl.maximum(tl.cdiv(own_end, BLOCK_SIZE_M) - first, 0)
 
 
 @jit
 def _sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr):
-    """Sub-tiles of tiles with numbers below ``number``."""
+    """Return the number of own sub-tiles in tiles with numbers below ``number``."""
     of_column = tl.minimum(tl.maximum(number % tiles_m - first, 0), own_tiles)
     return (number // tiles_m * own_tiles + of_column) * SUB_TILES
 
@@ -118,11 +115,13 @@ def _sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr
 def _dealt_before(
     program, wave, begin, end, first, own_tiles, tiles_m, num_programs, SUB_TILES: tl.constexpr
 ):
-    """The first of the sub-tiles from ``begin`` to ``end``, all of a wave, that goes to ``program``
-    or to a later one."""
+    """Return the first sub-tile of ``begin`` to ``end`` for ``program`` or a later program.
+
+    All of them belong to one wave.
+    """
     of_column = own_tiles * SUB_TILES
     dealt = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
-    # Those of the wave's last column go to as many programs as there are from ``lowest`` on.
+    # Distribute the sub-tiles of the wave's last column over the programs from ``lowest`` on.
     last = tl.maximum((end - 1) // of_column * of_column, begin)
     tile = last // SUB_TILES
     lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
@@ -143,8 +142,7 @@ def sub_tiles_of_program(
     BLOCK_SIZE_M: tl.constexpr,
     SUB_TILE_ROWS: tl.constexpr,
 ):
-    """(first, end) of the sub-tiles that this program adds, of the wave of tiles that begins with
-    number ``wave``."""
+    """Return (first, end) of the sub-tiles that this program adds in the wave from ``wave`` on."""
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
@@ -166,9 +164,11 @@ def sub_tiles_of_program(
 def place_of_sub_tile(
     sub_tile, own_begin, own_end, tiles_m, BLOCK_SIZE_M: tl.constexpr, SUB_TILE_ROWS: tl.constexpr
 ):
-    """(row, end, n, number) of a sub-tile: it begins with ``row`` of the own ones and ends before
-    ``end`` at the latest, is in column ``n`` of tiles, and in the tile of that number. One of a
-    tile that is not all own may be empty."""
+    """Return (row, end, n, number) of a sub-tile.
+
+    It begins at ``row`` of the own rows, ends before ``end`` at the latest, and is in column ``n``
+    of tiles, in tile ``number``. It may be empty if the tile also has rows of other ranks.
+    """
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     n = sub_tile // (own_tiles * SUB_TILES)
@@ -179,9 +179,11 @@ def place_of_sub_tile(
 
 
 def programs_for(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
-    """Number of programs that have something to do in a wave of all tiles, where the rank with the
-    last rows begins with row ``last_begin``: its last sub-tiles go to programs that multiply
-    nothing."""
+    """Return the number of programs with work if one wave has all tiles.
+
+    ``last_begin`` is the first row of the rank with the last rows. Its last sub-tiles go to
+    programs that multiply nothing.
+    """
     return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)
 
 
@@ -204,18 +206,21 @@ def kernel_gemm_exchange(
     tile: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
-    pointers, of any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``PASS_ON``: where
-    there are ``out.sums``. Grid (programs,), up to NUM_SMS; fewer only if none has to multiply
-    twice."""
+    """Multiply, exchange and add in one launch.
+
+    ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by pointers
+    with any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``PASS_ON`` applies if there
+    are ``out.sums``. Grid (programs,), at most NUM_SMS; fewer only if no program has to multiply
+    twice.
+    """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
     SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
     PASS_ON: tl.constexpr = out.sums is not None
-    # What needs no product comes first, so that it is under way meanwhile.
+    # Operations that do not need the product come first, to overlap with it.
     call = begin(slots, peers, M, rank, plan)
     tiles_m, tiles_n = tl.cdiv(M, tile.M), tl.cdiv(N, tile.N)
-    rows, own_begin, own_end = M, 0, M  # what a rank adds
+    rows, own_begin, own_end = M, 0, M  # rows that one rank adds
     if TO_OWNERS:
         rows = tl.cdiv(M, NUM_RANKS)
         own_begin = rank * rows
@@ -234,7 +239,8 @@ def kernel_gemm_exchange(
         for step in tl.static_range(1, NUM_RANKS + 1):
             adds = (rank + step) % NUM_RANKS
             first_row = row
-            if TO_OWNERS:  # before its first row, or behind its last one, nothing is stored
+            # A tile may extend beyond the rows of the owner: nothing is stored outside of them.
+            if TO_OWNERS:
                 first_row = row - adds * rows
             if (first_row < rows) & (first_row > -tile.M):
                 target_ptr = target_at(slots.table, adds, slots.data) + call.offset
@@ -244,9 +250,9 @@ def kernel_gemm_exchange(
                 )  # fmt: skip
     value = flag_of_chunk(call, 0)
     notify_ranks(call, 0, value, plan)
-    # With PASS_ON: [M, N]
+    # Position of sums [M, N] in the slot, with PASS_ON.
     sums_offset = call.offset + NUM_RANKS * shard_elements.to(tl.int64)
-    own_offset = 0  # of the own rows in C
+    own_offset = 0  # begin of the own rows in C
     if PASS_ON:
         own_offset = rank.to(tl.int64) * rows * N
     for wave in range(0, tiles, NUM_SMS):
@@ -272,7 +278,7 @@ def kernel_gemm_exchange(
             begin_row = (rank + step) % NUM_RANKS * rows
             first = begin_row.to(tl.int64) * N
             _copy_sub_tiles(
-                slots.data + behind(sums_offset, token) + first, out.c + first, begin_row,
+                slots.data + after_wait(sums_offset, token) + first, out.c + first, begin_row,
                 min(begin_row + rows, M), N, tiles_m, tiles_n, NUM_SMS, tile.M, tile.N,
                 SUB_TILE_ROWS, tile.INT64_OFFSETS,
             )  # fmt: skip
@@ -293,7 +299,7 @@ def _copy_sub_tiles(
     SUB_TILE_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Copy what the program of this number has added on the rank that adds these rows."""
+    """Copy the sub-tiles that the program of this number added on the rank that owns these rows."""
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
     inside = tl.arange(0, SUB_TILE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
@@ -309,7 +315,7 @@ def _copy_sub_tiles(
             mask = (tl.arange(0, SUB_TILE_ROWS) < end_of_sub_tile - row)[:, None]
             mask &= (tl.arange(0, BLOCK_SIZE_N) < N - column)[None, :]
             block = inside + (row.to(tl.int64) * N + column)
-            # Not from L1, where what the last use left may be.
+            # Bypass L1, which may hold data of the previous use.
             values = tl.load(from_ptr + block, mask=mask, cache_modifier=".cg")
             tl.store(to_ptr + block, values, mask=mask)
 
@@ -317,7 +323,7 @@ def _copy_sub_tiles(
 def programs_of(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
 ) -> int:
-    """Programs of a launch for [M, N], of which rows go to their owners or all to all ranks."""
+    """Return the number of programs of a launch for [M, N]."""
     most: int = min(num_sms, MAX_CTAS.value)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
@@ -328,10 +334,10 @@ def programs_of(
 def options_of(
     A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool
 ) -> dict[str, Any]:
-    """Constants of every kernel that multiplies tiles and sums them in one launch."""
+    """Return the constants of kernels that multiply and sum tiles in one launch."""
     tile, options = tile_of(config, A, B)
     may = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
-    # Halves of a tile are for TMA stores.
+    # Only TMA stores use halves of a tile.
     constants = {"DESCRIPTORS": may and fits_descriptor(A, B), "tile": tile._replace(SUBTILE=False)}
     return options | constants
 
@@ -352,28 +358,32 @@ def exchanged_gemm(
     to_owners: bool,
     pass_on: bool = False,
 ) -> Launch:
-    """The launch that computes ``A @ B``, sends it to who needs it, and sums what comes into C.
+    """Return the launch that computes ``A @ B``, exchanges its tiles, and sums them into C.
 
     Args:
-        A: [M, K]. B: [K, N], any strides, both. C: [M, N], or of ``to_owners`` alone
-            [M / num_ranks, N], and then M is a multiple of ``num_ranks``; contiguous.
+        A: [M, K], any strides.
+        B: [K, N], any strides.
+        C: [M, N], contiguous. With ``to_owners`` alone [M / num_ranks, N], where M is a multiple of
+            ``num_ranks``.
         bias: [N], added to the sum; contiguous.
-        slots: of an exchange, as its kernels take them. shard_elements: of a part in a slot.
-        persistent: read A and B through descriptors where they can be. As for ``sharded_gemm``,
-            what is not contiguous, or no multiple of 16 bytes, goes by pointers all the same.
+        config: tile sizes.
+        slots: kernel arguments of an exchange.
+        shard_elements: elements of a partial in a slot.
+        persistent: read A and B through descriptors if TMA supports their layout, as
+            ``sharded_gemm``.
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
     num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     sub_tile_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
-    if to_owners:  # as many sub-tiles as there are programs that multiply a column of tiles
+    if to_owners:  # one sub-tile for each program that multiplies a column of tiles
         sub_tile_rows = min(sub_tile_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
     options = options_of(A, B, config, persistent)
     options |= {
         "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "TO_OWNERS": to_owners,
-        "tile": options["tile"]._replace(GROUP_M=0),  # all rows of tiles, see above
+        "tile": options["tile"]._replace(GROUP_M=0),  # all rows of tiles form one group, see above
         "plan": Plan(num_ranks, triton.next_power_of_2(num_ranks), sub_tile_rows, 1),
     }
     arguments = (

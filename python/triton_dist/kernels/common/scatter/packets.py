@@ -1,31 +1,31 @@
-"""A sum of products over ranks in one launch, for so few rows that tiles go in packets.
+"""Sum of products over ranks in one launch, for so few rows that tiles travel as packets.
 
-As the all-reduce in one shot of ``scatter/one_launch.py``, but that no flag follows a tile: it is
-sent to all peers from the registers that it was multiplied in, as words that say by themselves
-that they have come (``exchange/packets.py``), and what the peers send is added to it in registers.
-So each tile is done before the program goes on to its next one, and nothing is stored but C.
+Like the one-shot all-reduce of ``scatter/one_launch.py``, but without flags. A tile is sent to all
+peers from the registers in which it was multiplied, as words that mark their own arrival
+(``exchange/packets.py``). Tiles of peers are added to it in registers. Each tile is complete before
+the program begins the next one, and only C is stored.
 
-    lines     [M, cdiv(N, line)]    of 4 elements of 16 bits, or of 2 of 32; where a line lies goes
-                                    by its place in C, and the last one of a row may be partly void
+    lines     [M, cdiv(N, line)]    of 4 elements of 16 bits, or 2 of 32 bits, in the order of C;
+                                    the last line of a row may be partly unused
 
-Parts are rounded to the output's dtype, the own one too, and added in fp32 in the order of ranks:
-the bits of ``exchanged_gemm``.
+Partials are rounded to the output's dtype, including this rank's, and added in fp32 in rank order.
+The result equals that of ``exchanged_gemm`` bit by bit.
 
-*Why nobody waits in a circle.* Programs of the same number have the same tiles in the same order on
-all ranks, and send one before they wait for that of their peers. Of all programs that wait, take
-those of the smallest number, and of them the one at the earliest tile. Its peers are past this tile
-or run, or have yet to start behind programs of smaller numbers, none of which waits.
+*No deadlock.* On all ranks, programs of the same number have the same tiles in the same order, and
+send a tile before they wait for it. Consider the waiting programs with the smallest number, and
+among them the one at the earliest tile. Its peers are past this tile, run, or will start after
+programs with smaller numbers, which do not wait.
 
-===================  =========  ==============================  ======================
-argument             dtype      shape                           who writes
-===================  =========  ==============================  ======================
-a, b                 of A       [M, K], [K, N], ``strides``     the caller
-out.c                of A       [M, N]                          this kernel
-out.bias             of A       [N], or ``None``                the caller
-packets              int64      as of ``exchange/packets.py``   the sources' kernels
-M, rank              int        not specialised                 the host
-tile                 constants  ``Tile``                        the host
-===================  =========  ==============================  ======================
+===================  =========  ============================  ====================
+argument             dtype      shape                         written by
+===================  =========  ============================  ====================
+a, b                 of A       [M, K], [K, N], ``strides``   caller
+out.c                of A       [M, N]                        this kernel
+out.bias             of A       [N], or ``None``              caller
+packets              int64      see ``exchange/packets.py``   kernels of the sources
+M, rank              int        not specialised               host
+tile                 constants  ``Tile``                      host
+===================  =========  ============================  ====================
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from triton_dist.kernels.common.exchange.packets import (
     add_lines,
     await_lines,
     clear_lines,
-    part_offset,
+    packet_offset,
     payload_of,
     peers_at,
     send_lines,
@@ -73,15 +73,18 @@ def kernel_gemm_packets(
     DESCRIPTORS: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
-    pointers, of any strides. Grid (programs,), up to ``MAX_CTAS``."""
+    """Multiply, exchange packets and add in one launch.
+
+    ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by pointers
+    with any strides. Grid (programs,), at most ``MAX_CTAS``.
+    """
     PRECISION: tl.constexpr = tile.PRECISION
     BLOCK_SIZE_M: tl.constexpr = tile.M
     BLOCK_SIZE_N: tl.constexpr = tile.N
     DTYPE: tl.constexpr = out.c.dtype.element_ty
     PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
-    LINES_N: tl.constexpr = BLOCK_SIZE_N // PER_LINE  # of a row of a tile
-    # What needs no product comes first, so that it is under way meanwhile.
+    LINES_N: tl.constexpr = BLOCK_SIZE_N // PER_LINE  # lines of a row of a tile
+    # Operations that do not need the product come first, to overlap with it.
     targets = peers_at(packets, rank, NUM_RANKS)
     epoch = begin_call(packets.calls)
     tag = tag_of(epoch, M)
@@ -106,11 +109,11 @@ def kernel_gemm_packets(
         line = line_row * lines_n + line_column
         there = (line_row < M) & (line_column < lines_n)
         own = _in_lines(own, there)
-        offset = part_offset(epoch, rank, packets.part_words, NUM_RANKS)
+        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
         send_lines(targets, offset, own, line, there, tag)
         payloads = await_lines(packets, epoch, tag, line, there, rank, NUM_RANKS)
         sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
-        # Line by line, too: who has polled a line stores its sums.
+        # Keep the layout of lines: the thread that polled a line stores its sums.
         sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
         columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
         mask = there[:, None] & (columns < N)
@@ -122,14 +125,16 @@ def kernel_gemm_packets(
 
 @jit
 def _in_lines(payload, there):
-    """``payload`` [lines, 2], of lines that are ``there``, moved once so that a thread has whole
-    lines, as it polls them: else what is polled of each peer would move, or be polled twice."""
+    """Return ``payload`` [lines, 2] in a layout in which a thread has whole lines, as it polls.
+
+    Converting the own payload once avoids converting, or polling twice, the payload of each peer.
+    """
     first, second = tl.split(payload)
     return tl.join(tl.where(there, first, 0), tl.where(there, second, 0))
 
 
 def bytes_of_row(N: int, item_bytes: int) -> int:
-    """Bytes that a row of C takes in packets, tags not counted: whole lines."""
+    """Return the bytes of a row of C in packets, in whole lines, without tags."""
     line: int = LINE_BYTES.value
     return -(-N * item_bytes // line) * line
 
@@ -147,14 +152,16 @@ def packet_gemm(
     num_sms: int,
     persistent: bool,
 ) -> Launch:
-    """The launch that computes ``A @ B``, sends it to all, and sums what comes into C.
+    """Return the launch that computes ``A @ B``, sends it to all ranks, and sums into C.
 
     Args:
-        A: [M, K]. B: [K, N], any strides, both. C: [M, N], contiguous; in whole lines no more than
-            a part of the packets holds.
+        A: [M, K], any strides.
+        B: [K, N], any strides.
+        C: [M, N], contiguous; its lines must fit in the packets of one source rank.
         bias: [N], added to the sum; contiguous.
-        packets: of an exchange, as kernels take them that send packets.
-        persistent: read A and B through descriptors where they can be, as ``exchanged_gemm`` does.
+        config: tile sizes.
+        packets: kernel argument of an exchange.
+        persistent: read A and B through descriptors if possible, as ``exchanged_gemm``.
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
@@ -166,7 +173,7 @@ def packet_gemm(
 
 
 class InPackets(Exchanged):
-    """The launch of a call in packets: all ranks add, and no flag is waited for."""
+    """The launch of a call in packets: all ranks add, and no flags are used."""
 
     def phases(self) -> int:
         return 0

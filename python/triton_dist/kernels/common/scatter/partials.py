@@ -1,13 +1,14 @@
-"""Memory of ops that sum products over ranks: how row blocks are cut, where their tiles go, slots
-that hold a partial sum from every rank with the flags that say which tiles, or chunks, of them are
-there, and the base of the contexts that own them.
+"""Memory of ops that sum products over ranks, and the base of their contexts.
 
-A slot has, on each rank, of the output's dtype where nothing else is said:
-    partials [source rank, slot_stride], partial sums of this rank's row block [rows, N]: written by
-        the source's GEMM or copy engines.
-    arrivals int64 [tile or chunk, source rank], their flags: by the same.
-    deferred int32 [SMs], deferred tiles: by this rank's kernels.
-and what ``row_blocks.py`` and ``reduced.py`` say, of one op each.
+It defines how row blocks are cut, where tiles go, and the slots for partials from every rank with
+the flags of tiles or chunks. A slot has on each rank:
+
+    partials [source rank, slot_stride] of the output's dtype: partial sums of this rank's row block
+        [rows, N], written by the GEMM or copy engines of the source.
+    arrivals int64 [tile or chunk, source rank]: their flags, written likewise.
+    deferred int32 [SMs]: deferred tiles, written by kernels of this rank.
+
+``row_blocks.py`` and ``reduced.py`` add regions of one op each.
 """
 
 from __future__ import annotations
@@ -33,19 +34,18 @@ from triton_dist.kernels.common.context import (
 from triton_dist.runtime.ranks import Group, process_group_of
 
 Scatter = Literal["tile", "row_block", "add", "all"]
-# Rows of which the row blocks of an all-reduce are multiples: those of the smallest tile.
+# Row blocks of an all-reduce are multiples of this number of rows, the height of the smallest tile.
 _ROW_BLOCK_ROWS = 16
-# The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
+# Smallest tile size of tl.dot, which bounds the number of tiles.
 _SMALLEST_TILE = 16
-# Elements of which partial sums are whole multiples, so that each starts aligned, whatever N is.
-_PART_ALIGNMENT = 128
+# Partials are padded to multiples of this number of elements, so that each is aligned for any N.
+_PARTIAL_ALIGNMENT = 128
 MAX_CHUNKS = 16
-"""Most chunks in which a row block can be pushed."""
+"""Maximum number of chunks of a row block."""
 
 
 class Slot(NamedTuple):
-    """Memory to which tiles go, and in which those of the own row block arrive: what kernels take,
-    see ``scatter/kernel.py``."""
+    """Kernel argument: memory that receives tiles (see ``scatter/kernel.py``)."""
 
     partials: Any
     stride: Any
@@ -57,7 +57,7 @@ class Slot(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Memory to which sums go, and what is added to them."""
+    """Kernel argument: memory for sums, and the bias that is added to them."""
 
     c: Any
     bias: Any
@@ -67,8 +67,10 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class Scattering:
-    """Memory where tiles go and arrive, and what is summed in the end (see ``scattered_gemm``).
-    sums, sum_flags: of ``"all"`` alone."""
+    """Memory to which tiles are sent and in which they arrive (see ``scattered_gemm``).
+
+    ``sums`` and ``sum_flags`` are used by ``"all"`` only.
+    """
 
     scatter: Scatter
     rank: int
@@ -78,19 +80,19 @@ class Scattering:
     sum_flags: torch.Tensor | None = None
 
     def rows(self, M: int) -> int:
-        """Rows of a row block of a product of M rows."""
+        """Return the rows of a row block of a product of M rows."""
         return row_block_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
 
     def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, Out]:
-        """Memory, as kernels take it."""
+        """Return the kernel arguments ``slot`` and ``out``."""
         return self.slot, Out(C, bias, self.sums, self.sum_flags)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A row block of ``rows`` rows of tiles in chunks of ``tiles_m`` each, the last maybe less.
+    """Chunks of a row block, each of ``tiles_m`` rows of tiles; the last may have fewer.
 
-    group_size_m: GROUP_SIZE_M with which chunks are complete one after another.
+    ``group_size_m`` is the GROUP_SIZE_M with which chunks are completed in sequence.
     """
 
     tiles_m: int
@@ -102,8 +104,11 @@ class Chunks:
 
 
 def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
-    """[rows, N] in at most ``num_chunks`` chunks: whole groups of GROUP_SIZE_M rows of tiles, or
-    one smaller group each, because the tiles of a group are complete at the same time."""
+    """Cut [rows, N] into at most ``num_chunks`` chunks.
+
+    A chunk is several whole groups of GROUP_SIZE_M rows of tiles, or one smaller group, because the
+    tiles of a group are completed at the same time.
+    """
     tile = config.kwargs
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
     tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
@@ -121,25 +126,24 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
 
 
 def row_block_rows(M: int, num_ranks: int) -> int:
-    """Rows of each row block of an all-reduce of M rows, but for the last ones, which may be short
-    or empty."""
+    """Return the rows of each row block of an all-reduce; the last ones may be short or empty."""
     return int(triton.cdiv(M, num_ranks * _ROW_BLOCK_ROWS)) * _ROW_BLOCK_ROWS
 
 
 def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
-    """Tiles of [rows, N]."""
+    """Return the number of tiles of [rows, N]."""
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
 
 
 def room_for(rows: int, N: int) -> tuple[int, int]:
-    """(elements from one partial sum of [rows, N] to the next, most tiles of one)."""
-    stride = -(-rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    """Return (elements from one partial of [rows, N] to the next, maximum tiles of a partial)."""
+    stride = -(-rows * N // _PARTIAL_ALIGNMENT) * _PARTIAL_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
 class Products(NamedTuple):
-    """The products that a context serves, on the ranks of ``group``."""
+    """Products that a context serves on the ranks of ``group``."""
 
     max_M: int
     N: int
@@ -149,15 +153,15 @@ class Products(NamedTuple):
 
 
 class SummingContext(GEMMContext[B], ABC):
-    """Symmetric memory for products of up to ``max_M`` rows of ``N`` columns. A context manager.
+    """Context manager that owns symmetric memory for products of up to ``max_M`` by ``N``.
 
     Attributes:
-        output_dtype: of A, B, the partial sums that travel, and the output.
+        output_dtype: dtype of A, B, the partials that travel, and the output.
     """
 
     function: ClassVar[str]
     creator: ClassVar[str]
-    """Names, for errors, of the op and of the function that makes its contexts."""
+    """Names of the op and of the function that creates its contexts, for errors."""
 
     def __init__(self, products: Products) -> None:
         super().__init__(products.group)
@@ -168,16 +172,16 @@ class SummingContext(GEMMContext[B], ABC):
     @staticmethod
     @abstractmethod
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:
-        """Check a number of rows of A, of a context or of a call."""
+        """Return the check of a number of rows of A, of a context or of a call."""
 
     @staticmethod
     def whole_rows(M: int, num_ranks: int) -> int:
-        """The most rows of A, up to M, that a call can have."""
+        """Return the largest valid number of rows of A that is at most M."""
         return M
 
     @abstractmethod
     def rows_of_rank(self, M: int) -> int:
-        """Rows of A that one rank adds where each row is added by one."""
+        """Return the rows of A that one rank adds if each row is added by one rank."""
 
 
 _Context = TypeVar("_Context", bound=SummingContext[Any])
@@ -195,9 +199,11 @@ def create(
     asked: Mapping[str, Any] | None = None,
     **own: Any,
 ) -> _Context:
-    """A context of ``kind``, unless ``agree_to_create`` or its allocation raises. Collective over
-    ``group``; ``asked``: what all ranks have to ask for alike besides, ``own``: what each may
-    choose."""
+    """Create a context of class ``kind``. Collective over ``group``.
+
+    ``asked`` are further arguments that must be equal on all ranks, ``own`` those that may differ.
+    Raises the errors of ``agree_to_create`` and of the allocation.
+    """
     members, more = process_group_of(group), dict(asked or {})
 
     def checks() -> Iterator[Check]:

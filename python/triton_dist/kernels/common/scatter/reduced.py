@@ -1,8 +1,8 @@
 """Slots of a GEMM-AllReduce.
 
-Beside what ``partials.py`` says, a slot has
-    sums [max_M * N], like the output, and sum_arrivals int64 [tile, owner], their flags: by each
-        row block's owner.
+In addition to the regions of ``partials.py``, a slot has ``sums`` [max_M * N] of the output's dtype
+and their flags ``sum_arrivals`` int64 [tile, owner]. Both are written by the owner of each row
+block.
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ class ReducedPartials(InSlots):
             "sum_arrivals": ((tiles * size,), torch.int64),
             "deferred": ((current_device().num_sms,), torch.int32),
         }
-        if size == 1:  # a plain product needs none of it
+        if size == 1:  # a plain product needs no regions
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"
         found = Disagreements(f"the rows of A in {name}", group)
         super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
         self._N = N
-        # Beforehand: what is made in a capture is no good outside of its graph.
+        # Created in advance: tensors made in a capture are invalid outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
 
     def describe(self) -> Scattering:
-        """Targets of the tiles of a GEMM in the current slot."""
+        """Return the targets of the tiles of a GEMM in the current slot."""
         return self._scatterings[self.slots.index]
 
     def sums(self, M: int) -> torch.Tensor:
-        """[M, N] of the current slot, to which owners send what they added."""
+        """Return [M, N] of the current slot, to which owners send sums."""
         return self.slots["sums"].local[: M * self._N].view(M, self._N)
 
     def spare_sums(self, M: int) -> torch.Tensor:
-        """[M, N] of the next call's slot, for a call that uses no slot: what the call before gave
-        stays."""
+        """Return [M, N] of the next slot, for a call without a slot.
+
+        The current slot must keep the result of the last call.
+        """
         sums = self.slots.of_slot(self.slots.following, "sums").local
         return sums[: M * self._N].view(M, self._N)
 
     def expected(self, tiles: int) -> dict[str, list[int]]:
-        """The flags that a call with so many tiles of a row block waits for."""
+        """Return the flags that a call with ``tiles`` tiles per row block waits for."""
         of_peers = self.flags_of_peers(tiles)
         return {"arrivals": of_peers, "sum_arrivals": of_peers}
 
@@ -70,9 +72,9 @@ class ReducedPartials(InSlots):
             self.slots.of_slot(slot, name)
             for name in ("partials", "arrivals", "sums", "sum_arrivals")
         )
-        own_part = self.rank * self.slot_stride * partials.local.element_size()
+        own_partial = self.rank * self.slot_stride * partials.local.element_size()
         to = Slot(
-            partials.local, self.slot_stride, partials.pointers + own_part, arrivals.pointers,
+            partials.local, self.slot_stride, partials.pointers + own_partial, arrivals.pointers,
             arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
         return Scattering(

@@ -1,13 +1,13 @@
 """Slots of a GEMM-ReduceScatter, and the pushes of row blocks into them.
 
-Beside what ``partials.py`` says, a slot has
-    sums fp32 [slot_stride], with ``with_sums``: peers' GEMMs add to it.
-    counters int32 [destination rank, MAX_CHUNKS], tiles that are staged: by this rank's GEMM, set
-        back by its copy engines.
+In addition to the regions of ``partials.py``, a slot has
+    sums fp32 [slot_stride], if ``with_sums``: GEMMs of peers add to it.
+    counters int32 [destination rank, MAX_CHUNKS]: staged tiles, counted by this rank's GEMM and
+        reset by its copy engines.
 
-Of several ways of scattering, each call uses one. Pushes of row blocks start from a ``staging``
-buffer [destination rank, slot_stride] of this rank alone, written by its GEMM, a chunk at a time,
-each after a counter of the tiles that are in it.
+Each call uses one mode of scattering. Pushes of row blocks start from a local ``staging`` buffer
+[destination rank, slot_stride]. The GEMM fills it chunk by chunk, and a chunk is pushed when its
+counter has reached its number of tiles.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class PartialsBuffer(InSlots):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     Args:
-        dtype: of partials.
+        dtype: dtype of partials.
         with_sums: also allocate fp32 sums, for ``"add"``.
-        stream: where row blocks are pushed from; default: a stream of its own.
+        stream: stream for pushes of row blocks; by default a new stream.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class PartialsBuffer(InSlots):
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
-        # Of both slots at once, and as far as it costs no memory now: what is made in a capture is
-        # no good outside of its graph.
+        # Created in advance for both slots, as far as it needs no memory: tensors made in a capture
+        # are invalid outside of its graph.
         algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
         self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in algorithms}
         self._transfers: Bounded[Any, Any] = Bounded()
 
     def describe(self, scatter: Scatter) -> Scattering:
-        """Targets of the tiles of a GEMM in the current slot.
+        """Return the targets of the tiles of a GEMM in the current slot.
 
         Raises:
-            CaptureInProgress: the first ``"row_block"`` comes in a capture.
+            CaptureInProgress: the first call with ``"row_block"`` is captured.
         """
         known = self._scatterings.get(scatter)
         if known is None:
@@ -98,19 +98,22 @@ class PartialsBuffer(InSlots):
         return known[self.slots.index]
 
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
-        """The transfer that pushes each peer's row block of ``rows`` rows, each chunk once its
-        tiles are staged, and then sets the chunk's flag there."""
+        """Return the transfer that pushes each peer's row block of ``rows`` rows.
+
+        It pushes each chunk when its tiles are staged, and then sets the chunk's flag at the peer.
+        """
         key = (self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
             chunks = chunks_of_row_block(config, rows, self._N, num_chunks)
             transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
-            known = self._transfers[key] = transfer, config  # the config's id stays its own
+            # Keep the config alive, because the key contains its id.
+            known = self._transfers[key] = transfer, config
         return known[0]
 
-    def expected(self, units: int) -> dict[str, list[int]]:
-        """The flags that a call with so many tiles, or chunks, of a row block waits for."""
-        return {"arrivals": self.flags_of_peers(units)}
+    def expected(self, work_items: int) -> dict[str, list[int]]:
+        """Return the flags that a call with ``work_items`` work items per row block waits for."""
+        return {"arrivals": self.flags_of_peers(work_items)}
 
     def free(self) -> None:
         self._stream.close()
@@ -120,7 +123,7 @@ class PartialsBuffer(InSlots):
         super().free()
 
     def _staged(self) -> torch.Tensor:
-        """[num_ranks, slot_stride], made at the first push: few contexts need it."""
+        """Return the staging buffer [num_ranks, slot_stride], allocated at the first push."""
         if self._staging is None:
             with torch.inference_mode(False):
                 self._staging = torch.empty(
@@ -135,16 +138,16 @@ class PartialsBuffer(InSlots):
 
     def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
         partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
-        own_part = self.rank * self.slot_stride * partials.local.element_size()
+        own_partial = self.rank * self.slot_stride * partials.local.element_size()
         flags = arrivals.pointers
         if scatter == "tile":
-            targets = partials.pointers + own_part
+            targets = partials.pointers + own_partial
         elif scatter == "add":
             partials = self.slots.of_slot(slot, "sums")
             targets = partials.pointers
         else:
             addresses = [staged.data_ptr() for staged in self._staged()]
-            addresses[self.rank] = partials.local.data_ptr() + own_part
+            addresses[self.rank] = partials.local.data_ptr() + own_partial
             counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
             firsts = [each.data_ptr() for each in counters.view(self.num_ranks, MAX_CHUNKS)]
@@ -157,13 +160,14 @@ class PartialsBuffer(InSlots):
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:
         counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]
-        own_part = self.rank * self.slot_stride
+        own_partial = self.rank * self.slot_stride
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
-            target, staged = self.slots["partials"].peers[peer][own_part:], self._staged()[peer]
+            target, staged = self.slots["partials"].peers[peer][own_partial:], self._staged()[peer]
             begin = 0
             for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
                 counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
+                # Reset the counter before the next use of the slot can count again.
                 yield AwaitFlag(0, counters, counter, tiles)
                 yield SetFlag(0, counters, counter, 0)
                 yield Copy(0, target[begin:end], staged[begin:end])

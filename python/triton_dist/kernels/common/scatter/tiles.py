@@ -1,20 +1,19 @@
-"""Life of a tile of the scattered GEMM (``scatter/kernel.py``): it is stored, announced to the rank
-that owns its rows, and there awaited and added, by the GEMM or by a later launch; of an all-reduce,
-the sum goes to all. ``scatter/kernel.py`` says what kernels take.
+"""Device functions for a tile of the scattered GEMM: order, store, flags, wait and sum.
 
-A *unit* is what has a flag: a tile, or a chunk of a row block.
+A tile is stored and announced to the owner of its rows. The owner waits for it and adds it, in the
+GEMM or in a later launch; in an all-reduce it sends the sum to all ranks. ``scatter/kernel.py``
+describes the kernel arguments. A *work item* here has one flag: it is a tile, or a chunk of a row
+block.
 
-*Deferred tiles.* A program of the GEMM that cannot wait safely for the peers leaves its own
-tiles to a later kernel on the same stream.
+*Deferred tiles.* A persistent program must not wait for peers while later programs of its launch
+have not begun. Kernels of other streams can hold SMs. If such a kernel itself waits for peers, as
+collectives do, two ranks may each have failed to begin what the other waits for: a deadlock. A
+program therefore waits only if all programs of its launch have begun, because this rank then sends
+all its tiles in any case. Otherwise it defers its own tiles to a kernel that follows on the stream,
+and ends. That kernel can wait safely: the programs of the peers have either all begun, or do not
+wait.
 
-A persistent program waits while later ones may have yet to begin: kernels of other streams can hold
-multiprocessors. If such a kernel waits for peers itself, as collectives do, and two ranks have each
-not begun what the other waits for, everybody waits in a circle. So a program waits only where all
-of its launch have begun: then this rank sends all tiles, whatever happens. Else it leaves its own
-tiles and ends, and makes room. What waits for its peers' partial sums behind such a kernel finds
-them: their programs have either all begun, or wait for nobody.
-
-    epoch_ptr + BEGUN    programs of this use of the slot that have begun
+    epoch_ptr + BEGUN    programs that have begun in this use of the slot
     deferred [program]   whether a program has deferred its own tiles
 """
 
@@ -38,18 +37,20 @@ from triton_dist.kernels.common.scatter.partials import (
     tiles_of_row_block,
 )
 
-# Elements of all partial sums that are read at a time: at 8 warps and 2 bytes each, 64 registers a
+# Elements of all partials that are loaded at a time: with 8 warps and 2 bytes, 64 registers per
 # thread.
 _READ_AT_ONCE = 32768
-# Word of a slot's line, behind those of ``slots/epochs.py``.
+# Index of a word of a slot's line, after those of ``slots/epochs.py``.
 BEGUN = tl.constexpr(12)
-# Of a program that has looked whether it may wait.
+# Decision of a program whether it may wait.
 STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
 
 
 class Tile(NamedTuple):
-    """Constants of a tile: sizes, as in a config, and how it is read, multiplied and stored.
-    INT64_OFFSETS: offsets within the tile exceed 32 bits."""
+    """Constants of a tile: sizes as in a config, and how it is read, multiplied and stored.
+
+    INT64_OFFSETS: offsets within the tile exceed 32 bits.
+    """
 
     M: Any
     N: Any
@@ -62,8 +63,11 @@ class Tile(NamedTuple):
 
 
 class Summing(NamedTuple):
-    """Ways of summing tiles: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
-    announced when the next one is multiplied. ROWS: of a tile, summed at a time."""
+    """Constants of the sum.
+
+    SCATTER: see ``scatter/kernel.py``. LATER: announce a tile after the next tile has been
+    multiplied. ROWS: rows of a tile that are summed at a time.
+    """
 
     NUM_RANKS: Any
     SCATTER: Any
@@ -73,8 +77,10 @@ class Summing(NamedTuple):
 
 @jit
 def row_block_in_scatter_order(position, rank, num_ranks):
-    """The ``position``-th row block of rows: rank + 1's first, the own one last, so that every rank
-    receives from one peer at a time and has all of its parts when it comes to its own rows."""
+    """Return the ``position``-th row block: that of rank + 1 first, the own row block last.
+
+    Every rank then receives from one peer at a time, and has all partials when it reaches its rows.
+    """
     return (rank + 1 + position) % num_ranks
 
 
@@ -82,13 +88,12 @@ def row_block_in_scatter_order(position, rank, num_ranks):
 def tile_in_scatter_order(
     index, rank, num_ranks, tiles_m, tiles_n, chunk_tiles_m, GROUP_SIZE_M: tl.constexpr
 ):
-    """(row block, number of the tile in its row block, m, n) of the ``index``-th tile of all row
-    blocks of ``tiles_m`` by ``tiles_n`` tiles.
+    """Return (row block, number of the tile in its row block, m, n) of the ``index``-th tile.
 
-    Row blocks are cut in chunks of ``chunk_tiles_m`` rows of tiles, the last maybe less. Of each
-    chunk come all row blocks, in scatter order; then the next chunk. Every rank has the same chunk
-    of the same row block at one place of this order, but for the turn of the row blocks within a
-    chunk: the owner comes to it last.
+    Row blocks have ``tiles_m`` by ``tiles_n`` tiles, and are cut into chunks of ``chunk_tiles_m``
+    rows of tiles; the last may have fewer. The order has the first chunk of all row blocks, in
+    scatter order, then the next chunk. At a given position all ranks are in the same chunk, and the
+    owner of a row block reaches it last.
     """
     chunk_tiles = chunk_tiles_m * tiles_n
     chunk = index // (num_ranks * chunk_tiles)
@@ -101,41 +106,42 @@ def tile_in_scatter_order(
 
 
 @jit
-def announce_tile(slot, M, row_block, unit, rank, summing: tl.constexpr):
-    """Say that a tile of another rank's ``row_block``, of a product of ``M`` rows, is stored: to
-    that rank, or to the copy engine."""
+def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
+    """Report a stored tile of another rank's ``row_block`` to its owner or to the copy engine.
+
+    The product has ``M`` rows.
+    """
     with dl.mark("push"):
         flag = tl.load(slot.flags + row_block)
         if summing.SCATTER == "row_block":
-            dl.notify(flag.to(tl.pointer_type(tl.int32)) + unit, 1, "add")
+            dl.notify(flag.to(tl.pointer_type(tl.int32)) + work_item, 1, "add")
         else:
-            flag_ptr = flag.to(slot.epoch.dtype) + unit * summing.NUM_RANKS + rank
+            flag_ptr = flag.to(slot.epoch.dtype) + work_item * summing.NUM_RANKS + rank
             dl.notify(flag_ptr, flag_of(slot.epoch, M))
 
 
 @jit
-def announce_to_all(out, slot, M, unit, rank, NUM_RANKS: tl.constexpr):
-    """Set this rank's flag of ``unit`` on every rank, the own one too, after everything that the
-    program stored.
+def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
+    """Set this rank's flag of a work item on every rank after all stores of the program.
 
-    All at once, a thread each: one after another, each release would wait for the one before it to
-    have crossed the link.
+    That includes this rank. One thread per rank: a sequence of releases would each wait until the
+    previous one has crossed the link.
     """
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     there = peer < NUM_RANKS
     flags = tl.load(out.sum_flags + peer, mask=there, other=0).to(slot.epoch.dtype)
     with dl.mark("push"):
-        dl.notify(flags + unit * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=there)
+        dl.notify(flags + work_item * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=there)
 
 
 @jit
-def await_partials(slot, M, unit, rank, NUM_RANKS: tl.constexpr):
-    """Wait for ``unit`` of every peer, of a product of ``M`` rows; gives a token."""
+def await_partials(slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
+    """Wait for a work item of every peer, of a product of ``M`` rows. Return a token."""
     value = flag_of(slot.epoch, M)
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
-        flag_ptr = slot.arrivals + unit * NUM_RANKS + source
+        flag_ptr = slot.arrivals + work_item * NUM_RANKS + source
         token += dl.wait(flag_ptr, 1, value, timeout_word_of(slot.epoch), True)
     return token
 
@@ -160,11 +166,11 @@ def add_partials(
     REDUCE_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Sum a tile over all ranks and store it to the own rows [rows, N], ``own_begin`` elements from
-    ``out.c`` on; some rows at a time, so that the partial sums fit in registers.
+    """Sum a tile over all ranks and store it in the own rows [rows, N] at ``out.c + own_begin``.
 
-    Where there are ``out.sums``, addresses, also to each peer, ``sums_begin`` elements from its own
-    on. ``IN_ONE_SUM``: the partials are one sum already, which is set to 0.
+    Sum REDUCE_ROWS rows at a time, so that the partials fit in registers. If there are
+    ``out.sums``, also store the sum at each peer, ``sums_begin`` elements from its address.
+    ``IN_ONE_SUM``: peers have added into a single sum, which is set to 0.
     """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
@@ -176,24 +182,24 @@ def add_partials(
         first_row = dl.consume_token(row + first, token)
         mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows)[:, None] & column_mask[None, :]
         begin = first_row.to(tl.int64) * N + column
-        # Not from L1, where what the last use left may be. All loads come before the first add, so
-        # that they are in flight together.
+        # Bypass L1, which may hold data of the previous use. All loads precede the first addition,
+        # so that they are in flight together.
         if IN_ONE_SUM:
             sums = partials_ptr + begin + inside
             total = tl.load(sums, mask=mask, other=0.0, cache_modifier=".cg")
-            # The compiler gives loads and stores of zeros different layouts: without the barrier a
-            # thread sets to zero what another one has still to load.
+            # Triton gives the loads and the stores of zeros different layouts: without the barrier,
+            # a thread may clear an element that another thread has not loaded yet.
             tl.debug_barrier()
             tl.store(sums, tl.zeros_like(total), mask=mask)
         else:
-            parts = tl.tuple([])
+            partials = tl.tuple([])
             for source in tl.static_range(NUM_RANKS):
                 partial_ptr = partials_ptr + source * stride.to(tl.int64) + begin + inside
-                part = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-                parts = parts + (part,)  # noqa: RUF005  # a star is no Triton
-            total = parts[0].to(tl.float32)
+                partial = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+                partials = partials + (partial,)  # noqa: RUF005  # no stars in Triton
+            total = partials[0].to(tl.float32)
             for source in tl.static_range(1, NUM_RANKS):
-                total += parts[source].to(tl.float32)
+                total += partials[source].to(tl.float32)
         if out.bias is not None:
             bias = tl.load(out.bias + column_index, mask=column_mask, other=0.0)
             total += bias.to(tl.float32)[None, :]
@@ -210,9 +216,8 @@ def add_own_tile(
     slot, out, row, column, rows, own_rows, N, token, rank, tile: tl.constexpr,
     summing: tl.constexpr,
 ):  # fmt: skip
-    """Sum a tile of the own row block; of the last ones, ``own_rows`` may be fewer than
-    ``rows``."""
-    own_begin = 0  # of the own rows in C
+    """Sum a tile of the own row block. The last blocks may have ``own_rows`` below ``rows``."""
+    own_begin = 0  # begin of the own rows in C
     if out.sums is not None:
         own_begin = rank.to(tl.int64) * rows * N
     add_partials(
@@ -235,14 +240,16 @@ def store_tile_by_pointers(
     BLOCK_SIZE_N: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Store a tile, or add it, at its place in [rows, N] from ``target_ptr`` on; of a tile that
-    begins before row 0, what lies behind."""
+    """Store or add the part of a tile that lies inside [rows, N] at ``target_ptr``.
+
+    ``row`` may be negative.
+    """
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
     local_row, local_column = tl.arange(0, BLOCK_SIZE_M), tl.arange(0, BLOCK_SIZE_N)
     inside = (local_row >= -row) & (local_row < rows - row)
     mask = inside[:, None] & (local_column < N - column)[None, :]
-    # 64-bit only where it must be: an offset of 64 bits for each element would cost registers.
+    # Only the base needs 64 bits: 64-bit offsets of each element would cost registers.
     tile_ptr = target_ptr + (row.to(tl.int64) * N + column)
     block = tile_ptr + (local_row[:, None] * N + local_column[None, :])
     with dl.mark("store"):
@@ -250,21 +257,24 @@ def store_tile_by_pointers(
             tl.atomic_add(block, accumulator, mask=mask, sem="relaxed", scope="sys")
         else:
             tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
-    tl.debug_barrier()  # an own tile is read back by other threads
+    tl.debug_barrier()  # Other threads read an own tile back.
 
 
 @jit
 def begin_program(epoch_ptr):
-    """Say that this program has begun."""
+    """Count this program as begun."""
     tl.atomic_add(epoch_ptr + BEGUN, 1, sem="relaxed", scope="gpu")
 
 
 @jit
 def stay_or_leave(epoch_ptr, deferred_ptr):
-    """``STAYS`` if all programs of this launch have begun. Else ``LEAVES``, and this program's own
-    tiles, from this one on, are the next kernel's."""
+    """Return ``STAYS`` if all programs of this launch have begun, else ``LEAVES``.
+
+    With ``LEAVES``, this program's own tiles from this one on are deferred to the next kernel.
+    """
     decision = STAYS
     if _begun(epoch_ptr) < tl.num_programs(0):
+        # Let other programs begin in the interpreter, then check again.
         dl.give_turn()
         if _begun(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
@@ -290,12 +300,14 @@ def kernel_add_deferred(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Add the own tiles that programs of the GEMM have deferred, each by the program of its number.
-    Grid: the GEMM's."""
+    """Add the own tiles that programs of the GEMM have deferred. Grid: that of the GEMM.
+
+    Each tile is added by the program of the same number.
+    """
     if tl.program_id(0) == 0:
         tl.store(slot.epoch + BEGUN, 0)
     has_deferred = tl.load(slot.deferred + tl.program_id(0)) != 0
-    tl.debug_barrier()  # else the first warp's store may come before the last one's load
+    tl.debug_barrier()  # All warps must have loaded the flag before one clears it.
     if has_deferred:
         tl.store(slot.deferred + tl.program_id(0), 0)
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
@@ -305,8 +317,8 @@ def kernel_add_deferred(
                 index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order, tile.GROUP_M
             )
             if row_block == rank:
-                unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
-                token = await_partials(slot, M, unit, rank, summing.NUM_RANKS)
+                work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+                token = await_partials(slot, M, work_item, rank, summing.NUM_RANKS)
                 add_own_tile(
                     slot, out, m * tile.M, n * tile.N, rows, min(rows, M - rank * rows), N, token,
                     rank, tile, summing,
@@ -316,7 +328,7 @@ def kernel_add_deferred(
 
 
 def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Tile, dict[str, Any]]:
-    """The tile that is launched for ``A @ B``, and the options of the launch."""
+    """Return the tile constants for ``A @ B``, and the options of the launch."""
     launched = config_for(config, A.dtype)
     sizes, every = launched.kwargs, launched.all_kwargs()
     block_m, block_n, block_k = (sizes[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
@@ -331,8 +343,10 @@ def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Ti
 def summing_of(
     C: torch.Tensor, config: triton.Config, to: Scattering, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
-    """The constants for row blocks of ``rows`` rows; the rows of tiles of a chunk, and the
-    GROUP_SIZE_M with which chunks are complete one after another."""
+    """Return the sum constants, the rows of tiles of a chunk, and GROUP_SIZE_M.
+
+    Row blocks have ``rows`` rows. With this GROUP_SIZE_M chunks are completed in sequence.
+    """
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
     if to.scatter in ("row_block", "all"):
@@ -353,20 +367,22 @@ def add_deferred(
     num_sms: int,
     num_chunks: int = 1,
 ) -> Launch:
-    """The launch that adds what the GEMM ``scattered_gemm(A, B, C, bias, config, to, …)`` on
-    descriptors, with an A of M rows, has deferred (``scatter/tiles.py``)."""
+    """Return the launch that adds the tiles that a persistent ``scattered_gemm`` has deferred.
+
+    The GEMM has an A of M rows and the same arguments.
+    """
     rows, N = to.rows(M), C.shape[1]
     summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = to.num_ranks * tiles_of_row_block(config, rows, N)
     arguments = (*to.regions(C, bias), N, M, rows, chunk_tiles_m, to.rank)
-    # Nothing is multiplied: one kernel for all tiles of the same area.
+    # No multiplication: tiles of the same area share one kernel.
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)
     options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
     return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
 
 
 def rows_at_once(block_m: int, block_n: int, bytes_of_partials: int) -> int:
-    """Rows of a tile that are summed at a time; a power of two."""
+    """Return the number of rows of a tile that are summed at a time, a power of two."""
     most = 2 * _READ_AT_ONCE // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))

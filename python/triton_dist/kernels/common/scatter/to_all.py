@@ -1,9 +1,8 @@
-"""The scattered GEMM of an all-reduce, and what brings to C the sums that peers send.
-``scatter/kernel.py`` says how it works and what kernels take.
+"""GEMM-AllReduce: the scattered GEMM, and the kernel that copies the received sums to C.
 
-Each rank takes the sums of the peers' row blocks from where they arrive to C in a launch of its
-own. In the GEMM's kernel it would begin no sooner, since every program multiplies to the end, and
-one program for each multiprocessor copies at half the speed of many.
+``scatter/kernel.py`` describes the algorithm and the arguments. The copy is a separate launch:
+inside the GEMM it would begin no earlier, because every program multiplies to the end, and one
+program per SM copies at half the speed of many.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     tile_in_scatter_order,
 )
 
-# Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
+# Elements that a program copies at a time: with 2 bytes and 8 warps, 64 bytes per thread.
 _COPIED_AT_ONCE = 8192
 
 
@@ -64,17 +63,17 @@ def kernel_gemm_all_reduce_persistent(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on), which sends sums of a chunk
-    while the next ones are multiplied; grid (min(NUM_SMS, tiles),).
+    """Multiply and scatter on tensor descriptors (TMA from sm_90 on). Grid (min(NUM_SMS, tiles),).
 
-    A tile for others is announced when its program has multiplied its next one, as by the kernel
-    of a reduce-scatter. A tile of the own row block is added when the next tile is stored, and its
-    sum is announced when the one after that is multiplied: the own row block comes in the middle of
-    the work, where the peers' partial sums are announced no sooner. The tile that is stored by then
-    is unannounced yet, but its place is later than that of the sum.
+    Sums of a chunk are sent while the next chunks are multiplied. A tile for another rank is
+    announced after its program has multiplied the next tile, as in a reduce-scatter. A tile of the
+    own row block is added after the next tile has been stored, and its sum is announced after the
+    tile after that has been multiplied. The delay is needed because the own row block comes in the
+    middle of the work, when the partials of peers have just been announced. The tile stored in
+    between is not announced yet, but its position in the order is later than that of the sum.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    stays = STAYS  # or leaves, or 0: has not looked yet
+    stays = STAYS  # or LEAVES; 0 before the first check
     if NUM_RANKS > 1:
         begin_program(slot.epoch)
         stays = 0
@@ -85,8 +84,9 @@ def kernel_gemm_all_reduce_persistent(
     )  # fmt: skip
     target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
-    stored_row_block, stored = rank, 0  # what is to be announced yet; of the own row block: nothing
-    # An own tile that is to be added yet, and one whose sum is to be announced yet.
+    # the tile to announce next; none if it is of the own row block
+    stored_row_block, stored = rank, 0
+    # An own tile that is to be added, and a tile whose sum is to be announced.
     due, due_row, due_column, summed = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
@@ -105,7 +105,7 @@ def kernel_gemm_all_reduce_persistent(
         if row_block != rank:
             stored_row_block, stored = row_block, number
         else:
-            dl.publish_tile()  # to the other threads of this program
+            dl.publish_tile()  # Make the TMA store visible to the other threads of this program.
             if stays == 0:
                 stays = stay_or_leave(slot.epoch, slot.deferred)
         if due >= 0:
@@ -116,7 +116,7 @@ def kernel_gemm_all_reduce_persistent(
             summed, due = due, -1
         if (row_block == rank) & (stays == STAYS):
             due, due_row, due_column = number, row, column
-    if stored_row_block != rank:  # of a program whose last tile is for others
+    if stored_row_block != rank:  # The last tile of this program was for another rank.
         dl.publish_tile()
         announce_tile(slot, M, stored_row_block, stored, rank, summing)
     if summed >= 0:
@@ -146,9 +146,10 @@ def kernel_copy_sums(
     COPY_ROWS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Wait for the sum of a tile, and with ``COPY`` bring it from ``sums_ptr`` [M, N] to C [M, N];
-    a tile a program, in the GEMM's order. Grid (tiles of all row blocks,): those of the own one are
-    there.
+    """Wait for the sum of a tile and with ``COPY`` copy it from ``sums_ptr`` [M, N] to C [M, N].
+
+    One tile per program, in the order of the GEMM. Grid (tiles of all row blocks,); programs of the
+    own row block have no work.
     """
     row_block, tile, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tl.cdiv(rows, BLOCK_SIZE_M), tl.cdiv(N, BLOCK_SIZE_N),
@@ -168,7 +169,7 @@ def kernel_copy_sums(
                 inside = local_row[:, None] * N + column[None, :]
                 if INT64_OFFSETS:
                     inside = local_row[:, None].to(tl.int64) * N + column[None, :]
-                # Not from L1, where what the last use left may be.
+                # Bypass L1, which may hold data of the previous use.
                 block = tl.load(
                     sums_ptr + begin + inside, mask=mask, other=0.0, cache_modifier=".cg"
                 )
@@ -185,10 +186,17 @@ def copy_sums(
     num_chunks: int,
     copy: bool,
 ) -> Launch:
-    """The launch that brings to C [M, N] what the GEMM ``scattered_gemm(…, to)`` on each peer adds,
-    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int64 [tile, rank].
+    """Return the launch that copies the sums of peers to C [M, N] as they arrive.
 
-    Without ``copy`` it only waits until all is there; then C is ``sums``.
+    Without ``copy`` it only waits until all sums have arrived; C is then ``sums``.
+
+    Args:
+        C: [M, N].
+        sums: [M, N], to which peers send.
+        arrivals: int64 [tile, rank], flags of the sums.
+        config, to: those of the GEMM, ``scattered_gemm(…, to)``.
+        num_chunks: chunks of a row block.
+        copy: ``False`` if C is ``sums``.
     """
     M, N = C.shape
     rows = row_block_rows(M, to.num_ranks)
@@ -212,11 +220,11 @@ def copy_sums(
     )
 
 
-@dataclass  # made at each call: freezing it would take a us
+@dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
 class TwoShots(Scattered):
-    """Tiles go to the owners of their rows, who add them and send the sums to all.
+    """Launches that send tiles to the owners of their rows, which send the sums to all ranks.
 
-    sums, arrivals: where they come to, a matrix like C, and their flags. C may be ``sums``.
+    ``sums`` [M, N] receives the sums, and ``arrivals`` their flags. C may be ``sums``.
     """
 
     kernel = kernel_gemm_all_reduce_persistent

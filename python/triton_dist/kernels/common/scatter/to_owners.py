@@ -1,5 +1,7 @@
-"""The scattered GEMM of a reduce-scatter. ``scatter/kernel.py`` says how it works and what kernels
-take."""
+"""The scattered GEMM of a reduce-scatter.
+
+``scatter/kernel.py`` describes the algorithm and the arguments.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,17 @@ def kernel_gemm_scatter_persistent(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid (min(NUM_SMS, tiles),).
+    """Multiply and scatter on tensor descriptors (TMA from sm_90 on). Grid (min(NUM_SMS, tiles),).
 
-    One loop over the tiles of all row blocks: no wave is lost between row blocks, and no store is
-    waited for there (behind a loop with TMA stores, Triton waits until they have read shared
-    memory).
+    A single loop visits the tiles of all row blocks. No wave is lost between row blocks, and no TMA
+    store is waited for there: after a loop with TMA stores, Triton waits until they have read
+    shared memory.
 
-    ``LATER``: a tile is announced when its program has multiplied its next one. Then its TMA store,
-    which takes 10 us and more over NVLink, is complete, and nobody waits for it.
+    ``LATER``: a tile is announced after its program has multiplied the next tile. Its TMA store,
+    which takes 10 us or more over NVLink, is complete by then, so no thread waits for it.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    stays = STAYS  # or leaves, or 0: has not looked yet
+    stays = STAYS  # or LEAVES; 0 before the first check
     if NUM_RANKS > 1:
         begin_program(slot.epoch)
         stays = 0
@@ -69,16 +71,16 @@ def kernel_gemm_scatter_persistent(
     stored_row_block, stored_work_item = (
         rank,
         0,
-    )  # what is to be announced yet; of the own row block: nothing
+    )  # the tile to announce next; none if it is of the own row block
     awaited = -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
         )
-        unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+        work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
         row, column = m * tile.M, n * tile.N
         accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
-        if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
+        if summing.LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if stored_row_block != rank:
                 dl.publish_tile()
                 announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
@@ -94,27 +96,28 @@ def kernel_gemm_scatter_persistent(
                 dl.publish_tile()
         if row_block != rank:
             if summing.LATER:
-                stored_row_block, stored_work_item = row_block, unit
+                stored_row_block, stored_work_item = row_block, work_item
             else:
-                announce_tile(slot, M, row_block, unit, rank, summing)
+                announce_tile(slot, M, row_block, work_item, rank, summing)
         else:
             if summing.LATER:
-                dl.publish_tile()  # to the other threads of this program
+                # Make the TMA store visible to the other threads of this program.
+                dl.publish_tile()
             if stays == 0:
                 stays = stay_or_leave(slot.epoch, slot.deferred)
             if stays == STAYS:
                 token = 0
-                if unit != awaited:  # tiles of a chunk arrive together
-                    token = await_partials(slot, M, unit, rank, NUM_RANKS)
-                    awaited = unit
+                if work_item != awaited:  # Tiles of a chunk arrive together.
+                    token = await_partials(slot, M, work_item, rank, NUM_RANKS)
+                    awaited = work_item
                 add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
-    if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-        if stored_row_block != rank:  # of a program whose last tile is for others
+    if summing.LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
+        if stored_row_block != rank:  # The last tile of this program was for another rank.
             dl.publish_tile()
             announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
 
 
 class ToOwners(Scattered):
-    """Tiles go to the owners of their rows, who add them."""
+    """Launches that send tiles to the owners of their rows, which add them."""
 
     kernel = kernel_gemm_scatter_persistent

@@ -182,7 +182,7 @@ class CopyEngine(_ToOwners):
             expected = "another algorithm while CUDA_LAUNCH_BLOCKING is set: it would deadlock"
             raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
 
-    def units(self, call: Call) -> int:
+    def work_items(self, call: Call) -> int:
         return call.num_chunks
 
 
