@@ -223,8 +223,8 @@ MUTANTS = (
     Mutant(
         "deferred tiles: the note is read before it is cleared",
         _TILES,
-        "tl.debug_barrier()  # else the first warp's store",
-        "pass  # else the first warp's store",
+        "tl.debug_barrier()  # All warps must have",
+        "pass  # All warps must have",
         ("tests/compile/test_gemm_rs_kernels.py",),
     ),
     Mutant(

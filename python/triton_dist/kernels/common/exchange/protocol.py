@@ -39,7 +39,7 @@ peers.arrivals        int64      [2, PHASES, MAX_CTAS, NUM_RANKS]        kernels
 peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, once
 peers.calls           int64      one word                                kernels of this rank
 peers.timeout_words   int64      see ``language.wait``                   this rank and its host
-lengths               ints       shard, room, total: elements            host
+lengths               ints       shard, stride, total: elements            host
 size, rank            int        equal on all ranks; not specialised     host
 plan                  constants  NUM_RANKS, LANES, BLOCK, NUM_CHUNKS     host
 ====================  =========  ======================================  ======================
@@ -106,13 +106,13 @@ class Packets(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Numbers of elements: of a shard, of a padded shard in a slot, and of the whole tensor.
+    """Numbers of elements: of a shard, from one shard to the next in a slot, and of the whole tensor.
 
     The whole tensor is x in an all-reduce or reduce-scatter, and out in an all-gather.
     """
 
     shard: Any
-    room: Any
+    stride: Any
     total: Any
 
 
@@ -242,13 +242,13 @@ def after_wait(offset, token):
 
 
 @jit
-def send_block(values, index, mask, slots, offset, room, rank, plan: tl.constexpr):
+def send_block(values, index, mask, slots, offset, stride, rank, plan: tl.constexpr):
     """Store ``values`` at ``index`` of this rank's shard in every peer's slot."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     with dl.mark("push"):
         for step in tl.static_range(1, NUM_RANKS):
             target = target_at(slots.table, (rank + step) % NUM_RANKS, slots.data) + offset
-            tl.store(target + rank.to(tl.int64) * room + index, values, mask=mask)
+            tl.store(target + rank.to(tl.int64) * stride + index, values, mask=mask)
 
 
 @jit
@@ -263,7 +263,7 @@ def send_copies(
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = index < lengths.shard
         x = tl.load(x_ptr + index, mask=mask)
-        send_block(x, index, mask, slots, call.offset, lengths.room, call.rank, plan)
+        send_block(x, index, mask, slots, call.offset, lengths.stride, call.rank, plan)
         if own_ptr is not None:
             tl.store(own_ptr + index, x, mask=mask)
 
@@ -281,7 +281,7 @@ def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.co
                 mask = (index < lengths.shard) & (source < lengths.total)
                 x = tl.load(x_ptr + source, mask=mask)
                 target = target_at(slots.table, peer, slots.data) + call.offset
-                tl.store(target + call.rank.to(tl.int64) * lengths.room + index, x, mask=mask)
+                tl.store(target + call.rank.to(tl.int64) * lengths.stride + index, x, mask=mask)
 
 
 @jit
@@ -314,7 +314,7 @@ def add_shards(
         from_ptr = shards_ptr + after_wait(offset, token)
         sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
-            shard_ptr = from_ptr + source * lengths.room.to(tl.int64)
+            shard_ptr = from_ptr + source * lengths.stride.to(tl.int64)
             # Select a pointer instead of branching, so that all loads are in flight together. Load
             # from L2, which has the stores of peers; L1 may hold stale data.
             shard_ptr = tl.where(rank == source, x_ptr, shard_ptr)
@@ -322,7 +322,7 @@ def add_shards(
         total = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + index, total, mask=mask)
         if passed_on is not None:
-            send_block(total, index, mask, slots, passed_on, lengths.room, rank, plan)
+            send_block(total, index, mask, slots, passed_on, lengths.stride, rank, plan)
 
 
 @jit
@@ -350,7 +350,7 @@ def copy_shards(
             peer = ((rank + step) % NUM_RANKS).to(tl.int64)
             target = peer * lengths.shard + index
             mask = inside & (target < lengths.total)
-            shard_ptr = from_ptr + peer * lengths.room
+            shard_ptr = from_ptr + peer * lengths.stride
             shard = tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg")
             tl.store(out_ptr + target, shard, mask=mask)
 

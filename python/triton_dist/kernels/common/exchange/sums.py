@@ -71,7 +71,7 @@ def kernel_all_reduce_one_shot(
     x = tl.load(x_ptr + index, mask=mask)
     call = begin(slots, peers, size, rank, plan)
     blocks = chunks_of(lengths.shard, plan)
-    send_block(x, index, mask, slots, call.offset, lengths.room, rank, plan)
+    send_block(x, index, mask, slots, call.offset, lengths.stride, rank, plan)
     send_copies(x_ptr, None, slots, call, 1, blocks, lengths, plan)
     value = flag_of_chunk(call, 0)
     notify_ranks(call, 0, value, plan)
@@ -87,13 +87,13 @@ def kernel_all_reduce_two_shot(
 ):
     """Add this rank's shard of x and send the sum to all ranks.
 
-    The last shards of x may be shorter or empty. A slot holds shards [NUM_RANKS, room], then sums
-    [NUM_RANKS, room]. Three chunks are in flight: one is sent, the previous one is added and its
+    The last shards of x may be shorter or empty. A slot holds shards [NUM_RANKS, stride], then sums
+    [NUM_RANKS, stride]. Three chunks are in flight: one is sent, the previous one is added and its
     sums are sent, and the one before is copied to out.
     """
     call = begin(slots, peers, size, rank, plan)
     blocks = chunks_of(lengths.shard, plan)
-    sums = call.offset + plan.NUM_RANKS * lengths.room.to(tl.int64)
+    sums = call.offset + plan.NUM_RANKS * lengths.stride.to(tl.int64)
     own = rank.to(tl.int64) * lengths.shard
     for chunk in range(plan.NUM_CHUNKS + 2):
         first = chunk * blocks

@@ -6,7 +6,7 @@ another its flag. When the last chunk is on its way, one kernel adds what has co
 ranks and in fp32, chunk by chunk, and puts columns where they belong.
 
 Memory takes turns as ``slots/epochs.py`` says. A slot has, on each rank, ``shards`` [source rank,
-room] of the dtype and ``arrivals`` int64 [chunk, source rank], both written by the source's copy
+shard_stride] of the dtype and ``arrivals`` int64 [chunk, source rank], both written by the source's copy
 engines.
 """
 
@@ -65,7 +65,7 @@ def kernel_add_columns(
     rows,
     N,
     width,
-    room,
+    shard_stride,
     size,
     rank,
     NUM_RANKS: tl.constexpr,
@@ -74,7 +74,7 @@ def kernel_add_columns(
     BLOCK_SIZE_N: tl.constexpr,
 ):
     """out [rows, N]: the own slab of x and those that copy engines push, added in the order of
-    ranks. Chunks are ``width`` wide; ``room``: elements from one source's slab to the next. Any
+    ranks. Chunks are ``width`` wide; ``shard_stride``: elements from one source's slab to the next. Any
     grid."""
     value = flag_of(pushed.epoch, size)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
@@ -98,7 +98,7 @@ def kernel_add_columns(
             index = begin[:, None] + column[None, :]
             sums = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
             for source in tl.static_range(NUM_RANKS):
-                part = shards + source * room.to(tl.int64)
+                part = shards + source * shard_stride.to(tl.int64)
                 # A pointer that is chosen, not a branch: all loads are under way at once. From L2,
                 # where copy engines write; L1 may know these addresses from before.
                 part = tl.where(rank == source, own, part)
@@ -124,9 +124,9 @@ class PushedColumns(PushedSlots):
         name: str,
     ) -> None:
         size = group_for(group).size
-        self._room = shard_elements(max_rows * N) if size > 1 else 1
+        self._shard_stride = shard_elements(max_rows * N) if size > 1 else 1
         regions = {
-            "shards": ((size * self._room,), dtype),
+            "shards": ((size * self._shard_stride,), dtype),
             "arrivals": ((max_chunks * size,), torch.int64),
         }
         found = Disagreements(f"the tokens of {name}", group)
@@ -140,7 +140,7 @@ class PushedColumns(PushedSlots):
         block_n = min(_WIDEST, triton.next_power_of_2(columns.width))
         block_m = _ELEMENTS // block_n
         tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.width, block_n)
-        sizes = (columns.rows, columns.N, columns.width, self._room, size, self.rank)
+        sizes = (columns.rows, columns.N, columns.width, self._shard_stride, size, self.rank)
         # Elements of 16 bits move by 8.
         aligned = item == 2 and columns.N % 8 == 0 and columns.width % 8 == 0
         return Launch(
@@ -198,7 +198,7 @@ class PushedColumns(PushedSlots):
         """Push a chunk of each peer's slab."""
         first, end = list(columns)[chunk]
         begin, end = columns.rows * first, columns.rows * end
-        own, block = self.rank * self._room, columns.rows * columns.N
+        own, block = self.rank * self._shard_stride, columns.rows * columns.N
         arrivals, flag = self.slots["arrivals"], chunk * self.num_ranks + self.rank
         for step in range(1, self.num_ranks):
             stream = (chunk * (self.num_ranks - 1) + step) % PUSH_STREAMS

@@ -78,7 +78,7 @@ def kernel_topk_exchange(
     rows,
     N,
     E,
-    room,
+    shard_stride,
     size,
     rank,
     TOPK: tl.constexpr,
@@ -109,7 +109,7 @@ def kernel_topk_exchange(
                     dtype, TOPK,
                 )  # fmt: skip
             target = target_at(slots.table, peer, slots.data) + call.offset
-            tl.store(target + rank.to(tl.int64) * room + index, sums, mask=column < N)
+            tl.store(target + rank.to(tl.int64) * shard_stride + index, sums, mask=column < N)
     value = flag_of_chunk(call, 0)
     notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
@@ -119,7 +119,7 @@ def kernel_topk_exchange(
         parts = slots.data + after_wait(call.offset, token)
         total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
-            part = parts + source * room.to(tl.int64)
+            part = parts + source * shard_stride.to(tl.int64)
             # A pointer that is chosen, not a branch. From L2, where peers' stores are.
             part = tl.where(rank == source, out_ptr, part)
             loaded = tl.load(part + index, mask=column < N, cache_modifier=".cg")
