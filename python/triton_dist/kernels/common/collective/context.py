@@ -1,4 +1,4 @@
-"""Context of a plain collective, and the tensors that it accepts."""
+"""Base of the contexts of plain collectives, and checks of their tensors."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from triton_dist.runtime.ranks import Group, process_group_of
 
 
 class CollectiveContext(OpContext[ExchangeBuffer], ABC):
-    """Symmetric memory for one kind of collective. A context manager.
+    """Context manager that owns the symmetric memory of one kind of collective.
 
     Attributes:
-        workspace_nbytes: the largest tensor that one launch serves; larger ones take several.
+        workspace_nbytes: largest tensor of one launch; larger tensors take several launches.
     """
 
     name: str
@@ -61,7 +61,7 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
 
     @staticmethod
     def packet_bytes(nbytes: int, num_ranks: int) -> int:
-        """The largest tensor that travels in packets; 0: none does."""
+        """Return the maximum bytes of a tensor that travels in packets; 0 disables packets."""
         return 0
 
 
@@ -77,11 +77,11 @@ def create(
     local_world_size: int,
     group: Group,
 ) -> _C:
-    """A context of ``kind``. Collective over ``group``; ``function`` is who asks, for errors.
+    """Create a context of class ``kind`` for ``function``. Collective over ``group``.
 
     Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
+        InvalidArgument: on every rank, for an invalid value.
+        RankDisagreement: arguments differ between ranks.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
 
@@ -100,21 +100,20 @@ def create(
 
 
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
-    """``agree_fn`` of a collective: what ranks have to agree about besides the key."""
+    """Return the text on which ranks must agree in addition to the key (``agree_fn``)."""
     return f"x of {x.numel()} elements"
 
 
 def fits_vectors(x: torch.Tensor, elements: int) -> bool:
-    """Say whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
-    ``elements`` elements in it."""
+    """Return whether x and its shards of ``elements`` elements begin at multiples of 16 bytes."""
     return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % VECTOR_BYTES == 0
 
 
 def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse what no kernel here can read or write.
+    """Check that our kernels can read and write a tensor.
 
     Raises:
-        InvalidArgument: the call cannot work.
+        InvalidArgument: they cannot.
     """
     try:
         is_known = tensor.dtype in DTYPES
@@ -144,11 +143,12 @@ def check_output(
     device: torch.device,
     place: int | None = None,
 ) -> None:
-    """The same for a tensor that the caller gives for the result of ``numel`` elements. It shares
-    no memory with x, unless x is all its bytes from ``place`` on that x has.
+    """Check the tensor that the caller passes for a result of ``numel`` elements.
+
+    It must not share memory with x, unless x is exactly its bytes from ``place`` on.
 
     Raises:
-        InvalidArgument: the call cannot work.
+        InvalidArgument: the tensor is unsuitable.
     """
     check_tensor(function, "output", output, device)
     if output.dtype != x.dtype:
@@ -156,7 +156,7 @@ def check_output(
     if output.numel() != numel:
         raise InvalidArgument(function, "output.shape", tuple(output.shape), f"{numel} elements")
     first, begin = output.data_ptr(), x.data_ptr()
-    # Tensors that hold no values are all at 0.
+    # Tensors without values have address 0.
     if 0 < first < begin + x.nbytes and begin < first + output.nbytes and begin - first != place:
         allowed = "" if place is None else f", or x at its byte {place}"
         expected = f"memory apart from x{allowed}"

@@ -1,8 +1,8 @@
-"""Shards that copy engines push to peers, for the plain collectives: many bytes without an SM.
+"""Plain collectives whose shards are pushed by copy engines: many bytes without SMs.
 
-The slots, their epochs and the consent of peers are those of ``slots/epochs.py``. A slot has, on
-each rank, ``shards`` uint8 [source rank, bytes of a shard] and ``arrivals`` int64 [MAX_CHUNKS,
-source rank], the flags of their pieces: both written by the source's copy engines.
+Slots alternate by the protocol of ``slots/epochs.py``. A slot has on each rank ``shards`` uint8
+[source rank, bytes of a shard] and ``arrivals`` int64 [MAX_CHUNKS, source rank], the flags of
+chunks. Both are written by copy engines of the source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
 
 class PushedShards(PushedSlots):
-    """Slots for a shard of up to ``shard_bytes`` bytes from each rank. Creation is collective."""
+    """Slots for one shard of up to ``shard_bytes`` bytes per source. Creation is collective."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PushedShards(PushedSlots):
         super().__init__(slots)
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
-        """The launch of what adds or copies the shards that come."""
+        """Return the launch that adds or copies the received shards."""
         slots, shape = self.slots, exchange.shape
         shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
         pushed = Pushed(shards, arrivals, slots.epoch)
@@ -58,11 +58,12 @@ class PushedShards(PushedSlots):
         return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Push x and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what comes; x and
-        out are flat. Every rank does the same.
+        """Push x, and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what arrives.
+
+        x and out are flat. Every rank must make the same call.
 
         Raises:
-            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+            WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(exchange.size, copied=True)
@@ -102,7 +103,7 @@ class PushedShards(PushedSlots):
 
 
 def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
-    """First element and end of each piece of a shard, as the kernels cut it; none is empty."""
+    """Yield the first element and the end of each chunk of a shard, as the kernels cut it."""
     shape = exchange.shape
     round_elements = shape.num_ctas * shape.block_bytes // item_bytes
     rounds = -(-exchange.elements // round_elements)

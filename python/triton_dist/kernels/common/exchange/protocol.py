@@ -39,7 +39,7 @@ peers.arrivals        int64      [2, PHASES, MAX_CTAS, NUM_RANKS]        kernels
 peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, once
 peers.calls           int64      one word                                kernels of this rank
 peers.timeout_words   int64      see ``language.wait``                   this rank and its host
-lengths               ints       shard, stride, total: elements            host
+lengths               ints       shard, stride, total: elements          host
 size, rank            int        equal on all ranks; not specialised     host
 plan                  constants  NUM_RANKS, LANES, BLOCK, NUM_CHUNKS     host
 ====================  =========  ======================================  ======================
@@ -106,7 +106,7 @@ class Packets(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Numbers of elements: of a shard, from one shard to the next in a slot, and of the whole tensor.
+    """Elements of a shard, from one shard to the next in a slot, and of the whole tensor.
 
     The whole tensor is x in an all-reduce or reduce-scatter, and out in an all-gather.
     """

@@ -1,13 +1,13 @@
-"""A reduce-scatter in chunks of columns: each travels while the next one is computed.
+"""Reduce-scatter in chunks of columns: each chunk travels while the next one is computed.
 
-The addend of a rank is a slab of rows for every rank, one after another. In a slab, the columns of
-a chunk lie together, so that one copy of a copy engine brings a chunk of a slab to its owner, and
-another its flag. When the last chunk is on its way, one kernel adds what has come, in the order of
-ranks and in fp32, chunk by chunk, and puts columns where they belong.
+The addend of a rank consists of one row block per rank. Inside a row block the columns of a chunk
+are contiguous, so that one copy moves a chunk to its owner and another copy moves its flag. After
+the last chunk has been queued, one kernel adds the received chunks in fp32 in rank order, and
+stores columns at their final place.
 
-Memory takes turns as ``slots/epochs.py`` says. A slot has, on each rank, ``shards`` [source rank,
-shard_stride] of the dtype and ``arrivals`` int64 [chunk, source rank], both written by the source's copy
-engines.
+Slots alternate by the protocol of ``slots/epochs.py``. A slot has on each rank ``shards`` [source
+rank, shard_stride] of the dtype and ``arrivals`` int64 [chunk, source rank], both written by copy
+engines of the source.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PROGRAMS = 4
 
 @dataclass(frozen=True)
 class Columns:
-    """Chunks of ``width`` of N columns, the last maybe narrower, of slabs of ``rows`` rows."""
+    """Chunks of ``width`` of N columns, for row blocks of ``rows`` rows; the last may be less."""
 
     rows: int
     N: int
@@ -47,13 +47,13 @@ class Columns:
         return int(triton.cdiv(self.N, self.width))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """First column and end of each chunk."""
+        """Yield the first column and the end of each chunk."""
         for first in range(0, self.N, self.width):
             yield first, min(first + self.width, self.N)
 
 
 def columns_of(rows: int, N: int, num_chunks: int, multiple: int) -> Columns:
-    """N columns in at most ``num_chunks`` chunks, all but the last ``multiple`` times something."""
+    """Cut N columns into at most ``num_chunks`` chunks of a width divisible by ``multiple``."""
     return Columns(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
 
 
@@ -73,9 +73,11 @@ def kernel_add_columns(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """out [rows, N]: the own slab of x and those that copy engines push, added in the order of
-    ranks. Chunks are ``width`` wide; ``shard_stride``: elements from one source's slab to the next. Any
-    grid."""
+    """Add the own row block of x and the pushed row blocks into out [rows, N], in rank order.
+
+    Any grid. Chunks are ``width`` wide. ``shard_stride`` is the number of elements from one
+    source's row block to the next.
+    """
     value = flag_of(pushed.epoch, size)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     own = x_ptr + rank.to(tl.int64) * rows * N
@@ -98,11 +100,11 @@ def kernel_add_columns(
             index = begin[:, None] + column[None, :]
             sums = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
             for source in tl.static_range(NUM_RANKS):
-                part = shards + source * shard_stride.to(tl.int64)
-                # A pointer that is chosen, not a branch: all loads are under way at once. From L2,
-                # where copy engines write; L1 may know these addresses from before.
-                part = tl.where(rank == source, own, part)
-                sums += tl.load(part + index, mask=mask, cache_modifier=".cg").to(tl.float32)
+                addend = shards + source * shard_stride.to(tl.int64)
+                # Select a pointer instead of branching, so that all loads are in flight together.
+                # Load from L2, which copy engines write; L1 may hold stale data.
+                addend = tl.where(rank == source, own, addend)
+                sums += tl.load(addend + index, mask=mask, cache_modifier=".cg").to(tl.float32)
             tl.store(
                 out_ptr + target[:, None] + column[None, :],
                 sums.to(out_ptr.dtype.element_ty),
@@ -111,8 +113,10 @@ def kernel_add_columns(
 
 
 class PushedColumns(PushedSlots):
-    """Slots for a slab of up to ``max_rows`` rows of ``N`` columns from each rank, in up to
-    ``max_chunks`` chunks. Creation is collective."""
+    """Slots for one row block of up to ``max_rows`` rows of ``N`` columns per source rank.
+
+    Row blocks travel in up to ``max_chunks`` chunks. Creation is collective.
+    """
 
     def __init__(
         self,
@@ -134,14 +138,14 @@ class PushedColumns(PushedSlots):
         super().__init__(EpochSlots(name, regions, ("arrivals",), kernels, group, found=found))
 
     def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
-        """The launch that adds slabs of x, as they come, into out [rows, N]."""
+        """Return the launch that adds row blocks of x, as they arrive, into out [rows, N]."""
         slots, item = self.slots, x.element_size()
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
         block_n = min(_WIDEST, triton.next_power_of_2(columns.width))
         block_m = _ELEMENTS // block_n
         tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.width, block_n)
         sizes = (columns.rows, columns.N, columns.width, self._shard_stride, size, self.rank)
-        # Elements of 16 bits move by 8.
+        # A vector holds 8 elements of 16 bits.
         aligned = item == 2 and columns.N % 8 == 0 and columns.width % 8 == 0
         return Launch(
             kernel_add_columns,
@@ -164,13 +168,14 @@ class PushedColumns(PushedSlots):
         size: int,
         compute: Callable[[int, int], None],
     ) -> None:
-        """Scatter and add x, [num_ranks, rows, N] elements, of which ``compute(first, end)`` queues
-        the columns from ``first`` to ``end``; the own rows of the sum go to out [rows, N]. ``size``
-        is what ranks have to come with alike.
+        """Reduce-scatter x, [num_ranks, rows, N] elements, into this rank's rows out [rows, N].
+
+        ``compute(first, end)`` queues the columns ``first`` to ``end`` of x. ``size`` must be equal
+        on all ranks.
 
         Raises:
-            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
-            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
+            WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(size, copied=True)
@@ -189,13 +194,14 @@ class PushedColumns(PushedSlots):
             )
             awaited = True
         finally:
-            if transfer is not None:  # all are on the same streams
+            # All transfers use the same streams, so joining the last suffices.
+            if transfer is not None:
                 transfer.join(stream)
             of_peers = self.flags_of_peers(len(columns))
             slots.finish(awaited, expected=lambda: {"arrivals": of_peers})
 
     def _push(self, columns: Columns, chunk: int) -> Iterable[Step]:
-        """Push a chunk of each peer's slab."""
+        """Yield the copies that push a chunk of each peer's row block."""
         first, end = list(columns)[chunk]
         begin, end = columns.rows * first, columns.rows * end
         own, block = self.rank * self._shard_stride, columns.rows * columns.N

@@ -1,16 +1,18 @@
-"""A grouped product: each row of A times the weights of the expert that its route goes to.
+"""Grouped GEMM: multiply each row of A by the weights of the expert of its route.
 
-Rows of A are gathered in the load, by pointers; weights come through a 3-D descriptor, or by
-pointers where TMA cannot read them. A 2-D view of all weights would do too, but behind the last
-row of an expert lies the next one's: what is read there has to be zero, since 0 times NaN is not.
+Rows of A are gathered by pointers while loading. Weights are loaded through a 3-D descriptor, or by
+pointers if TMA does not support their layout. A 2-D descriptor over all weights would read rows of
+the next expert after the last row of an expert. These reads must return zero, because 0 times NaN
+is not 0.
 
-The grid is persistent and takes the number of tiles from memory (``moe/routing.py``). A tile that
-is nobody's has no steps along K and stores zeros. So every row of the output is written.
+The grid is persistent and reads the number of tiles from memory (``moe/routing.py``). A tile of
+padding skips the K loop and stores zeros, so every row of the output is written.
 
-Rows of A may come from peers while the kernel runs, brought by copy engines (``slots/gathered.py``)
-in the order of positions of the map. The own rows are read where they lie. A tile waits until the
-last position that it has rows of has come; a program that has waited for a position has waited for
-all before it, and never does so again. Tiles of nobody wait too: who has run has seen every peer.
+Rows of A may arrive from peers during the kernel, through copy engines (``slots/gathered.py``) in
+the order of positions of the map. This rank's rows are read from its own A. A tile waits for the
+last position of its rows. A program that has waited for a position has waited for all positions
+before it, and does not wait again. Tiles of padding wait, too, so that a finished kernel has heard
+from every peer.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _ALIGNMENT = 16
 
 
 class Blocks(NamedTuple):
-    """Parts of a ``BlockMap`` that the kernel reads."""
+    """Regions of a ``BlockMap`` that the kernel reads."""
 
     routes: Any
     tiles: Any
@@ -42,7 +44,7 @@ class Blocks(NamedTuple):
 
 
 class WeightStrides(NamedTuple):
-    """Stride of A along M, and strides of B along E, K and N; in elements."""
+    """Strides in elements: of A along M, and of B along E, K and N."""
 
     am: Any
     be: Any
@@ -51,7 +53,7 @@ class WeightStrides(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """The own shard of A, and flags and epoch of the slot in which the others arrive."""
+    """This rank's shard of A, and flags and epoch of the slot that receives the other shards."""
 
     own: Any
     arrivals: Any
@@ -59,11 +61,11 @@ class Sources(NamedTuple):
 
 
 class GroupedPlan(NamedTuple):
-    """Constants of a grouped product beside its tiles.
+    """Constants of a grouped product other than its tile sizes.
 
-    SORTED: C's rows are sorted by expert, else they are in the order of routes. SILU_MUL: C is
-    silu(left half) * right half, so N / 2 wide; a tile has as many columns of each half as a tile
-    of the product would have in all, halved. DESCRIPTORS: B is read by TMA.
+    SORTED: rows of C are sorted by expert, else they are in the order of routes. SILU_MUL: C is
+    silu(left half) * right half, N / 2 wide; a tile has BLOCK_SIZE_N / 2 columns of each half.
+    DESCRIPTORS: read B by TMA.
     """
 
     A_ALIGNED: Any
@@ -79,20 +81,21 @@ class GroupedPlan(NamedTuple):
 
 @jit
 def work_item_of_run(
-    tiles_ptr, unit, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
+    tiles_ptr, work_item, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
 ):
-    """(expert, first row, end of rows, column tile, tile) of the ``unit``-th unit of work.
+    """Return (expert, first row, end of rows, column tile, tile) of a work item.
 
-    A run of L tiles from the a-th on owns units ``a * tiles_n`` to ``(a + L) * tiles_n``. So tile
-    ``unit // tiles_n`` is one of the unit's own run, and its record leads to the right one.
+    A run of L tiles from tile a on has the work items ``a * tiles_n`` to ``(a + L) * tiles_n``.
+    Tile ``work_item // tiles_n`` therefore belongs to the same run, and its record describes the
+    run.
     """
-    record = tiles_ptr + unit // tiles_n * RECORD
+    record = tiles_ptr + work_item // tiles_n * RECORD
     expert = tl.load(record)
     row = tl.load(record + 1)
     end = tl.load(record + 2)
     first = tl.load(record + 3)
     tiles = tl.load(record + 4)
-    m, n = tile_in_group(unit - first * tiles_n, tiles, tiles_n, GROUP_SIZE_M)
+    m, n = tile_in_group(work_item - first * tiles_n, tiles, tiles_n, GROUP_SIZE_M)
     return expert, row + m * BLOCK_SIZE_M, end, n, first + m
 
 
@@ -105,8 +108,10 @@ def await_positions(
     shard_rows,
     grouped_plan: tl.constexpr,
 ):
-    """Wait until the shards of positions behind ``awaited``, up to ``last``, are there; gives the
-    last position that was awaited so far, and a token."""
+    """Wait for the shards of positions after ``awaited`` up to ``last``.
+
+    Return the last position that has been awaited so far, and a token.
+    """
     token = 0
     while awaited < last:
         awaited += 1
@@ -130,8 +135,10 @@ def load_weights(
     COLUMNS: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """[BLOCK_SIZE_K, COLUMNS] of an expert's weights; zero behind K. ``b``: a descriptor, or the
-    pointer."""
+    """Return [BLOCK_SIZE_K, COLUMNS] of an expert's weights, zero beyond K.
+
+    ``b`` is a descriptor or the pointer.
+    """
     if grouped_plan.DESCRIPTORS:
         if grouped_plan.B_COLUMN_MAJOR:
             return tl.reshape(b.load([expert, column, k]), (COLUMNS, BLOCK_SIZE_K)).T
@@ -171,10 +178,11 @@ def kernel_grouped_gemm(
     rank=0,
     shard_rows=1,
 ):
-    """C [R, width] of A's rows, ``routes_of_row`` routes each, and B [E, K, N]; any grid.
+    """Compute C [R, width] from A and B [E, K, N]. Any grid.
 
-    ``NUM_SOURCES`` above 1: rows come in shards of ``shard_rows``, the own ones at ``sources.own``,
-    the others at their places in A once their flags are set (``peers.GatheredShards``).
+    A row of A has ``routes_of_row`` routes. With ``NUM_SOURCES`` above 1, rows come in shards of
+    ``shard_rows``. This rank's shard is at ``sources.own``, the others are in A once their flags
+    are set (``peers.GatheredShards``).
     """
     PRECISION: tl.constexpr = grouped_plan.PRECISION
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
@@ -196,14 +204,16 @@ def kernel_grouped_gemm(
                 [1, BLOCK_SIZE_K, COLUMNS],
             )
     k = tl.arange(0, BLOCK_SIZE_K)
-    units = tl.load(blocks.num_tiles) * tiles_n
+    work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
     own_rows_ptr = a_ptr
-    if grouped_plan.NUM_SOURCES > 1:  # where all rows would begin if they lay around the own ones
+    # A virtual base: the own shard lies at its place relative to it, so rows need no case
+    # distinction.
+    if grouped_plan.NUM_SOURCES > 1:
         own_rows_ptr = sources.own - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    for work_item in range(tl.program_id(0), work_items, tl.num_programs(0)):
         expert, row, end, n, tile = work_item_of_run(
-            blocks.tiles, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
+            blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
         )
         column = n * COLUMNS
         rows = row + tl.arange(0, BLOCK_SIZE_M)
@@ -223,12 +233,12 @@ def kernel_grouped_gemm(
         product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
         if grouped_plan.SILU_MUL:
             up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
-        # Nobody has no weights.
+        # Padding routes have no expert: skip the K loop and store zeros.
         steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
         with dl.mark("mma"):
             for step in range(steps):
                 at = step * BLOCK_SIZE_K
-                # Weights first: they need not wait until routes are there.
+                # Load weights first, because they do not depend on the routes.
                 weights = load_weights(
                     b, expert, at, column, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
                 )
@@ -268,8 +278,11 @@ def kernel_grouped_gemm(
 
 
 def fits_weights_descriptor(B: torch.Tensor) -> bool:
-    """Tell whether TMA can read B [E, K, N] as it lies: N or K of unit stride, all other strides
-    and the start multiples of 16 bytes."""
+    """Return whether TMA can address B [E, K, N].
+
+    TMA requires a unit stride along N or K. All other strides and the address must be multiples of
+    16 bytes.
+    """
     by_expert, *inner = B.stride()
     strides = (max(inner), by_expert if B.shape[0] > 1 else _ALIGNMENT)
     return (
@@ -280,8 +293,7 @@ def fits_weights_descriptor(B: torch.Tensor) -> bool:
 
 
 def weights_layout(B: torch.Tensor) -> str:
-    """Kind of strides of B [E, K, N]: ``"row-major"``, ``"column-major"``, or ``"strided"``, which
-    pointers serve."""
+    """Return the layout of B [E, K, N]; ``"strided"`` weights are read by pointers."""
     if not fits_weights_descriptor(B):
         return "strided"
     return "column-major" if B.stride(1) == 1 else "row-major"
@@ -299,18 +311,19 @@ def grouped_product(
     gathered: GatheredShards | None = None,
     rank: int = 0,
 ) -> Launch:
-    """The launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
+    """Return the launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
 
     Args:
-        A: [M, K], one row a token, or [R, K], one row a route; unit stride along K.
+        A: [M, K], one row per token, or [R, K], one row per route; unit stride along K.
         B: [E, K, N], any strides.
         C: contiguous.
         blocks: map with tiles of the config's BLOCK_SIZE_M.
-        config: BLOCK_SIZE_M, _N, _K, maybe GROUP_SIZE_M, and PROGRAMS: of the grid, for each
-            multiprocessor.
-        is_sorted: C's rows are sorted by expert, else in the order of routes.
-        gathered: the shards of peers, as they come; then A is the shard of ``rank``, contiguous,
-            and the map is of as many sources as there are ranks.
+        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K; optionally GROUP_SIZE_M, and PROGRAMS, the
+            number of programs per SM.
+        is_sorted: rows of C are sorted by expert, else in the order of routes.
+        silu_mul: multiply silu of the left half of the product by the right half.
+        gathered: shards of peers as they arrive. A is then the contiguous shard of ``rank``, and
+            the map has one source per rank.
     """
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
@@ -318,10 +331,10 @@ def grouped_product(
     options.setdefault("GROUP_SIZE_M", 8)
     programs = current_device().num_sms * options.pop("PROGRAMS", 1)
     columns = options["BLOCK_SIZE_N"] // (2 if silu_mul else 1)
-    units = len(blocks.tiles) * -(-C.shape[1] // columns)
+    work_items = len(blocks.tiles) * -(-C.shape[1] // columns)
     layout = weights_layout(B)
     item = A.element_size()
-    # A block of a descriptor begins at a multiple of 16 bytes.
+    # A block of a descriptor must begin at a multiple of 16 bytes.
     halves_fit = not silu_mul or layout != "row-major" or C.shape[1] * item % _ALIGNMENT == 0
     rows = A if gathered is None else gathered.rows
     memory = Blocks(blocks.routes, blocks.tiles, blocks.num_tiles)
@@ -331,7 +344,7 @@ def grouped_product(
         C_ALIGNED=C.shape[1] * item % _ALIGNMENT == 0,
         SORTED=is_sorted,
         SILU_MUL=silu_mul,
-        # Without matrix units, what comes through a descriptor spills.
+        # Without matrix units, operands loaded by descriptor spill.
         DESCRIPTORS=layout != "strided" and precision != "ieee" and halves_fit,
         B_COLUMN_MAJOR=layout == "column-major",
         PRECISION=precision,
@@ -345,7 +358,7 @@ def grouped_product(
     E, K, N = B.shape
     return Launch(
         kernel_grouped_gemm,
-        (min(programs, units),),
+        (min(programs, work_items),),
         (rows, B, C, memory, E, N, K, strides, width, routes_of_row),
         {**options, "grouped_plan": plan},
     )

@@ -1,34 +1,29 @@
-"""The block map: which row of a grouped product is which route, and which tiles it is made of.
+"""The block map assigns routes to rows of a grouped product, and rows to tiles.
 
-Words
-    route: one (token, choice) pair; choice j of token t is route ``t * topk + j``. Its expert is
-    ``topk_ids[t, j]``; a route whose id is not one of 0 to E - 1 (padding) is *nobody's*, and
-    counts as one of expert E, which has no weights: its rows come last, and are zero.
-    row: place of a route when all are sorted by expert.
-    source: a rank that tokens come from. Its *position* is its place in the order of arrival: the
-    own one first, then rank + 1, rank + 2, … Tokens are numbered by source.
-    group: a range of positions. Tiles of a group come before those of the next.
-    run: the tiles of one expert in one group. They follow one another.
+Terms:
+* route: a (token, choice) pair; choice j of token t is route ``t * topk + j``. Its expert is
+  ``topk_ids[t, j]``. A route whose id is not in 0 to E - 1 is padding. It counts as a route of
+  expert E, which has no weights: its rows are last, and are zero.
+* row: index of a route after sorting by expert.
+* source: a rank that tokens come from; tokens are numbered by source. The *position* of a source is
+  its index in the order of arrival: this rank, rank + 1, rank + 2, …
+* group: a range of positions. Tiles of a group precede those of the next group.
+* run: the consecutive tiles of one expert in one group.
 
-How
-    Nothing goes by the host: no count is read back, buffers have the size that the worst routing
-    needs, the number of tiles is a word in memory. So a captured graph serves any routing. Sums
-    of integers only, nobody's turn decides: the same ids always give the same map.
+The host reads no counts. Buffers have the size for the worst routing, and the number of tiles is in
+device memory, so a captured graph serves any routing. Only integers are summed, so equal ids give
+equal maps.
 
-    Routes are cut in chunks of one source each, in order of arrival, and chunks in blocks. In the
-    first launch a program counts a few experts in a chunk, so that nobody waits for another's
-    count: up to each block, and in all. In the second one program a block places its routes behind
-    those of smaller experts, earlier chunks, earlier blocks and earlier routes; and one program an
-    expert writes the expert's tiles.
+Routes are cut into chunks of one source each, in order of arrival, and chunks into blocks. In the
+first launch each program counts a few experts in one chunk: in total, and before each block. In the
+second launch one program per block places its routes after those of smaller experts, earlier
+chunks, blocks and routes. One program per expert writes the tiles of the expert. The rows of an
+expert are in order of arrival. When a group has arrived, the first ``arrived // block_m`` tiles of
+an expert are complete, so only its very last tile is partial.
 
-    Inside an expert rows stand in order of arrival. So when a group has come, the first
-    ``arrived // block_m`` tiles of an expert are complete, and only its very last tile is not full.
-
-Comparison of ids
-    All ranks must pass the same ids, which a tuner compares at the first call of a key. Later calls
-    compare nothing, so that a captured graph serves any ids: different ids on some rank make sums
-    of unlike tokens, or waits for rows that no rank sends. With ``TRITON_DIST_DEBUG=agree`` every
-    call compares.
+All ranks must pass equal ids. The tuner compares them at the first call of a key. Later calls do
+not, so that a captured graph serves any ids. Different ids cause sums of different tokens, or waits
+for rows that no rank sends. With ``TRITON_DIST_DEBUG=agree`` every call compares.
 """
 
 from __future__ import annotations
@@ -51,20 +46,23 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 RECORD = tl.constexpr(8)
-"""int32 words of a tile: expert, first and end row of its run, first tile of the run, tiles of the
-run, first and last position of arrival whose rows it has, and one that is unused."""
+"""int32 words of a tile's record.
+
+They are: expert, first and end row of its run, first tile of the run, number of tiles of the run,
+first and last position of arrival of its rows, and an unused word.
+"""
 MOST_EXPERTS, MOST_TOPK, MOST_GROUPS = 512, 10, 4
 _BLOCK = 128
 """Routes that a program places."""
 _BLOCKS, _EXPERTS = 4, 8
 """Blocks and experts that a program counts at a time."""
 _COUNTS_AT_ONCE = 4096
-"""Counts, a chunk and expert each, that a program adds at a time."""
+"""Counts of a chunk and expert that a program adds at a time."""
 
 
 @jit
 def experts_of(ids_ptr, source, inside, there, routes, E):
-    """Experts of the routes ``inside`` a source: E for nobody's, E + 1 where none is there."""
+    """Return the experts of routes ``inside`` a source: E for padding, E + 1 if not ``there``."""
     expert = tl.load(ids_ptr + source * routes + inside, mask=there, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
     return tl.where(there, expert, E + 1)
@@ -86,9 +84,11 @@ def kernel_count_routes(
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """counts[chunk, expert], [all chunks, E_PAD], and before[expert, block]: routes of the expert
-    in earlier blocks of the chunk, [E + 1, all chunks * ``steps``]; grid (all chunks, groups of
-    ``EXPERTS`` up to E)."""
+    """Count routes per expert. Grid (all chunks, groups of ``EXPERTS`` up to E).
+
+    Write ``counts[chunk, expert]`` [all chunks, E_PAD], and ``before[expert, block]`` [E + 1, all
+    chunks * ``steps``], the routes of the expert in earlier blocks of the chunk.
+    """
     chunk = tl.program_id(0)
     source = (rank + chunk // chunks) % NUM_SOURCES
     experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -102,6 +102,7 @@ def kernel_count_routes(
         found = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
             before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
+            # Exclusive prefix sum over the blocks of this iteration.
             + (chunk * steps + block)[:, None],
             count[None, :] + tl.cumsum(found, 0) - found,
             mask=(block < steps)[:, None] & (experts <= E)[None, :],
@@ -112,7 +113,7 @@ def kernel_count_routes(
 
 @jit
 def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """[E_PAD]: routes of each expert in the chunks from ``begin`` to ``end``."""
+    """Return the routes of each expert in chunks ``begin`` to ``end``, [E_PAD]."""
     experts = tl.arange(0, E_PAD)
     total = tl.zeros((E_PAD,), tl.int32)
     for first in range(begin, end, ROWS):
@@ -127,7 +128,7 @@ def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, ROWS: tl.const
 
 
 class MapMemory(NamedTuple):
-    """Memory that ``kernel_map_blocks`` writes: see ``BlockMap``."""
+    """Memory that ``kernel_map_blocks`` writes, see ``BlockMap``."""
 
     routes: Any
     rows: Any
@@ -154,7 +155,10 @@ def place_routes(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Store the row of each route of a block, one of ``blocks``, and the route of each such row."""
+    """Store the row of each route of a block, and the route of each of these rows.
+
+    There are ``blocks`` blocks.
+    """
     chunk = block // steps
     source = (rank + chunk // chunks) % NUM_SOURCES
     lane = tl.arange(0, BLOCK)
@@ -164,6 +168,7 @@ def place_routes(
     before = tl.load(before_ptr + expert * blocks + block, mask=there, other=0)
     earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, ROWS)
     total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
+    # Rows of smaller experts come first, then earlier chunks of the own expert.
     first = tl.cumsum(total, 0) - total + earlier
     same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.gather(first, expert, 0) + before + tl.sum(same_before.to(tl.int32), 1)
@@ -182,7 +187,7 @@ def rows_by_position(
     SOURCES_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """[SOURCES_PAD]: rows of an expert that came up to and with each position."""
+    """Return the rows of an expert that arrive up to and including each position, [SOURCES_PAD]."""
     position = tl.arange(0, SOURCES_PAD)
     rows = tl.zeros((SOURCES_PAD,), tl.int32)
     for first in range(0, chunks, ROWS):
@@ -212,7 +217,7 @@ def write_tiles(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Store the tiles of an expert, and the row behind its last."""
+    """Store the tiles of an expert, and the end of its rows."""
     experts = tl.arange(0, E_PAD)
     position = tl.arange(0, SOURCES_PAD)
     total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, ROWS)
@@ -226,11 +231,12 @@ def write_tiles(
         )
     arrived = tl.zeros((E_PAD,), tl.int32)
     done = tl.zeros((E_PAD,), tl.int32)  # tiles of earlier groups
-    written = 0  # of all experts
+    written = 0  # tiles of all experts written so far
     end = 0
     for group in tl.static_range(NUM_GROUPS):
         begin = end
         end = ((group_ends >> (8 * group)) & 255) * chunks
+        # The last group also takes the partial tiles.
         if group == NUM_GROUPS - 1:
             ready = tl.cdiv(total, block_m)
         else:
@@ -283,8 +289,10 @@ def kernel_map_blocks(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (all chunks * ``steps`` + E + 1,). ``group_ends``: a byte a group, the position behind
-    its last."""
+    """Write the block map. Grid (all chunks * ``steps`` + E + 1,).
+
+    ``group_ends`` has one byte per group: the position after its last.
+    """
     program = tl.program_id(0)
     if program <= E:
         write_tiles(
@@ -301,34 +309,36 @@ def kernel_map_blocks(
 
 @dataclass(frozen=True)
 class BlockMap:
-    """A block map in device memory, all int32, and the two launches that make it."""
+    """A block map in int32 device memory, and the two launches that compute it."""
 
     E: int
     topk: int
     block_m: int
     """Rows of a tile."""
     routes: torch.Tensor
-    """[R], of each row."""
+    """[R], route of each row."""
     rows: torch.Tensor
-    """[R], of each route."""
+    """[R], row of each route."""
     ends: torch.Tensor
-    """[E + 1]: the row behind the last of each expert; the last is R, the one before that the
-    first row of routes that are nobody's."""
+    """[E + 1], end of the rows of each expert.
+
+    The last is R, and the one before it is the first row of padding.
+    """
     tiles: torch.Tensor
-    """[most tiles, 8]: ``RECORD``."""
+    """[maximum number of tiles, 8], see ``RECORD``."""
     num_tiles: torch.Tensor
-    """[1]: how many of them there are."""
+    """[1], number of tiles."""
     launches: tuple[Launch, Launch]
 
     def make(self) -> BlockMap:
-        """Queue the launches; returns the map itself."""
+        """Queue the launches and return the map."""
         for launch in self.launches:
             launch.run()
         return self
 
 
 def most_tiles(routes: int, experts: int, block_m: int) -> int:
-    """Tiles of ``block_m`` rows that any routing to so many experts can take."""
+    """Return the maximum number of tiles over all routings of ``routes`` to ``experts``."""
     used = min(routes, experts)
     return used + (routes - used) // block_m
 
@@ -342,18 +352,19 @@ def block_map(
     num_sources: int = 1,
     group_ends: Sequence[int] | None = None,
 ) -> BlockMap:
-    """The map of routes to tiles of ``block_m`` rows; nothing is launched yet.
+    """Return the map of routes to tiles of ``block_m`` rows, without launching its kernels.
 
     Args:
         topk_ids: [M, topk], int32 or int64, contiguous, of all sources in the order of ranks.
-        E: number of experts, 1 to ``MOST_EXPERTS``. Other ids are nobody's.
-        rank: the source that comes first.
-        num_sources: how many there are; they share M.
-        group_ends: of at most ``MOST_GROUPS`` groups, the position behind the last of each,
-            ascending to ``num_sources``; default: one group.
+        E: number of experts, 1 to ``MOST_EXPERTS``. Other ids are padding.
+        block_m: rows of a tile.
+        rank: the first source in the order of arrival.
+        num_sources: number of sources, which divide M equally.
+        group_ends: for each of at most ``MOST_GROUPS`` groups, the position after its last,
+            ascending to ``num_sources``; by default one group.
 
     Raises:
-        InvalidArgument: ids, or groups, that cannot be.
+        InvalidArgument: the ids or groups are invalid.
     """
     check_ids("block_map", topk_ids, E)
     ends = tuple(group_ends or (num_sources,))
@@ -401,10 +412,10 @@ def block_map(
 
 
 def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "topk_ids") -> None:
-    """Refuse ids that no map can be made of.
+    """Check that a map can be computed for ids.
 
     Raises:
-        InvalidArgument: of ``function``, whose ids are called ``argument``.
+        InvalidArgument: in the name of ``function``, whose ids are the argument ``argument``.
     """
     if not 1 <= E <= MOST_EXPERTS:
         raise InvalidArgument(function, "E", E, f"1 to {MOST_EXPERTS}")
@@ -421,28 +432,29 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "to
 
 
 def ceil_div(number: int, by: int) -> int:
-    """``triton.cdiv`` of the host, where that takes 3 us."""
+    """Return ``triton.cdiv`` in less than its 3 us of host time."""
     return -(-number // by)
 
 
 def _cut(routes: int, most_chunks: int) -> tuple[int, int]:
-    """(chunks, blocks of each) that the ``routes`` of a source are cut in."""
+    """Return (chunks, blocks per chunk) for the ``routes`` of a source."""
     blocks = ceil_div(routes, _BLOCK)
     steps = min(blocks, ceil_div(ceil_div(blocks, most_chunks), _BLOCKS) * _BLOCKS)
     return ceil_div(blocks, steps), steps
 
 
 def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
-    """int32 vectors in one allocation, each at a multiple of 16 bytes."""
+    """Return int32 vectors in one allocation, each at a multiple of 16 bytes."""
     padded = [-(-size // 4) * 4 for size in sizes]
-    parts = torch.empty(sum(padded), dtype=torch.int32, device=like.device).split(padded)
-    return tuple(part[:size] for part, size in zip(parts, sizes, strict=True))
+    vectors = torch.empty(sum(padded), dtype=torch.int32, device=like.device).split(padded)
+    return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
 
 
 def ids_as_text(topk_ids: torch.Tensor) -> str:
-    """Text that differs where ids do, for ranks to compare: how many there are, and a digest. Waits
-    for the device. Of what cannot be looked at, tensors without memory and ids in the capture of a
-    graph, there is no digest."""
+    """Return the shape and a digest of ids as text, for comparison between ranks.
+
+    Waits for the device. Meta tensors and ids in a graph capture have no digest.
+    """
     size = f"ids {tuple(topk_ids.shape)}"
     if topk_ids.is_meta or current_device().is_capturing():
         return size
@@ -451,17 +463,18 @@ def ids_as_text(topk_ids: torch.Tensor) -> str:
 
 
 def every_call_compares() -> bool:
-    """Tell whether contexts that are made now compare the ids of every call."""
+    """Return whether contexts created now compare the ids of every call."""
     return "agree" in knobs.debug.get()
 
 
 def compare_ids(function: str, ctx: OpContext[Any], topk_ids: torch.Tensor) -> None:
-    """Let all ranks go on with a call of ``function``, or raise on each. Collective, but in the
-    capture of a graph, where ids have no values, and while candidates are tried: the tuner has
-    compared them.
+    """Return if all ranks call ``function`` with equal ids, else raise. Collective.
+
+    Skipped during a graph capture, where ids have no values, and while candidates are tried,
+    because the tuner has compared the ids.
 
     Raises:
-        RankDisagreement: ranks come with other ids.
+        RankDisagreement: ids differ between ranks.
     """
     if waits.limit_seconds() is not None or current_device().is_capturing():
         return

@@ -1,4 +1,4 @@
-"""torch's grouped product, and rows that move: gathered before it, and put back behind it."""
+"""torch's grouped GEMM, and copies of rows to and from the order of experts."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.runtime.device import current_device
 
 WHOLE_EXPERT = 1 << 20
-"""Rows of a tile in the map of a product that has no tiles: one an expert."""
+"""Rows of a tile in the map of a product without tiles: each expert has a single tile."""
 _BLOCK = 2048
 _LIBRARY_CAPABILITY = "9.0"
 
 
 def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """torch's product of rows that are sorted by expert; ``ends``: int32 [E], the row behind the
-    last of each. Rows behind the last end are undefined."""
+    """Return torch's product of rows that are sorted by expert.
+
+    ``ends`` int32 [E] contains the end of the rows of each expert. Rows after the last end are
+    undefined.
+    """
     function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     product: torch.Tensor = function(A, B, offs=ends)
     return product
 
 
 def has_fast_library() -> bool:
-    """Tell whether torch has a kernel for this process's device. Elsewhere it loops over experts,
-    for which it copies counts to the host."""
+    """Return whether torch has a kernel for this device.
+
+    Elsewhere torch loops over the experts and copies counts to the host.
+    """
     device = current_device()
     is_fast = device.facts().get("capability") == _LIBRARY_CAPABILITY
     return is_fast and not device.interprets
 
 
 def tries_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
-    """Tell whether torch's kernel serves weights [E, K, N] of a ``weights_layout``: bf16 only, and
-    ``fits_library``."""
+    """Return whether torch's kernel is worth trying: bf16 only, and ``fits_library``."""
     return dtype is torch.bfloat16 and fits_library(N, K, dtype, layout)
 
 
 def fits_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
-    """Tell whether torch can multiply by such weights at all."""
+    """Return whether torch can multiply by weights [E, K, N] of a ``weights_layout``."""
     return all(size * dtype.itemsize % 16 == 0 for size in (N, K)) and layout != "strided"
 
 
@@ -56,8 +60,11 @@ def kernel_copy_rows(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[i] = source[index[i] // routes_of_row], zero where index[i] has reached the number at
-    ``end_ptr``; index[i] is i without ``index_ptr``. Grid (rows of out, cdiv(columns, BLOCK))."""
+    """Copy out[i] = source[index[i] // routes_of_row]. Grid (rows of out, cdiv(columns, BLOCK)).
+
+    Store zeros if index[i] is at least the number at ``end_ptr``. Without ``index_ptr``, index[i]
+    is i.
+    """
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     index = row
@@ -76,19 +83,20 @@ def kernel_copy_rows(
 
 
 def gathered_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
-    """The launch that fills ``out`` [R, K] with the rows of A, [M, K] or [R, K], sorted by
-    expert."""
+    """Return the launch that fills ``out`` [R, K] with rows of A, [M, K] or [R, K], by expert."""
     return _copy(A, out, blocks.routes, None, len(blocks.routes) // A.shape[0])
 
 
 def rows_put_back(sorted_rows: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
-    """The launch that fills ``out`` [R, N] with ``sorted_rows`` in the order of routes; zero those
-    that are nobody's."""
+    """Return the launch that copies ``sorted_rows`` to ``out`` [R, N] in the order of routes.
+
+    Rows of padding become zero.
+    """
     return _copy(sorted_rows, out, blocks.rows, blocks.ends[blocks.E - 1 :], 1)
 
 
 def cleared_rows(sorted_rows: torch.Tensor, blocks: BlockMap) -> Launch:
-    """The launch that makes those of ``sorted_rows`` [R, N] zero that are nobody's, in place."""
+    """Return the launch that zeroes the rows of padding in ``sorted_rows`` [R, N]."""
     return _copy(sorted_rows, sorted_rows, None, blocks.ends[blocks.E - 1 :], 1)
 
 

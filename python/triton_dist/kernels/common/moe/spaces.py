@@ -1,9 +1,9 @@
-"""Tiles that tunings of a grouped product try, which of them suit one, and on which routings.
+"""Tiles that tunings try for grouped products, and checks for which routings they fit.
 
-A tile reads its weights for BLOCK_SIZE_M rows. Where an expert has few rows, the product takes as
-long as reading the weights: low tiles then, and several programs on a multiprocessor, so that one
-reads while another begins or ends a tile. What ships to begin with is near what others found best
-on H200 for these sizes.
+A tile reads its weights for BLOCK_SIZE_M rows. If an expert has few rows, the product is bound by
+reading the weights. Low tiles and several programs per SM then help, because one program reads
+while another begins or ends a tile. The list is close to the best configs found on H200 for these
+sizes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from triton_dist.runtime.device import current_device
 _HIGHEST, _HIGHEST_OF_FEW_ROWS, _NARROWEST = 128, 32, 64
 _MOST_TILES_OF_AN_EXPERT = 16
 _OTHER_BATCHES = 3
-# Rows of an expert from which on its weights are read however often a token is drawn; and routes up
-# to which one tile more matters: beyond, there are dozens of waves.
+# Drawing other batches needs enough rows per expert, so that every draw reads all weights. It is
+# useless above a number of routes, because one more tile among dozens of waves does not matter.
 _ROWS_TO_DRAW, _ROUTES_TO_DRAW = 16, 1 << 16
 
 
 def _tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
-    """Configs from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages, GROUP_SIZE_M, PROGRAMS)."""
+    """Build configs from (BLOCK_SIZE_M, N, K, warps, stages, GROUP_SIZE_M, PROGRAMS)."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "PROGRAMS")
     return tuple(
         triton.Config(
@@ -65,27 +65,26 @@ GROUPED_TILES = _tiles(
     (16, 64, 256, 4, 4, 8, 1),
     (16, 32, 256, 4, 4, 8, 2),
 )
-# Smaller than what they stand for, so that products that the interpreter can do in time have
-# several tiles an expert, and clipped ones.
+# Small, so that products of a size for the interpreter have several tiles per expert, some partial.
 INTERPRETED_GROUPED_TILES = _tiles(
     (16, 32, 32, 4, 2, 2, 1), (32, 64, 64, 4, 2, 1, 2), (64, 32, 64, 4, 2, 4, 1)
 )
 
 
 def grouped_tiles() -> list[triton.Config]:
-    """Tiles worth trying on this process's device; the first is the default."""
+    """Return the tiles to try on this device; the first is the default."""
     return list(INTERPRETED_GROUPED_TILES if current_device().interprets else GROUPED_TILES)
 
 
 def fits_grouped(
     config: Mapping[str, Any], dtype: torch.dtype, E: int, columns: int, tokens: int, topk: int
 ) -> bool:
-    """Tell whether tiles are worth trying for all calls in the range of ``tokens``.
+    """Return whether tiles are worth trying for all calls in the range of ``tokens``.
 
     * They fit shared memory.
-    * They are not much higher than an expert has rows in the middle, nor so low that it takes more
-      than ``_MOST_TILES_OF_AN_EXPERT`` of them, each of which reads the weights.
-    * They are not twice as wide as the product.
+    * They are not much higher than the mean number of rows per expert. They are not so low that an
+      expert takes more than ``_MOST_TILES_OF_AN_EXPERT`` tiles, each of which reads the weights.
+    * They are less than twice as wide as the product.
     """
     tiles: triton.Config = config["gemm_config"]
     if current_device().interprets:
@@ -103,12 +102,12 @@ def fits_grouped(
 
 
 def other_batches(topk_ids: torch.Tensor, E: int) -> list[torch.Tensor]:
-    """Ids [M, topk] that are as likely as these: of as many tokens, drawn from them, the same on
-    all ranks. For tunings: how many tiles experts fill differs from batch to batch, and one of them
-    may end with a wave that is nearly empty for some configs alone. What was tuned for one batch
-    took 7 % longer than another config with the next (4096 tokens, Mixtral 8x7B, two H100).
+    """Return other equally likely ids [M, topk], drawn from these tokens, equal on all ranks.
 
-    Empty where that cannot be, and in the interpreter, whose times tell nothing.
+    The number of tiles that experts fill varies between batches, and one more tile may cause a
+    nearly empty wave for some configs only. A config that was tuned for one batch took 7 % longer
+    than another config with the next batch (4096 tokens, Mixtral 8x7B, two H100). Returns an empty
+    list if no draw is useful, and in the interpreter, whose times are meaningless.
     """
     tokens, routes = len(topk_ids), topk_ids.numel()
     few, many = routes < _ROWS_TO_DRAW * E, routes > _ROUTES_TO_DRAW

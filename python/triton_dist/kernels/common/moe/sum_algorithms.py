@@ -1,4 +1,4 @@
-"""Ways of ops that end a mixture-of-experts layer: what each tries, refuses and launches."""
+"""Algorithms of ops that end a mixture-of-experts layer: candidates, checks and launches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from triton_dist.kernels.common.op import Algorithm, check_tiles
 from triton_dist.runtime.device import current_device
 
 _CHUNKS = (1, 2, 4, 8)
-# Tiles lower than this are for products that take as long as reading the weights: nothing is left
-# to hide a transfer behind. Bytes that a copy engine pushes at a time take some us to begin.
+# Lower tiles are for products that are bound by reading the weights, which leaves no time to hide a
+# transfer. A copy engine takes some us per push, so pushes have a minimum size in bytes.
 _CHUNKED_FROM, _LEAST_PUSH = 64, 256 << 10
 
 
 class Product(ABC):
-    """The grouped product of a call, some columns at a time, and their sums over choices."""
+    """Grouped product of a call, computed in chunks of columns, and its sums over choices."""
 
     def __init__(self, call: SumCall, block_m: int) -> None:
         self.call = call
@@ -45,17 +45,20 @@ class Product(ABC):
         self.x, self.weights = call.x.detach(), call.weights.detach()
 
     def begin(self) -> None:
-        """Queue what comes before all columns."""
+        """Queue the launches that precede all columns."""
         for launch in self.blocks.launches:
             self.run(launch)
 
     @abstractmethod
     def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queue the product of columns ``first`` to ``end``: [M * topk, end - first], and the row
-        of each route in it, or ``None`` if that is its number. It is valid until the next."""
+        """Queue the product of columns ``first`` to ``end``.
+
+        Return it, [M * topk, end - first], and the row of each route in it, or ``None`` if rows are
+        in the order of routes. It is valid until the next call.
+        """
 
     def summed(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
-        """Queue columns of out, as ``topk_sum`` lays it out."""
+        """Queue the sums of columns into ``out``, in the layout of ``topk_sum``."""
         products, rows = self.products(first, end)
         self.run(self._sum(products, rows, first, out, block_rows))
 
@@ -74,7 +77,7 @@ class Product(ABC):
         )  # fmt: skip
 
     def compile(self, columns: Columns, out: torch.Tensor) -> None:
-        """Compile and load what is launched for some chunks."""
+        """Compile and load the launches for the first and the last chunk."""
         for launch in self.blocks.launches:
             launch.compile()
         spans = list(columns)
@@ -86,17 +89,17 @@ class Product(ABC):
     def launches(
         self, first: int, end: int, out: torch.Tensor, block_rows: int
     ) -> Iterator[Launch]:
-        """Launches for columns ``first`` to ``end``, not in any order."""
+        """Yield the launches for columns ``first`` to ``end``, in any order."""
 
 
 class TiledProduct(Product):
-    """Ours, which gathers rows in its load and puts products where their routes are."""
+    """Our product, which gathers rows while loading and stores them in the order of routes."""
 
     def __init__(self, call: SumCall) -> None:
         assert call.tiles is not None
         self.tiles = call.tiles
         super().__init__(call, call.tiles.kwargs["BLOCK_SIZE_M"])
-        self._room: torch.Tensor | None = None
+        self._chunk: torch.Tensor | None = None
 
     def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         C, launch = self._multiply(first, end)
@@ -111,12 +114,15 @@ class TiledProduct(Product):
         yield self._sum(C, None, first, out, block_rows)
 
     def _multiply(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
-        """Columns of a chunk take the place of those before, which are in the cache still."""
+        """Return the product of a chunk and its launch.
+
+        All chunks use the same memory, which is still in the L2 cache.
+        """
         routes = self.call.chosen_experts.numel()
         elements = routes * (end - first)
-        if self._room is None or self._room.numel() < elements:
-            self._room = self.x.new_empty(elements)
-        C = self._room[:elements].view(routes, end - first)
+        if self._chunk is None or self._chunk.numel() < elements:
+            self._chunk = self.x.new_empty(elements)
+        C = self._chunk[:elements].view(routes, end - first)
         weights = self.weights[:, :, first:end]
         return C, grouped_product(
             self.x, weights, C, self.blocks, self.tiles, is_sorted=False, silu_mul=False
@@ -124,7 +130,10 @@ class TiledProduct(Product):
 
 
 class LibraryProduct(Product):
-    """torch's, of rows that are copied to where it wants them; sums find them where they are."""
+    """torch's product of rows that are copied in the order of experts.
+
+    The sums read the rows in that order.
+    """
 
     def __init__(self, call: SumCall) -> None:
         super().__init__(call, WHOLE_EXPERT)
@@ -147,7 +156,7 @@ class LibraryProduct(Product):
 
 
 class SumAlgorithm(Algorithm[SumCall, SumSizes]):
-    """A way of such an op."""
+    """An algorithm of an op that ends a mixture-of-experts layer."""
 
     product: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
 
@@ -159,7 +168,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
     @abstractmethod
     def sums(self) -> tuple[Any, ...]:
-        """Values of the other tunable on this process's device, the simplest first."""
+        """Return the values of the second tunable on this device, the simplest first."""
 
     def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
@@ -167,7 +176,8 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
             if sizes.config or not tries_library(key.N, key.K, key.dtype, key.layout):
                 return False
         elif sizes.config is not None:
-            if not _has_first_tiles(config):  # they stand for those that are given
+            # The first tiles represent the config that the caller passes.
+            if not _has_first_tiles(config):
                 return False
         elif not fits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk):
             return False
@@ -175,20 +185,22 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
 
     @abstractmethod
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
-        """Tell whether it is worth trying, the product aside."""
+        """Return whether the reduction of a config is worth trying."""
 
     def check(self, call: SumCall) -> None:
         function = call.kind.function
         if self.product is TiledProduct:
             check_tiles(function, call.tiles, self.name)
         elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
-            expected = "another one for K, N or strides that are no multiples of 16 bytes"
+            expected = "another algorithm, because K, N or strides are not multiples of 16 bytes"
             raise InvalidArgument(function, "algorithm", self.name, expected)
 
 
 class Chunks(SumAlgorithm):
-    """Columns in chunks: a copy engine pushes each to the ranks that add its rows, while the next
-    one is multiplied."""
+    """Algorithm that pushes each chunk of columns by copy engine while the next is multiplied.
+
+    A chunk goes to the ranks that add its rows.
+    """
 
     name, tunables = "chunks", ("gemm_config", "num_chunks")
 
@@ -198,10 +210,10 @@ class Chunks(SumAlgorithm):
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key, num_chunks = sizes.key, config["num_chunks"]
         if sizes.n_chunks is not None:
-            return bool(num_chunks == 1)  # stands for the number that is given
+            return bool(num_chunks == 1)  # represents the number that the caller passes
         if num_chunks == 1 or num_chunks > key.n_chunks_max:
             return bool(num_chunks == 1)
-        if current_device().interprets:  # one shows it
+        if current_device().interprets:  # A single config suffices for tests.
             return key.num_ranks > 1 and _has_first_tiles(config)
         is_low = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _CHUNKED_FROM
         pushed = sizes.nbytes // key.num_ranks // num_chunks
@@ -243,7 +255,7 @@ class Chunks(SumAlgorithm):
 
 
 class Serial(SumAlgorithm):
-    """The whole product, the sum over choices, then the sum over ranks."""
+    """Algorithm that runs the whole product, then sums over choices, then sums over ranks."""
 
     name: str = "serial"
     tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "reduction")
@@ -261,7 +273,7 @@ class Serial(SumAlgorithm):
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         if sizes.key.num_ranks == 1 or (sizes.n_chunks or 1) > 1:
             return False
-        if current_device().interprets:  # one shows it
+        if current_device().interprets:  # A single config suffices for tests.
             return _has_first_tiles(config)
         reduction = config["reduction"]
         return reduction == COLLECTIVE or self.kind.fits_sum(reduction, sizes.nbytes)
@@ -275,7 +287,7 @@ class Serial(SumAlgorithm):
             raise InvalidArgument(call.kind.function, "reduction", call.reduction, expected)
         nbytes = call.key.M * call.key.N * call.key.dtype.itemsize
         if reduction != COLLECTIVE and not self.kind.fits_sum(reduction, nbytes):
-            expected = f"another one for a sum of {nbytes} bytes"
+            expected = f"a reduction that supports {nbytes} bytes"
             raise InvalidArgument(call.kind.function, "reduction", reduction, expected)
         call.reduction = reduction
 
@@ -310,14 +322,14 @@ class Serial(SumAlgorithm):
 
 
 class Library(Serial):
-    """The same by torch's grouped product."""
+    """The same as ``Serial``, with torch's grouped product."""
 
     name, tunables = "library", ("reduction",)
     product, is_fallback = LibraryProduct, True
 
 
 def algorithms_of(kind: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
-    """All ways of the op whose contexts are of ``kind``; the first is the default."""
+    """Return the algorithms of the op with contexts of class ``kind``; the first is the default."""
     return Chunks(), Serial(kind), Library(kind)
 
 
@@ -331,7 +343,7 @@ def _sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> R
 
 
 def _whole(product: Product) -> torch.Tensor:
-    """All columns of a rank's sums over choices, [M, N]."""
+    """Return all columns of this rank's sums over choices, [M, N]."""
     call = product.call
     total = product.x.new_empty(call.key.M, call.key.N)
     product.begin()

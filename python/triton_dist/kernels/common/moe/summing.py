@@ -1,5 +1,8 @@
-"""Ops that end a mixture-of-experts layer, ``sum over ranks and choices of weight * (x @ expert)``:
-contexts and calls of all of them. What differs is who gets which rows of the sum."""
+"""Contexts and calls of ops that end a mixture-of-experts layer.
+
+The ops compute ``sum over ranks and choices of weight * (x @ expert)``, and differ in the rows of
+the sum that each rank gets.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ from triton_dist.kernels.common.op import Algorithms, OpCall
 from triton_dist.runtime.ranks import Group, process_group_of
 
 COLLECTIVE = "collective"
-"""Reduction by the group's own: NCCL, gloo on CPU ranks."""
+"""Reduction by the group's collective: NCCL, or gloo on CPU ranks."""
 MOST_CHUNKS = 64
 _LIBRARY_COLUMNS = 128
 _OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
@@ -56,7 +59,7 @@ _FIXED = ("n_chunks", "persistent", "config")
 
 
 class RoutedProducts(NamedTuple):
-    """The products that a context serves, on the ranks of ``group``."""
+    """Products that a context serves on the ranks of ``group``."""
 
     max_tokens: int
     N: int
@@ -69,22 +72,25 @@ class RoutedProducts(NamedTuple):
 
 
 class MoESumContext(GEMMContext[PushedColumns], ABC):
-    """Symmetric memory for such an op. A context manager.
+    """Context manager that owns the symmetric memory of such an op.
 
     Attributes:
-        max_routes, max_tokens: of the largest call. N: columns of the result. E, topk: experts, and
-            choices of a token. dtype: of x, weights and the result. n_chunks_max: of columns.
+        max_routes, max_tokens: limits of a call.
+        N: columns of the result.
+        E, topk: number of experts, and choices per token.
+        dtype: dtype of x, weights and the result.
+        n_chunks_max: maximum number of chunks of columns.
     """
 
     function: ClassVar[str]
     creator: ClassVar[str]
-    """Names, for errors, of the op and of the function that makes its contexts."""
+    """Names of the op and of the function that creates its contexts, for errors."""
     reductions: ClassVar[tuple[str, ...]]
-    """Reductions beside ``COLLECTIVE``; the most general first."""
+    """Reductions other than ``COLLECTIVE``, the most general first."""
     has_all_rows: ClassVar[bool]
-    """Each rank gets all rows of the sum, not those that it owns."""
+    """True if each rank gets all rows of the sum, instead of the rows that it owns."""
     exchange: ExchangeBuffer
-    """Memory of sums that one launch exchanges."""
+    """Memory of sums in one launch."""
 
     def __init__(self, products: RoutedProducts) -> None:
         super().__init__(products.group)
@@ -98,37 +104,37 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     @staticmethod
     @abstractmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
-        """Check a number of tokens, of a context or of a call."""
+        """Return the check of a number of tokens, of a context or of a call."""
 
     @classmethod
     @abstractmethod
     def fits(cls, reduction: str, nbytes: int) -> bool:
-        """Tell whether a reduction is worth trying for a sum of so many bytes."""
+        """Return whether a reduction of sums over choices is worth trying for ``nbytes``."""
 
     @classmethod
     def fits_sum(cls, reduction: str, nbytes: int) -> bool:
-        """The same with the one that adds choices too."""
+        """Return whether any reduction, also ``TOPK_EXCHANGE``, is worth trying for ``nbytes``."""
         if reduction == TOPK_EXCHANGE:
             return nbytes <= TOPK_EXCHANGE_BYTES
         return cls.fits(reduction, nbytes)
 
     @abstractmethod
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
-        """This rank's part of the sum of ``total`` [M, N] over all ranks; there are several."""
+        """Return this rank's rows of the sum of ``total`` [M, N] over several ranks."""
 
     @abstractmethod
     def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
-        """Compile and load what that launches."""
+        """Compile and load what ``sum_over_ranks`` launches."""
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
-        """This rank's part of the sum of M tokens, from the rows that it has added."""
+        """Return this rank's result for M tokens, from the rows that it has added."""
         return rows
 
     def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
-        """Compile and load what that launches."""
+        """Compile and load what ``finish_chunks`` launches."""
 
     def block_rows(self, M: int) -> int:
-        """Rows that a rank adds, of M tokens."""
+        """Return the number of rows that a rank adds, for M tokens."""
         return -(-M // self.num_ranks)
 
 
@@ -148,8 +154,10 @@ def create(
     n_chunks_max: int,
     group: Group,
 ) -> _Context:
-    """A context of ``kind``, unless ``agree_to_create`` or its allocation raises. Collective over
-    ``group``."""
+    """Create a context of class ``kind``. Collective over ``group``.
+
+    Raises the errors of ``agree_to_create`` and of the allocation.
+    """
     members = process_group_of(group)
 
     def checks() -> Iterator[Check]:
@@ -185,13 +193,13 @@ def create(
 
 
 class SumKey(NamedTuple):
-    """All that a tuning depends on, but for what the caller fixes."""
+    """Key of a tuning, without the values that the caller fixes."""
 
     M: int
-    """Tokens. The tuner rounds it up: a tuning serves a range."""
+    """Tokens. The tuner rounds it up, because a tuning serves a range."""
     N: int
     K: int
-    """This rank's."""
+    """K of this rank."""
     E: int
     topk: int
     dtype: torch.dtype
@@ -199,11 +207,11 @@ class SumKey(NamedTuple):
     """Layout of the weights."""
     num_ranks: int
     n_chunks_max: int
-    """The context's."""
+    """The limit of the context."""
 
 
 class SumSizes(NamedTuple):
-    """Sizes of a key, and what the caller fixes: the same for all its calls."""
+    """Sizes of a key, and the values that the caller fixes; equal for all calls of the key."""
 
     key: SumKey
     n_chunks: int | None
@@ -223,7 +231,7 @@ def route_checks(
     E: int,
     topk: int | None,
 ) -> Iterator[Check]:
-    """Checks of operands without a context; ``topk`` is ``None`` if any will do."""
+    """Yield checks of operands that need no context; ``topk`` is ``None`` if any value is valid."""
     yield from tensor_checks(
         x=x, weights=weights, chosen_experts=chosen_experts, expert_weight=expert_weight
     )
@@ -248,20 +256,19 @@ def route_checks(
     expected = "unit stride along K; call x.contiguous()"
     yield "x.stride()", x.stride(), x.stride(1) == 1 or x.shape[1] == 1, expected
     choices = tuple(expert_weight.shape)
-    yield "expert_weight.shape", choices, choices == ids, f"that of chosen_experts, {ids}"
+    yield "expert_weight.shape", choices, choices == ids, f"the shape of chosen_experts, {ids}"
     yield "expert_weight.dtype", expert_weight.dtype, expert_weight.dtype in DTYPES, DTYPE_NAMES
     for name, tensor in (("chosen_experts", chosen_experts), ("expert_weight", expert_weight)):
         expected = f"contiguous; call {name}.contiguous()"
         yield f"{name}.stride()", tensor.stride(), tensor.is_contiguous(), expected
-        expected = f"that of x, {x.device}"
+        expected = f"the device of x, {x.device}"
         yield f"{name}.device", tensor.device, tensor.device == x.device, expected
     yield gradient_check("expert_weight", expert_weight)
 
 
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+@dataclass(eq=False, repr=False)  # Not frozen: it is made at each call, and freezing takes 1 us.
 class SumCall(OpCall):
-    """One call: the parameters of both ops. Each op has a subclass that names its contexts and
-    ways."""
+    """Parameters of one call; a subclass per op sets its context class and algorithms."""
 
     x: torch.Tensor
     weights: torch.Tensor
@@ -281,7 +288,7 @@ class SumCall(OpCall):
     algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
-        known = self.accepted_key  # with what the caller fixes, if anything
+        known = self.accepted_key  # includes the values that the caller fixes
         if known is None:
             known = self.key_fn(
                 self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx,
@@ -289,7 +296,7 @@ class SumCall(OpCall):
             )  # fmt: skip
         self.key: SumKey = known if isinstance(known, SumKey) else known[0]
         self.tiles = self.config or self.gemm_config
-        """Tiles of the product, where it is ours."""
+        """Tiles of our product; ``None`` for the library's."""
         given = self.num_chunks if self.n_chunks is None else self.n_chunks
         self.chunks = 1 if given is None else given
         self.chosen = self.algorithms[self.algorithm or next(iter(self.algorithms))]
@@ -309,7 +316,7 @@ class SumCall(OpCall):
         expert_weight: torch.Tensor,
         ctx: MoESumContext,
     ) -> SumKey:
-        """All that a tuning depends on; one object for operands of the same signature.
+        """Check the operands and return their key; equal signatures get the same object.
 
         Raises:
             InvalidArgument, ContextFinalized: the call cannot work.
@@ -348,7 +355,7 @@ class SumCall(OpCall):
         config: triton.Config | None = None,
         **_: Any,
     ) -> Any:
-        """Name what a tuning is for. What the caller fixes is tuned for by itself."""
+        """Return the tuning key; it includes the values that the caller fixes."""
         key = cls.accept(x, weights, chosen_experts, expert_weight, ctx)
         if n_chunks is None and config is None:
             return key
@@ -361,24 +368,24 @@ class SumCall(OpCall):
 
     @classmethod
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
-        """Say what decides which configs are worth trying for a call."""
+        """Return the sizes that determine which configs are worth trying for a call."""
         named = dict(zip(_OPERANDS + _FIXED, args, strict=False)) | kwargs
         key = cls.accept(*(named[name] for name in _OPERANDS))
         return SumSizes(key, named.get("n_chunks"), named.get("config"))
 
     @property
     def columns(self) -> Columns:
-        """Chunks of the call, cut where tiles end."""
+        """Chunks of the call, whose width is a multiple of the tile width."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
         rows = self.ctx.block_rows(self.key.M)
         return columns_of(rows, self.key.N, self.chunks, width)
 
 
 def check_config(function: str, config: object) -> None:
-    """Refuse tiles that are none.
+    """Check that ``config`` is ``None`` or contains tile sizes.
 
     Raises:
-        InvalidArgument: names them.
+        InvalidArgument: names the missing values.
     """
     if config is None:
         return
@@ -386,7 +393,7 @@ def check_config(function: str, config: object) -> None:
         raise InvalidArgument(function, "config", config, "a triton.Config, or None")
     missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
     if missing:
-        expected = f"one with {', '.join(sorted(missing))}"
+        expected = f"a config that sets {', '.join(sorted(missing))}"
         raise InvalidArgument(function, "config", str(config), expected)
 
 
@@ -397,8 +404,10 @@ def agreed(
     *_: Any,
     **__: Any,
 ) -> str:
-    """``agree_fn`` of both ops: at the first call of a key ranks also compare their ids, for which
-    they wait for the device once."""
+    """Return the text of the ids, which ranks compare at the first call of a key (``agree_fn``).
+
+    Waits for the device once.
+    """
     return ids_as_text(chosen_experts)
 
 
@@ -409,7 +418,7 @@ def varied(
     *_: Any,
     **__: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """``input_variants_fn`` of both ops: calls with other batches of ids."""
+    """Return calls with other batches of ids (``input_variants_fn``)."""
     return [{"chosen_experts": ids} for ids in other_batches(chosen_experts, len(weights))]
 
 
@@ -422,11 +431,12 @@ def summed_routes(
     expert_weight: torch.Tensor,
     config: triton.Config | None,
 ) -> torch.Tensor:
-    """One rank's addend, [M, N], without a context; ``multiply``: ``grouped_gemm``. The result is
-    that of ``function``.
+    """Return one rank's addend [M, N], without a context.
+
+    ``multiply`` is ``grouped_gemm``; ``function`` is the name of the caller, for errors.
 
     Raises:
-        InvalidArgument: before anything is launched.
+        InvalidArgument: before any launch.
     """
     E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
     refuse(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))

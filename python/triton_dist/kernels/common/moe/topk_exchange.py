@@ -1,11 +1,10 @@
-"""The sum over choices and the sum over ranks in one launch, for few tokens.
+"""Sum over choices and sum over ranks in one launch, for few tokens.
 
-The serial way writes the sums over choices, launches the exchange, and reads them again. Where
-there are few tokens that second launch and its begin are what counts: here the load of the exchange
-adds the choices (``topk_sum.py``, in the same order and rounded once), so its bits are those of the
-serial way. Flags and slots are those of ``exchange/protocol.py``, with one piece.
-
-A block is some columns of one token, so that a program needs a token's ids and weights once.
+The serial algorithm stores the sums over choices, launches the exchange, and loads them again. For
+few tokens the second launch dominates. Here the sending loop adds the choices, in the order and
+with the rounding of ``topk_sum.py``, so the result equals that of the serial algorithm bit by bit.
+Flags and slots follow ``exchange/protocol.py``, with one chunk. A block is some columns of one
+token, so that a program loads the ids and weights of a token once.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ from triton_dist.kernels.common.peers import target_at
 TOPK_EXCHANGE = "topk_exchange"
 """Name of this reduction."""
 TOPK_EXCHANGE_BYTES = 4 << 20
-"""Size of the largest sum over choices that it serves; of more, reading them again is cheap."""
+"""Maximum bytes of a sum over choices; for larger sums, loading them again is cheap."""
 
 
 @jit
 def token_sum(
     products_ptr, weights_ptr, ids_ptr, rows_ptr, token, column, N, E, dtype, TOPK: tl.constexpr
 ):
-    """Columns of a token's sum over its choices, in their order and in fp32, rounded to
-    ``dtype``."""
+    """Return columns of a token's sum over its choices, in order and in fp32, as ``dtype``."""
     total = tl.zeros(column.shape, tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
@@ -56,7 +54,8 @@ def token_sum(
         row = route
         if rows_ptr is not None:
             row = tl.load(rows_ptr + route)
-        # A bound that is chosen, not a branch: the loads of all choices are under way at once.
+        # Select a bound instead of branching, so that the loads of all choices are in flight
+        # together.
         product = tl.load(
             products_ptr + row.to(tl.int64) * N + column,
             mask=column < tl.where(named, N, 0),
@@ -85,8 +84,11 @@ def kernel_topk_exchange(
     WHOLE: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """out [rows, N], over ranks and choices: of this rank's slab of ``rows`` tokens, or with
-    ``WHOLE`` of all tokens, which every rank sends to all. Grid: (up to ``MAX_CTAS``,)."""
+    """Sum over choices and ranks into out [rows, N]. Grid: (up to ``MAX_CTAS``,).
+
+    The rows are this rank's ``rows`` tokens, or with ``WHOLE`` all tokens, which every rank sends
+    to all.
+    """
     call = begin(slots, peers, size, rank, plan)
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -116,22 +118,22 @@ def kernel_topk_exchange(
     for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
         column = block % across * plan.BLOCK + lanes
         index = (block // across).to(tl.int64) * N + column
-        parts = slots.data + after_wait(call.offset, token)
+        shards = slots.data + after_wait(call.offset, token)
         total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
-            part = parts + source * shard_stride.to(tl.int64)
-            # A pointer that is chosen, not a branch. From L2, where peers' stores are.
-            part = tl.where(rank == source, out_ptr, part)
-            loaded = tl.load(part + index, mask=column < N, cache_modifier=".cg")
+            addend = shards + source * shard_stride.to(tl.int64)
+            # Select a pointer instead of branching. Load from L2, which has the stores of peers.
+            addend = tl.where(rank == source, out_ptr, addend)
+            loaded = tl.load(addend + index, mask=column < N, cache_modifier=".cg")
             total += loaded.to(tl.float32)
-        tl.debug_barrier()  # the own addend lies in out: all threads have read theirs
+        tl.debug_barrier()  # The own addend is in out: all threads must have loaded it.
         tl.store(out_ptr + index, total.to(dtype), mask=column < N)
 
 
 class RoutedSums(NamedTuple):
-    """Products [M * topk, N] to be summed over choices, and over ranks.
+    """Products [M * topk, N] that are summed over choices and ranks.
 
-    rows: the row of each route, or ``None``: its number.
+    ``rows`` contains the row of each route, or is ``None`` if rows are in the order of routes.
     """
 
     products: torch.Tensor
@@ -141,11 +143,11 @@ class RoutedSums(NamedTuple):
     E: int
 
     def summed(self, buffer: ExchangeBuffer, whole: bool) -> torch.Tensor:
-        """Launch; this rank's tokens of the sum, or with ``whole`` all of them.
+        """Launch and return this rank's tokens of the sum, or with ``whole`` all tokens.
 
         Raises:
-            RankDisagreement: ranks have come with different tokens; of a GPU, told by a later call.
-            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+            RankDisagreement: ranks called with different tokens. On a GPU a later call raises it.
+            WaitTimeout: a wait gave up while candidates are tried.
         """
         out = self._out(buffer, whole)
         tensors = {
@@ -173,7 +175,7 @@ class RoutedSums(NamedTuple):
 
     @staticmethod
     def _shape(out: torch.Tensor) -> Shape:
-        """Layout of as many programs as have a block, if there are so many."""
+        """Return the layout with one program per block, or the largest layout."""
         rows, N = out.shape
 
         def blocks(shape: Shape) -> int:

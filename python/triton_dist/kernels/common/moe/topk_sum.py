@@ -1,8 +1,7 @@
-"""Products of routes become rows of tokens: each times its weight, added over a token's choices.
+"""Weighted sum over a token's choices: products of routes become rows of tokens.
 
-Sums are fp32, in the order of choices, and rounded once; routes whose id names no expert add
-nothing, whatever their rows and weights hold. So what travels between ranks is one row a token, not
-one a route.
+Sums are fp32, in the order of choices, and rounded once. Padding routes add nothing, whatever their
+rows and weights contain. Ranks thus exchange one row per token instead of one per route.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ def kernel_topk_sum(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Columns ``first`` to ``first + width`` of N, of M tokens: products [M * TOPK, width], where
-    the row of a route is ``rows[route]``, or without ``rows`` its number.
+    """Sum columns ``first`` to ``first + width`` of N for M tokens.
 
-    out: slabs of ``block_rows`` tokens, [block_rows, N] elements each; in a slab, columns of one
-    call lie together, [block_rows, width] from ``block_rows * first`` on. Grid (blocks of tokens,
-    blocks of columns).
+    Grid (token blocks, column blocks). products: [M * TOPK, width]; the row of a route is
+    ``rows[route]``, or the route itself without ``rows``. out: row blocks of ``block_rows`` tokens,
+    [block_rows, N] elements each. Inside a row block the columns of one call are contiguous,
+    [block_rows, width] from ``block_rows * first`` on.
     """
     token = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
@@ -85,14 +84,17 @@ def topk_sum(
     first: int,
     N: int,
 ) -> Launch:
-    """The launch that sums columns of products [R, width], from the ``first`` of N on.
+    """Return the launch that sums columns of products [R, width], from column ``first`` of N on.
 
     Args:
-        products: contiguous; the row of a route is ``rows[route]``, or without ``rows`` its number.
+        products: contiguous.
         expert_weight: [M, topk], contiguous, of any floating dtype.
-        topk_ids: [M, topk]; ids that are not one of 0 to E - 1 add nothing.
-        out: whole slabs of ``block_rows`` tokens, laid out as the kernel says; with all columns at
-            once, simply [M, N].
+        topk_ids: [M, topk]; ids that are not in 0 to E - 1 add nothing.
+        rows: row of each route in ``products``; ``None`` if rows are in the order of routes.
+        out: whole row blocks in the layout of the kernel; with all columns in one call, [M, N].
+        E: number of experts.
+        block_rows: tokens of a row block.
+        first, N: first column of the call, and total number of columns.
     """
     (M, topk), width = topk_ids.shape, products.shape[1]
     block_n = min(_WIDEST, triton.next_power_of_2(width))
