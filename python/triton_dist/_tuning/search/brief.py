@@ -1,8 +1,9 @@
-"""A brief race of few candidates whose order is nearly known: they won at sizes beside this one.
+"""Race a few candidates that are known to be good: they won at neighbouring sizes.
 
-Laps over those that are left, forward and backward, until one is left, noise is below the
-indifference zone, or laps or device time run out. No lap but the first is left half done: more
-samples alone would let a config win. So a first call at a new size costs milliseconds, no tuning.
+Rounds over the remaining candidates, forward and backward, until one is left, the noise is below
+the indifference zone, or the rounds or the device time are used up. Every round except the first is
+complete, because more samples alone would favour a config. A first call at a new size therefore
+costs milliseconds instead of a tuning.
 """
 
 from __future__ import annotations
@@ -15,25 +16,23 @@ from triton_dist._tuning.search.racing import Requesting
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
 ROUNDS = (1, 1, 1, 2)
-"""Samples of each candidate in each lap."""
+"""Samples of each candidate in each round."""
 _FIRST_MARGIN = 0.2
-"""A candidate so far behind after one sample leaves; the noise is not known then. (Of a library's
-way that takes 756 us, one sample was 909; its rival takes 775.)"""
+"""Relative delay that drops a candidate after one sample, while the noise is unknown. (One sample
+of a library algorithm took 909 us instead of 756; its rival takes 775.)"""
 _SEVERAL, _FEW_MARGIN = 3, 0.04
-"""With fewer degrees of freedom, those of all candidates together, the spread of samples is no
-measure of the noise, and nobody leaves who is less behind."""
+"""Below this number of degrees of freedom (over all candidates) the spread of samples does not
+measure the noise, and a candidate that is behind by less than the margin stays."""
 _STANDARD_ERRORS = 2.0
 
 
 class Brief(Requesting):
-    """A race of ``candidates``, the most promising first.
-
-    No clock and no randomness, as of any search.
+    """Search that races ``candidates``, the most promising first. Deterministic.
 
     Args:
-        policy: its ``indifference``, and its ``untimed`` to count what a request takes.
-        milliseconds: device time that may be spent. The first two have a sample whatever it takes,
-            and whom it ends before is not tried.
+        policy: ``indifference`` is used, and ``untimed`` to count the runs of a request.
+        milliseconds: device time to spend. The first two candidates are always sampled; later
+            ones only while time is left.
     """
 
     def __init__(self, candidates: Sequence[Config], policy: Policy, milliseconds: float) -> None:
@@ -52,27 +51,27 @@ class Brief(Requesting):
         if isinstance(outcome, Failure):
             self._samples.pop(digest, None)
             return
-        untimed = self._policy.untimed + (digest not in self._samples)  # the run to the end
+        untimed = self._policy.untimed + (digest not in self._samples)  # its first, untimed run
         self._spent += sum(outcome.samples) + untimed * outcome.median
         self._samples.setdefault(digest, []).extend(outcome.samples)
 
     def _race(self) -> Iterator[Request]:
         for place, config in enumerate(self._candidate_set):
-            # What one more takes is known from those before it.
+            # Estimate the time of the next candidate from the mean of the earlier ones.
             if place >= 2 and self._spent * (place + 1) / place > self._milliseconds:
                 break
             yield Request(config, ROUNDS[0])
         left = self._close(self._candidate_set)
-        for round_ in ROUNDS[1:]:
-            left = self._affordable(left, round_)[::-1]
+        for samples in ROUNDS[1:]:
+            left = self._affordable(left, samples)[::-1]
             if len(left) < 2:
                 return
             for config in left:
-                yield Request(config, round_)
+                yield Request(config, samples)
             left = self._close(left)
 
     def _close(self, candidates: Sequence[Config]) -> list[Config]:
-        """Candidates that may be the fastest by more than nobody minds, in their order."""
+        """Return the candidates that may be the fastest, beyond the indifference zone, in order."""
         medians = {
             config: self._median(config) for config in candidates if config.digest in self._samples
         }
@@ -80,9 +79,10 @@ class Brief(Requesting):
         limit = min(medians.values(), default=0.0) * (1 + margin)
         return [config for config, median in medians.items() if median <= limit]
 
-    def _affordable(self, candidates: Sequence[Config], round_: int) -> list[Config]:
-        """As many, the fastest, as a lap of so many samples has time for; in their order."""
-        runs = round_ + self._policy.untimed
+    def _affordable(self, candidates: Sequence[Config], samples: int) -> list[Config]:
+        """Return the fastest candidates for which ``samples`` more samples fit into the time
+        left."""
+        runs = samples + self._policy.untimed
         time = self._milliseconds - self._spent
         chosen = set()
         for config in sorted(candidates, key=self._median):
@@ -95,9 +95,9 @@ class Brief(Requesting):
     def _median(self, config: Config) -> float:
         return statistics.median(self._samples[config.digest])
 
-    def _margin(self, round_: Sequence[Sequence[float]]) -> float:
-        """Relative delay that noise may add to an equal of the fastest; 0 if that is no more than
-        nobody minds. ``round_``: samples of those that were in the last lap, as many of each."""
+    def _margin(self, last: Sequence[Sequence[float]]) -> float:
+        """Return the relative delay that noise may add; 0 if it is within the indifference zone.
+        ``last``: the samples of the candidates of the last round, equally many of each."""
         several = [own for own in self._samples.values() if len(own) > 1]
         if not several:
             return _FIRST_MARGIN
@@ -105,9 +105,7 @@ class Brief(Requesting):
         squares = sum(
             (statistics.stdev(o) / (statistics.fmean(o) or 1)) ** 2 * (len(o) - 1) for o in several
         )
-        error = _STANDARD_ERRORS * math.sqrt(
-            squares / freedom * 2 / min(map(len, round_), default=1)
-        )
+        error = _STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / min(map(len, last), default=1))
         if freedom < _SEVERAL:
             return max(error, _FEW_MARGIN)
         return error if error > self._policy.indifference else 0.0

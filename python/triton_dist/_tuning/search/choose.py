@@ -1,4 +1,4 @@
-"""The search that a policy names, for the candidates that there are, or a user's own."""
+"""Choose the search for a policy and its candidates: ours or the user's."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from triton_dist.errors import InvalidArgument
 
 FINALISTS = 8
 _IN_VAIN = 1000
-"""Proposals without a new candidate after which no more are asked for."""
+"""Consecutive proposals without a new candidate after which the search ends."""
 
 
 class Proposer(Protocol):
-    """Whoever proposes candidates. With the same answers it proposes the same."""
+    """Source of candidates. Deterministic: equal answers lead to equal proposals."""
 
     @property
     def is_users(self) -> bool:
-        """True if it is the user's own."""
+        """True if the user provides it."""
 
     def ask(self) -> Config | None:
-        """The next to try; ``None``: it has no more. One that was tried already is answered at
-        once."""
+        """Return the next config to try, or ``None`` at the end. If the config was tried before,
+        its time is returned immediately through ``tell``."""
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """Take the time of ``config``, ``inf`` if it failed; also of those not asked for."""
+        """Record the time of ``config``, ``inf`` if it failed. Also called for configs not
+        proposed."""
 
     def ahead(self) -> Sequence[Config]:
-        """Configs that :meth:`ask` may return from now on and that were not named before."""
+        """Return new configs that :meth:`ask` may return next, to compile them ahead."""
 
 
 class Exploring(Requesting):
-    """A search through ``candidates`` by what ``proposer`` proposes.
+    """Search that tries the configs that ``proposer`` proposes, then races the fastest.
 
     Args:
-        policy: its ``tries``, at most ``max_trials``, candidates are tried.
-        incumbent: winner of an earlier tuning; is tried if it is a candidate.
+        policy: ``tries`` candidates are tried, at most ``max_trials``.
+        incumbent: the winner of an earlier tuning; tried if it is a candidate.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Exploring(Requesting):
             yield request
 
     def _proposed(self) -> Iterator[Config]:
-        """Each candidate to try, once."""
+        """Yield each candidate to try, once."""
         yield from self._seeded[: self._tries]
         in_vain = 0
         while len(self._times) < self._tries and in_vain < _IN_VAIN:
@@ -119,27 +120,30 @@ def _default(candidates: Candidates) -> Config | None:
 
 
 _NO_CANDIDATE = 1000
-"""Proposals in a row that are no candidates after which no more are asked for."""
+"""Consecutive proposals outside of the space after which the search ends."""
 
 
 class Search(Protocol):
-    """The class for ``tune.autotune(search=...)``: called with the values of each parameter by its
-    name, it returns an object with these two methods. It runs on the leading rank alone, and
-    should propose the same when it is told the same, so that an interrupted tuning goes on."""
+    """Interface of a user's search, for ``tune.autotune(search=...)``.
+
+    The factory is called with the values of each parameter by name and returns an object with these
+    two methods. The search runs on the leader only. It should be deterministic, so that an
+    interrupted tuning can resume.
+    """
 
     def ask(self) -> Mapping[str, Any] | None:
-        """A value for each parameter; ``None``: no more."""
+        """Return a value for each parameter, or ``None`` at the end."""
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
-        """Take the time of ``config``; ``None`` if it failed, or is no config of the space. Configs
-        that were not asked for, such as the default, are told too."""
+        """Record the milliseconds of ``config``; ``None`` if it failed or is not in the space. Also
+        called for configs that were not proposed, such as the default."""
 
 
 Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
 
 
 class Plugged:
-    """The proposals of a user's search that are candidates."""
+    """Proposer that filters the proposals of a user's search for candidates."""
 
     is_users = True
 
@@ -176,7 +180,7 @@ class Plugged:
         self._search.tell(config.arguments(), known)
 
     def ahead(self) -> Sequence[Config]:
-        """Nothing: what it will ask for is not known."""
+        """Return nothing: the next proposals are unknown."""
         return ()
 
     def _candidate(self, config: Config) -> Config | None:
@@ -186,21 +190,21 @@ class Plugged:
 
 
 class Exhaustive(Requesting):
-    """The search that cannot miss the best config and needs no outcome to go on."""
+    """Search that takes all samples of every candidate."""
 
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:
-        """``incumbent``, if a candidate, is tried like any other."""
+        """``incumbent`` is accepted for the common interface and not treated specially."""
         self._ahead = candidates[: policy.max_trials]
         self._requests = iter([Request(config, policy.repeat) for config in self._ahead])
 
     def tell(self, request: Request, outcome: Outcome) -> None:
-        """Nothing to learn."""
+        """Ignore the outcome."""
 
 
 GENERATION = 4
-"""Candidates that a model chooses at a time where they are compiled ahead."""
+"""Number of candidates that the model proposes at a time, if they are compiled ahead."""
 
 
 def search_for(
@@ -211,20 +215,20 @@ def search_for(
     own: Factory | None = None,
     ahead: bool = False,
 ) -> protocols.Search:
-    """The search for ``candidates``.
+    """Return the search for ``candidates``.
 
     Args:
-        own: the user's, which is used if it is given.
-        ahead: candidates are compiled ahead.
+        own: the user's search, if any.
+        ahead: whether candidates are compiled ahead.
     """
     if own is not None:
         return Exploring(Plugged(own, candidates), candidates, policy, incumbent)
     if policy.models(candidates):
-        # numpy, which takes a tenth of a second to import, is for those who search so.
+        # Imported late: numpy takes 0.1 s, and only this search needs it.
         from triton_dist._tuning.search.surrogate import Surrogate
 
         proposer = Surrogate(candidates, GENERATION if ahead else 1)
         return Exploring(proposer, candidates, policy, incumbent)
-    assert not isinstance(candidates, Unlisted)  # the decorator refused that
+    assert not isinstance(candidates, Unlisted)  # the decorator refuses it
     kind = Exhaustive if policy.search == "exhaustive" else Racing
     return kind(candidates, policy, incumbent)

@@ -1,7 +1,7 @@
-"""Candidates as points of a grid: for each parameter the place of its value among all its values.
+"""Map candidates to points of a grid: for each parameter, the index of its value.
 
-Numbers are in the order of their size, so that neighbours are near; other values in that of the
-space. Of a listed space the grid has holes: points that are no candidate.
+Numbers are sorted, so that neighbours on the grid are similar; other values keep the order of the
+space. The grid of a listed space has holes: points without a candidate.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from triton_dist._tuning.values.analysis import ABSENT, parameters
 Numbers = Any
 """A numpy array."""
 _DRAWS = 20
-"""Draws for each point that is wanted, at most: a rule may keep few."""
+"""Maximum random draws for each requested point; a filter may reject most draws."""
 
 
 class Grid(ABC):
-    """The points of some candidates.
+    """Grid of a set of candidates.
 
     Attributes:
-        sizes: number of values of each parameter that has several.
-        ordered: for each of these, whether its values are numbers.
+        sizes: number of values of each parameter with more than one value.
+        ordered: for each of these parameters, whether its values are numbers.
     """
 
     sizes: tuple[int, ...]
@@ -38,25 +38,25 @@ class Grid(ABC):
 
     @abstractmethod
     def has(self, point: Point) -> bool:
-        """True if there may be a candidate there: its ``prune_fn`` was not asked."""
+        """Return whether the point may be a candidate; ``prune_fn`` is not called."""
 
     @abstractmethod
     def config(self, point: Point) -> Config | None:
-        """The candidate there, if it is one."""
+        """Return the candidate at the point, or ``None``."""
 
     @abstractmethod
     def point(self, config: Config) -> Point | None:
-        """The place of ``config``; ``None`` if it is none of the candidates."""
+        """Return the point of ``config``, or ``None`` if it is not a candidate."""
 
     @abstractmethod
     def drawn(self, draw: np.random.Generator, count: int) -> list[Point]:
-        """So many points at random, or fewer; the same may come twice."""
+        """Return up to ``count`` random points, possibly with duplicates."""
 
     def changed(
         self, points: Sequence[Point], number: int, draw: np.random.Generator, count: int
     ) -> list[Point]:
-        """Points, ``count`` at most, that differ from some of these in so many parameters, by any
-        value, and may be candidates."""
+        """Return up to ``count`` possible candidates that differ from one of ``points`` in at most
+        ``number`` parameters."""
         if not points or not self.sizes:
             return []
         rows = np.array(points)[draw.integers(len(points), size=count)]
@@ -66,7 +66,7 @@ class Grid(ABC):
         return [point for point in map(tuple, rows.tolist()) if self.has(point)]
 
     def neighbours(self, point: Point, reach: int) -> Iterator[Point]:
-        """Points that differ in one parameter, by ``reach`` steps at most if it is ordered."""
+        """Yield the points that differ in one parameter, by at most ``reach`` steps if ordered."""
         for axis, place in enumerate(point):
             far = reach if self.ordered[axis] else self.sizes[axis]
             for other in range(max(0, place - far), min(self.sizes[axis], place + far + 1)):
@@ -76,7 +76,7 @@ class Grid(ABC):
 
 
 class Listed(Grid):
-    """The grid of a list: parameters are what its configs have in common."""
+    """Grid of a list of configs; its parameters are the values in the configs."""
 
     def __init__(self, candidates: Sequence[Config]) -> None:
         flat = [parameters(config.tree) for config in candidates]
@@ -92,7 +92,7 @@ class Listed(Grid):
         self.ordered = tuple(ordered for rank, ordered in places if len(rank) > 1)
         points: list[Point] = [tuple(row) for row in zip(*columns, strict=True)]
         points = points or [()] * len(candidates)
-        if len(set(points)) < len(points):  # some print alike: their places tell them apart
+        if len(set(points)) < len(points):  # some have equal texts: add the index as a parameter
             self.sizes, self.ordered = (*self.sizes, len(points)), (*self.ordered, False)
             points = [(*point, place) for place, point in enumerate(points)]
         self._configs = dict(zip(points, candidates, strict=True))
@@ -113,7 +113,7 @@ class Listed(Grid):
 
 
 class Unseen(Grid):
-    """The grid of a product: its own, with numbers in their order."""
+    """Grid of a ``Product``, with numbers sorted."""
 
     def __init__(self, candidates: Unlisted) -> None:
         self._candidates, self._product = candidates, candidates.product
@@ -163,7 +163,7 @@ class Unseen(Grid):
 
 
 def _ranks(texts: Sequence[str]) -> tuple[dict[str, int], bool]:
-    """The place of each, in the order of numbers if all are, and whether they are."""
+    """Return the rank of each text, sorted if all are numbers, and whether they are."""
     try:
         ordered = sorted(texts, key=float)
     except ValueError:

@@ -1,39 +1,39 @@
-"""Candidates race: clear losers leave after a run or two, the best few meet in a final.
+"""Race the candidates: drop clear losers after one or two samples, decide the rest in a final.
 
-Most of a config space is far from its best, and one sample shows that. So samples are given in
-rounds, each to the candidates that are left (the numbers are those of GPUs):
+Most configs of a space are far from the best, and one sample shows it. The race has stages; the
+numbers below are the defaults on GPUs:
 
 =====  ===============  ==========================================================================
-round  samples in all   leaves
+stage  total samples    candidates dropped
 =====  ===============  ==========================================================================
-1      1                who took more than three times as long as the fastest, by half a millisecond
-2      2                who is behind by more than clocks and noise explain: asked for are the three
-                        fastest of each part of round 1, then the fastest of all: who is close, and
-                        so many that they take a sixth of the time of round 1
-3      5, one a lap     who is behind by more than the noise explains, after each lap; after the
-                        last all but the first 16
-final  11, and at most  who is behind by more than three standard errors, after each lap; all, when
-       5 + ``repeat``   two standard errors are less than a quarter of the indifference zone. So
-       + ``doubt``      more samples are taken only of those whose order is in doubt
+1      1                slower than three times the fastest, and by more than 0.5 ms
+2      2                behind by more than clock drift and noise explain. The three fastest of
+                        each block of stage 1 are sampled first, then the fastest of all: those
+                        that are close, and those that fit into 1/6 of the time of stage 1
+3      5, one a round   behind by more than noise explains, after each round; after the last round
+                        all but the first 16
+final  11, at most      behind by more than three standard errors, after each round. The final ends
+       5 + ``repeat``   when two standard errors are below a quarter of the indifference zone, so
+       + ``doubt``      only candidates whose order is in doubt get more samples
 =====  ===============  ==========================================================================
 
-A *lap* is a sample of each that is left, forward, the next lap backward (A B C C B A). So samples
-of one candidate are spread over time, and those of different candidates are taken next to each
-other. What all samples of a lap have in common is caused by the clocks, and is removed
-(:mod:`~triton_dist._tuning.values.winner`). Before the final a lap takes long, and :class:`Drift`
-removes the drift of the clocks within it.
+A *round* takes one sample of each remaining candidate, forward, and the next round backward
+(A B C C B A). This spreads the samples of a candidate over time and puts samples of different
+candidates next to each other. Clock changes affect all samples of a round alike and are removed
+(:mod:`~triton_dist._tuning.values.winner`). Before the final a round takes long, and :class:`Drift`
+removes the drift within it.
 
-Until the final a candidate leaves when it is behind another by more than ``4 * noise * sqrt(2 /
-samples)``: four standard errors of the difference of two means, because the leader of many is
-partly a lucky one. One hiccup must neither end a race nor make a leader: of few samples the lower
-of the middle two count for who may leave, and the higher for who leads. *Noise* is the relative
-standard deviation of the samples of one candidate, the third quartile over those in the round (a
-few samples tell little about one candidate's own noise, but many candidates together tell it well;
-of few candidates more is made). The margin is never less than the indifference zone.
+Before the final, a candidate is dropped when it is behind another one by more than
+``4 * noise * sqrt(2 / samples)``: four standard errors of the difference of two means, because the
+fastest of many candidates is partly lucky. A single hiccup must neither drop a candidate nor make a
+leader. With few samples, the lower median decides whether a candidate is dropped, and the higher
+median whether it leads. *Noise* is the relative standard deviation of the samples of one candidate;
+its third quartile over the candidates is used, and more if there are few candidates. The margin is
+never below the indifference zone.
 
-The first config of the space (the default) and the incumbent are in the final, so a tuning cannot
-do worse than not tuning. What failed leaves at once, and whom it put out of the race is called
-back. Who wins is not decided here: :func:`triton_dist._tuning.values.winner`.
+The first config of the space (the default) and the incumbent always reach the final, so tuning
+cannot do worse than not tuning. A failing config is dropped, and the configs it had eliminated
+re-enter the race. The winner is chosen by :func:`triton_dist._tuning.values.winner`.
 
 ``benchmarks/bench_search_quality.py`` replays races on recorded spaces under changing clocks; the
 results are in ``docs/explanation/measuring.md``.
@@ -53,11 +53,11 @@ from triton_dist._tuning.values.winner import levels, typical
 _BLOCK = 16
 _PASSES = 10
 _HICCUP = 0.1
-"""A sample that is further from its candidate's level, relatively, is no matter of clocks."""
+"""Relative deviation from the candidate's level above which a sample is not explained by clocks."""
 
 
 class Drift:
-    """Removes the drift of the device's clocks from samples in milliseconds.
+    """Estimate of the clock drift of the device, to remove it from samples.
 
     Time is cut into *blocks* of consecutive samples. Candidates with samples in two or more blocks
     show how fast the device was in each of them.
@@ -68,22 +68,22 @@ class Drift:
         self._blocks: defaultdict[str, list[int]] = defaultdict(list)
         self._taken = 0
         self._speed: dict[int, float] = {}
-        """By block, the factor by which runs took longer in it, about 1."""
+        """By block, the factor by which runs took longer, about 1."""
 
     def add(self, digest: str, samples: Iterable[float]) -> None:
-        """``samples`` were taken now, one after another."""
+        """Add consecutive ``samples`` in milliseconds, taken now."""
         for time in samples:
             self._times[digest].append(time)
             self._blocks[digest].append(self._taken // _BLOCK)
             self._taken += 1
 
     def first_block(self, digest: str) -> int:
-        """Block of the first sample."""
+        """Return the block of the first sample."""
         return self._blocks[digest][0]
 
     def fit(self, digests: Iterable[str]) -> None:
-        """Estimate each block's speed from the samples of these: alternately the candidates' levels
-        and the blocks' speeds, from where the last fit ended."""
+        """Fit the levels of these candidates and the speeds of the blocks alternately, starting at
+        the last fit."""
         several = [digest for digest in digests if len(self._times[digest]) > 1]
         for _ in range(_PASSES):
             ratios: defaultdict[int, list[float]] = defaultdict(list)
@@ -93,16 +93,16 @@ class Drift:
                 for time, block in zip(steady, self._blocks[digest], strict=True):
                     if abs(time / level - 1) < _HICCUP:
                         ratios[block].append(time / level)
-            # Means: a block is half before a step of the clocks and half after it, and medians that
-            # take sides come to rest far from what fits.
+            # Means, not medians: if the clock steps in the middle of a block, a median follows one
+            # of the two halves and the fit does not converge.
             for block, each in ratios.items():
                 self._speed[block] = self._speed.get(block, 1.0) * statistics.fmean(each)
-            # Only how they differ is known; what is not known is in the middle.
+            # Only ratios between blocks are known: normalise the mean to 1.
             mean = statistics.fmean(self._speed.values()) if self._speed else 1.0
             self._speed = {block: speed / mean for block, speed in self._speed.items()}
 
     def steadied(self, digest: str) -> list[float]:
-        """Its samples without the drift, as far as it is known."""
+        """Return the samples of a candidate without the known drift."""
         times, blocks = self._times[digest], self._blocks[digest]
         return [
             time / self._speed.get(block, 1.0) for time, block in zip(times, blocks, strict=True)
@@ -110,29 +110,29 @@ class Drift:
 
 
 CLEARLY_SLOWER = 3.0
-"""Times the fastest, after a single sample, when the noise is not known yet."""
+"""Multiple of the fastest time that drops a candidate after one sample (noise is unknown then)."""
 HICCUP = 0.5
-"""Milliseconds that a single sample may be late: a first collective of its size, a host that was
-busy. Behind by less, nobody leaves after one sample; the second costs no more than that."""
+"""Milliseconds by which a single sample may be late, because of a busy host or the first collective
+of its size. A candidate that is behind by less is never dropped after one sample."""
 CLOCKS = 0.06
-"""Relative delay of a single sample that may be the clocks', of a block in which they jumped."""
+"""Relative delay of a single sample that a jump of the clocks within a block may explain."""
 SPARE = 1 / 6
-"""Part of the time of the first round that is spent on second samples in any case, of the fastest:
-one that is good and was late once may stand far behind the others in a space with few good ones."""
-TELLERS = 3
-"""So many of each block of the first round tell by a second sample how fast its clocks were."""
+"""Share of the time of stage 1 that is always spent on second samples. In a space with few good
+configs, one late sample can put a good config far behind."""
+REFERENCES = 3
+"""Candidates of each block of stage 1 whose second sample measures the clock of that block."""
 STANDARD_ERRORS = 4.0
-FEW_TELL_LITTLE = 3.0
-"""So many candidates more would have to be asked, if it were as many again, how noisy it is."""
+FEW_CANDIDATES = 3.0
+"""Number of candidates at which the margin doubles, because few candidates estimate noise badly."""
 FINALISTS = 16
 LEAST_ROUNDS = 6
-"""Laps of the final before anybody leaves it: more than the samples before it, so that who was not
-in it does not win by samples of which none was taken beside the others' (it has less than half)."""
+"""Rounds of the final before a candidate is dropped. Exceeds the number of earlier samples, so most
+samples of a finalist were taken next to samples of the other finalists."""
 STANDARD_ERRORS_IN_FINAL = 3.0
 SURE = 0.25
-"""Part of the indifference zone below which two standard errors decide nothing any more."""
+"""Fraction of the indifference zone; the final ends when two standard errors are below it."""
 _FEW = 5
-"""Samples of fewer have no middle half worth the name."""
+"""Fewer samples have no meaningful interquartile mean."""
 
 
 class Requesting:
@@ -151,23 +151,23 @@ class Requesting:
 
 
 class Racing(Requesting):
-    """A race of the candidates.
+    """Search that races the candidates in stages.
 
-    No clock and no randomness: with the same outcomes it asks for the same. Each request is
-    answered before the next is asked for.
+    Deterministic: equal outcomes lead to equal requests. Each request is answered before the next
+    one is made.
 
     Args:
-        candidates: in the order of the space; the first is the default.
-        policy: its ``rounds``, and ``repeat`` laps of the final and ``doubt`` more; only
+        candidates: in the order of the space; the first one is the default.
+        policy: ``rounds``, ``repeat`` and ``doubt`` set the samples of each stage; at most
             ``max_trials`` candidates take part.
-        incumbent: winner of an earlier tuning; takes part if it is a candidate.
+        incumbent: the winner of an earlier tuning; takes part if it is a candidate.
     """
 
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:
         self._policy = policy
-        # The last of at most `max_trials` makes room for the incumbent.
+        # The incumbent replaces the last of the `max_trials` candidates.
         entrants = list(candidates[: policy.max_trials])
         if incumbent is not None and incumbent in candidates[len(entrants) :] and len(entrants) > 1:
             entrants[-1] = incumbent
@@ -177,9 +177,9 @@ class Racing(Requesting):
             config.digest: [] for config in self._candidate_set
         }
         self._drift = Drift()
-        # Of each in a lap. Runs that do not count come with each request: then more that do.
+        # Samples per request: with untimed warm-up runs, each request takes more timed runs.
         self._step = 1 + 2 * policy.warmup
-        self._direction = 1  # of the next lap
+        self._direction = 1  # order of the next round
         self._requests = self._race()
         self._ahead = self._candidate_set
 
@@ -192,17 +192,17 @@ class Racing(Requesting):
             self._drift.add(digest, outcome.samples)
 
     def _race(self) -> Iterator[Request]:
-        """Every request, in order; what was told meanwhile decides how it goes on."""
+        """Yield the requests; outcomes received meanwhile decide which come next."""
         yield from self._each(self._candidate_set, self._policy.rounds[0])
         while True:
             valid = len(self._samples)
             yield from self._run()
             if len(self._samples) == valid:
                 return
-            # Who failed may have put others out of the race: once more without it.
+            # A config that failed may have eliminated others: repeat without it.
 
     def _run(self) -> Iterator[Request]:
-        """From the first round to the final; who has samples is asked for those missing alone."""
+        """Yield the requests of all stages; candidates with samples get only the missing ones."""
         first, *later = self._policy.rounds
         left: Sequence[Config] = self._candidate_set
         if first == 1:
@@ -226,15 +226,15 @@ class Racing(Requesting):
     def _second_look(
         self, candidates: Sequence[Config]
     ) -> Generator[Request, None, Sequence[Config]]:
-        """The second round; returns those that took part."""
+        """Run stage 2; return the candidates that took part."""
         blocks: dict[int, list[Config]] = {}
         for config in candidates:
             blocks.setdefault(self._drift.first_block(config.digest), []).append(config)
-        # In turn, so that each block of the second round meets many of the first.
-        columns = itertools.zip_longest(*(block[:TELLERS] for block in blocks.values()))
+        # Interleave, so that each block of stage 2 contains candidates of many blocks of stage 1.
+        columns = itertools.zip_longest(*(block[:REFERENCES] for block in blocks.values()))
         seen = [config for column in columns for config in column if config is not None]
-        told = {config.digest for config in seen}
-        others = [config for config in candidates if config.digest not in told]
+        known = {config.digest for config in seen}
+        others = [config for config in candidates if config.digest not in known]
         yield from self._each(seen, 2)
         spare = SPARE * self._time_of(self._candidate_set)
         while others:
@@ -252,14 +252,14 @@ class Racing(Requesting):
         return seen
 
     def _round(self, left: Sequence[Config], most: int) -> Iterator[Request]:
-        """One sample more of each, up to ``most``; of whom others are ahead of, so many more."""
+        """Take one more sample of each, up to ``most``; candidates with fewer samples catch up."""
         yield from self._each(left[:: self._direction], min(self._least(left) + self._step, most))
         self._direction = -self._direction
 
     def _each(self, candidates: Iterable[Config], total: int) -> Iterator[Request]:
-        """Bring each to ``total`` samples."""
+        """Yield the requests that bring each candidate to ``total`` samples."""
         for config in candidates:
-            samples = self._samples.get(config.digest)  # none if it failed since the round began
+            samples = self._samples.get(config.digest)  # missing if it failed in this round
             if samples is not None and len(samples) < total:
                 yield Request(config, total - len(samples))
 
@@ -272,8 +272,8 @@ class Racing(Requesting):
         return [config for config in ranked if self._stays(config, limit)]
 
     def _still_racing(self, candidates: Sequence[Config]) -> Sequence[Config]:
-        """Candidates that noise may have held up, the fastest first: a tuning whose time is up in
-        the middle of a round has measured those that count."""
+        """Return the candidates that noise may have delayed, fastest first: if time runs out in the
+        middle of a round, the best ones have been measured."""
         self._drift.fit(self._digests(candidates))
         ranked = self._ranked(candidates)
         if not ranked:
@@ -282,7 +282,7 @@ class Racing(Requesting):
         return [config for config in ranked if self._stays(config, limit)]
 
     def _in_doubt(self, finalists: Sequence[Config]) -> Sequence[Config]:
-        """Finalists that may be first; none if it is all the same who is."""
+        """Return the finalists that may be the fastest; none if the order no longer matters."""
         left = [config for config in finalists if config.digest in self._samples]
         taken = self._least(left)
         if taken < self._policy.rounds[-1] + LEAST_ROUNDS or not left:
@@ -295,21 +295,21 @@ class Racing(Requesting):
         return [c for c, level in zip(left, found.level, strict=True) if level <= limit]
 
     def _digests(self, candidates: Iterable[Config]) -> list[str]:
-        """Digests of those that did not fail."""
+        """Return the digests of the candidates that did not fail."""
         digests = (config.digest for config in candidates)
         return [digest for digest in digests if digest in self._samples]
 
     def _least(self, candidates: Iterable[Config]) -> int:
-        """Samples of the one with the fewest."""
+        """Return the smallest number of samples of a candidate."""
         return min((len(self._samples[each]) for each in self._digests(candidates)), default=0)
 
     def _time_of(self, candidates: Iterable[Config]) -> float:
-        """Milliseconds of a run of each."""
+        """Return the milliseconds of one run of each candidate."""
         return sum(self._samples[digest][0] for digest in self._digests(candidates))
 
     def _ranked(self, candidates: Iterable[Config]) -> list[Config]:
-        """Candidates that did not fail, the fastest first; equals keep their places, which began as
-        those in the space."""
+        """Return the candidates that did not fail, fastest first; ties keep the order of the
+        space."""
         valid = [config for config in candidates if config.digest in self._samples]
         return sorted(valid, key=self._better)
 
@@ -317,18 +317,18 @@ class Racing(Requesting):
         return config.digest in self._seeded or self._better(config) <= limit
 
     def _better(self, config: Config) -> float:
-        """Milliseconds that it takes if its few samples were held up."""
+        """Return the milliseconds of a run, assuming that few samples were delayed."""
         steady = self._drift.steadied(config.digest)
         return typical(steady) if len(steady) >= _FEW else statistics.median_low(steady)
 
     def _worse(self, digest: str) -> float:
-        """Milliseconds that it takes if its few samples were lucky."""
+        """Return the milliseconds of a run, assuming that few samples were lucky."""
         steady = self._drift.steadied(digest)
         return typical(steady) if len(steady) >= _FEW else statistics.median_high(steady)
 
     def _limit(self, candidates: Sequence[Config], samples: int, least: float = 0.0) -> float:
-        """Milliseconds above which one with so many samples leaves; ``least``: relative to the
-        fastest of ``candidates``."""
+        """Return the milliseconds above which a candidate with this number of samples is dropped.
+        ``least``: smallest relative margin over the fastest of ``candidates``."""
         digests = self._digests(candidates)
         noise = sorted(
             statistics.stdev(own) / (statistics.fmean(own) or 1.0)
@@ -336,7 +336,7 @@ class Racing(Requesting):
             if len(own) > 1
         )
         third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
-        sureness = 1 + FEW_TELL_LITTLE / max(len(noise), 1)
+        sureness = 1 + FEW_CANDIDATES / max(len(noise), 1)
         margin = STANDARD_ERRORS * sureness * third_quartile * math.sqrt(2 / max(samples, 1))
         fastest = min(map(self._worse, digests), default=math.inf)
         return fastest * (1 + max(margin, self._policy.indifference, least))

@@ -1,8 +1,8 @@
-"""The next launch of a kernel inside a function, one at a time.
+"""Plan the next launch of a kernel inside a function, one launch at a time.
 
-A search over a whole function asks for many samples of a config at once; here a call of the
-function is one launch of each kernel, so a plan goes launch by launch. Plans use no clock and no
-randomness: told the same on all ranks, they go on alike.
+A search over a whole function requests many samples of a config at a time. In contextual tuning,
+one call of the function launches each kernel once, so a plan advances launch by launch. Plans are
+deterministic: equal times on all ranks lead to equal plans.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from triton_dist._tuning.values import Config
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """One launch."""
+    """One launch of a config."""
 
     config: Config
     timed: bool
 
 
 class InOrder:
-    """Every config ``warmup`` times untimed, then ``repeat`` times timed, one config after another.
+    """Plan that launches each config ``warmup`` times untimed, then ``repeat`` times timed.
 
-    What failed is left out from then on. ``current`` is the step to take; ``None``: all is known.
+    Failed configs are left out. ``current`` is the next step, or ``None`` at the end.
     """
 
     def __init__(self, candidates: Sequence[Config], warmup: int, repeat: int) -> None:
@@ -37,13 +37,13 @@ class InOrder:
         self._advance()
 
     def tell(self, milliseconds: float) -> None:
-        """The current step was taken. An untimed one's time does not count."""
+        """Record the time of the current step, if it is timed, and advance."""
         if self.current is not None and self.current.timed:
             self.samples[self.current.config.digest].append(milliseconds)
         self._advance()
 
     def fail(self, digest: str) -> None:
-        """A config, not always the current one, cannot be used."""
+        """Leave out a config, which need not be the current one."""
         self.samples.pop(digest, None)
         if self.current is not None and self.current.config.digest == digest:
             self._advance()
@@ -62,22 +62,22 @@ class InOrder:
 
 
 class Race(InOrder):
-    """Clear losers leave early.
+    """Plan that drops clear losers early.
 
     =====  ==================================================  ================================
-    round  launches of each config that is left                leaves
+    stage  launches of each remaining config                   configs dropped
     =====  ==================================================  ================================
-    1      one untimed (if ``warmup`` is not 0), one timed     who took more than twice as long
-                                                               as the fastest, and the last third
-    2      one timed                                           who is behind by half, and all but
-                                                               a third of the first field
-    final  up to ``repeat`` in all, in turn, forward and       nobody
-           backward, so that a drifting clock hits all alike
+    1      one untimed (if ``warmup`` is not 0), one timed     slower than 2x the fastest, and
+                                                               the last third
+    2      one timed                                           slower than 1.5x the fastest, and
+                                                               all but a third of the configs
+    final  up to ``repeat`` in total, alternating forward and  none
+           backward, so clock drift affects all alike
     =====  ==================================================  ================================
 
-    So with the default 3 + 5 launches a race takes less than half of what :class:`InOrder` takes,
-    whatever the times are. A config stands where the lower median of its samples stands: noise is
-    mostly delay, and one hiccup must not end a race.
+    With the default 3 + 5 launches a race takes less than half the launches of :class:`InOrder`.
+    Configs are ranked by the lower median of their samples: noise is mostly delay, and one hiccup
+    must not drop a config.
     """
 
     _CLEARLY_SLOWER = (2.0, 1.5)
@@ -99,13 +99,13 @@ class Race(InOrder):
 
     def _fastest(self, field: Sequence[Config], slower: float, most: int) -> list[Config]:
         ranked = sorted(
-            (config for config in field if config.digest in self.samples), key=self._status
+            (config for config in field if config.digest in self.samples), key=self._level
         )
         return [
             config
             for config in ranked[:most]
-            if self._status(config) <= slower * self._status(ranked[0])
+            if self._level(config) <= slower * self._level(ranked[0])
         ]
 
-    def _status(self, config: Config) -> float:
+    def _level(self, config: Config) -> float:
         return statistics.median_low(self.samples[config.digest])

@@ -1,14 +1,14 @@
-"""Proposes few of very many candidates: a model of what was measured says which.
+"""Search very large spaces with a model of the times measured so far (Bayesian optimisation).
 
-Random candidates come first. Then the candidate with the highest expected improvement under
-:class:`Model` is taken, out of those that differ from the fastest in one or two parameters and out
-of random ones. Every third time an untried neighbour of the fastest is taken, to descend into the
-valley that was found.
+The first candidates are random. Then the candidate with the highest expected improvement under
+:class:`Model` is chosen from two pools: configs that differ from the fastest ones in one or two
+parameters, and random configs. Every third time, an untried neighbour of the fastest config is
+chosen instead, as local descent.
 
-Candidates are chosen in generations, so that those of the next are compiled while one is measured:
-for what is chosen and not yet measured the model takes its own forecast.
+Candidates are chosen in generations, so that the next generation compiles while the current one is
+measured. The model uses its own prediction for candidates that are chosen but not yet measured.
 
-There is no randomness but that of a generator whose seed is fixed.
+All random numbers come from one generator with a fixed seed.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from triton_dist._tuning.values import Candidates, Config, Point
 Numbers = Any
 """A numpy array of floats."""
 _NOISE = 0.01
-"""Variance of a time about what its config explains, relative to that of all times."""
+"""Variance of the noise, relative to the variance of all times."""
 _MOST = 300
-"""Configs that the model is made of; its time grows with the cube of that."""
+"""Maximum number of configs in the model; its time grows with the cube."""
 _FAR = 1.5
-"""A time beyond so many times the fourth fifth is cut down to that: how bad the bad are teaches
-nothing about the good."""
+"""Times are clipped at this multiple of the 80th percentile, because bad configs teach little."""
 _STEPS, _SMALL = 4, 80
-"""Steps up the hill, of a model of few configs, which takes little time."""
+"""Gradient steps for each prediction while the model has few configs, and that number of
+configs."""
 ALIKE = 0.25
-"""Weight of a parameter of which nothing is known."""
+"""Prior mean of the weight of a parameter."""
 PRIOR = 0.5
-"""Standard deviation of the log of a weight about that."""
+"""Prior standard deviation of the log of a weight."""
 
 
 class Model:
-    """A Gaussian process on the logarithm of the time of a config.
+    """Gaussian process over the logarithm of the time of a config.
 
     The distance of two configs is a sum over parameters: whether their values differ and, for
     numbers, by how many steps. The weight of each parameter is learnt by maximising the likelihood
-    of the measurements, one gradient step for each prediction. In every other prediction all
-    parameters weigh the same, because few measurements may teach wrong weights.
+    of the measurements, one gradient step for each prediction. Every other prediction uses equal
+    weights, because a few measurements may lead to wrong weights.
 
     Args:
-        sizes: number of values by parameter.
-        ordered: whether they are numbers, by parameter.
+        sizes: number of values of each parameter.
+        ordered: for each parameter, whether its values are numbers.
     """
 
     def __init__(self, sizes: Sequence[int], ordered: Sequence[bool]) -> None:
         self._sizes = tuple(sizes)
-        # By feature, the parameter that it is of: one feature for each value, then, of numbers, one
-        # for the step. Half the squared distance is then a sum over features.
+        # The parameter of each feature: one feature per value (one-hot), and one for the step if
+        # the values are numbers. Half the squared distance is then a sum over features.
         steps = [axis for axis, each in enumerate(ordered) if each]
         axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + steps
         self._axes = np.array(axes, dtype=int)
@@ -67,8 +67,8 @@ class Model:
         self._stride, self._direction = np.full(len(sizes), 0.3), np.zeros(len(sizes))
 
     def learn(self, points: Sequence[Point], times: Sequence[float]) -> None:
-        """Take what was measured, ``inf`` where it failed. Of very many the fastest count, and
-        every other one of the rest."""
+        """Fit the model to measured times, ``inf`` for failures. If there are too many, use the
+        fastest and every other one of the rest."""
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MOST:
             kept = np.concatenate([kept[: _MOST // 2], kept[_MOST // 2 :: 2]])[:_MOST]
@@ -78,8 +78,8 @@ class Model:
         self._weights = self._learnt
         for _ in range(_STEPS if len(kept) < _SMALL else 1):
             self._fit()
-            # Let each parameter count more or less, as makes what was measured likelier: by a
-            # stride of its own, which grows while the direction stays and shrinks where it turns.
+            # Ascend the likelihood with one stride per parameter (Rprop): the stride grows while
+            # the sign of the gradient stays, and shrinks when it changes.
             slope = np.outer(self._solved, self._solved) - self._inverse.T @ self._inverse
             slope *= self._matrix
             own, features = slope.sum(1), self._features
@@ -97,14 +97,14 @@ class Model:
         self._fit()
 
     def believe(self, points: Sequence[Point]) -> None:
-        """Take the forecasts of points as if they had been measured: they are about to be."""
+        """Add the predictions of pending points as if they were measured."""
         mean, _ = self.expected(points)
         self._features = np.concatenate([self._features, self._features_of(points)])
         self._logs = np.concatenate([self._logs, mean])
         self._fit()
 
     def expected(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
-        """Mean and standard deviation of the standardised log of the time of each."""
+        """Return mean and standard deviation of the standardised log time of each point."""
         near = self._near(self._features_of(points), self._features)
         mean = near @ self._solved
         left = near @ self._inverse.T
@@ -112,7 +112,7 @@ class Model:
 
     @property
     def best(self) -> float:
-        """The lowest mean of what was measured."""
+        """Lowest predicted mean of the measured points."""
         return float((self._matrix @ self._solved).min())
 
     def _features_of(self, points: Sequence[Point]) -> Numbers:
@@ -135,7 +135,7 @@ class Model:
 
 
 def _targets(times: Numbers) -> Numbers:
-    """Standardised logs of times; of failures, as the worst that counts."""
+    """Return standardised log times; failures count as the clipping limit."""
     valid = times[np.isfinite(times)]
     if not len(valid):
         return np.zeros(len(times))
@@ -146,31 +146,31 @@ def _targets(times: Numbers) -> Numbers:
 
 
 def gain(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
-    """Expected distance of each below ``best``."""
+    """Return the expected improvement of each point over ``best``."""
     ahead = (best - mean) / deviation
     below = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in ahead]))
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))
 
 
 FIRST = 20
-"""Candidates at random."""
+"""Random candidates at the beginning."""
 POLISH = 3
-"""In every so many turns a neighbour of the fastest is taken."""
+"""Every POLISH-th choice is a neighbour of the fastest config."""
 TOPS, REACH = 4, 16
-"""Neighbours of so many of the fastest are looked at, up to so many steps away: what is near a good
-value may be bad, and the next good one far, as with multiples of a power of two."""
+"""Neighbours of the TOPS fastest configs are considered, up to REACH steps away. The next good
+value may be far, for example the next multiple of a power of two."""
 PAIRS, ANYWHERE = 150, 150
-"""Candidates that are looked at besides in each turn: so many that differ from one of the fastest
-in two parameters, and so many at random."""
+"""Further candidates for each choice: configs that differ from one of the fastest in two
+parameters, and random configs."""
 _DRAWS = 50
 
 
 class Surrogate:
-    """Proposals out of ``candidates``; each config at most once.
+    """Proposer that uses :class:`Model`; proposes each config at most once.
 
     Args:
-        generation: so many are chosen at a time, and so many more while these are measured.
-        seed: of what is random.
+        generation: number of configs chosen at a time.
+        seed: seed of the random generator.
     """
 
     is_users = False
@@ -181,7 +181,7 @@ class Surrogate:
         self._model = Model(self._grid.sizes, self._grid.ordered)
         self._times: dict[Point, float] = {}
         self._seen: set[Point] = set()
-        """All that were looked at and need not be again: chosen, or no candidates."""
+        """Points that are chosen already or are not candidates."""
         self._chosen: deque[tuple[Point, Config]] = deque()
         self._next: list[tuple[Point, Config]] = []
         self._ahead: list[Config] = []
@@ -219,13 +219,13 @@ class Surrogate:
         self._announce()
 
     def _announce(self) -> None:
-        """The next generation is whole, or nothing else is left."""
+        """Release the next generation."""
         self._ahead += [config for _, config in self._next]
         self._chosen.extend(self._next)
         self._next = []
 
     def _taken(self, point: Point) -> list[tuple[Point, Config]]:
-        """The candidate there, if there is one that was not taken."""
+        """Return the candidate at ``point`` in a list, empty if there is none or it was chosen."""
         if point in self._seen:
             return []
         self._seen.add(point)
@@ -233,12 +233,12 @@ class Surrogate:
         return [] if config is None else [(point, config)]
 
     def _choice(self) -> list[tuple[Point, Config]]:
-        """The one that promises most; none if nothing is left."""
+        """Return the most promising candidate in a list, empty if nothing is left."""
         found = (taken for point in self._ranked() if (taken := self._taken(point)))
         return next(found, [])
 
     def _ranked(self) -> Iterator[Point]:
-        """Untried points, the most promising first."""
+        """Yield untried points, the most promising first."""
         fastest = sorted(self._times, key=self._times.__getitem__)
         pool: list[Point] = []
         if self._turn % POLISH == 0:
@@ -259,6 +259,6 @@ class Surrogate:
         return (pool[index] for index in np.argsort(-value, kind="stable"))
 
     def _fresh(self, points: Sequence[Point], reach: int) -> list[Point]:
-        """Neighbours that were not looked at."""
+        """Return the neighbours of ``points`` that were not considered before."""
         near = (each for point in points for each in self._grid.neighbours(point, reach))
         return [each for each in near if each not in self._seen]

@@ -1,8 +1,8 @@
 """Predict good configs for a new key from keys that differ only in size.
 
 The first call of a key with tuned neighbours races a few configs that are near the best at the
-neighbouring sizes, for some milliseconds, instead of all candidates for seconds. Where nothing can
-be measured, the neighbours' records decide alone.
+neighbouring sizes, for some milliseconds, instead of all candidates for seconds. If nothing can be
+measured (frozen mode, graph capture), the records of the neighbours decide alone.
 
 Latencies are extrapolated from a neighbour by the number of waves, if ``waves_fn`` provides it: a
 grid that fits one wave at the neighbour may need two here. The extrapolation is a guess, so the
@@ -31,30 +31,31 @@ from triton_dist._tuning.values.sizes import Family, Sizes, distance
 from triton_dist.errors import InvalidArgument
 
 REACH = 1.0
-"""Doublings of a size, at most, between neighbours."""
+"""Maximum distance of neighbours, in doublings of a size."""
 ASKED = "fallback_fn or waves_fn"
-"""Functions of the user's that are asked about neighbours' configs."""
+"""User functions that are called with configs of neighbours, for messages."""
 _CANDIDATES, _FORESEEN = 6, 4
-"""Configs of the neighbours that race: without, and with, known waves."""
+"""Number of neighbours' configs that race: without and with known waves."""
 _ALIKE = 0.03
-"""Relative time that a candidate has to be ahead for each one before it with as many waves."""
+"""Penalty on a candidate's relative time for each chosen candidate with the same number of
+waves."""
 _FALLBACKS = 4
-"""Safe kinds that race besides, at most."""
+"""Maximum number of fallback kinds that race in addition."""
 _NEIGHBOURS, _IN_FULL = 6, 3
-"""So many, the nearest, have a say, and so many of those that were tuned in full."""
+"""Number of nearest neighbours that are used, and how many of them must be fully tuned."""
 _HOPELESS = 1.0
-"""Relative distance from the best beyond which a config at its neighbours is no candidate here."""
+"""Relative delay at the neighbours above which a config is not a candidate."""
 _NEAR_BEST = 0.1
-"""The same, beyond which it is not trusted without measuring."""
+"""Relative delay above which a config is not used without a measurement."""
 _IN_DOUBT = 0.3
-"""Doublings to the only neighbour from which on its winner is not trusted without measuring."""
+"""Distance (doublings) of a single neighbour above which its winner is not used unmeasured."""
 
 _ROUNDS = 8
-"""Steps in which several lists come to one scale."""
+"""Iterations of :func:`on_one_scale`."""
 
 
 def slowdowns(record: TuningRecord) -> dict[str, float]:
-    """By digest, the log of each config's median over the winner's."""
+    """Return, by digest, the log of the ratio of each config's median to the winner's."""
     medians = {
         trial.digest: trial.outcome.median
         for trial in record.trials
@@ -67,9 +68,11 @@ def slowdowns(record: TuningRecord) -> dict[str, float]:
 def on_one_scale(
     delays: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
-    """By name, the mean of several lists of delays, the zero of each of which is its own fastest.
-    Least squares finds the offsets between lists: else what was measured beside slow ones alone
-    would seem fast."""
+    """Return, by name, the weighted mean of several lists of delays.
+
+    The delays of a list are relative to its own fastest entry, so lists have different zeros. Least
+    squares finds the offsets; otherwise an entry measured only with slow ones would seem fast.
+    """
     scores = means(delays, weights)
     for _ in range(_ROUNDS):
         zeros = (
@@ -85,7 +88,7 @@ def on_one_scale(
 
 
 def means(lists: Iterable[Mapping[str, float]], weights: Iterable[float]) -> dict[str, float]:
-    """By name, the weighted mean over those ``lists`` that have it."""
+    """Return, by name, the weighted mean over the ``lists`` that contain it."""
     sums: dict[str, tuple[float, float]] = {}
     for values, weight in zip(lists, weights, strict=True):
         for name, value in values.items():
@@ -96,35 +99,37 @@ def means(lists: Iterable[Mapping[str, float]], weights: Iterable[float]) -> dic
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A valid record of a near key."""
+    """Valid record of a key with similar sizes."""
 
     sizes: tuple[int, ...]
     distance: float
     record: TuningRecord
     slowdowns: Mapping[str, float]
-    """Relative to the fastest there, by digest of the config: log of the ratio of medians."""
+    """By digest, the log of the ratio of the median to the fastest median of the record."""
 
     @property
     def weight(self) -> float:
-        """Share in a mean over neighbours, the larger the nearer."""
+        """Weight in means over neighbours; decreases with the distance."""
         return 1 / (self.distance + 0.1)
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """All of a key, the nearest first."""
+    """Neighbours of a key, nearest first."""
 
     family: Family
     all: Sequence[Neighbour]
     fallback_kind: Callable[[Config], object]
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
-    """Number of waves of a config at these sizes; ``None``: not known."""
+    """Return the number of waves of a config at some sizes, or ``None`` if unknown."""
 
     def know(self, kept: Sequence[Config]) -> bool:
-        """False if no fully tuned neighbour tried some kind of config in ``kept``, such as an
-        algorithm for smaller sizes: whether it wins here, nobody knows, and each transfer would see
-        less of the space than the last. Shipped records, of which the best alone are kept, are
-        taken to have tried all."""
+        """Return whether fully tuned neighbours have tried every kind of config in ``kept``.
+
+        If a kind, such as an algorithm for small sizes, was not tried, a warm start would never
+        find it, and each warm start would see less of the space. Shipped records contain only the
+        best configs and count as having tried all.
+        """
         full = [each.record for each in self.all if not each.record.warm_started_from]
         if any(record.shipped for record in full):
             return True
@@ -146,7 +151,7 @@ class Neighbours:
         """Return the neighbours of ``key`` among ``records``.
 
         Args:
-            value: the result of ``key_fn`` that ``key`` is made of.
+            value: the result of ``key_fn`` from which ``key`` was made.
             is_valid: whether a record may be used for this call.
         """
         family = sizes.family(value)
@@ -163,13 +168,12 @@ class Neighbours:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
-        """Those of ``kept`` that are near the best at the neighbours', the most promising first,
-        alternating with one safe config of each kind; with more time, more."""
+        """Return the configs of ``kept`` that are near the best at the neighbours, best first,
+        alternating with one fallback config of each kind. More time allows more configs."""
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
         foreseen = any(each is not None for each in waves.values())
-        # The mean delay over the neighbours that know a config, the nearest counting most. Where
-        # waves are foreseen, over neighbours that were tuned in full: a warm-started neighbour
-        # knows few configs, and not that others are faster.
+        # Mean delay over the neighbours that measured a config, weighted by distance. With known
+        # waves, use only fully tuned neighbours: a warm-started neighbour measured few configs.
         heard = [each for each in self.all if not (foreseen and each.record.warm_started_from)]
         delays = [self._delays(each, kept) for each in heard]
         scores = means(delays, [each.weight for each in heard])
@@ -184,12 +188,14 @@ class Neighbours:
         if not near:
             return []
         fallback = self.fallback(kept)
-        pairs = itertools.zip_longest(near, fallback[:_FALLBACKS])  # time may end the race
+        pairs = itertools.zip_longest(
+            near, fallback[:_FALLBACKS]
+        )  # interleaved, because time may end the race
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
     def fallback(self, kept: Sequence[Config]) -> list[Config]:
-        """The fastest of each kind that is safe, as the neighbours say, the fastest kind first.
-        Their order changes little with size, so every neighbour that measured two counts."""
+        """Return the fastest fallback config of each kind, fastest kind first. Their order changes
+        little with size, so every neighbour that measured two of them is used."""
         fallback = [config for config in kept if self.fallback_kind(config)]
         delays = [self._delays(each, fallback) for each in self.all]
         scores = on_one_scale(delays, [each.weight for each in self.all])
@@ -205,25 +211,27 @@ class Neighbours:
 
     @property
     def below(self) -> list[Neighbour]:
-        """Those of smaller sizes, the nearest first."""
+        """Neighbours with smaller sizes, nearest first."""
         return [each for each in self.all if each.sizes < self.family.sizes]
 
     def times(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
     ) -> SizeTimes:
-        """The times of these configs by size, for the range of ``record``; ``others``: what sizes
-        go by that were not measured."""
+        """Return the latency curves of ``usable`` configs over the range of ``record``; ``others``
+        provide the slopes."""
         (at,) = record.at or self.family.sizes
         measured = [((each.record.at or each.sizes)[0], each.record) for each in others]
         is_fallback = {config.digest: bool(self.fallback_kind(config)) for config in usable}
         return size_times(record, at, measured, is_fallback)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
-        """The record that is used for ``key`` where nothing can be measured: of the config that is
-        least slow at the neighbours on either side; in doubt of one that is safe.
+        """Return the record to use for ``key`` if nothing can be measured, or ``None``.
+
+        The config is the one with the smallest delay at the neighbours on both sides; in doubt, a
+        fallback config.
 
         Args:
-            now: the time, as records have it.
+            now: the timestamp of the record.
         """
         candidates = self.candidates(kept)
         if not candidates:
@@ -255,8 +263,8 @@ class Neighbours:
         )
 
     def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
-        """By digest, the slowdowns of ``kept`` at a neighbour, each grown to what it should be
-        here, relative to the growth of the fastest there."""
+        """Return, by digest, the delays of ``kept`` at a neighbour, extrapolated to the sizes here,
+        relative to the fastest config there."""
         known = [config for config in kept if config.digest in there.slowdowns]
         if not known:
             return {}
@@ -268,7 +276,8 @@ class Neighbours:
         }
 
     def _growth(self, config: Config, there: Neighbour) -> float:
-        """The log of the time here over that at a neighbour: by waves, or with the sizes."""
+        """Return the log of the expected ratio of the time here to the time at the neighbour, from
+        the number of waves if known, else from the sizes."""
         measured, ours = there.record.at or there.sizes, self.family.sizes
         waves, others = self.waves(config, ours), self.waves(config, measured)
         if waves is None or others is None:
@@ -280,8 +289,8 @@ def nearest(
     relatives: Iterable[tuple[float, tuple[int, ...], TuningRecord]],
     is_valid: Callable[[TuningRecord], bool] = lambda record: True,
 ) -> list[Neighbour]:
-    """The nearest of ``relatives``, given by distance, sizes and record: six, or more until three
-    are among them that were tuned in full."""
+    """Return the nearest six of ``relatives`` (distance, sizes, record), or more until three of
+    them are fully tuned."""
     found: dict[tuple[int, ...], Neighbour] = {}
     full = 0
     for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
@@ -301,8 +310,8 @@ def _varied(
     waves: Mapping[Config, float | None],
     number: int,
 ) -> list[Config]:
-    """The most promising ``number`` of ``near``, where a config counts as slower for each with as
-    many waves that was taken before it: if one disappoints, so will the others."""
+    """Return the ``number`` best of ``near``, with a penalty for each chosen config with the same
+    number of waves: their times are correlated."""
     taken: Counter[float | None] = Counter()
     chosen: list[Config] = []
     left = list(near)
@@ -316,11 +325,11 @@ def _varied(
 
 
 def _kind(config: Config) -> frozenset[tuple[str, str | None]]:
-    """The names in a config, and those of its values that are texts, as names of algorithms."""
+    """Return the parameter names of a config and its string values, such as the algorithm."""
     return frozenset((k, v if isinstance(v, str) else None) for k, v in config.items())
 
 
 def _scaled(trial: Trial, growth: float) -> Measurement:
-    """The time to be expected here, so many times that of a neighbour."""
+    """Return the measurement of a trial, scaled by ``growth``."""
     assert isinstance(trial.outcome, Measurement)
     return Measurement((round(trial.outcome.median * growth, 6),), 0, trial.outcome.reduction)

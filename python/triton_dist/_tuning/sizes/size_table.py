@@ -1,10 +1,10 @@
-"""The config for an exact size within a range that shares a tuning.
+"""Choose the config for an exact size within a range of sizes that shares one tuning.
 
-A library picks its tiles by the exact size, so its time grows with the size. A kernel of fixed
-tiles takes as long for the first rows of a tile as for all of them. So what wins at the end of a
-range may lose at its beginning; the wider the range, the more. Nothing is measured to know where:
-from the size that was measured, the time of configs that are safe goes towards what they took at
-the next one on either side, but grows no faster than the size; the time of the others stays.
+The time of a library grows with the size, because it selects tiles by the exact size. A kernel with
+fixed tiles takes the same time for one row of a tile as for all. Hence the winner at the end of a
+wide range may lose at its beginning. The size table predicts where, without measurements: from the
+measured size, the time of a fallback config moves towards its time at the neighbouring measured
+size, at most in proportion to the size; the time of other configs is constant.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from typing import NamedTuple
 from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningRecord
 
 _WORTH = 0.99
-"""Share of the winner's time below which another config replaces it near the size at which it won;
-elsewhere its time is a guess, too, and the fastest is taken."""
+"""Near the measured size, another config replaces the winner only below this share of its time.
+Elsewhere both times are predictions, and the faster one is chosen."""
 _SURE = 0.98
-"""Share of the fastest safe config's time below which one of fixed tiles is used at a size that was
-not measured: some take longer for fewer rows of a tile (99 us for 33, 92 for 48)."""
+"""At other sizes, a config with fixed tiles is used only below this share of the fastest fallback's
+time: some take longer for fewer rows of a tile (99 us for 33 rows, 92 us for 48)."""
 _NEAR = 1 / 64
-"""Part of a size within which another one tells of it as if it had been measured."""
+"""Relative distance from the measured size within which measured times hold."""
 _APART = 15 / 16
-"""Ratio of two sizes from which on times there tell how a time goes on beyond both. Between
-nearer ones a library may take other tiles, which would tell of 44 us a row for 0.4."""
+"""Largest ratio of two sizes from which a slope is extrapolated. Between closer sizes, a change of
+the library's tiles distorts the slope (44 us per row instead of 0.4)."""
 
 
 class LatencyCurve(NamedTuple):
-    """Milliseconds of a config by size."""
+    """Predicted milliseconds of a config as a function of the size."""
 
     digest: str
     size: int
-    """The one at which it was measured."""
+    """The measured size."""
     ms: float
     down: float
     up: float
-    """The part of its time that is proportional to the size, for smaller and for larger ones; the
-    rest is constant."""
+    """Fraction of the time that is proportional to the size, for smaller and for larger sizes."""
 
     def at(self, size: int) -> float:
         growth = self.up if size > self.size else self.down
@@ -47,19 +46,20 @@ class LatencyCurve(NamedTuple):
 
 
 class SizeTimes(NamedTuple):
-    """Words of the leader to all ranks: plain values."""
+    """Plain values that the leader broadcasts to all ranks."""
 
     winner: str
-    """Digest of the record's winner."""
+    """Digest of the winner."""
     fixed: tuple[str, float] | None
-    """Digest and milliseconds of the winner, if it is not safe; else of the fastest that is not."""
+    """Digest and milliseconds of the winner if it is not a fallback, else of the fastest config
+    that is not a fallback."""
     lines: tuple[LatencyCurve, ...]
-    """Those of configs that are safe."""
+    """Latency curves of the fallback configs."""
 
 
 @dataclass(frozen=True)
 class SizeTable:
-    """The configs of a range by size; the same on all ranks."""
+    """Config for each size of a range; equal on all ranks."""
 
     times: SizeTimes
     configs: dict[str, Config]
@@ -73,7 +73,7 @@ class SizeTable:
         return cls(times, {name: config for name, config in found.items() if config is not None})
 
     def at(self, size: int) -> Config:
-        """The config that should be the fastest; in doubt a safe one."""
+        """Return the config that is expected to be the fastest; in doubt, a fallback config."""
         lines, fixed = self.times.lines, self.times.fixed
         estimates = {line.digest: line.at(size) for line in lines}
         known = not lines or abs(size - lines[0].size) <= _NEAR * size
@@ -92,11 +92,11 @@ def size_times(
     others: Sequence[tuple[int, TuningRecord]],
     is_fallback: Mapping[str, bool],
 ) -> SizeTimes:
-    """The times of ``record``, which was measured at size ``at``.
+    """Return the latency curves of ``record``, which was measured at size ``at``.
 
     Args:
-        others: records of other ranges, with the sizes at which they were measured.
-        is_fallback: by digest of the configs that may be used, the winner among them.
+        others: measured sizes and records of other ranges.
+        is_fallback: by digest of the usable configs (including the winner).
     """
     medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_fallback}
     nearest = sorted(others, key=lambda each: abs(each[0] - at))
@@ -105,7 +105,7 @@ def size_times(
     for digest in filter(is_fallback.__getitem__, medians):
         there = [(size, known[digest]) for size, known in elsewhere if digest in known]
         growths[digest] = _growths(at, medians[digest], there)
-    # Of a config that was not measured elsewhere, that of its like.
+    # For configs measured at only one size, use the median growth of the others.
     usual = [
         statistics.median([each for each in side if each is not None] or [0.0])
         for side in zip(*growths.values(), strict=True)
@@ -124,8 +124,7 @@ def size_times(
 def _growths(
     at: int, ms: float, there: Sequence[tuple[int, float]]
 ) -> tuple[float | None, float | None]:
-    """``LatencyCurve.down`` and ``up``, as far as times at other sizes tell, of which the nearest
-    is first."""
+    """Return ``LatencyCurve.down`` and ``up`` from the times at other sizes (nearest first)."""
 
     def towards(size: int, other: float) -> float:
         share = (ms - other) / ms * at / (at - size) if ms > 0 else 0.0
@@ -140,7 +139,7 @@ def _growths(
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:
-    """Medians, but for configs that were dropped early, whose few samples say little."""
+    """Return medians, without configs that were dropped early after few samples."""
     measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
     most = max(len(trial.outcome.samples) for trial in measured)  # type: ignore[union-attr]
     return {
