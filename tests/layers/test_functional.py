@@ -94,7 +94,7 @@ def test_mistakes_are_said(on_two_ranks):
         "ag_gemm: A.dtype is torch.float32, expected the weight's torch.float16",
         f"ag_gemm: A.dtype is torch.int8, expected {dtypes}",
         f"ag_gemm: A.dtype is torch.float64, expected {dtypes}",
-        "ag_gemm: A.shape is (6, 19), expected […, 20], as the weight [K, N] = (20, 18)",
+        "ag_gemm: A.shape is (6, 19), expected […, 20] for a weight [K, N] = (20, 18)",
         "ag_gemm: M is 14, expected at most the context's max_M = 12",
         "gemm_rs: M is 5, expected a positive multiple of world_size = 2",
         "trying to differentiate twice",
@@ -153,5 +153,5 @@ def test_a_bias_of_another_shape_is_refused():
 
 def test_a_family_of_transformers_that_was_not_tried_is_named():
     kind = type("HeliumMLP", (MLP,), {"__module__": "transformers.models.helium.modeling_helium"})
-    with pytest.warns(TritonDistWarning, match="transformers' helium was not tried"):
+    with pytest.warns(TritonDistWarning, match="transformers' helium was not tested"):
         parallelize(torch.nn.Sequential(kind(16, 24)), max_M=4).finalize()

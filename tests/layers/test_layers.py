@@ -66,18 +66,18 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_MLP: columns of gate_proj is 49, expected a multiple of the 2 ranks",
         "TP_MLP: up_proj.weight.shape is (50, 32), expected [outputs, inputs] = (48, 32)",
         "TP_MLP: up_proj.bias is (48,), expected None",
-        "TP_MLP: up_proj.weight.dtype is torch.float16, expected that of gate_proj, torch.float32",
+        "TP_MLP: up_proj.weight.dtype is torch.float16, expected the dtype of gate_proj, ",
         "TP_MLP: gate_proj.weight.dtype is torch.float8_e4m3fn, expected torch.float16, ",
-        "TP_MLP: gate_proj.weight.device is 'meta', expected one with values",
-        "TP_MLP: ranks is None, expected a TensorParallel; call _init_ctx(max_M) before",
+        "TP_MLP: gate_proj.weight.device is 'meta', expected a tensor with values",
+        "TP_MLP: ranks is None, expected a TensorParallel; call _init_ctx(max_M) first",
         "gemm_ar: M is 5, expected at most the context's max_M = 4",
         "gemm: A.dtype is torch.float16, expected the weight's torch.float32",
         "gemm: A.dtype is torch.int8, expected torch.float16, ",
         "gemm: A.device is ",
         "parallelize: module is <class 'torch.nn.modules.linear.Linear'>, expected a module",
         "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
-        "parallelize: module.config.output_router_logits is True, expected False: the layers give",
-        "Llama: output_router_logits is True, expected False: the layers give",
+        "parallelize: module.config.output_router_logits is True, expected False: the layers return",
+        "Llama: output_router_logits is True, expected False: the layers return",
         "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
         "TP_Attn: heads of k_proj is 3, expected a multiple or a divisor of the 2 ranks",
         "KV_Cache: kv_heads is 3, expected a multiple or a divisor of world_size = 2",
@@ -86,15 +86,15 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_Attn: head_dim is 7, expected a divisor of the ",
         "TP_Attn: attention_dropout is 0.5, expected 0.0",
         "TP_Attn: is_causal is False, expected True",
-        "TP_Attn: q_norm.weight.shape is (32,), expected one of a head, [8]",
+        "TP_Attn: q_norm.weight.shape is (32,), expected a norm per head, [8]",
         "TP_MoE: bias of the gate is 'there', expected none",
         "TP_MLP: up_proj is <class 'tests.layers.layer_ranks.Adapted'>, expected a torch.nn.Linear",
         "TP_MLP: up_proj is <class 'tests.layers.layer_ranks.Around'>, expected a torch.nn.Linear",
-        "parallelize: forward hooks of mlp.down_proj is 'there', expected none: the layer that ",
+        "parallelize: forward hooks of mlp.down_proj is 'there', expected no hooks: the replacement",
         "TP_Attn: mask is <class 'torch.Tensor'>, expected a mask as attention_mask and one cache",
         "TP_Attn: past is <class 'tests.layers.layer_ranks.DynamicCache'>, expected a mask as",
     )
-    told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks keep each head"
+    told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks replicate each head"
     for rank, seen in enumerate(on_two_ranks(layer_ranks.mistakes)):
         for message, start in zip(seen, (*starts, told)[: len(starts) + (rank == 0)], strict=True):
             assert message.startswith(start)

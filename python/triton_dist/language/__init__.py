@@ -1,19 +1,19 @@
-"""Words to use inside kernels, interpreted or compiled.
+"""Functions for use inside kernels, interpreted or compiled.
 
-They are plain ``tl`` atomics with ``sem`` and ``scope``; the three pieces of inline assembly are
-no-ops in the interpreter and below the compute capability that they are for.
+They are plain ``tl`` atomics with ``sem`` and ``scope``. The three pieces of inline assembly are
+no-ops in the interpreter and below the compute capability that they need.
 
 ===================  ====================================================================
-``symm_at``          a region's address on a peer
-``notify``           set or add a flag, after everything the program wrote (release)
-``wait``             spin until flags have reached a value (acquire); gives a token
-``consume_token``    tie a load to the ``wait`` before it
-``give_turn``        before a look at what other programs of the grid do
-``only_rows``        of what a descriptor loads, the rows that are used: for checks
-``breakpoint``       stop here, for ``triton-dist debug attach``: interpreted only
-``dump``             print values; interpreted, with rank, program and line
-``publish_tile``     make TMA stores visible, before a ``notify``
-``mark``             with mark("wait"): what is done within, for timelines that ask for it
+``symm_at``          address of a region on a peer
+``notify``           set or add to a flag after all stores of the program (release)
+``wait``             spin until flags reach a value (acquire); returns a token
+``consume_token``    order a load after the ``wait`` that returned the token
+``give_turn``        yield before polling the results of other programs of the grid
+``only_rows``        declare which rows of a descriptor's load are used, for debug checks
+``breakpoint``       stop for ``triton-dist debug attach``; interpreter only
+``dump``             print values; in the interpreter with rank, program and line
+``publish_tile``     make TMA stores visible before a ``notify``
+``mark``             ``with mark("wait")``: record the time of a block for timelines
 ===================  ====================================================================
 """
 

@@ -1,4 +1,4 @@
-"""Words of kernels to those who debug them."""
+"""Debugging functions of the kernel language: ``only_rows``, ``breakpoint`` and ``dump``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ only_rows_of = _only_rows_interpreted if INTERPRETED.value else _only_rows_compi
 
 
 def _breakpoint_interpreted(condition: Any = True) -> None:
-    """Stop here if ``condition`` holds, of a block: for one of its elements."""
-    value = getattr(condition, "value", condition)  # of a constexpr
+    """Stop here if ``condition`` is true for at least one element."""
+    value = getattr(condition, "value", condition)  # unwrap a constexpr
     if np.any(value.handle.data if isinstance(value, tl.tensor) else value):
         debugger.stop_if_wanted(sys._getframe(1))
 
@@ -43,17 +43,22 @@ def _breakpoint_compiled(condition=True):
 
 
 breakpoint = _breakpoint_interpreted if INTERPRETED.value else _breakpoint_compiled
-"""``breakpoint(condition=True)``: stop the rank there for ``triton-dist debug attach``, where
-``TRITON_DIST_DEBUG=attach`` asks for it."""
+"""``breakpoint(condition=True)``: stop the rank for ``triton-dist debug attach``.
+
+Has no effect unless ``TRITON_DIST_DEBUG=attach`` is set.
+"""
 
 
 def _dump_interpreted(label: Any, *values: Any) -> None:
-    label = getattr(label, "value", label)  # of a constexpr
+    label = getattr(label, "value", label)  # unwrap a constexpr
     if not isinstance(label, str):
-        raise InvalidArgument("dump", "label", label, "a text, and then the values: dump(label, x)")
+        raise InvalidArgument("dump", "label", label, 'a string first, then values: dump("x", x)')
     printing.dump(label, values)
 
 
 dump: Any = _dump_interpreted if INTERPRETED.value else tl.device_print
-"""``dump(label, *values)``: print values. Interpreted, with rank, program, line, type and shape;
-compiled, this is ``tl.device_print``, which knows no rank and has a line for each element."""
+"""``dump(label, *values)``: print values.
+
+In the interpreter, print rank, program, line, type and shape. Compiled, this is
+``tl.device_print``, which prints one line per element and no rank.
+"""

@@ -1,4 +1,4 @@
-"""Marks of the time that parts of a kernel take."""
+"""Marks that record when a program is in a part of its kernel, for timelines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from triton_dist.language._spin import INTERPRETED
 from triton_dist.runtime import marking
 from triton_dist.runtime.interpreter_program import current_program_number
 
-# One thread of each four warps writes; $1: when it began. Named registers end with the braces. What
-# is not needed any more is written first: a producer warp has 24 registers.
+# One thread per warp group of 4 warps writes; $1 is the begin time. The braces scope the register
+# names. Values are written as early as possible, because a producer warp has only 24 registers.
 _WRITE = """{{
 .reg .pred one;
 .reg .b32 thread, place, size;
@@ -50,7 +50,7 @@ _WORD = 8
 
 
 def _number_of(name: Any) -> int:
-    name = getattr(name, "value", name)  # of a constexpr
+    name = getattr(name, "value", name)  # unwrap a constexpr
     if name not in marking.NAMES:
         expected = f"one of {', '.join(map(repr, marking.NAMES))}"
         raise InvalidArgument("mark", "name", name, expected)
@@ -58,7 +58,7 @@ def _number_of(name: Any) -> int:
 
 
 class _CompiledMark:
-    """A ``with`` that Triton compiles: to nothing, unless marks are on as it does."""
+    """Context manager that Triton compiles to the write of a mark, or to nothing."""
 
     __triton_builtin__ = True
 
@@ -108,20 +108,23 @@ class _InterpretedMark:
 
 
 mark: Any = _InterpretedMark if INTERPRETED.value else _CompiledMark
-"""``with mark(name, pipelined=False)``: what a program does within is ``name``, one of "wait",
-"load", "mma", "store" and "push" (to peers); on the timelines that ask for marks, and otherwise
-nothing: the kernel is the same bit by bit. ``pipelined``: within a loop that the compiler
-pipelines, which a mark would end: for the interpreter alone."""
+"""``with mark(name, pipelined=False)``: record the time of the block on timelines.
+
+``name`` is "wait", "load", "mma", "store" or "push" (to peers). If no timeline requests marks, the
+compiled kernel is bit-identical to one without marks. ``pipelined``: the block is inside a loop
+that the compiler pipelines. A compiled mark would prevent the pipelining, so only the interpreter
+records it.
+"""
 
 
 @jit
 def kernel_read_clock(out_ptr):
-    """Write the clock of marks. Grid (1,)."""
+    """Store the clock of marks. Grid (1,)."""
     tl.store(out_ptr, globaltimer())
 
 
-class Reading:
-    """The clock of marks as it was when this was made, or when the device came to it."""
+class ClockReading:
+    """Time on the clock of marks: at creation, or when the stream reaches this point."""
 
     def __init__(self) -> None:
         if INTERPRETED.value:

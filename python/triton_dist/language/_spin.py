@@ -1,5 +1,8 @@
-"""Work of a wait between two looks at a flag: on a GPU it counts, in the interpreter it lets
-others run. Either gives up when a limit is set and reached."""
+"""Body of a wait loop between two polls of a flag.
+
+On a GPU it counts polls; in the interpreter it lets other programs, threads and processes run. Both
+stop waiting when a limit is set and reached.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from triton_dist.runtime.cooperative_grid import pause
 from triton_dist.runtime.interpreter_program import current_program
 from triton_dist.runtime.triton_compat import is_interpreting
 
-_TEXT = tl.constexpr(str)
-_ARGUMENTS = tl.constexpr(
-    "wait(ptr, count, value, guard=None): the int32 value to wait for, and no scope or semantic; a "
-    "wait acquires, at system scope"
+_STR = tl.constexpr(str)
+_STR_MESSAGE = tl.constexpr(
+    "wait(ptr, count, value, timeout_words=None): value is the int32 to wait for. There are no "
+    "scope and semantic arguments: a wait acquires at system scope"
 )
 INTERPRETED = tl.constexpr(is_interpreting())
 SIZE_BITS = 20
-_LOOKS = tl.constexpr(64)
-_MOST_COUNTED = tl.constexpr(1 << 30)
+_POLLS_PER_CHECK = tl.constexpr(64)
+_MAX_COUNT = tl.constexpr(1 << 30)
 
 
 def _deadline_interpreted() -> float:
@@ -39,8 +42,11 @@ def _deadline_interpreted() -> float:
 def _spin_interpreted(
     ptr: Any, seen: Any, value: Any, deadline: float, polls: int, timeout_words: Any, sized: Any
 ) -> int:
-    """Give other programs, threads and processes a turn; -1 once a wait with this guard has noted
-    a disagreement. Raise once a flag is overdue."""
+    """Yield to other programs, threads and processes; return the number of polls so far.
+
+    Return -1 once a wait with these timeout words has noted a disagreement. Raise ``WaitTimeout``
+    after the time limit.
+    """
     if timeout_words is not None and _gave_up(timeout_words):
         return -1
     debugger.stop_if_asked()
@@ -48,7 +54,7 @@ def _spin_interpreted(
     if waits.on_look is not None:
         waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
     if overdue:
-        latest = int(np.argmin((seen - value).handle.data))  # of a block
+        latest = int(np.argmin((seen - value).handle.data))  # index in a block of flags
         places = SIZE_BITS if sized else 0
         raise WaitTimeout(
             rank=knobs.rank.get(),
@@ -67,12 +73,14 @@ def _spin_interpreted(
 def _unchanged(
     ptr: Any, seen: Any, value: Any, deadline: float, timeout_words: Any
 ) -> Callable[[], bool] | None:
-    """A test of whether a wait would find what it has ``seen``, on the words themselves: a look
-    takes the interpreter a hundred times as long. ``None`` where they are something else already,
-    or where a part of them is the flag."""
+    """Return a cheap test of whether the late flags still have the values in ``seen``.
+
+    The test reads the memory directly; a poll through the interpreter takes 100 times as long.
+    Return ``None`` if the flags have already changed, or if only part of the word is the flag.
+    """
     word = _word(ptr)
     values = seen.handle.data.ravel()
-    late = values != int(value)  # so never what a mask leaves out
+    late = values != int(value)  # excludes masked elements, which equal ``value``
     addresses = np.broadcast_to(ptr.handle.data.ravel(), late.shape)[late].tolist()
     words = [word.from_address(address) for address in addresses]
     before: list[int] = values[late].tolist()
@@ -94,7 +102,7 @@ def _word(ptr: Any) -> type[ctypes.c_int64] | type[ctypes.c_int32]:
 
 
 def _gave_up(timeout_words: Any) -> bool:
-    """True once the second word of a guard is set."""
+    """Return whether the second timeout word is set."""
     word = _word(timeout_words)
     address = int(timeout_words.handle.data.flat[0]) + ctypes.sizeof(word)
     return bool(word.from_address(address).value)
@@ -104,14 +112,14 @@ def _give_turn_interpreted() -> None:
     pause()
 
 
-def _refuse_text_interpreted(value: Any) -> None:
+def _reject_str_interpreted(value: Any) -> None:
     if isinstance(getattr(value, "value", value), str):
-        raise InvalidArgument("wait", "an argument", value, _ARGUMENTS.value)
+        raise InvalidArgument("wait", "an argument", value, _STR_MESSAGE.value)
 
 
 @jit
-def _refuse_text_compiled(value):
-    tl.static_assert(not isinstance(value, _TEXT), _ARGUMENTS)
+def _reject_str_compiled(value):
+    tl.static_assert(not isinstance(value, _STR), _STR_MESSAGE)
 
 
 @jit
@@ -126,26 +134,26 @@ def _deadline_compiled():
 
 @jit
 def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.constexpr):
-    """Count a look at the flag; -1 when this program gives up.
+    """Count a poll of the flag; return -1 when this program must stop waiting.
 
-    Every thread of the program must come to the same decision, so it is made from a count and from
-    an atomic's result, which are the same for all, and not from a clock.
+    All threads of the program must decide alike. The decision therefore uses a count and the result
+    of an atomic, which are uniform, and not a clock.
 
-    Without a limit, only every 64th look is also one at what other programs have noted, since it
-    takes as long as the one at the flag.
+    Without a limit, check the timeout words only at every 64th poll, because the check takes as
+    long as a poll.
     """
     if timeout_words is not None:
         most = tl.load(timeout_words)
         polls += 1
         gave_up = False
-        if (most > 0) | (polls % _LOOKS == 1):
+        if (most > 0) | (polls % _POLLS_PER_CHECK == 1):
             gave_up = tl.atomic_add(timeout_words + 1, 0, sem="relaxed", scope="gpu") != 0
         if most > 0:
             if (polls >= most) & (gave_up == 0):
                 tl.atomic_max(timeout_words + 1, 1, sem="relaxed", scope="gpu")
                 gave_up = True
         else:
-            polls = polls % _MOST_COUNTED
+            polls = polls % _MAX_COUNT
         if gave_up:
             polls = -1
     return polls
@@ -153,5 +161,5 @@ def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.c
 
 wait_deadline = _deadline_interpreted if INTERPRETED.value else _deadline_compiled
 give_turn_to_others = _give_turn_interpreted if INTERPRETED.value else _give_turn_compiled
-refuse_text = _refuse_text_interpreted if INTERPRETED.value else _refuse_text_compiled
+reject_str = _reject_str_interpreted if INTERPRETED.value else _reject_str_compiled
 spin = _spin_interpreted if INTERPRETED.value else _spin_compiled

@@ -1,4 +1,4 @@
-"""Flags in symmetric memory: one rank sets them, another waits for them inside its kernel."""
+"""Flags in symmetric memory: one rank sets a flag, another rank waits for it inside its kernel."""
 
 from __future__ import annotations
 
@@ -12,46 +12,52 @@ from triton_dist.language._marks import mark
 from triton_dist.language._spin import (
     INTERPRETED,
     give_turn_to_others,
-    refuse_text,
+    reject_str,
     spin,
     wait_deadline,
 )
 
-SET = tl.constexpr("set")  # a bare str is no default for a constexpr argument in Triton 3.6 to 3.9
-# Of a flag that carries a size, its lowest bits are in the lowest of the flag.
+SET = tl.constexpr("set")  # Triton 3.6 to 3.9 reject a plain str as default of a constexpr argument
+# The lowest 20 bits of a sized flag are the lowest bits of the caller's size.
 SIZE_BITS = tl.constexpr(_spin.SIZE_BITS)
 _SIZE = tl.constexpr(2**20 - 1)
-# How a flag stands to what is awaited; the lowest of several decides.
+# Status of a flag against the awaited value. The minimum over several flags is their status.
 _DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
-# Words of a guard behind the first two.
+# Indices of the timeout words after the first two.
 _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = (
     tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
 )  # fmt: skip
 DISAGREED = tl.constexpr(2)
-"""In a guard's second word: a flag came with another size."""
+"""Value of the second timeout word if a flag came with a different size."""
 
 
 @jit
 def symm_at(ptr, table, peer):
-    """``peer``'s copy of the region that starts at ``ptr``.
+    """Return the address of a region in ``peer``'s memory.
 
-    ``ptr``: the local start of a region, for its element type. ``table``: int64 [world size], the
-    region's ``pointers``. Returns a pointer of ``ptr``'s type into ``peer``'s memory.
+    Args:
+        ptr: local start of the region; gives the element type.
+        table: int64 [world size], ``pointers`` of the region.
+        peer: rank in the group.
+
+    Returns:
+        Pointer of ``ptr``'s type.
     """
     return tl.load(table + peer).to(ptr.dtype)
 
 
 @jit
 def notify(ptr, value, op: tl.constexpr = SET, mask=None):
-    """Write int32 ``value`` to the flag at ``ptr`` (``op="set"``), or add it (``op="add"``).
+    """Set the int32 flag at ``ptr`` to ``value`` (``op="set"``), or add ``value`` (``op="add"``).
 
-    A release at system scope: who sees the flag by ``wait`` sees all that this program stored
-    before, on any GPU of the host. Not for TMA stores: see ``publish_tile``.
+    This is a release at system scope: a program that observes the flag with ``wait`` also observes
+    all earlier stores of this program, on any GPU of the host. TMA stores need ``publish_tile``
+    before the call.
 
-    ``ptr`` may be a block of pointers, of which those in ``mask`` are written at once: several
-    peers are told for the price of one, since it is the release before that takes its time.
+    ``ptr`` may be a block of pointers, selected by ``mask``. Notifying several peers then costs as
+    much as notifying one peer, because the release dominates the time.
     """
-    tl.debug_barrier()  # the release is one thread's; all threads' stores come before it
+    tl.debug_barrier()  # one thread releases; the barrier orders all threads' stores before it
     if op == "set":
         tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
     else:
@@ -61,8 +67,10 @@ def notify(ptr, value, op: tl.constexpr = SET, mask=None):
 
 @jit
 def sized(count, size):
-    """The int64 that a flag is set to, and awaited at, which also says of what size the caller's
-    work is: ``count`` above, ``size`` (int32, from 0 on) modulo 2**20 in the lowest 20 bits."""
+    """Return the int64 value of a flag that also carries the size of the caller's work.
+
+    ``count`` is in the upper bits. ``size`` (int32, >= 0) modulo 2**20 is in the lowest 20 bits.
+    """
     return (count.to(tl.int64) << SIZE_BITS) | (size & _SIZE)
 
 
@@ -79,11 +87,11 @@ def _status(seen, value, SIZED: tl.constexpr):
 
 @jit
 def note_disagreement(timeout_words, flag, seen, value):
-    """Let all waits with the guards of this ring end, and the host know why: the flag at address
-    ``flag`` is ``seen`` and was awaited at ``value``. The first of a context that notes is heard.
+    """Record that a flag has another size, and end all waits of this context.
 
-    All, since a rank that has heard of it launches no more, and peers may have launched what waits
-    for that with the other guards.
+    The flag at address ``flag`` has the value ``seen`` instead of ``value``. Only the first record
+    of a context counts. Waits with the other timeout words of the ring end too: a rank that has
+    seen the disagreement launches nothing more, so peers might wait for it forever.
     """
     if tl.atomic_xchg(timeout_words + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
         tl.store(timeout_words + _SEEN, seen)
@@ -99,7 +107,7 @@ def note_disagreement(timeout_words, flag, seen, value):
 
 @jit
 def _wait_together(ptr, count, value, timeout_words, SIZED: tl.constexpr):
-    # Carries no block around the loop: Triton 3.6 aborts ("Result number is out of range").
+    # No block is carried through the loop: Triton 3.6 aborts ("Result number is out of range").
     among = tl.arange(0, ptr.shape[0]) < count
     deadline = wait_deadline()
     polls = 0
@@ -116,12 +124,12 @@ def _wait_together(ptr, count, value, timeout_words, SIZED: tl.constexpr):
                 flag = tl.max(tl.where(_status(seen, value, SIZED) == _DIFFERS, flags, 0), 0)
                 other = tl.max(tl.where(flags == flag, seen, 0), 0)
                 note_disagreement(timeout_words, flag, other, value)
-    tl.debug_barrier()  # each flag was acquired by a thread of its own
+    tl.debug_barrier()  # a different thread acquired each flag
 
 
 @jit
 def _wait_in_turn(ptr, count, value, timeout_words, SIZED: tl.constexpr):
-    """True if all have come with the same size."""
+    """Wait for the flags one after another; return whether all have the same size."""
     index = 0
     agree = True
     while index < count:
@@ -144,27 +152,32 @@ def _wait_in_turn(ptr, count, value, timeout_words, SIZED: tl.constexpr):
 def wait(ptr, count, value, timeout_words=None, SIZED: tl.constexpr = False):
     """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
 
-    ``ptr`` may be a block of pointers: then its first ``count`` are looked at all at once, which
-    saves time where they are many.
+    This is an acquire at system scope. Flags count up and may wrap: they are compared by signed
+    difference. An atomic add of zero lowers to ``ld.acquire.sys``; Triton 3.6 has no other way to
+    express this load.
 
-    An acquire at system scope. Flags count up and may wrap: they are compared by signed difference.
-    Adding zero atomically lowers to ``ld.acquire.sys``, which stock Triton 3.6 has no other word
-    for. Returns a token (int32 0) for ``consume_token``.
+    In the interpreter, a wait has a wall-clock limit and raises ``WaitTimeout``. Compiled, it has
+    no limit unless ``timeout_words`` is passed.
 
-    Interpreted, a wait has a wall-clock limit and raises ``WaitTimeout``. Compiled, it waits for as
-    long as it takes, unless ``timeout_words`` points to int32 [2]: ``timeout_words[0]`` > 0 is how
-    often to look before giving up; then ``timeout_words[1]`` becomes 1, all waits with this guard
-    end soon, and what the kernel computes is of no use. The host looks at ``timeout_words[1]``
-    afterwards.
+    Args:
+        ptr: pointer to the first flag, or a block of pointers, whose first ``count`` flags are
+            polled at the same time. A block is faster for many flags.
+        count: number of flags.
+        value: value to wait for.
+        timeout_words: pointer to int32 [2]. If word 0 is positive, it is the number of polls before
+            the wait gives up. Then word 1 becomes 1, all waits with these words end, and the
+            results of the kernel are invalid. The host checks word 1 afterwards.
+        SIZED: flags and ``value`` are int64 from ``sized``, and ``timeout_words`` points to int64
+            [7]. A flag with another size ends the wait: word 1 becomes 2, words 2 to 4 become the
+            flag's value, ``value`` and the flag's address, and the int64 at the address in word 5
+            becomes 1. Word 6 is 0, or the address of the next timeout words of a ring, whose waits
+            end too.
 
-    ``SIZED``: flags and ``value`` are int64 of ``sized``, and ``timeout_words`` points to int64
-    [7]. A flag that was set with another size ends the wait: then ``timeout_words[1]`` becomes 2,
-    ``timeout_words[2:5]`` the flag's value, ``value`` and the flag's address, and the int64 at
-    address ``timeout_words[5]`` 1. ``timeout_words[6]``: 0, or the address of the next guard of a
-    ring, whose waits end, too.
+    Returns:
+        Token (int32 0) for ``consume_token``.
     """
-    refuse_text(value)
-    refuse_text(timeout_words)
+    reject_str(value)
+    reject_str(timeout_words)
     with mark("wait"):
         if ptr.type.is_block():
             _wait_together(ptr, count, value, timeout_words, SIZED)
@@ -178,8 +191,8 @@ def _token():
     token = 0
     if not INTERPRETED and target_info.cuda_capability_geq(9, 0):
         # TMA reads through the async proxy, which the acquire of the generic proxy does not order.
-        # The result is opaque to the compiler, so what consumes the token stays behind the wait:
-        # Triton 3.6 deletes or moves a wait in a specialised loop when nothing depends on it.
+        # The result is opaque to the compiler, which orders consumers of the token after the wait.
+        # Triton 3.6 deletes or moves a wait in a specialised loop if nothing depends on it.
         token = tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;",
             "=r,r",
@@ -193,25 +206,25 @@ def _token():
 
 @jit
 def give_turn():
-    """Let other programs of the grid get on, before a look at what they have done.
+    """Yield to other programs of the grid before polling their results.
 
-    Interpreted, one program runs at a time, until it ends or waits; compiled, this is nothing.
+    The interpreter runs one program at a time until it ends or waits. Compiled, this is a no-op.
     """
     give_turn_to_others()
 
 
 @jit
 def consume_token(value, token):
-    """``value`` (a pointer or an int), made to depend on the ``wait`` that gave ``token``."""
+    """Return ``value`` (a pointer or an int) with a dependency on the ``wait`` of ``token``."""
     return value + token
 
 
 @jit
 def only_rows(desc, begin, end):
-    """``desc``, a tensor descriptor, of whose loads only rows ``begin`` to ``end`` of the tensor
-    are used: what a tile has beyond them is dropped later, and may change while it is read.
+    """Return tensor descriptor ``desc`` and declare that only rows ``begin`` to ``end`` are used.
 
-    For the checks of ``TRITON_DIST_DEBUG``, which do not take it for a race then, and put NaN
-    there, so that it shows if it is used. Otherwise, and compiled, this is nothing.
+    The other rows of a tile are dropped later and may change while they are read. The checks of
+    ``TRITON_DIST_DEBUG`` do not report them as a race, and replace them by NaN to reveal a use.
+    Otherwise, and compiled, this is a no-op.
     """
     return only_rows_of(desc, begin, end)

@@ -1,1 +1,1 @@
-"""Layers of models on the ops of this package."""
+"""Model layers built on the ops of this package."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from triton_dist.language._marks import Reading
+from triton_dist.language._marks import ClockReading
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.marking import NAMES, Mark, Marks
 from triton_dist.timelines import trace
@@ -36,15 +36,15 @@ class KernelMarks:
     def __init__(self) -> None:
         device = current_device()
         self._marks = Marks(None if device.interprets else device.torch_device)
-        self._readings: dict[str, Reading] = {}
-        Reading().nanoseconds()  # compiled now
+        self._readings: dict[str, ClockReading] = {}
+        ClockReading().nanoseconds()  # compiled now
 
     def read_clock(self) -> None:
         """Read it in scopes, whose place on the timeline the profiler knows."""
         for _ in range(_READINGS):
             name = f"{_CLOCK} #{len(self._readings)}"
             with torch.profiler.record_function(name):
-                self._readings[name] = Reading()
+                self._readings[name] = ClockReading()
             current_device().synchronize()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers for NVIDIA GPUs; the same run interpreted on CPU ranks."""
+"""Tensor-parallel layers for NVIDIA GPUs. They also run in the interpreter on CPU ranks."""
 
 from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer

@@ -1,21 +1,21 @@
-"""Products across ranks that have gradients, and that ``torch.compile`` keeps in one graph.
+"""Differentiable products across ranks, which ``torch.compile`` keeps in one graph.
 
-Each is a custom op of torch (``torch.ops.triton_dist``), with a shape for tracing and a backward
-that is made of the others:
+Each product is a custom op (``torch.ops.triton_dist``) with a fake implementation for tracing and a
+backward that uses the other products:
 
     product                                       gradient of A              gradient of B
     ag_gemm    C = all_gather(A) @ B              gemm_rs(dC, B.T)           all_gather(A).T @ dC
-    gemm_rs    C = own rows of sum of A @ B       ag_gemm(dC, B.T)           A.T @ what it gathered
-    gemm       C = A @ B, A the same on all       gemm_ar(dC, B.T)           A.T @ dC
-    gemm_ar    C = sum of A @ B, on all           dC @ B.T                   A.T @ dC
+    gemm_rs    C = local rows of sum of A @ B     ag_gemm(dC, B.T)           A.T @ gathered dC
+    gemm       C = A @ B, A equal on all ranks    gemm_ar(dC, B.T)           A.T @ dC
+    gemm_ar    C = sum of A @ B, on all ranks     dC @ B.T                   A.T @ dC
 
-The first two are sequence-parallel: rows are spread over ranks, and a loss is the sum of what ranks
-compute of their own. The last two have the same rows on all ranks, and the same loss. A layer is
-one of the pair's first, then one of its second.
+The first pair is sequence-parallel: rows are spread over ranks, and the loss is the sum of the
+ranks' losses. In the second pair, all ranks have the same rows and the same loss. A layer calls the
+first product of a pair, then the second one.
 
-Traced is what happens to shapes alone; contexts are made and calls are tuned when a graph runs, as
-in eager mode: at the first call of a shape. Where nobody asks for a gradient, nor traces, the op is
-called as it is: a custom op takes the host some 20 us more.
+Tracing only computes shapes. Contexts are created and calls are tuned when the graph first runs
+with a shape, as in eager mode. Without gradient or tracing, the op is called directly, because a
+custom op costs about 20 us of host time.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, named
+from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, ranks_by_name
 
 
 def ag_gemm(
     A: torch.Tensor, B: torch.Tensor, ranks: Collectives, *, keep_gathered: bool = False
 ) -> torch.Tensor:
-    """``all_gather(A) @ B``, differentiable.
+    """Return ``all_gather(A) @ B``. Differentiable.
 
     Args:
-        A: [m, K], this rank's rows. B: [K, n], this rank's columns, any strides. One dtype: fp16,
-            bf16 or fp32; autocast's, where that is on.
-        ranks: a ``TensorParallel``, or ``Collectives``.
-        keep_gathered: keep all rows of A until the backward, M * K elements, instead of gathering
+        A: [m, K], rows of this rank; fp16, bf16 or fp32. Autocast's dtype applies.
+        B: [K, n], columns of this rank, any strides, dtype of A.
+        ranks: ``TensorParallel`` or ``Collectives``.
+        keep_gathered: keep all rows of A (M * K elements) for the backward instead of gathering
             them again for the gradient of B.
 
     Returns:
         [M, n].
 
     Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
+        InvalidArgument: shapes, dtypes or devices do not match.
+        ContextFinalized: ``ranks`` was finalized.
     """
-    A, B = _accepted("ag_gemm", A, B, ranks)
-    if is_plain(A, B):
+    A, B = _checked_operands("ag_gemm", A, B, ranks)
+    if is_eager_inference(A, B):
         return ranks.ag_gemm(A, B)
     keeps = keep_gathered and B.requires_grad
     product: torch.Tensor = torch.ops.triton_dist.ag_gemm(A, B, ranks.name, keeps)[0]
@@ -56,39 +57,72 @@ def ag_gemm(
 
 
 def gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of ``A @ B``, differentiable: [M, k] and [k, N] to
-    [m, N]. Arguments and errors: as of ``ag_gemm``; M is a multiple of the ranks."""
-    return dispatched("gemm_rs", _accepted("gemm_rs", A, B, ranks), ranks)
+    """Return this rank's rows of the sum over ranks of ``A @ B``. Differentiable.
+
+    Args:
+        A: [M, k], M a multiple of the number of ranks; otherwise like ``ag_gemm``.
+        B: [k, N].
+        ranks: ``TensorParallel`` or ``Collectives``.
+
+    Returns:
+        [m, N].
+
+    Raises:
+        InvalidArgument, ContextFinalized: see ``ag_gemm``.
+    """
+    return dispatch("gemm_rs", _checked_operands("gemm_rs", A, B, ranks), ranks)
 
 
 def gemm(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-    """``A @ B`` for an A [M, K] that all ranks have, and the columns B [K, n] of this one,
-    differentiable: the gradient of A is summed over ranks. Returns [M, n]. Arguments and errors: as
-    of ``ag_gemm``."""
-    A, B = _accepted("gemm", A, B, ranks)
-    if is_plain(A, B):
+    """Return ``A @ B`` of this rank. Differentiable; the gradient of A is summed over ranks.
+
+    Args:
+        A: [M, K], equal on all ranks; otherwise like ``ag_gemm``.
+        B: [K, n], columns of this rank.
+        ranks: ``TensorParallel`` or ``Collectives``.
+
+    Returns:
+        [M, n].
+
+    Raises:
+        InvalidArgument, ContextFinalized: see ``ag_gemm``.
+    """
+    A, B = _checked_operands("gemm", A, B, ranks)
+    if is_eager_inference(A, B):
         return A @ B
     product: torch.Tensor = torch.ops.triton_dist.gemm(A, B, ranks.name)
     return product
 
 
 def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-    """The sum over ranks of ``A @ B``, on every rank, differentiable: [M, k] and [k, N] to [M, N].
-    All ranks must have the same loss, so the same gradient comes back. Arguments and errors: as of
-    ``ag_gemm``."""
-    return dispatched("gemm_ar", _accepted("gemm_ar", A, B, ranks), ranks)
+    """Return the sum over ranks of ``A @ B`` on every rank. Differentiable.
+
+    All ranks must compute the same loss, so that the incoming gradients are equal.
+
+    Args:
+        A: [M, k]; otherwise like ``ag_gemm``.
+        B: [k, N].
+        ranks: ``TensorParallel`` or ``Collectives``.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        InvalidArgument, ContextFinalized: see ``ag_gemm``.
+    """
+    return dispatch("gemm_ar", _checked_operands("gemm_ar", A, B, ranks), ranks)
 
 
 def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-    """[m, …] of each rank to [M, …], by the group's library, differentiable; also for integers."""
-    return dispatched("all_gather", (shard,), ranks)
+    """Gather [m, …] of each rank to [M, …] with the group's library. Differentiable; any dtype."""
+    return dispatch("all_gather", (shard,), ranks)
 
 
-def _accepted(
+def _checked_operands(
     function: str, A: torch.Tensor, B: torch.Tensor, ranks: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operands, in autocast's dtype where it is on."""
-    A, B = in_autocast(A, B, ranks)
+    """Check the operands and cast them for autocast."""
+    A, B = cast_for_autocast(A, B, ranks)
     for name, operand in (("A", A), ("B", B)):
         if operand.ndim != 2:
             raise InvalidArgument(function, f"{name}.shape", tuple(operand.shape), "a matrix")
@@ -96,10 +130,10 @@ def _accepted(
     return A, B
 
 
-def in_autocast(
+def cast_for_autocast(
     A: torch.Tensor, B: torch.Tensor, ranks: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in autocast's dtype where it is on."""
+    """Return A and B in autocast's dtype if autocast is on, else unchanged."""
     kind = ranks.device.type
     if not torch.is_autocast_enabled(kind):
         return A, B
@@ -107,39 +141,37 @@ def in_autocast(
     return A.to(dtype), B.to(dtype)
 
 
-def is_plain(*operands: torch.Tensor) -> bool:
-    """Tell whether nobody asks for a gradient or traces."""
+def is_eager_inference(*operands: torch.Tensor) -> bool:
+    """Return whether neither a gradient nor a trace of the call is needed."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in operands))
 
 
-def dispatched(
-    function: str, operands: tuple[torch.Tensor, ...], ranks: Collectives
-) -> torch.Tensor:
-    """Call the method of ``ranks``, or the custom op where a gradient or a graph needs it."""
-    if is_plain(*operands):
+def dispatch(function: str, operands: tuple[torch.Tensor, ...], ranks: Collectives) -> torch.Tensor:
+    """Call the method of ``ranks``, or the custom op if a gradient or a trace is needed."""
+    if is_eager_inference(*operands):
         result: torch.Tensor = getattr(ranks, function)(*operands)
     else:
         result = getattr(torch.ops.triton_dist, function)(*operands, ranks.name)
     return result
 
 
-# What torch sees. ``ranks`` is the name of a ``Collectives``.
+# Custom ops for torch. ``ranks`` is the name of a ``Collectives``.
 
 
 @torch.library.custom_op("triton_dist::ag_gemm", mutates_args=())
 def _ag_gemm(
     A: torch.Tensor, B: torch.Tensor, ranks: str, keep_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    across = named(ranks)
-    gathered = A.new_empty((A.shape[0] * across.num_ranks, A.shape[1]) if keep_gathered else 0)
-    return across.ag_gemm(A, B, gathered if keep_gathered else None), gathered
+    group = ranks_by_name(ranks)
+    gathered = A.new_empty((A.shape[0] * group.num_ranks, A.shape[1]) if keep_gathered else 0)
+    return group.ag_gemm(A, B, gathered if keep_gathered else None), gathered
 
 
 @_ag_gemm.register_fake
 def _(A: Any, B: Any, ranks: str, keep_gathered: bool) -> Any:
-    M = A.shape[0] * named(ranks).num_ranks
+    M = A.shape[0] * ranks_by_name(ranks).num_ranks
     return A.new_empty(M, B.shape[1]), A.new_empty((M, A.shape[1]) if keep_gathered else 0)
 
 
@@ -167,24 +199,24 @@ _ag_gemm.register_autograd(_backward_ag_gemm, setup_context=_setup_ag_gemm)
 
 @torch.library.custom_op("triton_dist::all_gather", mutates_args=())
 def _all_gather(shard: torch.Tensor, ranks: str) -> torch.Tensor:
-    rows = named(ranks).all_gather(shard)
-    return rows.clone() if rows is shard else rows  # a custom op returns no argument
+    rows = ranks_by_name(ranks).all_gather(shard)
+    return rows.clone() if rows is shard else rows  # a custom op must not return its argument
 
 
 @_all_gather.register_fake
 def _(shard: Any, ranks: str) -> Any:
-    return shard.new_empty(shard.shape[0] * named(ranks).num_ranks, *shard.shape[1:])
+    return shard.new_empty(shard.shape[0] * ranks_by_name(ranks).num_ranks, *shard.shape[1:])
 
 
 @torch.library.custom_op("triton_dist::reduce_scatter", mutates_args=())
 def _reduce_scatter(addend: torch.Tensor, ranks: str) -> torch.Tensor:
-    rows = named(ranks).reduce_scatter(addend)
+    rows = ranks_by_name(ranks).reduce_scatter(addend)
     return rows.clone() if rows is addend else rows
 
 
 @_reduce_scatter.register_fake
 def _(addend: Any, ranks: str) -> Any:
-    return addend.new_empty(addend.shape[0] // named(ranks).num_ranks, *addend.shape[1:])
+    return addend.new_empty(addend.shape[0] // ranks_by_name(ranks).num_ranks, *addend.shape[1:])
 
 
 def _setup_all_gather(ctx: Any, inputs: Any, output: Any) -> None:
@@ -201,12 +233,12 @@ _all_gather.register_autograd(_backward_all_gather, setup_context=_setup_all_gat
 
 @torch.library.custom_op("triton_dist::gemm_rs", mutates_args=())
 def _gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
-    return named(ranks).gemm_rs(A, B)
+    return ranks_by_name(ranks).gemm_rs(A, B)
 
 
 @_gemm_rs.register_fake
 def _(A: Any, B: Any, ranks: str) -> Any:
-    return A.new_empty(A.shape[0] // named(ranks).num_ranks, B.shape[1])
+    return A.new_empty(A.shape[0] // ranks_by_name(ranks).num_ranks, B.shape[1])
 
 
 @once_differentiable
@@ -214,7 +246,7 @@ def _backward_gemm_rs(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
     needs_A, needs_B, _ = ctx.needs_input_grad
     ops, dA = torch.ops.triton_dist, None
-    if needs_A:  # with the rows that the other gradient takes: they travel once, beside a product
+    if needs_A:  # reuse the rows that ag_gemm gathers for the gradient of B
         dA, rows = ops.ag_gemm(dC, B.T, ctx.ranks, needs_B)
     elif needs_B:
         rows = ops.all_gather(dC, ctx.ranks)
@@ -235,7 +267,7 @@ def _backward_gemm(ctx: Any, dC: torch.Tensor) -> Any:
 
 @torch.library.custom_op("triton_dist::gemm_ar", mutates_args=())
 def _gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
-    return named(ranks).gemm_ar(A, B)
+    return ranks_by_name(ranks).gemm_ar(A, B)
 
 
 @_gemm.register_fake

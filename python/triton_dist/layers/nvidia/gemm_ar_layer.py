@@ -26,39 +26,42 @@ _TILE_NAMES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "
 
 
 class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
-    """``sum over ranks of input @ weight.T + bias``, returned on every rank. For inference only.
+    """Linear layer with a column-sharded input: ``sum over ranks of input @ weight.T + bias``.
 
-    The weight is passed with each call, or held by the layer (``has_weight=True``). The first call
-    of each number of rows tunes ``gemm_ar``, unless ``user_gemm_config`` gives the GEMM's config.
-    A context manager. Creation is collective over ``tp_group``.
+    The second layer of a tensor-parallel pair, for inference only. The result is returned on every
+    rank. The weight is passed with each call, or stored in the layer (``has_weight=True``). The
+    first call of each number of rows tunes ``gemm_ar``, unless ``user_gemm_config`` is given. A
+    context manager. Creation is collective over ``tp_group``.
 
     Attributes:
-        ctx: symmetric memory for up to ``max_M`` rows.
+        ctx: context of ``gemm_ar`` for up to ``max_M`` rows.
         weight: [N, K_per_rank], uninitialised until ``load_weight`` or a state dict fills it, or
             ``None``.
-        bias: [N], the same on all ranks, zeros at first, or ``None``.
+        bias: [N], equal on all ranks, initially zero, or ``None``.
 
     Args:
-        tp_group: process group; ``None``: the world, or without ``torch.distributed`` this process.
+        tp_group: process group; ``None``: the world, or this process alone without
+            ``torch.distributed``.
         max_M: largest number of rows of a call, over all leading dimensions.
-        N, K: sizes of the whole weight. K must be a multiple of the group's size.
+        N: rows of the whole weight.
+        K: columns of the whole weight, a multiple of the group's size.
         input_dtype: dtype of weight, input and output: fp16, bf16 or fp32.
-        output_dtype: must equal ``input_dtype``, which is the default.
-        local_world_size: ranks on one host; -1: all, since all must be on one host.
-        persistent: kind of the GEMM kernel with ``user_gemm_config``.
-        use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm as far as rows fit,
-            else the two-shot algorithm.
-        copy_to_local: ``False``: a result may be a view of the context's memory, which is valid
-            until the call after the next one begins.
-        NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: accepted for scripts and ignored.
-        user_gemm_config: tiles, warps and stages. Other names in it are ignored.
-        has_weight: the layer holds its weight.
-        has_bias: the layer holds a bias too.
+        output_dtype: must equal ``input_dtype``, the default.
+        local_world_size: ranks on one host; -1: all ranks. All ranks must be on one host.
+        persistent: with ``user_gemm_config``: use the persistent GEMM kernel.
+        use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm if the rows fit, else
+            the two-shot algorithm.
+        copy_to_local: if ``False``, a result may be a view of the context's memory. The view is
+            valid until the second next call begins.
+        NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: ignored; accepted for existing scripts.
+        user_gemm_config: tile sizes, warps and stages. Other names in the config are ignored.
+        has_weight: the layer stores its weight.
+        has_bias: the layer stores a bias.
 
     Raises:
-        InvalidArgument: on every rank, for sizes or dtypes that cannot work.
-        RankDisagreement: ranks ask for different layers.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        InvalidArgument: sizes or dtypes are invalid; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
     """
 
     weight: torch.Tensor | None
@@ -90,7 +93,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
             expected = f"a positive multiple of the group's size {ranks.size}"
             raise InvalidArgument("GemmARLayer", "K", K, expected)
         if output_dtype not in (None, input_dtype):
-            expected = f"input_dtype, {input_dtype}: products are not scaled"
+            expected = f"input_dtype, {input_dtype}: outputs are not converted"
             raise InvalidArgument("GemmARLayer", "output_dtype", output_dtype, expected)
         hosts_ranks = ranks.size if local_world_size == -1 else local_world_size
         self.ctx = create_gemm_ar_context(
@@ -115,7 +118,8 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         """Copy this rank's columns of the whole weight [N, K], and ``bias`` [N].
 
         Raises:
-            InvalidArgument: wrong shape, a layer without a weight, or a bias it lacks.
+            InvalidArgument: wrong shape, a layer without a weight, or a bias that does not match
+                ``has_bias``.
         """
         shape = (self.ctx.N, self.K_per_rank * self.ctx.num_ranks)
         if self.weight is None:
@@ -125,7 +129,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
                 "load_weight", "weight.shape", tuple(weight.shape), f"[N, K] = {shape}"
             )
         if (bias is None) != (self.bias is None):
-            expected = "None, as the layer has none" if self.bias is None else "the layer's bias"
+            expected = "None: has_bias=False" if self.bias is None else "a tensor: has_bias=True"
             raise InvalidArgument("load_weight", "bias", bias, expected)
         if bias is not None and tuple(bias.shape) != (self.ctx.N,):
             expected = f"[N] = ({self.ctx.N},)"
@@ -147,18 +151,19 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         """Multiply and sum over the ranks. All ranks must make the same calls.
 
         Args:
-            input: [..., K_per_rank], this rank's columns.
-            weight: [N, K_per_rank]; default: the layer's.
-            bias: [N], the same on all ranks, added once; default: the layer's.
+            input: [..., K_per_rank], columns of this rank.
+            weight: [N, K_per_rank]; default: the layer's weight.
+            bias: [N], equal on all ranks, added once; default: the layer's bias.
             scale_a, scale_b: must be ``None``.
 
         Returns:
-            [..., N], the same on every rank.
+            [..., N], equal on every rank.
 
         Raises:
-            InvalidArgument, ContextFinalized: before anything is launched.
+            InvalidArgument: an argument has a wrong shape, dtype or device.
+            ContextFinalized: the layer was finalized.
         """
-        weight, bias = self._held(weight, bias, scale_a, scale_b)
+        weight, bias = self._weight_and_bias(weight, bias, scale_a, scale_b)
         rows = input.reshape(-1, input.shape[-1])
         options: dict[str, Any] = {"bias": bias, "copy_to_local": self.copy_to_local}
         if self._tiles is None:
@@ -171,13 +176,13 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
             )
         return total.view(*input.shape[:-1], self.ctx.N)  # type: ignore[no-any-return]
 
-    def _held(
+    def _weight_and_bias(
         self,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         *scales: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and bias of a call, by default those of the layer; refuse scales."""
+        """Return the weight and bias of a call, by default the layer's; reject scales."""
         for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
             if scale is not None:
                 expected = "None: products of int8 and fp8 are not supported"
@@ -196,8 +201,8 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the product of this rank without the sum; tuned without ``user_gemm_config``."""
-        weight, bias = self._held(weight, bias, scale_a, scale_b)
+        """Return this rank's product without the sum. Tuned without ``user_gemm_config``."""
+        weight, bias = self._weight_and_bias(weight, bias, scale_a, scale_b)
         if self._tiles is None:
             product: torch.Tensor = matmul(input, weight.T)
         else:
@@ -205,9 +210,9 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         return product if bias is None else product.add_(bias)
 
     def forward_ar(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``input`` over the ranks; tuned.
+        """Return the sum of ``input`` over the ranks. Tuned.
 
-        The first call allocates memory, so it cannot be part of a CUDA graph's capture.
+        The first call allocates memory and therefore cannot be captured in a CUDA graph.
         """
         ctx = self.ctx
         if self._reducer is None:

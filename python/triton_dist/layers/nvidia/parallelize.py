@@ -1,4 +1,4 @@
-"""A model of stock modules, shared out over ranks in one line."""
+"""Replace the layers of a stock model by tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
     (TP_MoE, ("gate", "experts")),
     (TP_MLP, ("gate_proj", "up_proj", "down_proj")),
 )
-"""Layers, and the members by which a module that one stands for is known."""
+"""Layers, and the members that identify the modules they replace."""
 _FAMILIES = (
     "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2", "qwen3",
     "qwen3_moe", "seed_oss",
 )  # fmt: skip
-"""Families of transformers whose logits were compared."""
+"""Families of transformers whose logits were compared with the stock model."""
 _NOT_GIVEN = ("output_router_logits", "output_attentions")
-"""Settings of transformers' models that ask a layer for more than its result."""
+"""Settings of transformers' models that request more outputs of a layer than its result."""
 
 
 def parallelize(
@@ -39,25 +39,28 @@ def parallelize(
     keep_gathered: bool = False,
     ranks: Collectives | None = None,
 ) -> Collectives:
-    """Put ``TP_Attn``, ``TP_MLP`` and ``TP_MoE`` in place of the attention, feed-forward and expert
-    layers of a model of LLaMA's kind, wherever they are in ``module``. The rest is kept, whole on
-    each rank; all of it moves to this rank's device.
+    """Replace attention, feed-forward and expert layers of a Llama-like model in place.
+
+    ``TP_Attn``, ``TP_MLP`` and ``TP_MoE`` replace the layers wherever they are in ``module``. The
+    other submodules are kept whole on each rank. Everything moves to this rank's device.
 
     Args:
-        module: with the same weights on all ranks, whatever its device.
+        module: model with equal weights on all ranks, on any device.
         group: process group or 1-D mesh; ``None``: the world, or this process alone.
-        max_M: most tokens of a call, over all ranks.
-        sequence_parallel, keep_gathered: as of the layers. With the first, each layer takes this
-            rank's rows of all tokens; the module has to spread them.
-        ranks: contexts to use, of this group, in place of new ones.
+        max_M: largest number of tokens of a call, over all ranks.
+        sequence_parallel: each layer takes this rank's rows of the tokens. The model itself must
+            distribute the tokens.
+        keep_gathered: keep gathered tokens for the backward instead of gathering them again.
+        ranks: existing contexts of this group to use instead of new ones.
 
     Returns:
-        The contexts that the layers share, a context manager; ``finalize`` it after the last call.
+        The contexts that the layers share, a context manager. Call ``finalize`` after the last
+        call.
 
     Raises:
-        InvalidArgument: no such layer in ``module``, or one that cannot be shared out; or its
-            ``config`` asks for what layers do not give back. The module is then as it was. A call
-            of the module that asks for it raises the same.
+        InvalidArgument: ``module`` has no supported layer, or a layer cannot be sharded, or its
+            ``config`` requests outputs that the layers do not return. ``module`` is then unchanged.
+            A later call of the module that requests these outputs raises too.
     """
     _check_outputs(module)
     made = TensorParallel(max_M, group) if ranks is None else ranks
@@ -72,7 +75,7 @@ def parallelize(
                 if child is not None and child not in seen:
                     seen.add(child)
                     todo.append(child)
-                continue  # else nothing inside it is looked at: a list of experts, say
+                continue  # do not search inside a replaced layer, for example its experts
             if child not in layers:
                 layer = layers[child] = kind(
                     ranks=made, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
@@ -82,9 +85,9 @@ def parallelize(
             found.append((parent, name, layers[child]))
     for family in sorted({_family_of(each) for each in layers} - {"", *_FAMILIES}):
         warn(
-            f"parallelize: transformers' {family} was not tried. A module is known by its members, "
-            "and one that computes something else beside them gives other results: compare them "
-            "with those of the stock model.",
+            f"parallelize: transformers' {family} was not tested. Layers are recognised by their "
+            "member names, and a layer that computes more than the replacement would give wrong "
+            "results. Compare the results with the stock model.",
             TritonDistWarning,
         )
     if not found:
@@ -98,7 +101,7 @@ def parallelize(
 
 
 def _check_outputs(module: torch.nn.Module) -> None:
-    """Refuse what a model would be without and not say so, such as a router's auxiliary loss."""
+    """Raise if the model requests outputs that would silently be missing, such as a router loss."""
     for each in module.modules():
         for name in _NOT_GIVEN:
             if getattr(vars(each).get("config"), name, False):
@@ -106,27 +109,27 @@ def _check_outputs(module: torch.nn.Module) -> None:
 
 
 def _check_hooks(name: str, module: torch.nn.Module) -> None:
-    """Refuse what a module does beside its ``forward``, which would be lost with it."""
+    """Raise if a replaced module has forward hooks, which would be lost."""
     for within, each in module.named_modules(prefix=name):
         if each._forward_hooks or each._forward_pre_hooks:
-            expected = "none: the layer that takes its place would not call them"
+            expected = "no hooks: the replacement layer would not call them"
             raise InvalidArgument("parallelize", f"forward hooks of {within}", "there", expected)
 
 
 def _check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse it of a call, too."""
+    """Raise if a call requests outputs that the layers do not return."""
     for name in _NOT_GIVEN:
         if kwargs.get(name):
             raise _not_given(type(module).__name__, name)
 
 
 def _not_given(function: str, argument: str) -> InvalidArgument:
-    expected = "False: the layers give back what comes next, and nothing beside it"
+    expected = "False: the layers return only their result"
     return InvalidArgument(function, argument, True, expected)
 
 
 def _family_of(module: torch.nn.Module) -> str:
-    """The family of models that a module of transformers is of; empty for any other."""
+    """Return the transformers model family of a module; empty for other modules."""
     _, found, rest = type(module).__module__.partition("transformers.models.")
     return rest.partition(".")[0] if found else ""
 
@@ -139,11 +142,11 @@ def _kind_of(module: torch.nn.Module) -> type[TensorParallelLayer] | None:
 
 
 def sum_gradients(module: torch.nn.Module) -> None:
-    """Add up, over ranks, the gradients of parameters that every rank has and sees a part of: call
-    it between backward and optimiser step. Collective.
+    """Sum the gradients, over ranks, of parameters for which each rank has only a part. Collective.
 
-    With sequence-parallel layers those are all but the layers' own shards, as each rank has seen
-    its own tokens; else norms of heads, and key-value heads that several ranks keep.
+    Call it between backward and the optimiser step. With sequence-parallel layers, these are all
+    parameters except the layers' shards, because each rank has seen only its tokens. Otherwise
+    these are the norms of heads, and key-value heads that several ranks replicate.
     """
     layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
     done = set[torch.Tensor | None]()

@@ -1,9 +1,8 @@
-"""Ranks that layers are spread over, and the products across them.
+"""Groups of ranks, with the products across ranks that layers use.
 
-Two kinds with the same methods: ``Collectives`` by the libraries that torch brings, one part after
-the other, for any dtype; ``TensorParallel`` by the ops of this package. Both have a name, under
-which a custom op finds them: in a graph of ``torch.compile`` there are tensors and plain values, as
-torch's own functional collectives name their group.
+``Collectives`` computes them with torch's libraries, for any dtype. ``TensorParallel`` computes
+them with the ops of this package. Both have a name, by which a custom op finds them: a graph of
+``torch.compile`` contains only tensors and plain values.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _numbers = itertools.count()
 _by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
 
-def named(name: str) -> Collectives:
-    """The ranks of that name.
+def ranks_by_name(name: str) -> Collectives:
+    """Return the ``Collectives`` with this name.
 
     Raises:
-        ContextFinalized: they are gone.
+        ContextFinalized: the object no longer exists.
     """
     found = _by_name.get(name)
     if found is None:
@@ -57,12 +56,13 @@ def named(name: str) -> Collectives:
 class Collectives:
     """Products across the ranks of ``group``: ``torch.matmul`` and the group's collectives.
 
-    A and B are matrices of one dtype, any strides; all ranks call alike.
+    A and B are matrices of one dtype with any strides. All ranks must make the same calls.
 
     Attributes:
-        rank, num_ranks: this rank in the group, and the group's size.
-        device: of this rank's tensors.
-        name: under which ``named`` finds it, as long as it lives.
+        rank: this rank in the group.
+        num_ranks: number of ranks in the group.
+        device: device of this rank's tensors.
+        name: name for ``ranks_by_name``, valid as long as the object lives.
     """
 
     dtypes: tuple[torch.dtype, ...] = (*DTYPES, torch.float64)
@@ -76,56 +76,61 @@ class Collectives:
         _by_name[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
-        """Itself: copies of a layer, such as averages of its weights, share what is collective."""
+        """Return ``self``: copies of a layer share the collective state."""
         return self
 
     def check_dtype(self, function: str, argument: str, dtype: torch.dtype) -> None:
-        """Refuse a dtype that is not multiplied here.
+        """Check that products of this dtype are supported.
 
         Raises:
-            InvalidArgument: int8 or fp8, say.
+            InvalidArgument: the dtype is not in ``dtypes``.
         """
         if dtype not in self.dtypes:
             *most, last = map(str, self.dtypes)
             raise InvalidArgument(function, argument, dtype, f"{', '.join(most)} or {last}")
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """[m, …] of each rank to [M, …], in the order of ranks."""
+        """Gather [m, …] of each rank to [M, …], in rank order."""
         if self.num_ranks == 1:
             return shard
         return libraries.all_gather_rows(shard.contiguous(), self.group)
 
     def reduce_scatter(self, addend: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over ranks: [M, …] to [m, …]."""
+        """Return this rank's rows, [m, …], of the sum of [M, …] over ranks."""
         if self.num_ranks == 1:
             return addend
         return libraries.reduce_scatter(addend.contiguous(), self.group)
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
-        """``addend``, which becomes its sum over ranks."""
+        """Sum ``addend`` over ranks in place and return it."""
         return addend if self.num_ranks == 1 else libraries.all_reduce(addend, self.group)
 
     def ag_gemm(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``all_gather(A) @ B``: [m, K] and [K, n] to [M, n]; ``gathered``: [M, K], to take
-        all_gather(A)."""
+        """Return ``all_gather(A) @ B``: [m, K] and [K, n] to [M, n].
+
+        ``gathered``: optional output [M, K] for ``all_gather(A)``.
+        """
         rows = self.all_gather(A)
         if gathered is not None:
             gathered.copy_(rows)
         return rows @ B
 
     def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
+        """Return this rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
         return self.reduce_scatter(A @ B)
 
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """The sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
+        """Return the sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
         return self.all_reduce(A @ B)
 
     def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Each row times the weights of its route's expert, on this rank: [M, K] or [M * topk, K],
-        [E, K, n] and ids [M, topk] to [M * topk, n]. Routes of no expert give zeros."""
+        """Return each row times the weights of its route's expert, on this rank.
+
+        [M, K] or [M * topk, K], [E, K, n] and ids [M, topk] to [M * topk, n]. Dropped tokens give
+        rows of zeros.
+        """
         flat, every = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
         C = A.new_zeros(flat.numel(), B.shape[2])
         for expert in range(len(B)):
@@ -134,20 +139,22 @@ class Collectives:
         return C
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """``group_gemm`` of all ranks' tokens: [m, K], [E, K, n] and [M, topk] to [M * topk, n]."""
+        """Return ``group_gemm`` of all tokens: [m, K], [E, K, n], [M, topk] to [M * topk, n]."""
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """This rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``:
-        [M * topk, k], [E, k, N], twice [M, topk] to [m, N]."""
+        """Return this rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``.
+
+        [M * topk, k], [E, k, N], and ids and scales [M, topk] to [m, N].
+        """
         return self.reduce_scatter(self._tokens(x, weights, ids, scales))
 
     def moe_reduce_ar(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """The same of all tokens, on every rank: [M, N]."""
+        """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
         return self.all_reduce(self._tokens(x, weights, ids, scales))
 
     def _tokens(
@@ -157,19 +164,20 @@ class Collectives:
         return (products * scales[..., None]).sum(1).to(x.dtype)
 
     def finalize(self) -> None:
-        """Nothing: there is nothing to free."""
+        """Do nothing: libraries need no clean-up."""
 
 
 class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
-    """The same products by ``ag_gemm``, ``gemm_rs`` and ``gemm_ar``. A context manager.
+    """Products across ranks with the ops of this package. A context manager.
 
-    Their contexts are made at the first call that needs one, collectively, one for each op, sizes
-    and dtype: layers of the same sizes share them. Make those that a CUDA graph needs before, by a
-    call. Calls are tuned as those of the ops, at the first of a shape, by the ranks of the group.
+    Each op, size and dtype has one context, created collectively at the first call that needs it;
+    layers of equal sizes share it. Call the product once before a CUDA graph captures it. The first
+    call of a shape tunes the op over the ranks of the group.
 
     Args:
-        max_M: most rows of a call, over all ranks.
-        group: process group; ``None``: the world, or without ``torch.distributed`` this process.
+        max_M: largest number of rows of a call, over all ranks.
+        group: process group; ``None``: the world, or this process alone without
+            ``torch.distributed``.
 
     Raises:
         InvalidArgument: ``max_M`` is less than 1.
@@ -182,7 +190,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
             raise InvalidArgument("TensorParallel", "max_M", max_M, "at least 1")
         super().__init__(group)
         self.max_M, self.whole_M = max_M, -(-max_M // self.num_ranks) * self.num_ranks
-        self.sizes = self.rank, self.num_ranks, self.num_ranks  # of a context: one host has all
+        self.sizes = self.rank, self.num_ranks, self.num_ranks  # all ranks are on one host
         self._contexts: dict[Hashable, OpContext[Any]] | None = {}
 
     def ag_gemm(
@@ -235,37 +243,37 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         )  # fmt: skip
 
     def ag_context(self, columns: int, K: int, dtype: torch.dtype) -> Any:
-        """The context of ``ag_gemm`` for a B [K, columns]."""
+        """Return the context of ``ag_gemm`` for a B [K, columns]."""
         return self.context(
             ("ag_gemm", columns, K, dtype), create_ag_gemm_context,
             self.whole_M, columns * self.num_ranks, K, dtype, *self.sizes, group=self.group,
         )  # fmt: skip
 
     def rs_context(self, N: int, dtype: torch.dtype) -> Any:
-        """The context of ``gemm_rs`` for results of N columns."""
+        """Return the context of ``gemm_rs`` for results with N columns."""
         return self.context(
             ("gemm_rs", N, dtype), create_gemm_rs_context,
             self.whole_M, N, *self.sizes, dtype, tp_group=self.group,
         )  # fmt: skip
 
     def ar_context(self, N: int, dtype: torch.dtype) -> Any:
-        """The context of ``gemm_ar`` for results of N columns."""
+        """Return the context of ``gemm_ar`` for results with N columns."""
         return self.context(
             ("gemm_ar", N, dtype), create_gemm_ar_context,
             self.max_M, N, *self.sizes, dtype, tp_group=self.group,
         )  # fmt: skip
 
     def context(self, key: Hashable, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return the context of ``key``. If there is none, ``create(*args, **options)`` makes it.
+        """Return the context of ``key``, or create it with ``create(*args, **options)``.
 
         Raises:
-            ContextFinalized: all of them were.
+            ContextFinalized: ``finalize`` was called.
         """
         if self._contexts is None:
             raise ContextFinalized("TensorParallel")
         found = self._contexts.get(key)
         if found is None:
-            with torch.inference_mode(False), torch.no_grad():  # it outlives the call
+            with torch.inference_mode(False), torch.no_grad():  # the context outlives the call
                 found = self._contexts[key] = create(*args, **options)
         return found
 
@@ -280,17 +288,17 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
             self.finalize()
             return
         contexts, self._contexts = self._contexts or {}, None
-        for context in contexts.values():  # peers may never come: free without them
+        for context in contexts.values():  # a collective call could hang after an error
             context.free()
 
 
 def check_operand(
     function: str, argument: str, x: torch.Tensor, weight: torch.Tensor, ranks: Collectives
 ) -> None:
-    """Refuse an operand that does not go with ``weight`` [K, N].
+    """Check an operand against ``weight`` [K, N].
 
     Raises:
-        InvalidArgument: another dtype, device or width.
+        InvalidArgument: dtype, device or width differ.
     """
     ranks.check_dtype(function, f"{argument}.dtype", x.dtype)
     expected = f"the weight's {weight.dtype}"
@@ -298,8 +306,8 @@ def check_operand(
         raise InvalidArgument(function, f"{argument}.dtype", x.dtype, expected)
     for name, tensor in ((argument, x), ("weight", weight)):
         if tensor.device != ranks.device:
-            expected = f"{ranks.device}, this rank's"
+            expected = f"{ranks.device}, the device of this rank"
             raise InvalidArgument(function, f"{name}.device", tensor.device, expected)
     if x.ndim < 1 or x.shape[-1] != weight.shape[0]:
-        expected = f"[…, {weight.shape[0]}], as the weight [K, N] = {tuple(weight.shape)}"
+        expected = f"[…, {weight.shape[0]}] for a weight [K, N] = {tuple(weight.shape)}"
         raise InvalidArgument(function, f"{argument}.shape", tuple(x.shape), expected)

@@ -1,4 +1,4 @@
-"""Tensor-parallel attention: heads are shared out. Attention itself is torch's."""
+"""Tensor-parallel attention: heads are sharded over ranks. torch computes the attention itself."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.device import current_device
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries, keys and values [batch, tokens, heads, head_dim] to what queries see, likewise."""
+"""Map queries, keys and values [batch, tokens, heads, head_dim] to the attention output."""
 
 _CACHE_NAMES = ("past_key_value", "cache")
-"""Names of ``past_key_values`` in older and newer versions of transformers: a cache that is
-overlooked is a wrong result, and no error."""
+"""Names of ``past_key_values`` in other versions of transformers. An ignored cache would give wrong
+results without an error."""
 
 
 class TP_Attn(TensorParallelLayer):
-    """Attention of LLaMA, Qwen and others: grouped queries, rotary positions, a norm of queries and
-    keys and biases where the module has them; q, k and v by columns, o by rows.
+    """Attention of Llama, Qwen and similar models; q, k and v sharded by columns, o by rows.
 
-    Arguments, modes and call forms: ``TensorParallelLayer``. Fewer key-value heads than ranks are
-    kept by several ranks each, which a warning says.
+    Supports grouped queries and rotary positions, and the module's q and k norms and biases.
+    ``TensorParallelLayer`` describes arguments, modes and call forms. If there are fewer key-value
+    heads than ranks, several ranks replicate each head, and a warning is issued.
 
     Attributes:
-        wqkv: [(q heads + 2 * kv heads) * head_dim, hidden], of this rank. wo: [hidden, q heads *
-            head_dim]. bqkv, bo: biases, or ``None``.
-        num_heads, num_kv_heads: of this rank. replicas: ranks that have the same kv head.
+        wqkv: [(q heads + 2 * kv heads) * head_dim, hidden], heads of this rank.
+        wo: [hidden, q heads * head_dim].
+        bqkv, bo: biases, or ``None``.
+        num_heads, num_kv_heads: heads of this rank.
+        replicas: number of ranks that have the same kv head.
     """
 
     shards = ("wqkv", "bqkv", "wo")
@@ -44,11 +46,15 @@ class TP_Attn(TensorParallelLayer):
     k_norm: torch.nn.Module | None
 
     def _init_parameters(self, self_attn: torch.nn.Module, verbose: bool = False) -> None:
-        """Take this rank's share of a module with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``
-        and ``head_dim``; it may lie on another device.
+        """Copy this rank's shard of an attention module, which may be on any device.
+
+        Args:
+            self_attn: module with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``head_dim``.
+            verbose: print the shapes of the shards.
 
         Raises:
-            InvalidArgument: weights that do not go together, or heads that cannot be shared out.
+            InvalidArgument: weights do not match, heads cannot be sharded, or the module has an
+                unsupported feature.
         """
         source: Any = self_attn
         self._check_members("module", self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
@@ -59,8 +65,8 @@ class TP_Attn(TensorParallelLayer):
         o = self._linear("o_proj", source.o_proj, (hidden, q_columns))
         for name, weight in (("k_proj", k), ("v_proj", v), ("o_proj", o)):
             if weight.dtype != q.dtype:
-                expected = f"that of q_proj, {q.dtype}"
-                raise self._refusal(f"{name}.weight.dtype", weight.dtype, expected)
+                expected = f"the dtype of q_proj, {q.dtype}"
+                raise self._invalid(f"{name}.weight.dtype", weight.dtype, expected)
         clips = getattr(getattr(source, "config", None), "clip_qkv", None)
         for name, value, plain in (
             ("sliding_window", getattr(source, "sliding_window", None), None),
@@ -70,18 +76,18 @@ class TP_Attn(TensorParallelLayer):
             ("attention_dropout", getattr(source, "attention_dropout", 0.0), 0.0),
         ):
             if value != plain:
-                raise self._refusal(name, value, str(plain))
+                raise self._invalid(name, value, str(plain))
         self.head_dim: int = source.head_dim
         for name, size in (("q_proj", q_columns), ("k_proj", k.shape[0])):
             if self.head_dim < 1 or size % self.head_dim:
                 expected = f"a divisor of the {size} columns of {name}"
-                raise self._refusal("head_dim", self.head_dim, expected)
+                raise self._invalid("head_dim", self.head_dim, expected)
         self.scaling: float = getattr(source, "scaling", self.head_dim**-0.5)
         self.layer_idx: int = getattr(source, "layer_idx", 0)
         self._share_heads(q_columns // self.head_dim, k.shape[0] // self.head_dim)
         if q_columns % k.shape[0]:
             expected = f"a multiple of the {k.shape[0] // self.head_dim} key-value heads"
-            raise self._refusal("heads of q_proj", q_columns // self.head_dim, expected)
+            raise self._invalid("heads of q_proj", q_columns // self.head_dim, expected)
 
         def columns(weights: list[torch.Tensor]) -> torch.Tensor:
             own = [self._shard(weights[0], 0), *map(self._kv_shard, weights[1:])]
@@ -92,34 +98,34 @@ class TP_Attn(TensorParallelLayer):
         biases = [getattr(getattr(source, f"{name}_proj"), "bias", None) for name in "qkvo"]
         given = [bias for bias in biases[:3] if bias is not None]
         if len(given) not in (0, 3):
-            raise self._refusal("biases of q_proj, k_proj, v_proj", len(given), "none, or all")
+            raise self._invalid("biases of q_proj, k_proj, v_proj", len(given), "0 or 3 biases")
         self.bqkv = self._parameter(columns(given), given[0]) if given else None
         self.bo = None
-        if biases[3] is not None:  # the same on all ranks, added after the sum
+        if biases[3] is not None:  # equal on all ranks, added after the sum
             whole = biases[3].detach().to(self.library.device)
             self.bo = torch.nn.Parameter(whole, requires_grad=biases[3].requires_grad)
         for name in ("q_norm", "k_norm"):
             norm = getattr(source, name, None)
             scale = getattr(norm, "weight", None)
             if scale is not None and tuple(scale.shape) != (self.head_dim,):
-                expected = f"one of a head, [{self.head_dim}]"
-                raise self._refusal(f"{name}.weight.shape", tuple(scale.shape), expected)
+                expected = f"a norm per head, [{self.head_dim}]"
+                raise self._invalid(f"{name}.weight.shape", tuple(scale.shape), expected)
             setattr(self, name, None if norm is None else norm.to(self.library.device))
-        self._tell(verbose)
+        self._print_shapes(verbose)
 
     def _share_heads(self, heads: int, kv_heads: int) -> None:
         size = self.world_size
         self._check_split("heads of q_proj", heads)
         if kv_heads % size and size % kv_heads:
             expected = f"a multiple or a divisor of the {size} ranks"
-            raise self._refusal("heads of k_proj", kv_heads, expected)
+            raise self._invalid("heads of k_proj", kv_heads, expected)
         self.replicas = max(1, size // kv_heads)
         self.num_heads, self.num_kv_heads = heads // size, max(1, kv_heads // size)
         self.kv_index, self.all_kv_heads = self.rank // self.replicas, kv_heads
         if self.replicas > 1 and self.rank == 0:
             warnings.warn(
-                f"TP_Attn: {kv_heads} key-value heads for {size} ranks: {self.replicas} ranks keep "
-                "each head, and a cache of it",
+                f"TP_Attn: {kv_heads} key-value heads for {size} ranks: {self.replicas} ranks "
+                "replicate each head and its cache",
                 TritonDistWarning,
                 stacklevel=3,
             )
@@ -136,19 +142,21 @@ class TP_Attn(TensorParallelLayer):
         past_key_values: Any = None,
         **beside: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Called as Hugging Face's attention is; what else a block passes on is not looked at,
-        but a mask or a cache under another name is refused.
+        """Return the attention output and ``None``, like Hugging Face's attention modules.
+
+        Other keyword arguments are ignored. A mask or cache under an unknown name raises.
 
         Args:
             hidden_states: [..., hidden], in the layer's mode.
-            position_embeddings: cos and sin, [batch or 1, tokens, head_dim] of the whole sequence,
-                also where tokens are spread over ranks.
-            attention_mask: as of ``scaled_dot_product_attention``; ``None``: causal.
-            past_key_values: a cache with ``update(k, v, layer_idx)``, [batch, heads, tokens,
-                head_dim]; also as ``past_key_value`` or ``cache``, names of other versions.
+            position_embeddings: cos and sin, [batch or 1, tokens, head_dim], of the whole sequence
+                in both modes.
+            attention_mask: mask of ``scaled_dot_product_attention``; ``None``: causal.
+            past_key_values: cache with ``update(k, v, layer_idx)``, [batch, heads, tokens,
+                head_dim]. The names ``past_key_value`` and ``cache`` are accepted too.
 
         Raises:
-            InvalidArgument, ContextFinalized: before anything is launched.
+            InvalidArgument: an argument is not supported or has a wrong shape, dtype or device.
+            ContextFinalized: the contexts were finalized.
         """
         cache = past_key_values
         for name, value in beside.items():
@@ -158,15 +166,15 @@ class TP_Attn(TensorParallelLayer):
                 cache = value
             elif "mask" in name or (hasattr(value, "update") and not isinstance(value, dict)):
                 expected = "a mask as attention_mask and one cache as past_key_values"
-                raise self._refusal(name, type(value), expected)
+                raise self._invalid(name, type(value), expected)
         cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self._attend(q, k, v, attention_mask, cache)
 
         tokens = position_embeddings[0].shape[-2]
-        across, is_spread = self._across(), self.sequence_parallel
-        return self._run(hidden_states, across, is_spread, tokens, cos, sin, attend), None
+        group, sequence_parallel = self._required_ranks(), self.sequence_parallel
+        return self._run(hidden_states, group, sequence_parallel, tokens, cos, sin, attend), None
 
     def _attend(
         self,
@@ -181,7 +189,7 @@ class TP_Attn(TensorParallelLayer):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
             asked, known = q.shape[2], k.shape[2]
-            if is_causal and asked != known:  # the last ones ask
+            if is_causal and asked != known:  # the queries are the last positions of the sequence
                 is_causal = False
                 mask = torch.ones(asked, known, dtype=torch.bool, device=q.device)
                 mask = mask.tril(known - asked)
@@ -192,8 +200,10 @@ class TP_Attn(TensorParallelLayer):
         return seen.transpose(1, 2)
 
     def sum_partial_gradients(self) -> None:
-        """Add up gradients over ranks that each have a part of: those of norms of heads, and of
-        key-value heads that several ranks keep. Collective."""
+        """Sum gradients over ranks that each have a part: norms of heads, replicated kv heads.
+
+        Collective.
+        """
         for norm in (self.q_norm, self.k_norm):
             for parameter in () if norm is None else norm.parameters():
                 if parameter.grad is not None:
@@ -211,18 +221,18 @@ class TP_Attn(TensorParallelLayer):
         self,
         x: torch.Tensor,
         ranks: Collectives,
-        is_spread: bool,
+        sequence_parallel: bool,
         tokens: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """``tokens``: of each sequence, over all ranks. cos, sin: broadcast over heads."""
+        """Run the layer; ``tokens``: per sequence over all ranks. cos, sin broadcast over heads."""
 
         def between(qkv: torch.Tensor) -> torch.Tensor:
             return self._between(qkv, tokens, cos, sin, attend)
 
-        y = self._pair(x, self.wqkv, between, self.wo, ranks, is_spread)
+        y = self._pair(x, self.wqkv, between, self.wo, ranks, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
     def _between(
@@ -233,11 +243,11 @@ class TP_Attn(TensorParallelLayer):
         sin: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """Rows of queries, keys and values to what queries see, [rows, heads * head_dim]."""
+        """Return the attention output [rows, heads * head_dim] of rows of q, k and v."""
         rows, heads, kv_heads = qkv.shape[0], self.num_heads, self.num_kv_heads
         if rows % tokens:
-            expected = f"a multiple of the {tokens} tokens that position_embeddings are for"
-            raise self._refusal("rows of hidden_states", rows, expected)
+            expected = f"a multiple of {tokens}, the tokens of position_embeddings"
+            raise self._invalid("rows of hidden_states", rows, expected)
         if self.bqkv is not None:
             qkv = qkv + self.bqkv
         qkv = qkv.view(-1, tokens, heads + 2 * kv_heads, self.head_dim)
@@ -256,22 +266,24 @@ class TP_Attn(TensorParallelLayer):
         kv_cache: Any,
         layer_idx: int,
         ranks: Collectives,
-        is_spread: bool,
+        sequence_parallel: bool,
     ) -> torch.Tensor:
-        """One call on a ``KV_Cache``, whose shapes are those of its maximum: a CUDA graph of it
-        serves any position."""
+        """Run one call on a ``KV_Cache``.
+
+        Shapes depend only on the cache's maximum, so one CUDA graph serves all positions.
+        """
         k_cache, v_cache, offset = kv_cache.update_kv_cache(None, None, layer_idx)
         most, tokens = k_cache.shape[1], position_ids.shape[1]
         if k_cache.shape[2] != self.num_kv_heads:
-            expected = f"{self.num_kv_heads}, those of this rank"
-            raise self._refusal("heads of kv_cache", k_cache.shape[2], expected)
+            expected = f"{self.num_kv_heads}, the heads of this rank"
+            raise self._invalid("heads of kv_cache", k_cache.shape[2], expected)
         if k_cache.dtype != self.wqkv.dtype:
-            expected = f"the weights' {self.wqkv.dtype}"
-            raise self._refusal("dtype of kv_cache", k_cache.dtype, expected)
-        batch = x.shape[0] * (ranks.num_ranks if is_spread else 1)
+            expected = f"the dtype of the weights, {self.wqkv.dtype}"
+            raise self._invalid("dtype of kv_cache", k_cache.dtype, expected)
+        batch = x.shape[0] * (ranks.num_ranks if sequence_parallel else 1)
         if batch > k_cache.shape[0]:
             expected = f"at most the cache's batch_size = {k_cache.shape[0]}"
-            raise self._refusal("batch", batch, expected)
+            raise self._invalid("batch", batch, expected)
         cos, sin = (
             torch.cat([half, half], -1).unsqueeze(-2)
             for half in cos_sin_cache[position_ids].chunk(2, -1)
@@ -281,7 +293,7 @@ class TP_Attn(TensorParallelLayer):
             at = offset[:batch, None] + torch.arange(tokens, device=x.device)
             sequences = torch.arange(batch, device=x.device)[:, None]
             k_cache[sequences, at], v_cache[sequences, at] = k, v
-            # Queries of one group as rows of one head: keys and values are not repeated.
+            # The queries of a group become rows of one head, so keys and values are not repeated.
             group = self.num_heads // self.num_kv_heads
             q = q.view(batch, tokens, -1, group, self.head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(batch, -1, group * tokens, self.head_dim)
@@ -292,7 +304,7 @@ class TP_Attn(TensorParallelLayer):
             seen = seen.view(batch, -1, group, tokens, self.head_dim)
             return seen.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, self.head_dim)
 
-        return self._run(x, ranks, is_spread, tokens, cos, sin, attend)
+        return self._run(x, ranks, sequence_parallel, tokens, cos, sin, attend)
 
     @torch.no_grad()
     def torch_fwd(
@@ -303,13 +315,14 @@ class TP_Attn(TensorParallelLayer):
         kv_cache: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """x [batch, tokens, hidden] to the same, with keys and values written to ``kv_cache`` from
-        its ``kv_offset`` on.
+        """Return [batch, tokens, hidden]; write keys and values to ``kv_cache`` at ``kv_offset``.
 
         Args:
+            x: [batch, tokens, hidden].
             position_ids: [batch or 1, tokens], of the whole batch.
             cos_sin_cache: [positions, head_dim] from ``_set_cos_sin_cache``.
-            kv_cache: a ``triton_dist.models.kv_cache.KV_Cache``, or the like.
+            kv_cache: ``triton_dist.models.kv_cache.KV_Cache`` or an equivalent object.
+            layer_idx: index of the layer in the cache.
         """
         return self._with_cache(
             x, position_ids, cos_sin_cache, kv_cache, layer_idx, self.library, False
@@ -326,9 +339,9 @@ class TP_Attn(TensorParallelLayer):
         *unused: Any,
         **also_unused: Any,
     ) -> torch.Tensor:
-        """The same of this rank's sequences, [batch / ranks, tokens, hidden]."""
+        """Return the result for this rank's sequences, x [batch / ranks, tokens, hidden]."""
         return self._with_cache(
-            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._across(), True
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_ranks(), True
         )
 
     @torch.no_grad()
@@ -340,23 +353,22 @@ class TP_Attn(TensorParallelLayer):
         kv_cache: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """As ``torch_fwd``."""
+        """Return the result of ``torch_fwd``, computed with ``gemm_ar``."""
         return self._with_cache(
-            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._across(), False
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self._required_ranks(), False
         )
 
     dist_triton_gemm_ar_fwd = dist_triton_AR_fwd
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [batch, tokens, heads, head_dim] with rotary positions; cos and sin as wide."""
+    """Apply rotary positions to x [batch, tokens, heads, head_dim]."""
     left, right = x.chunk(2, -1)
     return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
 
 
 def _set_cos_sin_cache(inv_freq: torch.Tensor, max_length: int) -> torch.Tensor:
-    """fp32 [max_length, head_dim]: cosines of positions in the left half, sines in the right
-    one."""
+    """Return fp32 [max_length, head_dim]: cosines in the left half, sines in the right half."""
     device = current_device().torch_device
     positions = torch.arange(max_length, device=device, dtype=torch.float32)
     angles = torch.outer(positions, inv_freq.to(device, torch.float32))

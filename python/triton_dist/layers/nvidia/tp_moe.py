@@ -1,4 +1,4 @@
-"""Tensor-parallel mixture of experts: every rank has a share of every expert."""
+"""Tensor-parallel mixture of experts: each rank has a shard of every expert."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _CORRECTION = "e_score_correction_bias"
 
 
 class TP_MoE(TokenLayer):
-    """The experts of Qwen, Mixtral and others: a token's ``top_k`` best by a softmax over all, each
-    ``down(act(gate(x)) * up(x))``.
+    """Experts of Qwen, Mixtral and similar models: ``top_k`` of a softmax over all experts.
 
-    Arguments, modes and call forms: ``TensorParallelLayer``; ``autotune`` means nothing, calls are
-    tuned.
+    Each expert is ``down(act(gate(x)) * up(x))``. ``TensorParallelLayer`` describes arguments,
+    modes and call forms; ``autotune`` is ignored, because calls are always tuned. E is the number
+    of experts, I the number of an expert's columns over all ranks.
 
-    Attributes, of E experts of I columns over all ranks:
-        gate: [E, hidden], the router, the same on all ranks.
-        gate_up_proj: [E, hidden, 2 * I / ranks]. down_proj: [E, I / ranks, hidden].
+    Attributes:
+        gate: [E, hidden], the router, equal on all ranks.
+        gate_up_proj: [E, hidden, 2 * I / ranks].
+        down_proj: [E, I / ranks, hidden].
     """
 
     shards = ("gate_up_proj", "down_proj")
@@ -45,34 +46,38 @@ class TP_MoE(TokenLayer):
         super().__init__(rank, world_size, group, **options)
 
     def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
-        """Take this rank's share of a module with ``gate`` and ``experts``: a list of modules with
-        ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, or one that has all of them
-        stacked, ``gate_up_proj`` [E, 2 * I, hidden] and ``down_proj`` [E, hidden, I]. It, or its
-        gate, has ``top_k``; weights of the best are normalised unless its ``norm_topk_prob`` is
-        false. It may lie on another device.
+        """Copy this rank's shard of an MoE module, which may be on any device.
+
+        Args:
+            module: module with ``gate`` and ``experts``. ``experts`` is a list of modules with
+                ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, or one module with stacked
+                weights ``gate_up_proj`` [E, 2 * I, hidden] and ``down_proj`` [E, hidden, I]. The
+                module or its gate has ``top_k``. Weights of the chosen experts are normalised
+                unless ``norm_topk_prob`` is false.
+            verbose: print the shapes of the shards.
 
         Raises:
-            InvalidArgument: weights that do not go together, or cannot be shared out; a bias;
-                experts that all tokens share.
+            InvalidArgument: weights do not match or cannot be sharded, or the module has a bias or
+                shared experts.
         """
         source: Any = module
         self._check_members("module", module, "gate", "experts")
         for name in ("shared_expert", "shared_experts"):
             if hasattr(source, name):
-                raise self._refusal(name, type(getattr(source, name)), "none")
-        with torch.enable_grad():  # views of what is trained say so
+                raise self._invalid(name, type(getattr(source, name)), "none")
+        with torch.enable_grad():  # views of trained weights must keep requires_grad
             each = list(self._experts_of(source.experts))
         beside = ((source.gate, "bias"), (source, _CORRECTION), (source.gate, _CORRECTION))
         for holder, name in beside:
             if getattr(holder, name, None) is not None:
-                raise self._refusal(f"{name} of the gate", "there", "none")
+                raise self._invalid(f"{name} of the gate", "there", "none")
         gate = self._linear("gate", source.gate, (len(each), None), may_be_other=True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
         self._check_members("gate", router, "top_k")
         self.top_k: int = router.top_k
         if not 1 <= self.top_k <= self.num_experts:
-            raise self._refusal("top_k", self.top_k, f"1 to {self.num_experts}, the experts")
+            raise self._invalid("top_k", self.top_k, f"1 to {self.num_experts} experts")
         self.normalises: bool = getattr(router, "norm_topk_prob", True)
         columns = len(each[0][0])
         self._check_split("columns of an expert", columns)
@@ -81,10 +86,10 @@ class TP_MoE(TokenLayer):
             for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
                 where = f"experts.{number}.{name}.weight"
                 if tuple(weight.shape) != shape:
-                    raise self._refusal(f"{where}.shape", tuple(weight.shape), f"{shape}")
+                    raise self._invalid(f"{where}.shape", tuple(weight.shape), f"{shape}")
                 if weight.dtype != gate.dtype:
-                    expected = f"that of gate, {gate.dtype}"
-                    raise self._refusal(f"{where}.dtype", weight.dtype, expected)
+                    expected = f"the dtype of gate, {gate.dtype}"
+                    raise self._invalid(f"{where}.dtype", weight.dtype, expected)
         gate_up = [torch.cat([self._shard(w, 0) for w in weights[:2]]).T for weights in each]
         down = [self._shard(weights[2], 1).T for weights in each]
         whole = gate.detach().to(self.library.device)
@@ -93,10 +98,10 @@ class TP_MoE(TokenLayer):
         self.down_proj = self._parameter(torch.stack(down), each[0][2])
         is_list = isinstance(source.experts, torch.nn.ModuleList)
         self.act_fn: Any = (source.experts[0] if is_list else source.experts).act_fn
-        self._tell(verbose)
+        self._print_shapes(verbose)
 
     def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Gate, up and down of each expert, [outputs, inputs]."""
+        """Yield gate, up and down of each expert, [outputs, inputs]."""
         if isinstance(source, torch.nn.ModuleList):
             for number, expert in enumerate(source):
                 self._check_members(f"experts.{number}", expert, *_NAMES, "act_fn")
@@ -104,7 +109,7 @@ class TP_MoE(TokenLayer):
                     bias = getattr(getattr(expert, name), "bias", None)
                     if bias is not None:
                         where = f"experts.{number}.{name}.bias"
-                        raise self._refusal(where, tuple(bias.shape), "None")
+                        raise self._invalid(where, tuple(bias.shape), "None")
                 yield tuple(
                     self._linear(f"experts.{number}.{name}", getattr(expert, name), (None, None))
                     for name in _NAMES
@@ -113,31 +118,31 @@ class TP_MoE(TokenLayer):
         self._check_members("experts", source, "gate_up_proj", "down_proj", "act_fn")
         if hasattr(source, "gate_up_proj_bias"):
             shape = tuple(source.gate_up_proj_bias.shape)
-            raise self._refusal("experts.gate_up_proj_bias", shape, "none")
+            raise self._invalid("experts.gate_up_proj_bias", shape, "none")
         for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
             yield (*both.chunk(2), down)
 
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts, int32, and their weights, fp32, of each row: [rows, top_k]."""
+        """Return the experts (int32) and their weights (fp32) of each row, [rows, top_k]."""
         chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
         best, ids = chances.topk(self.top_k, -1)
         return ids.int(), best / best.sum(-1, keepdim=True) if self.normalises else best
 
-    def _run(self, x: torch.Tensor, ranks: Collectives, is_spread: bool) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ids, scales = self._routes(rows)
-        if is_spread:
+        if sequence_parallel:
             ids = functional.all_gather(ids, ranks)
             scales = functional.all_gather(scales, ranks)
-        first = experts.ag_group_gemm if is_spread else experts.group_gemm
+        first = experts.ag_group_gemm if sequence_parallel else experts.group_gemm
         gate, up = first(rows, self.gate_up_proj, ids, ranks).chunk(2, -1)
         hidden = self.act_fn(gate) * up
-        last = experts.moe_reduce_rs if is_spread else experts.moe_reduce_ar
+        last = experts.moe_reduce_rs if sequence_parallel else experts.moe_reduce_ar
         return last(hidden, self.down_proj, ids, scales, ranks).view(x.shape)
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
-        """The same by products of all tokens with all experts, without a loop over them."""
+        """Return ``torch_fwd`` from products of all tokens with all experts, without a loop."""
         rows = x.reshape(-1, x.shape[-1])
         ids, scales = self._routes(rows)
         gate, up = torch.einsum("mh,ehi->emi", rows, self.gate_up_proj).chunk(2, -1)
