@@ -37,7 +37,7 @@ from overlap.shapes import parse_numbers
 
 from triton_dist.layers.nvidia import TP_MLP, Collectives, TensorParallel, TP_Attn
 from triton_dist.models.llama import Block, LlamaConfig, RotaryEmbedding
-from triton_dist.models.utils import few
+from triton_dist.models.utils import scaled_down
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import NO_TIMES, dtype_named
 from triton_dist.testing.timing import captured, interleaved
@@ -75,7 +75,8 @@ class Candidates:
     """A layer of one model, in every way, for one number of tokens. Collective."""
 
     def __init__(self, args: argparse.Namespace, model: str, layer: str, tokens: int) -> None:
-        config = LlamaConfig.of(model) if is_cuda() else few(LlamaConfig.of(model), _CPU_SCALE)
+        config = LlamaConfig.of(model)
+        config = config if is_cuda() else scaled_down(config, _CPU_SCALE)
         self.is_spread, self.is_mlp = tokens >= SPREAD_FROM, layer == "mlp"
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         device, dtype = current_device().torch_device, dtype_named(args.dtype)

@@ -1,7 +1,6 @@
 """Distributed autotuning and overlapped GPU kernels on stock torch and stock Triton.
 
-Importing this package touches no GPU, no driver and no process group: everything below is loaded
-when it is first used.
+Importing this package touches no GPU, driver or process group: submodules are loaded at first use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["__version__", "autotuner", "jit", "language", "tune"]
 
 _MODULES = ("autotuner", "language", "tune")
 
-# As a library does: what is logged goes where the program sends it, and else nowhere.
+# Standard practice for libraries: the application decides where log records go.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 

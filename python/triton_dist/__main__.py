@@ -1,4 +1,4 @@
-"""``python -m triton_dist``: see :mod:`triton_dist.cli`."""
+"""Entry point of ``python -m triton_dist``: see :mod:`triton_dist.cli`."""
 
 import sys
 

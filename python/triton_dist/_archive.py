@@ -2,14 +2,14 @@
 
 ``manifest.json``                    lists the other files with their SHA-256
 ``records/<function>.<digest>.json`` winners of one function on one GPU model
-``kernels/<digest>/<file>``          files in Triton's cache under that digest: metadata and cubin
+``kernels/<digest>/<file>``          files of Triton's cache under that digest: metadata and cubin
                                      of a kernel, or a native module with which Triton launches
 
 Members are sorted and have no dates, so equal contents give equal bytes. Nothing is pickled, and
-every hash is compared before use. Hashes detect damage, not forgery: like a wheel, a pack can run
+every hash is verified before use. Hashes detect damage, not forgery: like a wheel, a pack can run
 code on the hosts that use it.
 
-The records of the package itself are ``records/`` of a pack, unzipped so that git shows diffs.
+The records shipped with the package are ``records/`` of a pack, unzipped so that git shows diffs.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from triton_dist.errors import CacheWarning, InvalidArgument, NewerSchema, PackR
 
 SUFFIX = ".tdpack"
 RECORDS_SUFFIX = ".json"
-"""Suffix of a single file of records, as packs hold them: text, and without kernels."""
+"""Suffix of a single file of records: text without kernels."""
 FORMAT = 2
 
 _MANIFEST = "manifest.json"
 _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
 _KERNEL = re.compile(r"kernels/([0-9a-f]{64})/([^/\\\0]{1,200}\.(?:json|cubin|so))")
 _LARGEST = 1 << 28
-"""Bytes that a member may have: more is no kernel, but a zip that is made to fill the memory."""
+"""Largest member in bytes. A larger member is a zip bomb, not a kernel."""
 _LARGEST_JSON = 1 << 24
-"""Bytes of the manifest, or of a kernel's metadata. Parsed, JSON takes up to 30 times as many."""
+"""Largest manifest or kernel metadata in bytes. Parsing JSON takes up to 30 times the memory."""
 LARGEST_RECORDS = 1 << 26
-"""Bytes of a file of records."""
+"""Largest file of records in bytes."""
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
-"""Raised by ``zipfile`` over a file that is none, or whose offsets lead nowhere."""
+"""Exceptions that ``zipfile`` raises for a file that is damaged or not a zip."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 _ELF, _EM_CUDA = b"\x7fELF", 190
 _ARCHITECTURE = {51: 0, 65: 8}
-"""Place of the architecture in a cubin's flags, in bits, by ELF's OS ABI: of CUDA 12, and of 13."""
+"""Shift, in bits, of the architecture in a cubin's flags, by ELF OS ABI (CUDA 12; CUDA 13)."""
 
 PACKAGE_RECORDS = Path(__file__).parent / "records"
-"""Records that are part of the package."""
+"""Folder of the records shipped with the package."""
 
 _used: list[Path] = []
 _opened: dict[Path, Pack | None] = {}
@@ -65,23 +65,23 @@ _opened: dict[Path, Pack | None] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel, or one native module, that is in a pack."""
+    """One kernel or native module in a pack."""
 
     name: str
     facts: Mapping[str, str]
-    """All that it was compiled from and for, as text, by what a person calls it."""
+    """Source and target of the compilation, as text, by a readable name."""
     files: Mapping[str, str]
-    """SHA-256 by name of file."""
+    """SHA-256 by file name."""
 
     @property
     def is_module(self) -> bool:
-        """It is native code of the host, not of the GPU."""
+        """True for native code of the host, false for a GPU kernel."""
         return any(name.endswith(".so") for name in self.files)
 
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """Files of one kernel, or of one native module."""
+    """Files of one kernel or native module."""
 
     name: str
     facts: Mapping[str, str]
@@ -99,12 +99,12 @@ class Contents:
     """A whole pack in memory."""
 
     records: Mapping[str, bytes]
-    """By name of file, without the folder."""
+    """File contents by file name, without the folder."""
     kernels: Mapping[str, PackedKernel]
-    """By Triton's digest of them."""
+    """Kernels by Triton's digest."""
 
     def to_bytes(self) -> bytes:
-        """The file; the same for equal contents."""
+        """Return the bytes of the file; equal contents give equal bytes."""
         members = {f"records/{name}": data for name, data in self.records.items()}
         for digest, kernel in self.kernels.items():
             members |= {f"kernels/{digest}/{name}": data for name, data in kernel.files.items()}
@@ -124,11 +124,11 @@ class Contents:
 
 
 def write(path: Path, contents: Contents) -> bytes:
-    """Write a pack in one step and return its bytes."""
+    """Write a pack atomically and return its bytes."""
     data = contents.to_bytes()
     if path.suffix == RECORDS_SUFFIX:
         if contents.kernels or len(contents.records) != 1:
-            reason = "holds records of one function and GPU model, and no kernels"
+            reason = "contains records of one function and GPU model, and no kernels"
             raise InvalidArgument("pack", "--out", str(path), f"*{SUFFIX}: a .json file {reason}")
         (data,) = contents.records.values()
     _files.write(path, data)
@@ -141,11 +141,11 @@ def contents_in(folder: Path) -> list[Contents]:
 
 
 class Pack:
-    """An open pack, whose manifest matches the zip. Files are read and checked on access.
+    """An open pack whose manifest matches the zip. Files are read and verified on access.
 
     Args:
-        path: of a pack, or of a single file of records.
-        data: its bytes, read from ``path`` by default.
+        path: path of a pack, or of a single file of records.
+        data: bytes of the file; default: read from ``path``.
 
     Raises:
         PackRefused: the file is not a pack of this format, or its manifest does not match.
@@ -156,14 +156,14 @@ class Pack:
         self.path = path
         if data is None and not path.is_file():
             path.stat()  # raises FileNotFoundError
-            self._refuse("it is no regular file")
+            self._refuse("it is not a regular file")
         data = path.read_bytes() if data is None else data
         if path.suffix == RECORDS_SUFFIX:
             data = Contents({path.name: data}, {}).to_bytes()
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(data))
         except _DAMAGE as error:
-            self._refuse(f"it is no zip, or damaged: {error}")
+            self._refuse(f"it is not a zip file, or is damaged: {error}")
         self._members = self._checked_members()
         manifest = self._manifest()
         self.records: dict[str, str] = manifest["records"]
@@ -176,11 +176,11 @@ class Pack:
             self._refuse(f"it is not in the {where}", name)
 
     def record(self, name: str) -> bytes:
-        """The text of a file of records. Raises ``PackRefused``."""
+        """Return the text of a file of records. Raise ``PackRefused`` if it is damaged."""
         return self._read(f"records/{name}", self.records[name])
 
     def kernel(self, digest: str) -> PackedKernel:
-        """The files of a kernel, each of which is what it claims to be. Raises ``PackRefused``."""
+        """Return the verified files of a kernel. Raise ``PackRefused`` if a file is not valid."""
         entry = self.kernels[digest]
         files = {
             name: self._read(f"kernels/{digest}/{name}", whole)
@@ -193,7 +193,7 @@ class Pack:
         return PackedKernel(entry.name, entry.facts, files)
 
     def contents(self) -> Contents:
-        """All of it, each file checked. Raises ``PackRefused``."""
+        """Return all verified files. Raise ``PackRefused`` if a file is not valid."""
         return Contents(
             {name: self.record(name) for name in self.records},
             {digest: self.kernel(digest) for digest in self.kernels},
@@ -204,9 +204,9 @@ class Pack:
         for member in self._zip.infolist():
             name = member.orig_filename  # zipfile cuts names at a null byte
             if name in found:
-                self._refuse("it is there twice", name)
+                self._refuse("it occurs twice", name)
             if name != _MANIFEST and not (_RECORD.fullmatch(name) or _KERNEL.fullmatch(name)):
-                self._refuse("a pack has no file of such a name", name)
+                self._refuse("no file of a pack has this name", name)
             largest = _LARGEST_JSON if name.endswith(".json") else _LARGEST
             largest = LARGEST_RECORDS if _RECORD.fullmatch(name) else largest
             if member.file_size > largest:
@@ -216,7 +216,7 @@ class Pack:
 
     def _manifest(self) -> Any:
         if _MANIFEST not in self._members:
-            self._refuse("it has no manifest.json, so it is some other zip")
+            self._refuse("it has no manifest.json, so it is a different kind of zip")
         try:
             tree = json.loads(self._read(_MANIFEST))
             version = tree["pack"]
@@ -251,29 +251,29 @@ def sha256(data: bytes) -> str:
 
 
 def _flaws_of(tree: Any) -> Iterator[str]:
-    """Sentences about a manifest that is not laid out as one. May raise what look-ups raise."""
+    """Yield the flaws of a manifest. Lookups in a malformed manifest may raise."""
     if tree["pack"] != FORMAT or type(tree["pack"]) is not int:
         yield f"its format is {tree['pack']!r}, expected {FORMAT}"
     texts = [*tree["records"].items()]
     for digest, entry in tree["kernels"].items():
         if entry.keys() != {"name", "facts", "files"} or type(entry["name"]) is not str:
-            yield f"the entry of kernel {digest} has other parts than name, facts and files"
+            yield f"the entry of kernel {digest} must have name, facts and files, and nothing else"
         kinds = sorted(name.rpartition(".")[2] for name in entry["files"])
         if kinds not in (["cubin", "json"], ["so"]):
             yield f"kernel {digest} has files {kinds}, expected a json and a cubin, or a so"
         texts += [*entry["facts"].items(), *entry["files"].items()]
     if not all(type(text) is str for pair in texts for text in pair):
-        yield "it has something else where a text belongs"
+        yield "it has a value that is not a string where a string is required"
 
 
 def _flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
-    """Reason why a file is not that of the kernel ``entry``; empty: it is."""
+    """Return why a file does not belong to the kernel ``entry``; empty if it does."""
     if name.endswith(".so"):
-        return "" if data.startswith(_ELF) else "it is no native module"
+        return "" if data.startswith(_ELF) else "it is not a native module"
     claimed = entry.facts.get("target")
     if name.endswith(".cubin"):
         if not data.startswith(_ELF) or int.from_bytes(data[18:20], "little") != _EM_CUDA:
-            return "it is no cubin"
+            return "it is not a cubin"
         flags, place = int.from_bytes(data[48:52], "little"), _ARCHITECTURE.get(data[7])
         target = claimed if place is None else f"cuda {flags >> place & 0xFF}"
         return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
@@ -284,12 +284,12 @@ def _flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         return "it is not the metadata of a kernel"
     if known != digest:
-        return f"it is of kernel {known}"
+        return f"it belongs to kernel {known}"
     return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
 
 
 def use(path: Path) -> None:
-    """Look into this pack before all others, in this process. Raises as ``Pack`` does."""
+    """Search this pack before all others in this process. Raise like ``Pack``."""
     path = path.expanduser().resolve()
     _opened[path] = Pack(path)
     if path not in _used:
@@ -297,31 +297,36 @@ def use(path: Path) -> None:
 
 
 def pack_places() -> list[Path]:
-    """Packs that are used by name, then the folders in which packs are looked for: ``packs/`` of
-    the user's folder and of each read-only folder, and that of the package."""
+    """Return the packs from ``use``, then the folders to search for packs.
+
+    The folders are ``packs/`` of the user's folder and of each read-only folder, and the package's
+    folder of records.
+    """
     roots = [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]
     return [*_used, *(root / "packs" for root in roots), PACKAGE_RECORDS]
 
 
 def packs_in(places: Iterable[Path]) -> Iterator[Pack]:
-    """Yield the packs there; warn once about each that cannot be read."""
+    """Yield the packs in ``places``; warn once about each pack that cannot be read."""
     for place in places:
         yield from filter(None, map(opened, files_in(place)))
 
 
 def files_in(place: Path, suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
-    """Return ``place`` if it is a pack, else the files in that folder with one of ``suffixes``."""
+    """Return ``[place]`` if it is a pack, else the files in the folder with ``suffixes``."""
     if place.suffix in suffixes:
         return [place]
     try:
         return sorted(path for path in place.expanduser().iterdir() if path.suffix in suffixes)
-    except (OSError, RuntimeError, ValueError):  # the store of the records next to it warns
+    except (OSError, RuntimeError, ValueError):  # the store in the parent folder warns
         return []
 
 
 def opened(path: Path) -> Pack | None:
-    """Return the pack at ``path``, read once per process; warn once and return ``None`` if it
-    cannot be read."""
+    """Return the pack at ``path``, read once per process.
+
+    Warn once and return ``None`` if it cannot be read.
+    """
     if path not in _opened:
         pack = None
         try:

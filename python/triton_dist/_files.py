@@ -1,7 +1,7 @@
-"""Write a file in one step: to a temporary file next to it, which is then renamed over it.
+"""Write files atomically: write a temporary file next to the target and rename it.
 
-A full disk, a signal or a crash leaves the old content; a reader sees the old or the new content,
-never a part.
+A full disk, a signal or a crash leaves the old content. A reader sees the old or the new content,
+never a mixture.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
-"""Prefixes of paths that stand for open files of a process."""
+"""Prefixes of paths that refer to open files of a process."""
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whose folder is made.
+    """Write ``data`` to ``path``; create the folder if necessary.
 
-    The target of a link is replaced, not the link. A pipe or a device cannot be replaced: it is
-    written through.
+    If ``path`` is a link, its target is replaced. A pipe or a device cannot be replaced and is
+    written directly.
 
     Raises:
         OSError: ``path`` cannot be written; its content is unchanged.
@@ -43,9 +43,9 @@ def write(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ``OSError`` now if :func:`write` would; for what takes long before it writes."""
+    """Raise ``OSError`` if :func:`write` would fail. Call it before long work."""
     if _is_stream(path):
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # a pipe opened so needs no reader
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # in this mode a pipe needs no reader
         return
     _, part = _target_and_part(path)
     part.touch(exist_ok=False)
@@ -53,14 +53,14 @@ def check_writable(path: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """True for what cannot be replaced. Raises ``IsADirectoryError`` for a folder."""
+    """Return whether ``path`` cannot be replaced. Raise ``IsADirectoryError`` for a folder."""
     if path.is_dir():
         raise IsADirectoryError(21, os.strerror(21), str(path))
     return str(path).startswith(_STREAMS) or (path.exists() and not path.is_file())
 
 
 def _target_and_part(path: Path) -> tuple[Path, Path]:
-    """The file to replace and a new temporary file next to it."""
+    """Return the file to replace, and a new temporary path next to it."""
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     return target, target.with_name(f".{secrets.token_hex(8)}.tmp")

@@ -1,5 +1,4 @@
-"""``triton_dist.jit``: ``triton.jit`` for kernels that run on GPUs and, interpreted, on CPU
-ranks."""
+"""``triton_dist.jit``: ``triton.jit`` for kernels that run on GPUs and in the interpreter."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from triton_dist.runtime.compiling import shipped
 
 
 def jit(fn: Any = None, **options: Any) -> Any:
-    """Decorate a Triton kernel; takes what ``triton.jit`` takes and gives what it gives.
+    """Decorate a Triton kernel; arguments and result equal those of ``triton.jit``.
 
-    Stock Triton keeps no state of the process in a kernel, so rank, world size and peer tables are
-    ordinary arguments; name them in ``do_not_specialize`` and one compiled kernel serves all ranks.
-    Where kernels are interpreted (``TRITON_INTERPRET=1`` at decoration), what Triton's interpreter
-    gets wrong is mended first.
+    Stock Triton stores no process state in a kernel, so rank, world size and peer tables are
+    ordinary arguments. Name them in ``do_not_specialize`` to share one compiled kernel between
+    ranks. If ``TRITON_INTERPRET=1`` is set at decoration, workarounds for bugs of Triton's
+    interpreter are installed first.
 
     Raises:
         UnsupportedVersion: torch or triton is outside the supported range.
-        DebugModeRefused: ``TRITON_DIST_DEBUG`` asks for what would find nothing here.
+        DebugModeRefused: ``TRITON_DIST_DEBUG`` selects a mode that has no effect here.
 
-    Launched where there is no GPU and kernels are not interpreted, it raises ``DeviceUnavailable``.
+    A launch without a GPU raises ``DeviceUnavailable`` unless kernels are interpreted.
     """
     triton_compat.check_versions()
     modes.activate()

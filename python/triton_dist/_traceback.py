@@ -1,4 +1,4 @@
-"""Format exceptions without the stack frames that lie inside triton_dist and Triton."""
+"""Format exceptions without the stack frames inside triton_dist and Triton."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
 def format_exception(error: BaseException) -> str:
-    """Return the traceback of ``error`` and of the exceptions that led to it.
+    """Return the traceback of ``error`` and of the exceptions that caused it.
 
-    Runs of frames inside triton_dist and Triton are one line, unless ``TRITON_DIST_TRACEBACK`` is
-    ``full``. The innermost frame is shown, except for errors that triton_dist raises on purpose.
+    Consecutive frames inside triton_dist and Triton become one line, unless
+    ``TRITON_DIST_TRACEBACK=full``. The innermost frame is shown, except for errors that triton_dist
+    raises deliberately.
     """
     shown = traceback.TracebackException.from_exception(error)
     if knobs.traceback.get() == "folded":
@@ -34,9 +35,10 @@ def format_exception(error: BaseException) -> str:
 
 
 def fold_uncaught() -> None:
-    """Fold the traceback of an exception that ends this process, and report it to torchrun.
+    """Fold the traceback of an uncaught exception of this process, and report it to torchrun.
 
-    An exception hook of the program's own stays."""
+    An exception hook that the program has installed is kept.
+    """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_uncaught
 
@@ -53,7 +55,7 @@ def _print_uncaught(
 
 
 class _FoldedStack(traceback.StackSummary):
-    """Frames as ``format`` shows them: the first ``foldable`` ones in runs."""
+    """Frames of which ``format`` folds runs among the first ``foldable``."""
 
     foldable = 0
 
@@ -76,7 +78,7 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def _fold(shown: traceback.TracebackException, error: BaseException) -> None:
-    """Fold the stack of ``error``, and those of the exceptions that led to it."""
+    """Fold the stacks of ``error`` and of the exceptions that caused it."""
     stack = _FoldedStack(shown.stack)
     stack.foldable = len(stack) - (not isinstance(error, TritonDistError))
     shown.stack = stack
@@ -89,7 +91,7 @@ def _fold(shown: traceback.TracebackException, error: BaseException) -> None:
 
 
 def _is_of_python(frame: traceback.FrameSummary) -> bool:
-    """True for Python's own library. Its frames after folded ones are folded too."""
+    """Return whether a frame is in the standard library. Such frames fold after folded frames."""
     return frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
 
 

@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's program that they are about."""
+"""Issue warnings that point at the responsible line of the user's program."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _words: set[types.CodeType] = set()
 
 
 def called_by_users(functions: Iterable[Callable[..., Any]]) -> None:
-    """Declare ``functions``: the line that calls the innermost of them is to blame for a warning,
-    however deep below it the warning is given, and whatever wraps what lies between."""
+    """Declare the public entry points ``functions``.
+
+    A warning is attributed to the line that calls the innermost entry point on the stack, however
+    deep below it the warning is issued.
+    """
     _words.update(function.__code__ for function in functions)
 
 
 def user_frame() -> types.FrameType:
-    """The frame of that line; without one, that of whoever called the caller of this."""
+    """Return the frame of the user's line; without an entry point, the caller's caller."""
     nearest: types.FrameType = sys._getframe(2)
     frame: types.FrameType | None = nearest
     while frame is not None and frame.f_code not in _words:
@@ -30,9 +33,9 @@ def user_frame() -> types.FrameType:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace each character that a terminal would act on, except those in ``keep``, by its escape.
+    """Escape each character that a terminal would interpret, except those in ``keep``.
 
-    For text that others wrote: a message of an exception, a name in a file.
+    For external text: an exception message, or a name in a file.
     """
     if text.isprintable():
         return text
@@ -40,13 +43,15 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Give a warning, each time; whoever calls says it once."""
+    """Issue a warning each time; the caller must avoid repetition."""
     warn_at(user_frame(), text, category)
 
 
 def note(text: str, category: type[Warning]) -> None:
-    """Give a warning from code that watches a program, which must not fail for it: print it where
-    warnings are errors."""
+    """Issue a warning from monitoring code, which must not raise.
+
+    If warnings are errors, print the text instead.
+    """
     try:
         warn(text, category)
     except Warning:
@@ -54,7 +59,7 @@ def note(text: str, category: type[Warning]) -> None:
 
 
 def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
-    """Give a warning about a line that is known already."""
+    """Issue a warning about the line of ``frame``."""
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
     held: list[Any] | None = getattr(_held, "warnings", None)
     if held is None:
@@ -65,10 +70,10 @@ def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
 
 @contextmanager
 def held_warnings() -> Iterator[None]:
-    """Context manager that gives the warnings of its block at the end of the block.
+    """Context manager that delays the warnings of its block to the end of the block.
 
-    ``-W error`` makes a warning an exception. Raised inside a tuning, it would leave other ranks
-    waiting, and the choice that all ranks agreed on would not be stored.
+    ``-W error`` turns a warning into an exception. Raised inside a tuning, the exception would
+    leave other ranks waiting, and the agreed winner would not be stored.
     """
     if getattr(_held, "warnings", None) is not None:
         yield
@@ -89,7 +94,7 @@ def held_warnings() -> Iterator[None]:
         try:
             raise raised
         finally:
-            raised = None  # the warning holds this frame
+            raised = None  # break the reference cycle: the warning refers to this frame
 
 
 def _give(text: str, category: type[Warning], file: str, line: int, module: str) -> None:
@@ -101,7 +106,7 @@ def _give(text: str, category: type[Warning], file: str, line: int, module: str)
 
 
 def print_line(text: str) -> None:
-    """Print a line to standard error, unless it is closed or nobody reads it."""
+    """Print a line to standard error, unless it is closed or has no reader."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""``from triton_dist.jit import jit``: the decorator, for scripts that know it as a module.
+"""``from triton_dist.jit import jit``: module path of the decorator, for existing scripts.
 
-Importing a submodule binds its name on the package. So that ``triton_dist.jit`` is the decorator
-before and after, the decorator stands for the module too.
+Importing a submodule sets its name on the package. The decorator replaces the module in
+``sys.modules``, so ``triton_dist.jit`` is the decorator before and after the import.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Names that scripts import from ``triton_dist.nv_utils``."""
+"""Import path of NVLink bandwidth helpers used by Triton-distributed's scripts."""
 
 from triton_dist.runtime.peaks import get_intranode_max_speed_gbps
 

@@ -1,10 +1,10 @@
 """Record, save and use packs: tuning records and compiled kernels in one file.
 
-with packs.recording() as used:          # in a process that starts anew and finds its records
+with packs.recording() as used:          # in a new process that finds its records
     step(x)
 used.save("step.tdpack", [step])
 
-packs.use("step.tdpack")                 # elsewhere, before the first call
+packs.use("step.tdpack")                 # on another host, before the first call
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Recording", "recording", "use"]
 
 
 class Recording:
-    """Kernels that this process loaded within :func:`recording`."""
+    """Kernels that this process loaded inside :func:`recording`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class Recording:
         Args:
             path: path of the file, ``<name>.tdpack``.
             functions: tuned functions whose records are added: all keys and GPU models in the
-                user's cache and the read-only folders, under the module's present name.
+                user's cache and the read-only folders, under the current module name.
 
         Raises:
             NoSuchFunction: a function has no record, or declares no ``version``.
@@ -73,15 +73,15 @@ class Recording:
 def recording() -> Iterator[Recording]:
     """Context manager that records every kernel that this process compiles or loads.
 
-    Enter it before the first launch: kernels that were loaded before are not recorded, with a
-    ``TuningWarning``. Candidates of a tuning inside are recorded too, so tune before. Interpreted
+    Enter it before the first launch. Kernels loaded earlier are not recorded; a ``TuningWarning``
+    reports them. Candidates of a tuning inside are recorded too, so tune before. Interpreted
     kernels are not recorded.
     """
     if not triton_compat.is_interpreting():
         shipped.look_here()
         if triton_compat.has_loaded_kernels():
             warn(
-                "kernels that this process launched before are not recorded: begin recording "
+                "kernels that this process launched earlier are not recorded: enter recording() "
                 "before the first launch",
                 TuningWarning,
             )

@@ -1,4 +1,4 @@
-"""Names that scripts import from ``triton_dist.utils``; each is defined where it belongs."""
+"""Import path of helpers used by Triton-distributed's scripts; each is defined elsewhere."""
 
 from triton_dist.knobs import get_bool_env, get_int_env
 from triton_dist.profiler_utils import group_profile, perf_func

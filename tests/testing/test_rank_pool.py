@@ -83,7 +83,7 @@ def test_a_rank_that_cannot_be_killed_is_not_waited_for(monkeypatch):
     (rank,) = pool._ranks
     monkeypatch.setattr(rank.process, "kill", lambda: None)
     monkeypatch.setattr(rank_pool, "EXIT_SECONDS", 0.2)
-    with pytest.warns(match=f"rank 0, process {pid}, is still there"):
+    with pytest.warns(match=f"rank 0, process {pid}, has not exited"):
         pool.close()
     assert rank.process not in multiprocessing.active_children()
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Parts of model scripts: a model of blocks to be shared out, a key-value cache, seeds."""
+"""Building blocks of model scripts: a tensor-parallel LLM, a key-value cache and seeds."""
 
 from triton_dist.models.config import ModelConfig
 from triton_dist.models.kv_cache import KV_Cache

@@ -1,4 +1,4 @@
-"""Parameters by which a model is asked for."""
+"""Configuration of a model run, with the field names of Triton-distributed's scripts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["ModelConfig"]
 
 @dataclass
 class ModelConfig:
-    """A model, and how it is to run.
+    """Name and run-time settings of a model.
 
     Attributes:
-        model_name: as of ``init_model_cpu``.
-        max_length: tokens of a sequence, at most.
-        dtype: of weights and activations.
-        local_only: no effect: nothing is downloaded.
-        rank, world_size: this rank in the group, and its size.
+        model_name: name or folder for ``init_model_cpu``.
+        max_length: largest number of tokens of a sequence.
+        dtype: dtype of weights and activations.
+        local_only: ignored; nothing is ever downloaded.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
     """
 
     model_name: str = "Qwen/Qwen3-32B"

@@ -1,4 +1,4 @@
-"""Keys and values of tokens that were seen, in tensors that stay where they are."""
+"""Key-value cache with fixed addresses, for decoding in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ __all__ = ["KV_Cache"]
 
 
 class KV_Cache:
-    """Memory for keys and values of this rank's heads. Layers write to it in place, so a CUDA graph
-    of a step serves all steps.
+    """Keys and values of this rank's heads.
+
+    Layers write to the tensors in place, so one CUDA graph of a step serves all steps.
 
     Attributes:
         k_cache, v_cache: [num_layers, batch_size, max_length, kv heads of this rank, head_dim].
-        kv_offset: int32 [batch_size], tokens of each sequence that are there; a layer writes from
-            there on, and nobody sees what lies behind. It must not grow beyond ``max_length``.
+        kv_offset: int32 [batch_size], number of cached tokens of each sequence. A layer writes from
+            there on; later positions are masked. It must not exceed ``max_length``.
 
     Args:
-        kv_heads: of all ranks; with fewer than ``world_size`` each rank has one.
+        num_layers: number of layers of the model.
+        batch_size: largest number of sequences.
+        max_length: largest number of tokens of a sequence.
+        kv_heads: number of key-value heads over all ranks. With fewer heads than ``world_size``,
+            each rank has one head.
+        head_dim: width of a head.
+        dtype: dtype of keys and values.
+        world_size: number of ranks.
 
     Raises:
-        InvalidArgument: heads that cannot be shared out.
+        InvalidArgument: ``kv_heads`` is neither a multiple nor a divisor of ``world_size``.
     """
 
     def __init__(
@@ -50,11 +58,11 @@ class KV_Cache:
     def update_kv_cache(
         self, new_k_cache: object, new_v_cache: object, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, and ``kv_offset``: the layer writes its new ones itself."""
+        """Return a layer's keys, values and ``kv_offset``; the layer itself writes new tokens."""
         return self.k_cache[layer_idx], self.v_cache[layer_idx], self.kv_offset
 
     def rand_fill_kv_cache(self, offset: int) -> None:
-        """Give the first ``offset`` tokens random keys and values, of 0 to 0.1."""
+        """Fill the first ``offset`` tokens with uniform random values from 0 to 0.1."""
         for cache in (self.k_cache, self.v_cache):
             cache[:, :, :offset].uniform_(0, 0.1)
 

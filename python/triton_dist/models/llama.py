@@ -1,7 +1,7 @@
-"""A LLaMA in plain torch, of one process, with the names of Hugging Face's modules.
+"""A Llama model in plain torch for one process, with the module names of Hugging Face.
 
-It stands in where a script would load a model: layers are built from its modules as they are from
-Hugging Face's, and a model that is shared out is compared with it. No tokenizer, no weights.
+It replaces a downloaded model in scripts and tests: tensor-parallel layers are built from its
+modules, and a sharded model is compared with it. It has no tokenizer and no trained weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Llama", "LlamaConfig"]
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model, named as in ``config.json``. With ``num_experts`` its blocks mix them."""
+    """Sizes of a model, named as in ``config.json``. ``num_experts`` > 0 selects MoE blocks."""
 
     hidden_size: int = 64
     intermediate_size: int = 96
@@ -42,18 +42,17 @@ class LlamaConfig:
 
     @classmethod
     def of(cls, model: str) -> LlamaConfig:
-        """The config of a known model, or of a folder with a ``config.json``; nothing is loaded
-        from a network.
+        """Return the config of a known model, or of a folder with a ``config.json``.
 
         Raises:
-            InvalidArgument: neither; names those that are known.
+            InvalidArgument: ``model`` is neither; the message lists the known models.
         """
         path = Path(model, "config.json")
         if path.exists():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             heads = found["num_attention_heads"]
             found.setdefault("head_dim", found["hidden_size"] // heads)
-            found = {**found.get("rope_parameters", {}), **found}  # where transformers 5 puts theta
+            found = {**found.get("rope_parameters", {}), **found}  # transformers 5 nests rope_theta
             found.setdefault("qk_norm", found.get("model_type", "").startswith("qwen3"))
             names = {field.name for field in fields(cls)}
             return cls(**{name: value for name, value in found.items() if name in names})
@@ -63,8 +62,7 @@ class LlamaConfig:
         return KNOWN[model]
 
     def save(self, folder: str | Path) -> None:
-        """Write ``config.json`` to ``folder``, which is made; Hugging Face's ``AutoConfig`` reads
-        it too."""
+        """Create ``folder`` and write a ``config.json`` that ``AutoConfig`` can read."""
         kind = "Qwen3Moe" if self.num_experts else "Qwen3" if self.qk_norm else "Llama"
         names = {"Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama"}
         written = {
@@ -115,7 +113,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", theta**-exponents, persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Cos and sin [1 or batch, tokens, head_dim] of positions [tokens] or [batch, tokens]."""
+        """Return cos and sin [1 or batch, tokens, head_dim] of positions [(batch,) tokens]."""
         angles = torch.atleast_2d(positions).float()[..., None] * self.inv_freq
         both = torch.cat([angles, angles], -1)
         return both.cos().to(dtype), both.sin().to(dtype)
@@ -173,8 +171,10 @@ class MLP(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """A token's best experts, weighted by a softmax over all, normalised over the best. With the
-    router's logits, as scripts expect."""
+    """Mixture of experts: softmax over all experts, top-k, weights normalised over the top k.
+
+    ``forward`` also returns the router's logits, as Hugging Face's modules do.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -226,8 +226,11 @@ class Decoder(nn.Module):
         shard: tuple[int, int] = (0, 1),
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """ids [batch, tokens] to [batch, tokens, hidden]; of ``shard`` (rank, ranks), the rows of
-        that rank alone, [batch * tokens / ranks, hidden]."""
+        """Map ids [batch, tokens] to [batch, tokens, hidden].
+
+        With ``shard`` = (rank, ranks), return only the rows of that rank, [batch * tokens / ranks,
+        hidden].
+        """
         x = self.embed_tokens(ids)
         if shard[1] > 1:
             x = x.flatten(0, 1).chunk(shard[1])[shard[0]]
@@ -241,19 +244,19 @@ class Decoder(nn.Module):
 
 
 class Output(NamedTuple):
-    """Result of a model, by Hugging Face's name of it."""
+    """Result of a model, with Hugging Face's field name."""
 
     logits: torch.Tensor
 
 
 class Llama(nn.Module):
-    """A decoder and its head."""
+    """Decoder with a language-model head."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config).to(dtype)
-        # Positions of long sequences are told apart in fp32 alone.
+        # Rotary frequencies stay in fp32: 16-bit dtypes cannot distinguish distant positions.
         self.model.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
@@ -263,10 +266,12 @@ class Llama(nn.Module):
         shard: tuple[int, int] = (0, 1),
         position_ids: torch.Tensor | None = None,
     ) -> Output:
-        """``logits`` [batch, tokens, vocab] of ``input_ids`` [batch, tokens].
+        """Return ``logits`` [batch, tokens, vocab] of ``input_ids`` [batch, tokens].
 
         Args:
-            shard: (rank, ranks): the logits of that rank's rows, which its layers must take.
-            position_ids: [tokens] or [batch, tokens]; default: from 0 on.
+            input_ids: token ids.
+            shard: (rank, ranks): compute only this rank's rows; the layers must be
+                sequence-parallel.
+            position_ids: [tokens] or [batch, tokens]; default: 0, 1, 2, ….
         """
         return Output(self.lm_head(self.model(input_ids, shard, position_ids)))

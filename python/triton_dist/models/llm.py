@@ -1,4 +1,4 @@
-"""A model of LLaMA's kind that is shared out over ranks, for inference, as scripts call it."""
+"""Tensor-parallel Llama-like models for inference, with the interface of Triton-distributed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ _FORWARDS = {
     "triton_dist_AR": "dist_triton_AR_fwd",
     "triton_dist_gemm_ar": "dist_triton_gemm_ar_fwd",
 }
-"""Modes, and the call form of the layers in each."""
+"""Call form of the layers in each mode."""
 
 
 class LLM:
-    """A decoder whose attention and feed-forward layers are shared out over the ranks of a group;
-    embeddings, norms and the head are whole on each.
+    """Decoder whose attention and feed-forward layers are sharded over the ranks of a group.
+
+    Embeddings, norms and the head are replicated.
 
     Attributes:
-        model: with ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``.
-        num_layers, num_key_value_heads, head_dim, max_length: what a ``KV_Cache`` is made of.
-        model_type: ``"moe"`` with experts, else ``"dense"``.
-        mode: of ``inference``; ``set_fwd`` changes it.
+        model: module with ``model.embed_tokens``, ``model.layers``, ``model.norm``, ``lm_head``.
+        num_layers, num_key_value_heads, head_dim, max_length: sizes for a ``KV_Cache``.
+        model_type: ``"moe"`` or ``"dense"``.
+        mode: call form of ``inference``; set it with ``set_fwd``.
 
     Args:
-        config: what to make, by ``init_model_cpu``.
-        group: process group; ``None``: the world, or without ``torch.distributed`` this process.
+        config: the model; ``init_model_cpu`` creates it.
+        group: process group; ``None``: the world, or this process alone without
+            ``torch.distributed``.
 
     Raises:
-        InvalidArgument: a model that cannot be shared out; rotary positions that are scaled.
+        InvalidArgument: the model cannot be sharded, or its rotary embedding is scaled.
     """
 
     def __init__(self, config: ModelConfig, group: Group = None) -> None:
@@ -69,20 +71,24 @@ class LLM:
         self.set_fwd()
 
     def set_fwd(self, mode: str = "torch") -> None:
-        """Choose the call form of the layers: ``"torch"``, by torch's products and all-reduce;
-        ``"triton_dist"``, sequences spread over ranks; ``"triton_dist_AR"`` and
-        ``"triton_dist_gemm_ar"``, all of them on all ranks.
+        """Select the call form of the layers.
+
+        Args:
+            mode: ``"torch"``: torch's GEMM and all-reduce; ``"triton_dist"``: sequences are spread
+                over ranks; ``"triton_dist_AR"`` or ``"triton_dist_gemm_ar"``: all sequences are on
+                all ranks.
 
         Raises:
-            InvalidArgument: another mode.
+            InvalidArgument: unknown mode.
         """
         if mode not in _FORWARDS:
             raise InvalidArgument("LLM.set_fwd", "mode", mode, f"one of {', '.join(_FORWARDS)}")
         self.mode = mode
 
     def init_triton_dist_ctx(self, max_M: int = 4096, ar_method: object = None) -> None:
-        """Give the layers contexts for calls of up to ``max_M`` tokens, over all ranks, in place of
-        those that they had; ``ar_method`` means nothing, calls are tuned. Collective.
+        """Create contexts for calls of up to ``max_M`` tokens over all ranks. Collective.
+
+        Existing contexts are freed first. ``ar_method`` is ignored, because calls are tuned.
 
         Raises:
             InvalidArgument: ``max_M`` is less than 1.
@@ -106,18 +112,20 @@ class LLM:
         kv_cache: KV_Cache,
         wo_lm_head: bool = False,
     ) -> torch.Tensor:
-        """Logits of the last token of each sequence, fp32 [batch, 1, vocabulary]; keys and values
-        are written to ``kv_cache`` from its ``kv_offset`` on, which stays as it is.
+        """Return the logits of the last token of each sequence, fp32 [batch, 1, vocabulary].
+
+        Keys and values are written to ``kv_cache`` at its ``kv_offset``, which is not advanced.
 
         Args:
-            input_ids: [batch, tokens]; in the mode ``"triton_dist"`` this rank's sequences, [batch
-                / ranks, tokens], and so is the result.
+            input_ids: [batch, tokens]. In mode ``"triton_dist"`` these are this rank's sequences,
+                [batch / ranks, tokens], and the result has this rank's sequences too.
             position_ids: [batch, tokens] of the whole batch.
-            wo_lm_head: return what the head would take, [batch, 1, hidden].
+            kv_cache: cache for the whole batch.
+            wo_lm_head: return the input of the head, [batch, 1, hidden].
 
         Raises:
-            InvalidArgument: more tokens than contexts are for, a batch beyond the cache's, or no
-                contexts.
+            InvalidArgument: more tokens than the contexts allow, a batch larger than the cache, or
+                no contexts.
         """
         decoder, form = self.model.model, _FORWARDS[self.mode]
         rest = position_ids, self.cos_sin_cache, kv_cache
@@ -135,27 +143,29 @@ class LLM:
     def tune(
         self, batch: int, prompts: Sequence[int], steps: Sequence[int], mode: str | None = None
     ) -> None:
-        """Call ``inference`` once for each shape that will come, so that every product is tuned, or
-        found in the cache: a server starts with ``TRITON_DIST_AUTOTUNE_FROZEN=1`` then. Contexts
-        for the largest are made if there are none. Collective.
+        """Call ``inference`` once for each shape, so that all products are tuned. Collective.
+
+        A server can then start with ``TRITON_DIST_AUTOTUNE_FROZEN=1``. Missing contexts are created
+        for the largest shape.
 
         Args:
-            batch: sequences of a prefill.
-            prompts: lengths of prompts.
-            steps: numbers of sequences that are decoded together, a token each.
-            mode: default: the present one.
+            batch: number of sequences of a prefill.
+            prompts: lengths of prompts in tokens.
+            steps: numbers of sequences of a decode step with one token each.
+            mode: mode to tune; default: the current mode.
 
         Raises:
-            InvalidArgument: a prompt beyond ``max_length``; sequences that ranks cannot share.
+            InvalidArgument: a prompt exceeds ``max_length``, or the number of sequences is not a
+                multiple of the ranks in mode ``"triton_dist"``.
         """
         shapes = [*((batch, tokens) for tokens in prompts), *((number, 1) for number in steps)]
         before, mode = self.mode, self.mode if mode is None else mode
-        is_spread = mode == "triton_dist"
+        sequence_parallel = mode == "triton_dist"
         for sequences, tokens in shapes:
             if tokens > self.max_length:
                 expected = f"at most max_length = {self.max_length}"
                 raise InvalidArgument("LLM.tune", "prompts", tokens, expected)
-            if is_spread and sequences % self.world_size:
+            if sequence_parallel and sequences % self.world_size:
                 expected = f"a multiple of the {self.world_size} ranks"
                 raise InvalidArgument("LLM.tune", "sequences", sequences, expected)
         if not isinstance(self.ranks, TensorParallel):
@@ -163,7 +173,7 @@ class LLM:
         self.set_fwd(mode)
         device = self.ranks.device
         for sequences, tokens in shapes:
-            own = sequences // self.world_size if is_spread else sequences
+            own = sequences // self.world_size if sequence_parallel else sequences
             cache = self.new_cache(sequences, tokens)
             positions = torch.arange(tokens, device=device).expand(sequences, -1)
             ids = torch.zeros(own, tokens, dtype=torch.long, device=device)
@@ -171,8 +181,12 @@ class LLM:
         self.set_fwd(before)
 
     def new_cache(self, batch: int, max_length: int | None = None) -> KV_Cache:
-        """An empty ``KV_Cache`` of this model for ``batch`` sequences of up to ``max_length``
-        tokens; default: the model's."""
+        """Return an empty ``KV_Cache`` of this model.
+
+        Args:
+            batch: number of sequences.
+            max_length: largest number of tokens of a sequence; default: the model's.
+        """
         return KV_Cache(
             self.num_layers, batch, max_length or self.max_length, self.num_key_value_heads,
             self.head_dim, self.dtype, self.world_size,
@@ -186,6 +200,6 @@ class LLM:
 
 
 class AutoLLM:
-    """The name under which scripts make a model."""
+    """Factory with the name that scripts use."""
 
     from_pretrained: Callable[..., LLM] = staticmethod(LLM)

@@ -1,4 +1,4 @@
-"""Seeds, and a model to take layers from."""
+"""Random seeds, and models on the CPU from which layers are built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["init_model_cpu", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
+    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -26,16 +26,21 @@ def seed_everything(seed: int) -> None:
 def init_model_cpu(
     model_name: str, dtype: torch.dtype, num_layers: int | None = None, scale: int = 1
 ) -> Any:
-    """A model on the CPU: of a folder with weights, Hugging Face's; of a known name, or a folder
-    with nothing but a ``config.json``, a ``Llama`` with random weights, the same on all ranks.
+    """Return a model on the CPU.
+
+    A folder with weights gives Hugging Face's model. A known name, or a folder with only a
+    ``config.json``, gives a ``Llama`` with random weights, equal on all ranks.
 
     Args:
-        num_layers: default: all that it has. This and ``scale`` are of a ``Llama`` alone.
-        scale: of ``few``.
+        model_name: name or folder.
+        dtype: dtype of the weights.
+        num_layers: number of layers of a ``Llama``; default: all.
+        scale: divisor of the sizes of a ``Llama``; see ``scaled_down``.
 
     Raises:
-        InvalidArgument: neither a folder with a ``config.json`` nor a known name.
-        MissingExtra: weights, and no ``transformers`` to load them.
+        InvalidArgument: ``model_name`` is neither a known name nor a folder with a
+            ``config.json``.
+        MissingExtra: the folder has weights, but ``transformers`` is not installed.
     """
     if any(Path(model_name).glob("*.safetensors")):
         try:
@@ -47,17 +52,19 @@ def init_model_cpu(
         return AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, local_files_only=True)
     config = LlamaConfig.of(model_name)
     if scale > 1:
-        config = few(config, scale)
+        config = scaled_down(config, scale)
     if num_layers is not None:
         config = dataclasses.replace(config, num_hidden_layers=num_layers)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # ``torch.manual_seed`` would seed GPUs too
+        torch.default_generator.manual_seed(0)  # ``torch.manual_seed`` would also seed the GPUs
         return Llama(config, dtype)
 
 
-def few(config: LlamaConfig, scale: int) -> LlamaConfig:
-    """A model of the same kind for the interpreter: sizes divided by ``scale``, few heads and
-    experts."""
+def scaled_down(config: LlamaConfig, scale: int) -> LlamaConfig:
+    """Return a smaller config of the same kind, for the interpreter.
+
+    Sizes are divided by ``scale``; heads and experts are few.
+    """
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
     divided = {name: max(32, getattr(config, name) // scale) for name in sizes}
     return dataclasses.replace(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.models.llama import Block, LlamaConfig
-from triton_dist.models.utils import few
+from triton_dist.models.utils import scaled_down
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
     NO_TIMES,
@@ -81,7 +81,7 @@ def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
     CPU ranks."""
     config = LlamaConfig.of(args.model)
     if not is_cuda():
-        config = few(config, CPU_SCALE)
+        config = scaled_down(config, CPU_SCALE)
     torch.manual_seed(0)
     with torch.device(current_device().torch_device):
         block = Block(config, 0).to(dtype_named(args.dtype))
@@ -95,7 +95,7 @@ def smaller(model: str, num_layers: int | None, folder: str) -> str:
         return model
     config = LlamaConfig.of(model)
     if not is_cuda():
-        config = few(config, CPU_SCALE)
+        config = scaled_down(config, CPU_SCALE)
     layers = num_layers or (config.num_hidden_layers if is_cuda() else 2)
     dataclasses.replace(config, num_hidden_layers=layers).save(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Ground for tests of distributed kernels: ranks to run in, assertions about tensors."""
+"""Support for tests of distributed kernels: spawned ranks and tensor assertions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assertions about tensors whose messages say what to look at, and memory that holds NaN."""
+"""Tensor assertions with detailed messages, and a context in which fresh memory contains NaN."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ def assert_allclose(
     allow_inf: bool = False,
     fail_if_too_small: bool = False,
 ) -> None:
-    """All of ``x``, the actual result, is finite, and ``|x - y| <= atol + rtol * |y|``; ``y`` is
-    the expected one.
+    """Assert that ``|x - y| <= atol + rtol * |y|`` everywhere and that all values are finite.
 
-    Both tensors have the same shape and dtype. A NaN or an infinity fails in either of them: an
-    expectation that is not finite would let a broken kernel pass.
+    NaN and infinity fail in either tensor: an expected value that is not finite would let a broken
+    kernel pass.
 
     Args:
-        allow_nan, allow_inf: such values may be there, at the same places and alike in both.
-        fail_if_too_small: fail if zeros in place of ``x`` would pass: then nothing is checked.
+        x: actual result.
+        y: expected result, with the shape and dtype of ``x``.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        verbose: include the worst index and its values in the message.
+        allow_nan, allow_inf: allow these values if both tensors have them at equal positions.
+        fail_if_too_small: fail if zeros in place of ``x`` would pass, because the test would then
+            check nothing.
 
     Raises:
-        AssertionError: with the number of mismatches, the worst index and both values there, unless
-            ``verbose`` is false.
+        AssertionError: values differ. The message has the number of mismatches.
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise AssertionError(
@@ -46,18 +50,18 @@ def assert_allclose(
         if count:
             first = _index(int(not_finite.flatten().int().argmax()), tensor.shape)
             raise AssertionError(
-                f"{name} has {count} of {tensor.numel()} values that are NaN or infinite, "
+                f"{name} has {count} NaN or infinite values among {tensor.numel()}, "
                 f"the first at {first}: {tensor[first].item()}"
             )
-    # In double precision, so that neither the difference nor the bound is rounded to the dtype.
+    # Use double precision: neither the difference nor the bound must be rounded to the dtype.
     found, wanted = x.to(torch.float64), y.to(torch.float64)
     bound = atol + rtol * wanted.abs()
     if fail_if_too_small and bool((wanted.abs() <= bound).all()):
         raise AssertionError(
-            f"expected is at most {wanted.abs().max().item():.6g}, within atol={atol} + rtol={rtol}"
-            " * |expected| of zeros: nothing was checked"
+            f"the largest expected value is {wanted.abs().max().item():.6g}: zeros would pass with "
+            f"atol={atol} and rtol={rtol}, so nothing was checked"
         )
-    alike = (found == wanted) | (found.isnan() & wanted.isnan())  # infinities have no difference
+    alike = (found == wanted) | (found.isnan() & wanted.isnan())  # inf - inf would be NaN
     difference = torch.where(alike, 0.0, found - wanted).abs()
     excess = torch.where(difference.isfinite(), difference - bound, torch.inf)
     excess = torch.where(alike, 0.0, excess)
@@ -78,10 +82,11 @@ def assert_allclose(
 def count_mismatches(
     actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float
 ) -> torch.Tensor:
-    """Number of values of ``actual`` not within ``atol + rtol * |expected|``; NaN never is.
+    """Return the number of values of ``actual`` not within ``atol + rtol * |expected|``.
 
-    A scalar on the tensors' device: nothing waits for it, so a test can check many outputs and look
-    once. For 16-bit dtypes: differences are taken in single precision.
+    NaN counts as a mismatch. The result is a scalar on the tensors' device, and nothing
+    synchronises, so a test can check many outputs and read the results once. Differences are taken
+    in single precision, which suits 16-bit dtypes.
     """
     wanted = expected.float()
     bound = wanted.abs().mul_(rtol).add_(atol)
@@ -89,7 +94,7 @@ def count_mismatches(
 
 
 def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """The index into ``shape`` of the element at ``flat`` in row-major order."""
+    """Return the index into ``shape`` of the element ``flat`` in row-major order."""
     index = []
     for size in reversed(shape):
         flat, position = divmod(flat, size)
@@ -98,7 +103,7 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True if two tensors have the same shape, dtype and bits (NaN equals the same NaN)."""
+    """Return whether shape, dtype and bits are equal (NaN equals NaN with equal bits)."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     as_bytes = (tensor.contiguous().view(torch.uint8).cpu() for tensor in (left, right))
@@ -106,7 +111,7 @@ def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise ``AssertionError`` that counts the differing elements, unless ``bitwise_equal``."""
+    """Raise ``AssertionError`` with the number of differing elements unless ``bitwise_equal``."""
     if bitwise_equal(actual, expected):
         return
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -120,11 +125,11 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """While active, the ``torch.empty`` family returns floating-point tensors full of NaN.
+    """Context manager in which the ``torch.empty`` family returns tensors full of NaN.
 
-    A kernel that reads, or leaves unwritten, an element of a fresh buffer mostly finds a harmless
-    value there. With NaN the mistake shows in each run. Integer tensors are left alone: they have
-    no value that spreads.
+    A kernel that reads or does not write an element of a fresh buffer usually finds a harmless
+    value. NaN reveals the bug in each run. Integer tensors are not changed, because no integer
+    propagates like NaN.
     """
     undo = undo_all([replace(owner, name, _poisoned) for owner, name in ALLOCATIONS])
     try:

@@ -1,15 +1,14 @@
-"""Run Triton's real JIT on a machine without a GPU: bind, specialise, compile to a cubin, do not
-launch.
+"""Run Triton's JIT without a GPU: bind, specialise and compile to a cubin, but do not launch.
 
-A driver that stands in for CUDA is made Triton's active driver. Kernels, ``@triton.autotune`` and
-``OutOfResources`` then take the path that they take on a GPU; a launch is recorded instead of run.
-CPU tensors (or ``device="meta"`` ones, which cost nothing) stand for device tensors.
+A substitute for the CUDA driver becomes Triton's active driver. Kernels, ``@triton.autotune`` and
+``OutOfResources`` then behave as on a GPU; launches are recorded instead of run. CPU tensors (or
+``device="meta"`` tensors, which use no memory) represent device tensors.
 
     >>> with compile_only(arch=90) as driver:
     ...     compiled = compile_kernel(matmul, a, b, c, M, N, K, grid=(132,), BLOCK_SIZE_M=128)
     >>> compiled.registers, compiled.stack_bytes, compiled.shared_memory_bytes
 
-Kernels must be decorated while ``TRITON_INTERPRET`` is not set: Triton decides between compiling
+Kernels must be decorated while ``TRITON_INTERPRET`` is not set: Triton chooses between compiling
 and interpreting at decoration.
 """
 
@@ -32,10 +31,10 @@ from triton_dist.runtime.compiling.facts import resource_usage
 
 @dataclass(frozen=True)
 class Hardware:
-    """Facts that the compiler and the launcher ask of a device."""
+    """Device properties that the compiler and the launcher query."""
 
     shared_memory_bytes: int
-    """Most shared memory that one block may ask for (opt-in limit)."""
+    """Largest shared memory of one block (opt-in limit)."""
     multiprocessors: int
 
 
@@ -49,7 +48,7 @@ MAX_THREADS_PER_BLOCK = 1024
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel, specialised and compiled for one architecture, with what it costs."""
+    """One kernel, compiled for one architecture, with its resource usage."""
 
     name: str
     arch: int
@@ -58,11 +57,11 @@ class Compiled:
     registers: int
     """Registers per thread at launch."""
     stack_bytes: int
-    """Local memory per thread. Zero means no spills; a local array counts too."""
+    """Local memory per thread, bytes. 0 means no spills; local arrays count too."""
     shared_memory_bytes: int
-    """Dynamic shared memory per block."""
+    """Dynamic shared memory per block, bytes."""
     kernel: Any
-    """Triton's ``CompiledKernel``; ``kernel.asm`` has every level from ``ttir`` to ``cubin``."""
+    """Triton's ``CompiledKernel``; ``kernel.asm`` has every stage from ``ttir`` to ``cubin``."""
 
     @property
     def ptx(self) -> str:
@@ -71,7 +70,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was recorded instead of run. ``args`` includes the ``tl.constexpr`` ones."""
+    """A recorded launch. ``args`` includes the ``tl.constexpr`` arguments."""
 
     name: str
     grid: tuple[int, int, int]
@@ -79,7 +78,7 @@ class Launch:
 
 
 class _Utils:
-    """Stands for the driver's native part: device properties and module loading."""
+    """Substitute for the native part of the driver: device properties and module loading."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -96,21 +95,20 @@ class _Utils:
     def load_binary(
         self, name: str, cubin: bytes, shared: int, device: int
     ) -> tuple[None, int, int, int, int]:
-        """(module, function, registers, spilled words, most threads); handles are never reused.
+        """Return (module, function, registers, spilled words, max threads). Handles are unique.
 
-        There is no module: a kernel that has one asks the active driver, from Triton 3.8 on, to
-        unload it when it dies, and by then this driver may no longer be the active one.
+        The module is ``None``: from Triton 3.8 on, a dying kernel asks the active driver to unload
+        its module, and this driver may no longer be active then.
         """
         registers, stack = resource_usage(cubin)
         return None, next(self._handles), registers, stack // 4, MAX_THREADS_PER_BLOCK
 
 
 class CompileOnlyDriver(triton_compat.HostDriver):
-    """A Triton driver for an architecture that need not be present.
+    """Triton driver for an architecture that need not be present.
 
-    The device index is the architecture: Triton caches compiled kernels, and the shared-memory
-    limit, by device index alone, so a process can compile for several architectures one after
-    another.
+    The device index is the architecture. Triton caches compiled kernels and the shared-memory limit
+    by device index only, so one process can compile for several architectures in sequence.
     """
 
     def __init__(self, arch: int, hardware: Hardware) -> None:
@@ -121,7 +119,7 @@ class CompileOnlyDriver(triton_compat.HostDriver):
         self.launches: list[Launch] = []
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
-        """A function that ``CompiledKernel.run`` calls in place of the native launcher."""
+        """Return a function that ``CompiledKernel.run`` calls instead of the native launcher."""
 
         def launch(
             x: int, y: int, z: int, stream: int, function: int, packed: Any, launch_metadata: Any,
@@ -140,7 +138,7 @@ class CompileOnlyDriver(triton_compat.HostDriver):
         return self.arch
 
     def set_current_device(self, device: int) -> None:
-        """There is one device."""
+        """Do nothing: there is one device."""
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -149,8 +147,7 @@ class CompileOnlyDriver(triton_compat.HostDriver):
         return divmod(self.arch, 10)
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        """For ``@triton.autotune``: each config is compiled, all take equally long, the first
-        wins."""
+        """Return a benchmark for ``@triton.autotune`` that compiles each config; the first wins."""
 
         def benchmark(
             kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
@@ -167,11 +164,15 @@ def install(
     shared_memory_bytes: int | None = None,
     multiprocessors: int | None = None,
 ) -> CompileOnlyDriver:
-    """Make kernels compile for ``sm_<arch>`` and launches be recorded, from now on.
+    """From now on, compile kernels for ``sm_<arch>`` and record launches.
 
-    ``shared_memory_bytes`` (most that a block may use) and ``multiprocessors`` default to those of
-    the architecture. Raises :class:`InvalidArgument` for an architecture that is not in
-    ``HARDWARE``.
+    Args:
+        arch: compute capability times 10, a key of ``HARDWARE``.
+        shared_memory_bytes: largest shared memory of a block; default: the architecture's.
+        multiprocessors: number of SMs; default: the architecture's.
+
+    Raises:
+        InvalidArgument: ``arch`` is not in ``HARDWARE``.
     """
     if arch not in HARDWARE:
         raise InvalidArgument("install", "arch", arch, f"one of {sorted(HARDWARE)}")
@@ -181,7 +182,7 @@ def install(
         default.multiprocessors if multiprocessors is None else multiprocessors,
     )
     triton_compat.pin_defaults()
-    # Triton keeps the limit by device index for the life of the process; ours may differ each time.
+    # Triton caches the limit by device index for the whole process; ours may differ each time.
     triton.compiler.compiler.max_shared_mem.cache_clear()
     driver = CompileOnlyDriver(arch, hardware)
     triton.runtime.driver.set_active(driver)
@@ -195,7 +196,7 @@ def compile_only(
     shared_memory_bytes: int | None = None,
     multiprocessors: int | None = None,
 ) -> Iterator[CompileOnlyDriver]:
-    """:func:`install` for the length of a ``with``; yields the driver, whose ``launches`` grow."""
+    """Context manager around :func:`install`; yields the driver, whose ``launches`` grow."""
     config = triton.runtime.driver
     before = config._active
     driver = install(arch, shared_memory_bytes=shared_memory_bytes, multiprocessors=multiprocessors)
@@ -207,11 +208,15 @@ def compile_only(
 
 
 def compile_kernel(fn: Any, /, *args: Any, grid: Any = (1,), **kwargs: Any) -> Compiled:
-    """Compile what ``fn[grid](*args, **kwargs)`` would launch, for the installed architecture.
+    """Compile the kernel that ``fn[grid](*args, **kwargs)`` would launch.
 
-    ``fn`` is a ``@triton.jit`` kernel, or an ``@triton.autotune`` around one: then the config that
-    the autotuner chose. Raises Triton's ``OutOfResources`` where a GPU would, and
-    :class:`DeviceUnavailable` when no compile-only driver is installed or ``fn`` is interpreted.
+    Args:
+        fn: ``@triton.jit`` kernel, or an ``@triton.autotune`` around it; then the config that the
+            autotuner chooses is compiled.
+
+    Raises:
+        OutOfResources: Triton's error, as on a GPU.
+        DeviceUnavailable: no compile-only driver is installed, or ``fn`` is interpreted.
     """
     driver = triton.runtime.driver._active
     if not isinstance(driver, CompileOnlyDriver):

@@ -1,4 +1,4 @@
-"""Limit of an overlapped op, as its two parts alone are measured."""
+"""Lower bound of the time of an overlapped op, from its two parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from triton_dist.testing.timing import Samples
 
 
 def overlap_limit(candidates: Mapping[str, Baseline], samples: Mapping[str, Samples]) -> float:
-    """max(GEMM alone, fastest transfer alone), in ms: nothing is faster that does both.
+    """Return max(fastest GEMM alone, fastest transfer alone) in ms.
 
     Args:
-        candidates: by name; at least one of kind ``gemm`` and one of kind ``transfer`` among them.
-        samples: of the same names.
+        candidates: baselines by name, with at least one of kind ``gemm`` and one of ``transfer``.
+        samples: measurements by the same names.
     """
     fastest = {
         kind: min(samples[name].median for name, each in candidates.items() if each.kind == kind)

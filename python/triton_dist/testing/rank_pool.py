@@ -1,10 +1,10 @@
-"""Ranks that stay for many calls: processes with one world, started once.
+"""Spawn ranks for tests: processes of one world that serve one call or many.
 
-Joining a world costs a rank some tenths of a second, on a GPU some seconds: a context, modules that
-are imported, kernels that are loaded. Tests on GPUs share ranks for that reason.
+Joining a world costs a rank some tenths of a second, and on a GPU some seconds: a context, imports
+and kernel loading. Tests on GPUs therefore share ranks.
 
-Ranks are forked from a server that has imported torch, Triton and the tuner already, so that a
-rank starts in tens of milliseconds; a fresh interpreter takes some seconds for each.
+Ranks are forked from a server that has already imported torch, Triton and the tuner. A forked rank
+starts in tens of milliseconds, a fresh interpreter in some seconds.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from triton_dist.testing.rank_process import RankCall, RankTask, Returned
 T = TypeVar("T")
 
 EXIT_SECONDS = 10.0
-"""Time that a rank has to exit after it reported."""
+"""Time that a rank has to exit after its report."""
 
 _server_settings: dict[str, str] | None = None
 
 
 @dataclass
 class RankPool(AbstractContextManager["RankPool"]):
-    """``world_size`` ranks, started by the first call. Use as a context manager, or call ``close``.
+    """``world_size`` ranks, started by the first call. A context manager, or call ``close``.
 
-    A call that fails on some rank ends them all, and the next one starts new ones.
+    A call that fails on a rank ends all ranks; the next call starts new ranks.
 
     Args:
-        env, device, share_gpus, init, poison_empty, fresh: as of ``spawn_ranks``.
-        timeout: of the process group, in seconds.
+        world_size: number of ranks.
+        env, device, share_gpus, init, poison_empty, fresh: see ``spawn_ranks``.
+        timeout: time limit of the process group, in seconds.
     """
 
     world_size: int
@@ -71,15 +72,15 @@ class RankPool(AbstractContextManager["RankPool"]):
         grace: float = 10.0,
         last: bool = False,
     ) -> list[T]:
-        """``fn(*args)`` on all ranks; what they return, ordered by rank.
+        """Return the results of ``fn(*args)`` on all ranks, in rank order.
 
         Args:
-            timeout: seconds for everything, a start included.
-            grace: seconds that the other ranks have to end by themselves once one has failed.
-            last: ranks end after this call, and have to do so well.
+            timeout: time limit in seconds, including the start of ranks.
+            grace: seconds that the other ranks have to finish once a rank has failed.
+            last: ranks must exit successfully after this call.
 
         Raises:
-            RanksFailed: some rank raised, died or was stuck; has each one's traceback.
+            RanksFailed: a rank raised, died or hung; the error has the traceback of each.
         """
         begin = time.monotonic()
         call = _pickled_call(fn, args)
@@ -114,7 +115,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self.close()
 
     def _start(self) -> None:
-        # The ranks' rendezvous, on a port that the system chose and that nobody can take meanwhile.
+        # The ranks' store. The system chooses the port, and the open socket reserves it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="triton_dist_ranks_")
         base = self._environment()
@@ -139,7 +140,7 @@ class RankPool(AbstractContextManager["RankPool"]):
 
 
 class _Rank:
-    """One running rank, as its parent sees it."""
+    """One running rank, seen from its parent."""
 
     def __init__(self, context: Any, task: RankTask) -> None:
         self.rank = task.rank
@@ -150,16 +151,16 @@ class _Rank:
             target=rank_process.main, args=(task, theirs), name=f"rank {task.rank}"
         )
         self.process.start()
-        theirs.close()  # the rank's copy is the only one now: its death is the end of the pipe
+        theirs.close()  # only the rank still has this end: its death closes the pipe
 
     def send(self, call: RankCall, last: bool) -> None:
-        """Ask for ``call``, the ``last`` one or not. A rank that is gone says so by its report."""
+        """Send ``call``. The death of a rank is reported by ``receive``."""
         with suppress(BrokenPipeError):
             for message in (call, None) if last else (call,):
                 self.messages.send_bytes(pickle.dumps(message))
 
     def receive(self, last: bool) -> RankFailure | None:
-        """Take the report, which is there or will never come; ``None`` is success."""
+        """Receive the report of a rank that reported or died; return ``None`` for success."""
         try:
             report: Returned | RankFailure = pickle.loads(self.messages.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -186,14 +187,16 @@ class _Rank:
                 os.kill(self.process.pid, rank_process.STACKS_SIGNAL)
 
     def leave(self) -> None:
-        """Wait until the process, which was killed, is gone, or let it be: one whose GPU is at work
-        that does not end may stay for as long."""
+        """Wait until the killed process has exited; give up after ``EXIT_SECONDS``.
+
+        A process whose GPU runs an endless kernel may not exit.
+        """
         self.process.join(EXIT_SECONDS)
         if self.process.exitcode is None:
-            what = f"rank {self.rank}, process {self.process.pid}, is still there"
+            what = f"rank {self.rank}, process {self.process.pid}, has not exited"
             why = "the driver may be waiting for a kernel that does not end"
-            warnings.warn(f"{what} {EXIT_SECONDS:.0f} s after it was killed: {why}", stacklevel=2)
-            _children.discard(self.process)  # else this interpreter waits for it at its end
+            warnings.warn(f"{what} {EXIT_SECONDS:.0f} s after a kill: {why}", stacklevel=2)
+            _children.discard(self.process)  # otherwise this interpreter joins the process at exit
         else:
             self.process.close()
         self.messages.close()
@@ -207,7 +210,7 @@ class _Rank:
         return f"exited with status {code}"
 
     def _stacks_text(self) -> str:
-        """Stacks as faulthandler wrote them; it is asked by a signal, so it may need a moment."""
+        """Return the stacks that faulthandler wrote; wait up to 2 s for its signal handler."""
         limit = time.monotonic() + 2.0
         while self.process.is_alive() and time.monotonic() < limit:
             if self.stacks.exists() and self.stacks.stat().st_size:
@@ -219,9 +222,11 @@ class _Rank:
 
 
 def _threads_of(pid: int) -> Iterator[str]:
-    """Threads of a process that does not answer a signal with its stacks, a line each, by Linux:
-    name, state, and the function of the kernel that it waits in."""
-    with suppress(OSError):  # it has ended, or this is no Linux
+    """Yield one line per thread of a process that does not answer the stacks signal.
+
+    The line has name, state, and the kernel function in which the thread waits (Linux only).
+    """
+    with suppress(OSError):  # the process has ended, or the system is not Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
             name, waits_in = ((thread / each).read_text().strip() for each in ("comm", "wchan"))
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
@@ -231,7 +236,7 @@ def _threads_of(pid: int) -> Iterator[str]:
 def _collect(
     ranks: list[_Rank], deadline: float, grace: float, timeout: float, last: bool
 ) -> dict[int, RankFailure]:
-    """Wait for every rank's report; the failures, in the order in which they came."""
+    """Wait for the reports of all ranks; return the failures in order of arrival."""
     failures: dict[int, RankFailure] = {}
     pending = {spawned.messages: spawned for spawned in ranks}
     overdue = f"still running after {timeout:g} s"
@@ -271,14 +276,14 @@ def _environment(world_size: int, port: int, device: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # As under torchrun: the store is there already, so rank 0 connects to it like the others.
+        # As under torchrun: the store exists already, so rank 0 connects to it as a client too.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TRITON_DIST_DEVICE": device,
     }
     if sys.platform == "linux":
-        # Gloo otherwise looks the host's name up, which fails or takes seconds on some machines.
+        # Otherwise gloo resolves the host name, which fails or takes seconds on some machines.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # By the rule of runtime.device.interprets_kernels.
+    # Same rule as runtime.device.interprets_kernels.
     if device == "cpu":
         environment["TRITON_INTERPRET"] = environment.get("TRITON_INTERPRET") or "1"
         return environment | {"OMP_NUM_THREADS": "1"}
@@ -288,7 +293,7 @@ def _environment(world_size: int, port: int, device: str) -> dict[str, str]:
 
 @contextmanager
 def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let what is started meanwhile inherit ``environment``."""
+    """Context manager: processes started inside inherit ``environment``."""
     before = knobs.environment()
     knobs.replace_environment(environment)
     try:
@@ -298,8 +303,11 @@ def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _context(environment: Mapping[str, str]) -> Any:
-    """The source of ranks: the fork server, or fresh interpreters if it was started with other
-    settings of the kind that torch and Triton read once, when they are imported."""
+    """Return the multiprocessing context for new ranks: the fork server or fresh interpreters.
+
+    torch and Triton read some variables at import. If they differ from the variables of the
+    running server, ranks are fresh interpreters.
+    """
     global _server_settings
     read_at_import = ("TRITON_INTERPRET", "TORCH_", "OMP_", "PYTHON")
     settings = {
@@ -314,9 +322,9 @@ def _context(environment: Mapping[str, str]) -> Any:
     preload += ["triton_dist.tune", "triton_dist.autotuner", "triton_dist.runtime.symmetric"]
     if environment.get("TRITON_INTERPRET") == "1":
         preload.append("triton_dist.testing.warm_kernels")
-    # Modules of tests import pytest, so ranks that run functions from them need it too.
+    # Test modules import pytest, so ranks that run their functions need pytest too.
     context.set_forkserver_preload(preload + (["pytest"] if "pytest" in sys.modules else []))
-    forkserver.ensure_running()  # here, in the environment that the server must have
+    forkserver.ensure_running()  # start it now, with the environment that it must have
     return context
 
 
@@ -333,28 +341,34 @@ def spawn_ranks(
     poison_empty: bool = True,
     fresh: bool = False,
 ) -> list[T]:
-    """``fn(*args)`` in ``world_size`` processes; what they return, ordered by rank.
+    """Run ``fn(*args)`` in ``world_size`` processes; return the results in rank order.
 
-    ``fn`` is a function at the top of an importable module; it, ``args`` and results are pickled.
-    A rank finds the variables of a torchrun worker (``RANK``, ``WORLD_SIZE``, ``MASTER_PORT``, ...)
-    in its environment, a copy of the caller's with ``env`` on top, and has one torch thread. No
-    process, and nothing in /dev/shm, is left behind whatever happens.
+    ``fn`` must be a top-level function of an importable module. ``fn``, ``args`` and results are
+    pickled. Ranks have the variables of a torchrun worker (``RANK``, ``WORLD_SIZE``,
+    ``MASTER_PORT``, ...) and one torch thread. No process and no file in /dev/shm remains.
 
     Args:
-        timeout: seconds for everything, start included.
-        grace: seconds that the other ranks have to end by themselves once one has failed.
+        world_size: number of ranks.
+        fn: function to run.
+        args: arguments of ``fn``.
+        timeout: time limit in seconds, including the start.
+        grace: seconds that the other ranks have to finish once a rank has failed.
+        env: variables added to a copy of the caller's environment.
         device: ``"cpu"``: ranks interpret kernels. ``"cuda"``: rank i compiles and runs on GPU i.
-        share_gpus: with fewer GPUs than ranks, several ranks have a GPU.
-        init: initialise the default process group: gloo on CPU ranks and where ranks share GPUs,
-            gloo and NCCL on GPUs.
-        poison_empty: ranks run under :func:`triton_dist.testing.poisoned_empty`.
-        fresh: ranks are new interpreters that have imported no kernel, for libraries that must be
-            imported before any; takes some seconds.
+        share_gpus: allow fewer GPUs than ranks; several ranks then use one GPU.
+        init: initialise the default process group: gloo on CPU ranks and shared GPUs, otherwise
+            gloo and NCCL.
+        poison_empty: run ranks under :func:`triton_dist.testing.poisoned_empty`.
+        fresh: start new interpreters that have imported no kernel, for libraries that must be
+            imported first. Takes some seconds.
+
+    Returns:
+        Result of each rank.
 
     Raises:
-        InvalidArgument: ``world_size`` is no number of ranks, ``device`` is another, or ``fn`` is
-            not at the top of a module.
-        RanksFailed: some rank raised, died or was stuck; has each one's traceback.
+        InvalidArgument: invalid ``world_size`` or ``device``, or ``fn`` is not a top-level
+            function.
+        RanksFailed: a rank raised, died or hung; the error has the traceback of each.
     """
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("spawn_ranks", "device", device, "'cpu' or 'cuda'")

@@ -1,4 +1,4 @@
-"""The life of a process that :func:`triton_dist.testing.spawn_ranks` started."""
+"""Main loop of a process that :func:`triton_dist.testing.spawn_ranks` started."""
 
 from __future__ import annotations
 
@@ -25,48 +25,50 @@ from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
 from triton_dist.testing.assertions import poisoned_empty
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a rank write the Python stacks of all its threads to its ``stacks`` file."""
+"""Signal at which a rank writes the Python stacks of all threads to its ``stacks`` file."""
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """All that a rank is told at its start."""
+    """Start parameters of a rank."""
 
     rank: int
     environment: dict[str, str]
     device: str
     init: bool
     timeout: float
-    """Limit of the process group, in seconds."""
+    """Time limit of the process group, in seconds."""
     stacks: str
-    """File for stacks of a rank that crashes or is stuck."""
+    """File for the stacks of a rank that crashes or hangs."""
     poison_empty: bool
     fresh: bool
-    """It is a new interpreter, which would run the destructors of all libraries at its end."""
+    """The rank is a new interpreter; at exit it would run the destructors of all libraries."""
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call that a rank makes."""
+    """One call of a rank."""
 
     environment: dict[str, str]
     call: bytes
-    """Pickled ``(fn, args)``. Unpickling imports the module of ``fn``, which must wait until
-    the environment is in place: Triton chooses to interpret or to compile at decoration."""
+    """Pickled ``(fn, args)``. Unpickling imports the module of ``fn``, so it must wait until the
+    environment is set: Triton chooses between interpreting and compiling at decoration."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """Value of the rank's function, pickled."""
+    """Pickled result of the rank's function."""
 
     value: bytes
 
 
 def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
-    """Make the calls that come, a report after each: ``Returned`` or ``RankFailure``. ``None``, or
-    a failure, is the end."""
+    """Run incoming calls and report each with ``Returned`` or ``RankFailure``.
+
+    ``None`` as a call, or a failure, ends the process.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    stacks = open(task.stacks, "w")  # noqa: SIM115  # stays open: a crash or a signal may write any time
+    stacks = open(task.stacks, "w")  # noqa: SIM115  # stays open for crashes and signals
     faulthandler.enable(stacks)
     faulthandler.register(STACKS_SIGNAL, stacks)
     knobs.replace_environment(task.environment)
@@ -74,15 +76,15 @@ def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
     failure = _failure_of(lambda: _join(task))
     while (asked := _next_call(messages)) is not None:
         report = failure or _report(task, asked)
-        # Plain pickle: multiprocessing's own would pass tensors through files in /dev/shm.
+        # Plain pickle: multiprocessing's pickler would pass tensors through files in /dev/shm.
         messages.send_bytes(pickle.dumps(report))
         if isinstance(report, RankFailure):
             sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
     if task.fresh:
-        # As a forked rank ends. Threads that a library has left running abort the process else,
-        # now and then: "terminate called without an active exception".
+        # Exit like a forked rank. Otherwise threads of a library occasionally abort the process:
+        # "terminate called without an active exception".
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -95,14 +97,14 @@ def _join(task: RankTask) -> None:
         has_nccl = task.device == "cuda" and ranks_per_gpu() == 1
         backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=task.timeout))
-        # No rank runs, and perhaps ends, while another is still connecting to it.
+        # No rank may run, and perhaps exit, while another rank still connects to it.
         dist.all_reduce(torch.zeros(1))
 
 
 def _next_call(messages: connection.Connection[Any, Any]) -> RankCall | None:
     try:
         call: RankCall | None = pickle.loads(messages.recv_bytes())
-    except EOFError:  # nobody is there to call
+    except EOFError:  # the parent has exited
         return None
     return call
 
@@ -122,7 +124,7 @@ def _report(task: RankTask, asked: RankCall) -> Returned | RankFailure:
 def _failure_of(work: Callable[[], object]) -> RankFailure | None:
     try:
         work()
-    except BaseException as error:  # whatever ended the rank is the news
+    except BaseException as error:  # report whatever ended the rank
         cause, message = cause_of(error), str(error)
         if cause is not error:
             message = f"{cause}; then {type(error).__name__}: {message}"
@@ -131,7 +133,7 @@ def _failure_of(work: Callable[[], object]) -> RankFailure | None:
 
 
 def _end_with_parent() -> None:
-    """A rank whose parent was killed would wait for its peers, unseen, for ever."""
+    """Exit when the parent dies; otherwise the rank would wait for its peers forever."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -1,7 +1,7 @@
-"""Recorded spaces: what a search would have done on hardware that is not here.
+"""Replay a tuning search on recorded measurements, without the hardware.
 
-A recorded space has the times of every config, each run many times, so any search can be replayed
-on it and judged by runs that it did not see.
+A recorded space has the times of several runs of every config. A search can be replayed on it and
+validated with runs that it did not use.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _KINDS: dict[str, FailureKind] = {
 
 @dataclass(frozen=True)
 class RecordedSpace:
-    """Every config of a space with the milliseconds of its runs, or why it has none."""
+    """Every config of a space, with its run times in milliseconds or its failure."""
 
     name: str
     configs: tuple[Config, ...]
     runs: Mapping[str, tuple[float, ...] | Failure]
-    """By the config's digest, in the order in which they were recorded."""
+    """By digest of the config, in order of recording."""
 
     @classmethod
     def read(cls, path: Path) -> RecordedSpace:
-        """A space in the T4 format of the autotuning community: JSON, most often gzipped.
+        """Read a space in the T4 format of the autotuning community (JSON, usually gzipped).
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is not in that format; says what is missing.
+            OSError: the file cannot be read.
+            ValueError: the file is not in T4 format; the message names the missing field.
         """
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return cls.parse(text, path.name.partition(".")[0].removesuffix("_T4"))
 
     @classmethod
     def parse(cls, text: str | bytes, name: str) -> RecordedSpace:
-        """The space in a text of that format. Raises ``ValueError`` like :meth:`read`."""
+        """Parse a space from T4 text. Raise ``ValueError`` like :meth:`read`."""
         configs: list[Config] = []
         runs: dict[str, tuple[float, ...] | Failure] = {}
         try:
@@ -70,7 +70,7 @@ class RecordedSpace:
                 configs.append(config)
                 runs[config.digest] = _runs(result)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{name} is no space in T4 format: {error!r}") from error
+            raise ValueError(f"{name} is not in T4 format: {error!r}") from error
         return cls(name, tuple(configs), runs)
 
 
@@ -82,12 +82,12 @@ def _runs(result: Mapping[str, Any]) -> tuple[float, ...] | Failure:
 
 
 class Replay:
-    """A function whose runs take as long as the recorded ones.
+    """A function whose runs take the recorded times.
 
-    Runs of a config are taken in order; after the last, the first comes again.
+    The runs of a config are replayed in order, and again from the first after the last.
 
     Attributes:
-        milliseconds: what all runs so far took together, untimed ones included.
+        milliseconds: total time of all runs so far, including warm-up runs.
     """
 
     def __init__(self, runs: Mapping[str, Sequence[float] | Failure]) -> None:
@@ -96,14 +96,14 @@ class Replay:
         self.milliseconds = 0.0
 
     def __call__(self, /, **config: Any) -> None:
-        """One run, of the config with these values."""
+        """Replay one run of the config with these values."""
         self.run(Config(config))
 
     def run(self, config: Config) -> None:
-        """One run.
+        """Replay one run.
 
         Raises:
-            CandidateFailed: it was recorded as a failure.
+            CandidateFailed: the config was recorded as a failure.
         """
         runs = self._runs[config.digest]
         if isinstance(runs, Failure):
@@ -113,8 +113,10 @@ class Replay:
         self.milliseconds += runs[taken % len(runs)]
 
     def attempt(self, request: Request, policy: Policy) -> Outcome:
-        """The outcome of ``request`` in a tuning: the first time, the config is run once before it
-        is measured."""
+        """Return the outcome of ``request`` in a tuning.
+
+        A config is run once without measurement at its first request.
+        """
         runs = self._runs[request.config.digest]
         if isinstance(runs, Failure):
             return runs
@@ -129,12 +131,12 @@ class Replay:
 
 
 Make = Callable[[Sequence[Config], Policy, int], protocols.Search]
-"""A search of candidates, for a policy and a seed."""
+"""Create a search from candidates, a policy and a seed."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One search on one space; regrets in percent."""
+    """Result of one search on one space; regrets in percent."""
 
     space: str
     search: str
@@ -143,9 +145,9 @@ class Score:
     """Standard error of the mean."""
     p95: float
     tried: float
-    """Configs that were tried, in the mean."""
+    """Mean number of configs tried."""
     milliseconds: float
-    """Processor time of the search, for each of them."""
+    """Processor time of the search per tried config, in milliseconds."""
 
     def __str__(self) -> str:
         return (
@@ -155,7 +157,7 @@ class Score:
 
 
 def medians(space: RecordedSpace) -> dict[str, float]:
-    """By digest; ``inf`` for what fails."""
+    """Return the median run time in ms by digest; ``inf`` for failures."""
     return {
         digest: math.inf if isinstance(runs, Failure) else statistics.median(runs)
         for digest, runs in space.runs.items()
@@ -163,10 +165,11 @@ def medians(space: RecordedSpace) -> dict[str, float]:
 
 
 def regret(space: RecordedSpace, make: Make, policy: Policy, seed: int) -> tuple[float, int, float]:
-    """One tuning as a GPU's would be, with recorded runs in an order by seed.
+    """Replay one tuning, with the recorded runs shuffled by ``seed``.
 
-    Returns: by how much its winner is slower than the best, relatively and by the medians of all
-    runs; the number of configs that were tried; the processor seconds that the search took.
+    Returns:
+        Relative slowdown of the winner against the best config, by the medians of all runs; the
+        number of configs tried; the processor seconds of the search.
     """
     draw = random.Random(seed)
     runs = {
@@ -174,7 +177,7 @@ def regret(space: RecordedSpace, make: Make, policy: Policy, seed: int) -> tuple
         for digest, own in space.runs.items()
     }
     replay, outcomes, spent = Replay(runs), dict[str, Outcome](), 0.0
-    # The default of a recorded space means nothing: any config may be first.
+    # The order of a recorded space is arbitrary: any config may be the default.
     candidates = draw.sample(space.configs, len(space.configs))
     taken = time.process_time()
     search = make(candidates, policy, seed)
@@ -194,7 +197,7 @@ def regret(space: RecordedSpace, make: Make, policy: Policy, seed: int) -> tuple
 def score(
     space: RecordedSpace, name: str, make: Make, policy: Policy, seeds: Iterable[int]
 ) -> Score:
-    """Many tunings."""
+    """Replay one tuning per seed and summarise them."""
     results = [regret(space, make, policy, seed) for seed in seeds]
     percents = sorted(100 * each for each, _, _ in results)
     error = statistics.stdev(percents) / math.sqrt(len(percents)) if len(percents) > 1 else 0.0

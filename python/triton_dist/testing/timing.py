@@ -1,4 +1,4 @@
-"""Fair timing: candidates and peers interleaved in one run, the slowest rank of each sample."""
+"""Time candidates and baselines interleaved in one run; a sample is the slowest rank's time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 _SECONDS = 60.0
-"""Longest that a call may take before it is captured."""
+"""Longest time of a call before capture."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Milliseconds of the slowest rank, one for each round."""
+    """Milliseconds of the slowest rank, one value per round."""
 
     milliseconds: tuple[float, ...]
 
     def divided_by(self, number: int) -> Samples:
-        """Those of one of ``number`` calls that were timed together."""
+        """Return the samples of one call if each sample timed ``number`` calls."""
         return Samples(tuple(each / number for each in self.milliseconds))
 
     @property
@@ -40,7 +40,7 @@ class Samples:
         return first, third
 
     def quantile(self, share: float) -> float:
-        """The sample that ``share`` of all lie below, interpolated; 0.5: the median."""
+        """Return the interpolated quantile ``share`` of the samples; 0.5 is the median."""
         return float(torch.tensor(self.milliseconds, dtype=torch.float64).quantile(share))
 
 
@@ -50,9 +50,15 @@ def interleaved(
     warmup_rounds: int = 3,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Samples]:
-    """Time each candidate once a round, in turn, so that drift of clocks and power hits all alike.
+    """Time each candidate once per round, so that clock and power drift affects all equally.
 
-    Before each sample the cache is flushed and the ranks are lined up. Collective over ``group``.
+    Each sample starts with a cache flush and an alignment of the ranks. Collective over ``group``.
+
+    Args:
+        candidates: calls by name.
+        rounds: number of samples per candidate.
+        warmup_rounds: rounds before the first sample.
+        group: process group; default: the world.
 
     Raises:
         InvalidArgument: ``rounds`` is below 1.
@@ -60,9 +66,9 @@ def interleaved(
     if not isinstance(rounds, int) or rounds < 1:
         raise InvalidArgument("interleaved", "rounds", rounds, "an int, 1 or more")
     device, ranks = current_device(), group_for(group)
-    device.flush_cache()  # what it needs is allocated before ranks wait for one another
+    device.flush_cache()  # allocate its memory before ranks wait for one another
     own: dict[str, list[float]] = {name: [] for name in candidates}
-    queueing = 0.0  # the longest that it took the host to queue a call
+    queueing = 0.0  # longest host time of a call, in seconds
 
     def hold() -> None:
         device.flush_cache()
@@ -88,13 +94,13 @@ def interleaved(
 
 
 def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
-    """``call`` captured in a CUDA graph: its replay. On CPU ranks ``call`` itself.
+    """Return the replay of a CUDA graph of ``call``; on CPU ranks, return ``call``.
 
-    All ranks must capture, and replay equally often.
+    All ranks must capture, and must replay equally often.
     """
     device = current_device()
     if device.interprets:
         return call
     for _ in range(warmup - 1):
         call()
-    return device.capture(call, _SECONDS)  # which runs it once more
+    return device.capture(call, _SECONDS)  # runs the call once more before the capture

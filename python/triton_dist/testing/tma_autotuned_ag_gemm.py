@@ -1,4 +1,4 @@
-"""AllGather-GEMM whose consumer is a ``triton.autotune`` kernel, tuned by calling the whole op."""
+"""AllGather-GEMM with a ``triton.autotune`` consumer, tuned by calling the whole op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton_dist.runtime.device import current_device
 
 
 def every_tile() -> list[triton.Config]:
-    """Every tile of the persistent kernel, with all that the launch leaves to the config."""
+    """Return all tiles of the persistent kernel, with the options that the launch leaves open."""
     return [
         triton.Config(
             {"EPILOGUE_SUBTILE": False, **config.kwargs},
@@ -29,12 +29,14 @@ def every_tile() -> list[triton.Config]:
 
 
 class TmaAutotunedAgGemm:
-    """The kernel cannot be timed alone: it waits for rows that the other ranks send in the same
-    call, and counts on an epoch that each call advances.
+    """AllGather-GEMM whose kernel cannot be timed alone.
+
+    The kernel waits for rows that other ranks send in the same call, and depends on an epoch that
+    each call advances.
 
     Args:
-        buffer: for shards of the A that it will be called with.
-        configs: of the kernel; default: every tile of ``get_config_space``.
+        buffer: buffer for the shards of A.
+        configs: configs of the kernel; default: all tiles of ``get_config_space``.
         race: drop clear losers early.
     """
 
@@ -51,7 +53,7 @@ class TmaAutotunedAgGemm:
         self._call = contextual_autotune(is_dist=True, race=race)(self._all_gather_and_multiply)
 
     def __call__(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """``all_gather(A) @ B``: A [M_per_rank, K] contiguous, B [K, N_per_rank] with one unit
+        """Return ``all_gather(A) @ B``: A [M_per_rank, K] contiguous, B [K, N_per_rank] with a unit
         stride."""
         C: torch.Tensor = self._call(A, B)
         return C

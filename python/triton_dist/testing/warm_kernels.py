@@ -1,9 +1,7 @@
-"""Kernels, imported and rewritten as Triton's interpreter runs them, and the sources of all that is
-tuned, read and parsed: importing this module does it.
+"""Import, rewrite and parse all kernels and sources at import of this module.
 
-The server that ranks are forked from imports it where they interpret. Each rank otherwise spends
-half a second on the kernels, and one that tunes a second and a half on the sources: more than most
-of what it is started for.
+The fork server imports it if ranks interpret kernels. Otherwise each rank would need 0.5 s for the
+kernels, and a rank that tunes another 1.5 s for the sources, which is more than most tests take.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from triton_dist.tune import AutoTuner
 
 
 def rewrite() -> int:
-    """Rewrite each kernel and device function of ours, and those of ``triton.language``; how many
-    there are."""
+    """Rewrite each kernel of this package and of ``triton.language``; return their number."""
     found = {
         value
         for name, module in list(sys.modules.items())
@@ -34,7 +31,7 @@ def rewrite() -> int:
 
 
 def read_sources() -> int:
-    """Read what each op's records depend on; how many ops there are. What a file says is kept."""
+    """Read and cache the sources that each op's records depend on; return the number of ops."""
     found = [value for value in vars(ops).values() if isinstance(value, AutoTuner)]
     for op in found:
         source_of([op.fn])
@@ -43,4 +40,4 @@ def read_sources() -> int:
 
 rewrite()
 read_sources()
-gc.freeze()  # nothing of it is garbage: a collection in a rank would only copy it
+gc.freeze()  # these objects are never garbage; a collection in a rank would only copy pages

@@ -1,4 +1,4 @@
-"""OpInfos of all ops, for tests, scripts, benchmarks and timelines; no op reads them."""
+"""OpInfos of all ops, for tests, scripts, benchmarks and timelines. No op depends on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR, GEMM_RS
 
 GEMM_OPINFOS: dict[str, GEMMOpInfo] = {info.name: info for info in (AG_GEMM, GEMM_AR, GEMM_RS)}
-"""GEMMs across ranks, by the name of the op."""
+"""OpInfos of GEMMs across ranks, by name of the op."""
 OPINFOS: dict[str, OpInfo[Any]] = {
     info.name: info
     for info in (
@@ -22,6 +22,6 @@ OPINFOS: dict[str, OpInfo[Any]] = {
         REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS,
     )
 }  # fmt: skip
-"""All ops, by name."""
+"""OpInfos of all ops, by name."""
 OVERLAPPED_OPINFOS = {name: info for name, info in OPINFOS.items() if info.overlaps}
-"""Ops that hide a collective behind arithmetic."""
+"""OpInfos of ops that overlap a collective with compute."""

@@ -30,10 +30,9 @@ ASYNC_TP = "torch async-TP"
 
 
 def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """Run the transfer of a call of ``ag_gemm`` or ``ag_group_gemm`` without its product, and
-    return where the rows of peers land.
+    """Run only the transfer of ``ag_gemm`` or ``ag_group_gemm``; return the buffer of peers' rows.
 
-    It is over when it is over on every rank: a rank waits for its own copies to others only.
+    The transfer must finish on every rank: a rank waits only for its own outgoing copies.
     """
     buffer: AllGatherBuffer = ctx.buffer
     gathered = buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
@@ -42,7 +41,7 @@ def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 
 class AllGatherGEMMOpInfo(GEMMOpInfo):
-    """Operands ``A`` [M / W, K] and ``B`` [K, N / W]; gives ``all_gather(A) @ B``, [M, N / W]."""
+    """Operands ``A`` [M / W, K] and ``B`` [K, N / W]; result ``all_gather(A) @ B``, [M, N / W]."""
 
     transfer, serial = "all-gather", "all-gather + matmul"
     sums_over_ranks = False
@@ -68,9 +67,11 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         return torch.matmul(rows.float(), B.float()).to(A.dtype)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """The GEMM alone (cuBLAS) of a copy of all rows as they are now; the all-gather alone
-        (NCCL; copy engines); NCCL's and the GEMM one after the other; and torch's async-TP where it
-        can run."""
+        """Return the baselines.
+
+        GEMM alone (cuBLAS, on a copy of all rows made now); all-gather alone (NCCL; copy engines);
+        NCCL's all-gather followed by the GEMM; and torch's async-TP if available.
+        """
         A, B, group = operands["A"], operands["B"], ctx.group
         rows = libraries.all_gather_rows(A, group)
 
@@ -84,7 +85,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
                 lambda: libraries.all_gather_rows(A, group),
                 lambda: libraries.all_gather_rows(A, group),
             ),
-            # The own rows stay where they are, so its output is no gathered A.
+            # The buffer does not contain the local rows, so its content is not the gathered A.
             "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(A, ctx)),
             self.serial: Baseline(
                 "baseline", lambda: libraries.all_gather_matmul(A, B, group), expected

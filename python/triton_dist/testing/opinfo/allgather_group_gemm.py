@@ -46,8 +46,10 @@ LIBRARIES = "all-gather + torch grouped_mm"
 
 
 class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
-    """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], the same on
-    all ranks of the world: they are broadcast."""
+    """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk].
+
+    The ids are equal on all ranks of the world: rank 0 broadcasts them.
+    """
 
     models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
     transfer, serial = "all-gather", "all-gather + grouped_gemm"
@@ -82,7 +84,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """a as of a GEMM, and an even routing."""
+        """Scale ``a`` as for a GEMM, and draw new ids."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         a.copy_(uniform(a.shape, a.dtype, generator, 3 / a.shape[1] ** 0.5))
         self.draw(ids, len(b), generator)
@@ -98,13 +100,16 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return routed_product(rows, operands["b"], operands["full_topk_ids"])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Our grouped product alone, of a copy of all rows as they are now; the all-gather alone
-        (NCCL; copy engines); one after the other; and NCCL with torch's grouped product, by our
-        map, where torch has a kernel."""
+        """Return the baselines.
+
+        Our grouped GEMM alone (on a copy of all rows made now); all-gather alone (NCCL; copy
+        engines); both in sequence; and NCCL followed by torch's grouped GEMM if torch has a native
+        kernel.
+        """
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         group = ctx.group
         rows = libraries.all_gather_rows(a, group)
-        grouped_gemm(rows, b, ids)  # tuned now: calls that follow may be captured
+        grouped_gemm(rows, b, ids)  # tune it now: later calls may be captured
 
         def expected() -> torch.Tensor:
             return self.reference(operands, group)
@@ -115,7 +120,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids)),
             "all-gather alone": Baseline("transfer", gathered, gathered),
-            # The own rows stay where they are, so its output is not all rows.
+            # The buffer does not contain the local rows, so its content is not the gathered a.
             "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(a, ctx)),
             self.serial: Baseline("baseline", lambda: grouped_gemm(gathered(), b, ids), expected),
         }
@@ -128,7 +133,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """With weights of experts that a token may be expected at."""
+        """Return the cost, with the weights of the expected number of used experts."""
         routes, N, item = shape.M * shape.topk, shape.N / num_ranks, dtype.itemsize
         return Cost(
             dtype,
@@ -177,7 +182,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
 
     def inputs_for(self, key: RoutedKey) -> Call:
         M, N, K, E, topk, dtype, layout, num_ranks = key
-        M -= M % num_ranks  # the end of a range may be odd
+        M -= M % num_ranks  # the end of a bucket may not be a multiple of the ranks
         b = laid_out(layout, dtype, E, K, N)
         ctx = SimpleNamespace(
             max_ntokens=M, K=K, N_per_rank=N, num_experts=E, topk=topk, dtype=dtype,

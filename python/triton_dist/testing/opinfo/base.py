@@ -1,7 +1,7 @@
-"""Base of all OpInfos, the facts about an op that tests, scripts and benchmarks need.
+"""Base class of OpInfos: metadata of an op for tests, scripts and benchmarks.
 
-As in PyTorch's ``testing/_internal/opinfo``: one object for each op has its inputs, its reference
-and how far a result may be off, so that tests and benchmarks are written once for all ops.
+Modelled on PyTorch's ``testing/_internal/opinfo``. One object per op has its inputs, its reference
+and its tolerance, so tests and benchmarks are written once for all ops.
 """
 
 from __future__ import annotations
@@ -28,43 +28,45 @@ S = TypeVar("S", bound=Hashable)
 Group: TypeAlias = dist.ProcessGroup | None
 
 Operands: TypeAlias = dict[str, torch.Tensor]
-"""Tensors of a call on this rank, by the name of the argument."""
+"""Tensors of a call on this rank, by argument name."""
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Kind = Literal["gemm", "transfer", "baseline", "library", "own"]
-"""``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``baseline``,
-code of others; ``own`` and ``libraries``, configs of ours that run an algorithm of this package or
-call libraries."""
+"""Kind of a measured call.
+
+``gemm`` and ``transfer`` are one part of the op alone. The others do the whole op: ``baseline`` is
+other code; ``own`` and ``library`` are configs of the op with our or a library's algorithm.
+"""
 Bound = Literal["arithmetic", "memory", "link"]
-"""A resource whose peak limits a call."""
+"""Resource whose peak limits a call."""
 LAYOUTS = ("row-major", "column-major", "strided")
-"""Layouts of B and of weights."""
+"""Memory layouts of B and of weights."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
-"""Names of torch's all-reduces over symmetric memory."""
+"""Names of torch's all-reduces in symmetric memory."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A call that is timed next to others."""
+    """A call that is timed next to the op."""
 
     kind: Kind
     call: Callable[[], torch.Tensor]
     """Queue the work and return its output."""
     expected: Callable[[], torch.Tensor] | None = None
-    """Return the right output for the operands as they are now; ``None``: it is not known."""
+    """Return the expected output for the current operands; ``None``: unknown."""
     config: str = ""
-    """The config as a user would type it, if there is one."""
+    """Config as a user would type it, if there is one."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a rank in a call, whatever the algorithm.
+    """Work of one rank in a call, independent of the algorithm.
 
     Attributes:
-        dtype: of the operands.
-        flops: of products; sums of exchanged data do not count.
-        read_bytes, written_bytes: operands and output, each once, in device memory.
-        link_bytes: sent to the peers.
+        dtype: dtype of the operands.
+        flops: operations of GEMMs; sums over ranks do not count.
+        read_bytes, written_bytes: bytes of operands and output in device memory, counted once.
+        link_bytes: bytes sent to the peers.
     """
 
     dtype: torch.dtype
@@ -75,13 +77,12 @@ class Cost:
 
     @property
     def memory_bytes(self) -> float:
-        """Read and written together."""
+        """Bytes read and written."""
         return self.read_bytes + self.written_bytes
 
     def bounds_ms(self, peak: Peak) -> dict[Bound, float]:
-        """Milliseconds of arithmetic, memory and link, each at its peak, as if the other two took
-        no time."""
-        # dtypes that no matrix unit multiplies move alone
+        """Return the time in ms of arithmetic, memory and link, each alone at its peak."""
+        # A dtype without a tensor-core rate is only moved (flops = 0), so any rate will do.
         tflops = peak.tflops * RELATIVE_RATE.get(self.dtype, 1.0)
         return {
             "arithmetic": self.flops / tflops / 1e9,
@@ -90,43 +91,43 @@ class Cost:
         }
 
     def limit_ms(self, peak: Peak) -> float:
-        """Milliseconds that no algorithm can go below: the largest of the three bounds."""
+        """Return the lower bound of the time in ms: the largest of the three bounds."""
         return max(self.bounds_ms(peak).values())
 
 
-# Four unit roundoffs of a 16-bit dtype. A result and its reference are fp32 sums in other orders,
-# rounded once each: where the sums lie on two sides of a boundary, they are two roundoffs apart.
-# As much again is for small values of a sum whose addends were large. Of fp32, whose roundoff is
-# 2**-24, it is the order that matters: the error of a sum of K products of random sign grows with
-# the root of K, to 2**-15 of the standard deviation in the worst of 1e8 values of K = 28672.
+# 16-bit dtypes: four unit roundoffs. Result and reference are fp32 sums in different orders, each
+# rounded once, so they can be two roundoffs apart at a rounding boundary. The factor 2 covers small
+# sums of large addends. fp32 (roundoff 2**-24): the summation order dominates. The error of a sum
+# of K random products grows with sqrt(K), up to 2**-15 standard deviations in the worst of 1e8
+# values at K = 28672.
 _TOLERANCE = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 2**-14}
 
 
 def tolerance(dtype: torch.dtype, parts: int = 1) -> float:
-    """Largest error, as rtol and atol, of values that have a standard deviation of 1 and are the
-    sum of ``parts`` addends, each rounded to ``dtype`` before it was added.
+    """Return the tolerance, as rtol and atol, of sums with a standard deviation of 1.
 
-    A rounded sum of parts errs by their roundings, which are of random sign: with W parts by the
-    root of W times that of one (libraries also round each sum on the way, which is as large as the
-    result). atol is for a standard deviation of 1; data that deviate more need more, in proportion.
+    ``parts`` is the number of addends, each of which is rounded to ``dtype`` before the sum. Their
+    rounding errors have random signs, so the error grows with sqrt(parts). Libraries also round
+    intermediate sums, which are as large as the result. For data with a larger standard deviation,
+    scale atol in proportion.
     """
     return float(_TOLERANCE[dtype] * math.sqrt(parts))
 
 
 class OpInfo(ABC, Generic[S]):
-    """Facts about an op, for tests, scripts and benchmarks.
+    """Metadata of an op for tests, scripts and benchmarks.
 
     ``S`` is the type of its shapes: global sizes, over all ranks.
 
     Attributes:
         op: the tuned op.
-        shape: the type ``S``, made of whole numbers.
-        shapes: what the op has to be fast at.
-        transfer: its collective, as a text.
-        serial: the baseline that does one part after the other.
-        overlaps: it hides the collective behind arithmetic. Else it is a collective alone, and
-            ``serial`` is the library's.
-        library_algorithms: algorithms that call libraries, beside those of ``LibraryAlgorithm``.
+        shape: the type ``S``, a dataclass of ints.
+        shapes: shapes for which the op must be fast.
+        transfer: name of its collective.
+        serial: name of the baseline that runs the parts in sequence.
+        overlaps: the op overlaps a collective with compute. If false, the op is a collective alone,
+            and ``serial`` is the library's.
+        library_algorithms: algorithms that call libraries, in addition to ``LibraryAlgorithm``.
         choices: names of tunables that count as part of a config's algorithm.
     """
 
@@ -139,7 +140,7 @@ class OpInfo(ABC, Generic[S]):
     choices: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, op: AutoTuner) -> None:
-        self.op = op  # not of the class: a tuned op that is one becomes a method
+        self.op = op  # an instance attribute: a tuned op on the class would become a method
 
     @property
     def name(self) -> str:
@@ -147,12 +148,14 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def scaled(self, shape: S, divisor: int, num_ranks: int) -> S:
-        """Return ``shape`` with its sizes divided, such that the ranks can share it."""
+        """Return ``shape`` with its sizes divided, rounded so that the ranks can share it."""
 
     @abstractmethod
     def context(self, shape: S, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
-        """Create a context for calls of up to ``shape``; ``options``: of the op's ``create_…``.
-        Collective over ``group``."""
+        """Create a context for calls of up to ``shape``. Collective over ``group``.
+
+        ``options`` are passed to the op's ``create_…``.
+        """
 
     @abstractmethod
     def allocate(
@@ -164,13 +167,13 @@ class OpInfo(ABC, Generic[S]):
         *_: Any,
         **__: Any,
     ) -> Operands:
-        """Return this rank's operands; those that ``refill`` writes are not initialised."""
+        """Return this rank's operands; operands that ``refill`` writes are uninitialised."""
 
     @abstractmethod
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Give the operands that change from call to call new random values, in place."""
+        """Write new random values, in place, to the operands that change between calls."""
 
     def operands(
         self,
@@ -182,7 +185,7 @@ class OpInfo(ABC, Generic[S]):
     ) -> Operands:
         """Return this rank's random operands, whose results have a standard deviation of about 1.
 
-        generator: default: torch's. options: of ``allocate``.
+        ``generator`` defaults to torch's; ``options`` are passed to ``allocate``.
         """
         operands = self.allocate(shape, dtype, num_ranks, generator, **options)
         self.refill(operands, num_ranks, generator)
@@ -190,7 +193,7 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> S:
-        """Return the shape that has such ``operands``."""
+        """Return the shape of a call with these operands."""
 
     def cost_of(self, /, *args: Any, **kwargs: Any) -> tuple[S, int, Cost]:
         """Return shape, number of ranks and cost of a call with these arguments."""
@@ -206,58 +209,62 @@ class OpInfo(ABC, Generic[S]):
 
     @abstractmethod
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        """Return the result for the operands as they are now: multiplied and added in fp32, rounded
-        once. Collective over ``group``."""
+        """Return the expected result for the current operands: computed in fp32, rounded once.
+
+        Collective over ``group``.
+        """
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        """Return the largest error of a result, as rtol and atol."""
+        """Return the tolerance of a result, as rtol and atol."""
         return tolerance(dtype)
 
     @abstractmethod
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return what is measured next to the op: its parts alone, and other code for all of it.
-        Collective over the context's group.
+        """Return the calls to measure next to the op: its parts alone, and other implementations.
 
-        All read the operands at each call, unless the OpInfo says otherwise.
+        Collective over the context's group. Calls read the operands each time unless the OpInfo
+        documents otherwise.
         """
 
     @abstractmethod
     def cost(self, shape: S, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the work of a call for each rank: flops and bytes."""
+        """Return the work of a call on each rank."""
 
     def is_own(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a config runs an algorithm of this package instead of a library's."""
+        """Return whether a config runs an algorithm of this package, not a library's."""
         libraries = (*(method.value for method in LibraryAlgorithm), *self.library_algorithms)
         return config["algorithm"] not in libraries
 
     def algorithm(self, config: Mapping[str, Any]) -> Hashable:
-        """Return the algorithm of a config, without its tiles and layouts."""
+        """Return the algorithm of a config, without tiles and layouts."""
         return (config["algorithm"], *(config.get(name) for name in self.choices))
 
     @abstractmethod
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return arguments that the op refuses, by the name of the argument in its error.
+        """Return invalid arguments, by the name of the argument in the error.
 
-        Text in brackets tells several of one name apart. ``good``: the largest operands that the
-        context accepts, for the other arguments.
+        Text in parentheses distinguishes several entries of one name. ``good``: the largest valid
+        operands for the context, used for the other arguments.
         """
 
     @abstractmethod
     def inputs_for(self, key: Any) -> Call:
-        """Return the largest call that has ``key``: tensors without memory, and in place of the
-        context the attributes that ``key_fn`` and ``prune_fn`` read."""
+        """Return the largest call of ``key``, with meta tensors.
+
+        The context is replaced by an object with the attributes that ``key_fn`` and ``prune_fn``
+        read.
+        """
 
     @abstractmethod
     def example_keys(self) -> Iterator[Any]:
-        """Yield keys of calls of all kinds."""
+        """Yield keys of all kinds of calls."""
 
     def sample_inputs(self) -> Iterator[Call]:
-        """Yield calls of all kinds, of tensors without memory."""
+        """Yield all kinds of calls, with meta tensors."""
         return map(self.inputs_for, self.example_keys())
 
     def recover(self, ctx: Any) -> None:
-        """Bring the context of all ranks back to one state after a call that failed on some rank.
-        Collective."""
+        """Reset the context on all ranks after a call failed on some rank. Collective."""
         ctx.reset()
 
 
@@ -267,9 +274,9 @@ def uniform(
     generator: Generator | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Return random values in [-scale, scale), on this process's device."""
+    """Return random values in [-scale, scale) on this process's device."""
     device = current_device().torch_device
-    # In place: weights of experts are the largest of all that is there.
+    # In place: expert weights are the largest tensors and must not exist twice.
     values = torch.rand(tuple(sizes), generator=generator, device=device)
     return values.mul_(2).sub_(1).mul_(scale).to(dtype)
 
@@ -281,7 +288,8 @@ def symmetric_all_reduces(
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return torch's all-reduces in symmetric memory, by name. Collective over ``group``.
 
-    ``fill`` writes a tensor like ``like`` at each call. Empty on CPU ranks, and for one rank.
+    ``fill`` writes a tensor with the shape of ``like`` at each call. The result is empty on CPU
+    ranks and for a single rank.
     """
     if not current_device().has_async_tp or dist.get_world_size(group) == 1:
         return {}
@@ -306,17 +314,17 @@ def symmetric_all_reduces(
 
 
 def other_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a 16-bit floating dtype that is not ``dtype``."""
+    """Return a 16-bit floating dtype different from ``dtype``."""
     return torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
 
 
 def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """Return a tensor without memory."""
+    """Return a meta tensor."""
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def laid_out(layout: str, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """Return a tensor without memory whose last two dimensions are laid out as ``layout``."""
+    """Return a meta tensor whose last two dimensions have the given layout."""
     *batch, rows, columns = sizes
     if layout == "row-major":
         return meta(dtype, *sizes)

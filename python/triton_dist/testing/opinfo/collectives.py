@@ -1,4 +1,4 @@
-"""OpInfos of the plain collectives: all-reduce, reduce-scatter and all-gather."""
+"""OpInfos of the collectives: all-reduce, reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIBRARY, IN_PLACE = "library", "library, in place"
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of the whole: of what a rank has before it or, of an all-gather, after it."""
+    """Bytes of the whole tensor: the input of one rank or, for an all-gather, the output."""
 
     nbytes: int
 
@@ -52,10 +52,10 @@ class Size:
 
 
 class CollectiveOpInfo(OpInfo[Size]):
-    """A collective of ``x``, U(-1, 1), of one dimension.
+    """A collective of a one-dimensional ``x`` with uniform values from -1 to 1.
 
     Attributes:
-        scatters: a rank gets the sum's shard; else all of the result.
+        scatters: the result is this rank's shard of the sum, else the whole.
     """
 
     shape, serial, overlaps = Size, LIBRARY, False
@@ -68,19 +68,19 @@ class CollectiveOpInfo(OpInfo[Size]):
 
     @abstractmethod
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return the result of the group's collective (NCCL, gloo on CPU ranks), out of place."""
+        """Return the result of the group's collective (NCCL; gloo on CPU ranks), out of place."""
 
     def scaled(self, shape: Size, divisor: int, num_ranks: int) -> Size:
         return Size(max(1, shape.nbytes // divisor))
 
     def context(self, shape: Size, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
-        """With room for one element of each rank at least."""
+        """Create a context with memory for at least one element per rank."""
         ranks = group_for(group)
         room = max(shape.nbytes, ranks.size * dtype.itemsize)
         return self.create(room, ranks.rank, ranks.size, ranks.size, group=group, **options)
 
     def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
-        """Elements of x: a multiple of the ranks, at least one for each."""
+        """Return the number of elements of x: a positive multiple of the ranks."""
         return max(1, shape.nbytes // dtype.itemsize // num_ranks) * num_ranks
 
     def allocate(
@@ -102,7 +102,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         return (operands["x"], ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        """Own part of the sum: added in fp32, rounded once."""
+        """Return this rank's part of the sum, added in fp32 and rounded once."""
         x = operands["x"]
         total = x.float()
         dist.all_reduce(total, group=group)
@@ -114,16 +114,16 @@ class CollectiveOpInfo(OpInfo[Size]):
         return tolerance(dtype, num_ranks)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """The library's, out of place."""
+        """Return the library's collective, out of place."""
         x, group = operands["x"], ctx.group
         return {LIBRARY: self.whole(lambda: self.library(x, group), operands, group)}
 
     def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
-        """Return other code for the collective."""
+        """Return a baseline that runs the whole collective."""
         return Baseline("baseline", call, lambda: self.reference(operands, group))
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """The whole is read, and written or the shard of it; what is not the own crosses links."""
+        """Return the cost: the whole is read, the result is written, remote shards cross links."""
         nbytes = shape.nbytes
         return Cost(
             dtype,
@@ -164,7 +164,7 @@ class CollectiveOpInfo(OpInfo[Size]):
         }  # fmt: skip
 
     def inputs_for(self, key: Any) -> Call:
-        """The largest size of the bucket, which always fits vectors."""
+        """Return a call of the bucket's largest size, which always fits 16-byte vectors."""
         elements, dtype, _, num_ranks, *_ = key
         x = meta(dtype, elements * (num_ranks if self.scatters else 1))
         device = SimpleNamespace(torch_device=x.device)
@@ -180,7 +180,7 @@ class CollectiveOpInfo(OpInfo[Size]):
 
 
 class AllReduceOpInfo(CollectiveOpInfo):
-    """Operand ``x``; gives its sum."""
+    """Operand ``x``; the result is its sum."""
 
     transfer = "all-reduce"
     create = staticmethod(create_allreduce_ctx)
@@ -189,8 +189,11 @@ class AllReduceOpInfo(CollectiveOpInfo):
         return libraries.all_reduce(x.clone(), group)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Also torch's own over symmetric memory on GPUs, whose input is copied there first; and
-        the library's in place, without the copy, on zeros, unchecked."""
+        """Return the library's collective and torch's all-reduces.
+
+        torch's all-reduces in symmetric memory (GPUs only) include the copy into it. ``library, in
+        place`` runs without a copy on zeros; its result is not checked.
+        """
         x, group = operands["x"], ctx.group
         zeros = torch.zeros_like(x)
         symmetric = symmetric_all_reduces(x, lambda staged: staged.copy_(x), group)
@@ -201,7 +204,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
         }
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Each shard crosses the links to the rank that adds it, and its sum back to all."""
+        """Return the cost: each shard crosses links to its owner, and its sum back to all."""
         cost = super().cost(shape, dtype, num_ranks)
         return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
 
@@ -221,7 +224,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
 
 
 class ShardOpInfo(CollectiveOpInfo):
-    """A collective that moves shards; x is no larger than its context allows."""
+    """A collective that moves shards; x must fit the context."""
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         x = good["x"]
@@ -233,7 +236,7 @@ class ShardOpInfo(CollectiveOpInfo):
 
 
 class ReduceScatterOpInfo(ShardOpInfo):
-    """Operand ``x``; gives the own shard of its sum."""
+    """Operand ``x``; the result is this rank's shard of its sum."""
 
     transfer, scatters = "reduce-scatter", True
     create = staticmethod(create_reduce_scatter_ctx)
@@ -247,7 +250,7 @@ class ReduceScatterOpInfo(ShardOpInfo):
 
 
 class AllGatherOpInfo(ShardOpInfo):
-    """Operand ``x``, the own shard; gives the shards of all ranks one after the other."""
+    """Operand ``x``, this rank's shard; the result is the concatenation of all shards."""
 
     transfer = "all-gather"
     create = staticmethod(create_all_gather_ctx)
@@ -265,7 +268,7 @@ class AllGatherOpInfo(ShardOpInfo):
         return libraries.all_gather_rows(operands["x"], group)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        """None: elements are copied."""
+        """Return 0: elements are copied."""
         return 0.0
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:

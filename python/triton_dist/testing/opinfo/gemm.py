@@ -1,4 +1,4 @@
-"""Shared by the OpInfos of GEMMs across ranks: shapes, operands, error inputs, recorded calls."""
+"""Base classes of the OpInfos of GEMMs across ranks: shapes, operands and error inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from triton_dist.testing.opinfo.base import (
 
 @dataclass(frozen=True)
 class Shape:
-    """Global sizes of a product: [M, K] by [K, N]."""
+    """Global sizes of a GEMM: [M, K] by [K, N]."""
 
     M: int
     N: int
@@ -44,8 +44,10 @@ class Shape:
         return f"{self.M}x{self.N}x{self.K}"
 
     def scaled(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
-        """Divide every size. M and N are rounded down to positive multiples of the ranks; with
-        ``any_rows``, M is not."""
+        """Divide every size; round M and N down to positive multiples of the ranks.
+
+        With ``any_rows``, M is not rounded.
+        """
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
         if any_rows:
             M = max(1, self.M // divisor)
@@ -60,15 +62,15 @@ SHAPES = (
     Shape(4096, 10240, 8192),
     *(Shape(M, 28672, 8192) for M in (2048, 1024, 512)),
 )
-"""Compute-bound, balanced and small."""
+"""Compute-bound, balanced and small shapes."""
 
 
 class GEMMOpInfo(OpInfo[Shape]):
-    """A product of A and B across ranks.
+    """A GEMM of A and B across ranks.
 
     Attributes:
-        sums_over_ranks: ranks share K, and the op ends a layer. Else they share N, and the op
-            begins one.
+        sums_over_ranks: K is sharded and the op ends a layer. Otherwise N is sharded and the op
+            begins a layer.
         any_rows: every rank gets all rows, so M need not be a multiple of the ranks.
     """
 
@@ -96,7 +98,7 @@ class GEMMOpInfo(OpInfo[Shape]):
     def operand_sizes(
         self, shape: Shape, num_ranks: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the sizes of A and of B."""
+        """Return the sizes of A and B on this rank."""
 
     def allocate(
         self,
@@ -107,8 +109,11 @@ class GEMMOpInfo(OpInfo[Shape]):
         column_major: bool = True,
         has_bias: bool = False,
     ) -> Operands:
-        """Return A; B, U(-1, 1); and with ``has_bias`` a bias [N], U(-1, 1), the same on all ranks
-        of the world: it is broadcast."""
+        """Return uninitialised A, and B with uniform values from -1 to 1.
+
+        With ``has_bias``, add a bias [N] with uniform values from -1 to 1. Rank 0 broadcasts it, so
+        it is equal on all ranks of the world.
+        """
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
         B = uniform((N, K) if column_major else (K, N), dtype, generator)
         operands = {"A": B.new_empty(a_sizes), "B": B.T if column_major else B}
@@ -120,8 +125,11 @@ class GEMMOpInfo(OpInfo[Shape]):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Fill A with U(-s, s). A product of U(-s, s) and U(-1, 1) has a standard deviation of
-        s / 3; s is such that sums over all of K have one of 1."""
+        """Fill A with uniform values from -s to s.
+
+        A product of U(-s, s) and U(-1, 1) has a standard deviation of s / 3. s is chosen such that
+        sums over all of K have a standard deviation of 1.
+        """
         A = operands["A"]
         terms = A.shape[1] * (num_ranks if self.sums_over_ranks else 1)
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / terms**0.5))
@@ -134,8 +142,10 @@ class GEMMOpInfo(OpInfo[Shape]):
         return tolerance(dtype, num_ranks if self.sums_over_ranks else 1)
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Return operands that all GEMMs refuse; ``M`` needs a context for no more rows than
-        ``good`` has."""
+        """Return arguments that all GEMMs reject.
+
+        ``M`` is rejected only by a context for at most the rows of ``good``.
+        """
         A, B = good["A"], good["B"]
         (rows, K), N, other = A.shape, B.shape[1], other_dtype(A.dtype)
         step = 1 if self.any_rows or not self.sums_over_ranks else num_ranks
@@ -169,7 +179,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     sums_over_ranks = True
     option: ClassVar[tuple[str, bool]]
-    """The argument that the op's key has next to the operands, and its default."""
+    """Argument that is part of the op's key in addition to the operands, and its default."""
 
     def operand_sizes(
         self, shape: Shape, num_ranks: int
@@ -193,7 +203,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     @abstractmethod
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return the rows of the sum [M, N] that this rank gets."""
+        """Return this rank's rows of the sum [M, N]."""
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, B, bias = operands["A"], operands["B"], operands.get("bias")
@@ -203,7 +213,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         return (mine if bias is None else mine + bias.float()).to(A.dtype)
 
     def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
-        """Return other code for the sum, to which the bias is added."""
+        """Return a baseline that computes the whole sum; a bias is added to its result."""
         bias = operands.get("bias")
         return Baseline(
             "baseline",
@@ -212,8 +222,10 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         )
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost. Rows cross the links to the rank that adds them; with ``any_rows`` once
-        more, to all ranks."""
+        """Return the cost.
+
+        Rows cross links to the rank that adds them; with ``any_rows``, sums cross to all ranks too.
+        """
         M, N, K, item = shape.M, shape.N, shape.K / num_ranks, dtype.itemsize
         return Cost(
             dtype,
@@ -240,7 +252,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
         (M, N, K, dtype, layout, contiguous, num_ranks), option = key
-        M -= 0 if self.any_rows else M % num_ranks  # the end of a range may be odd
+        M -= 0 if self.any_rows else M % num_ranks  # the end of a bucket may not be a multiple
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(

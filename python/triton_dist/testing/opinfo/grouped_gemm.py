@@ -37,11 +37,11 @@ from triton_dist.testing.opinfo.moe import (
 MODELS = {
     name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_PRODUCTS.items()
 }
-"""First products of layers, gate and up together, on one of two ranks."""
+"""First GEMMs of MoE layers (gate and up together), on one of two ranks."""
 
 
 class GroupedGEMMOpInfo(RoutedOpInfo):
-    """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk]: even, random."""
+    """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk], drawn at random."""
 
     models, shapes = MODELS, tuple(MODELS.values())
     transfer, serial = "nothing", "grouped_mm between copies"
@@ -54,7 +54,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def context(
         self, shape: GroupedShape, dtype: torch.dtype, group: Any = None, **options: Any
     ) -> Any:
-        return nullcontext()  # it needs none
+        return nullcontext()  # the op has no context
 
     def allocate(
         self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
@@ -71,7 +71,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """A as of a GEMM; each token goes to other experts, all different if there are so many."""
+        """Scale ``A`` as for a GEMM, and draw new ids."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
         self.draw(ids, B.shape[0], generator)
@@ -83,8 +83,12 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         return routed_product(operands["A"], operands["B"], operands["topk_ids"])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """torch's grouped product, of rows that are sorted already and stay so; and with copies to
-        that order and back, by our map. As they are now. ``dense``: one expert takes all rows."""
+        """Return the baselines, for the ids at the time of this call.
+
+        ``grouped_mm alone``: torch's grouped GEMM on sorted rows. ``dense``: one expert for all
+        rows. ``grouped_mm between copies``: torch's grouped GEMM including sorting and restoring
+        the order of rows.
+        """
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         flat = ids.flatten()
         rows = A[flat.argsort(stable=True) // ids.shape[1]]
@@ -101,7 +105,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         }
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """With weights of experts that a token may be expected at."""
+        """Return the cost, with the weights of the expected number of used experts."""
         routes, item = shape.M * shape.topk, dtype.itemsize
         return Cost(
             dtype,
@@ -144,7 +148,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         }
 
     def key(self, shape: GroupedShape, dtype: torch.dtype) -> GroupedKey:
-        """Key of a call with row-major weights and a row a token."""
+        """Return the key of a call with row-major weights and one row per token."""
         sizes = (shape.M, shape.N, shape.K, shape.E, shape.topk)
         return GroupedKey(*sizes, dtype, "row-major", "token", "route", None)
 
@@ -164,7 +168,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
                         yield key._replace(layout=layout, order=order, activation=activation)
 
     def recover(self, ctx: Any) -> None:
-        """Nothing: a call leaves nothing behind."""
+        """Do nothing: a call leaves no state."""
 
 
 GROUPED_GEMM = GroupedGEMMOpInfo(grouped_gemm)

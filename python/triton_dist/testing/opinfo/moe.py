@@ -1,4 +1,4 @@
-"""Shared by the OpInfos of mixture-of-experts layers: shapes, routings, the reference product."""
+"""Base class of the OpInfos of MoE layers: shapes, routings and the reference product."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from triton_dist.testing.opinfo.base import OpInfo
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """M tokens, ``topk`` of E experts each with weights [K, N]. Of an op of one rank all are that
-    rank's; of one across ranks, global."""
+    """M tokens, each routed to ``topk`` of E experts with weights [K, N].
+
+    Sizes are global for an op across ranks, and local for an op on one rank.
+    """
 
     M: int
     N: int
@@ -29,7 +31,7 @@ class GroupedShape:
 
     @property
     def used_experts(self) -> float:
-        """Experts that some token may be expected at, if all are as likely."""
+        """Expected number of experts with at least one token under uniform routing."""
         return self.E * (1 - (1 - min(1.0, self.topk / self.E)) ** self.M)
 
 
@@ -41,18 +43,18 @@ FIRST_PRODUCTS = {
     "DeepSeek-V3": GroupedShape(8192, 4096, 7168, 256, 8),
     "GPT-OSS-120B": GroupedShape(8192, 5760, 2880, 128, 4),
 }
-"""Products that begin layers, gate and up together, of all ranks."""
+"""First GEMMs of layers (gate and up together), global sizes."""
 SECOND_PRODUCTS = {
     name: dataclasses.replace(shape, N=shape.K, K=shape.N // 2)
     for name, shape in FIRST_PRODUCTS.items()
 }
-"""Products that end layers, of all ranks."""
+"""Last GEMMs of layers, global sizes."""
 
 
 def even_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """int32 [M, topk]: experts of each token at random, all different if there are so many."""
+    """Return random experts of each token, int32 [M, topk]; distinct if E >= topk."""
     scores = torch.rand((M, max(E, topk)), generator=generator, device=device)
     return (scores.topk(topk, dim=1).indices % E).int()
 
@@ -60,9 +62,9 @@ def even_ids(
 def zipf_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """The same, where expert e is as likely as 1 / (e + 1)."""
+    """Like ``even_ids``, but expert e has a probability proportional to 1 / (e + 1)."""
     drawn = torch.rand((M, max(E, topk)), generator=generator, device=device)
-    # The largest of log p + Gumbel noise are a draw without replacement.
+    # The top k of log p + Gumbel noise are a sample without replacement.
     rank = torch.arange(1, drawn.shape[1] + 1, device=device)
     scores = -rank.log() - (-drawn.clamp(1e-9, 1 - 1e-7).log()).log()
     return (scores.topk(topk, dim=1).indices % E).int()
@@ -71,19 +73,21 @@ def zipf_ids(
 def one_expert_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """The same ``topk`` experts for every token."""
+    """Return the first ``topk`` experts for every token."""
     return (torch.arange(topk, device=device) % E).int().repeat(M, 1)
 
 
 ROUTINGS = {"even": even_ids, "zipf": zipf_ids, "one expert": one_expert_ids}
-"""Draws of ids, by name."""
+"""Functions that draw expert ids, by name."""
 
 
 def routed_product(
     A: torch.Tensor, B: torch.Tensor, topk_ids: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[M * topk, N] in the order of routes, zero where they are nobody's: multiplied in fp32,
-    rounded once, to ``dtype`` or that of A. A: [M, K], or a row a route."""
+    """Return [M * topk, N] in route order: multiplied in fp32, rounded once to ``dtype``.
+
+    A is [M, K], or [M * topk, K]. Rows of dropped tokens are zero. ``dtype`` defaults to A's.
+    """
     ids = topk_ids.flatten()
     out = A.new_zeros(len(ids), B.shape[2], dtype=dtype or A.dtype)
     for expert in range(len(B)):
@@ -94,13 +98,13 @@ def routed_product(
 
 
 class RoutedOpInfo(OpInfo[GroupedShape]):
-    """An op whose operands have ids of experts, drawn as ``routing`` says."""
+    """An op with expert ids as operands, drawn by the function ``ROUTINGS[routing]``."""
 
     shape = GroupedShape
     models: ClassVar[Mapping[str, GroupedShape]]
-    """Layers of models, by name."""
+    """Shapes of layers, by name of the model."""
     routing = "even"
-    """One of ``ROUTINGS``."""
+    """Key of ``ROUTINGS``."""
 
     def draw(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:
         """Fill ids [M, topk]."""

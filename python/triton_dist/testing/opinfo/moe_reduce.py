@@ -1,4 +1,4 @@
-"""OpInfos of the ops that end a mixture-of-experts layer."""
+"""OpInfos of the ops that end an MoE layer."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ from triton_dist.testing.opinfo.moe import (
 
 
 class MoEReduceOpInfo(RoutedOpInfo):
-    """Operands ``x`` [M * topk, K / W], ``weights`` [E, K / W, N], ``chosen_experts`` and
-    ``expert_weight`` [M, topk], these two the same on all ranks of the world: they are
-    broadcast."""
+    """Operands ``x`` [M * topk, K / W], ``weights`` [E, K / W, N], and the routing.
+
+    The routing is ``chosen_experts`` and ``expert_weight``, both [M, topk]. It is equal on all
+    ranks of the world: rank 0 broadcasts it.
+    """
 
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
     library_algorithms, choices = ("library",), ("num_chunks", "reduction")
     shares_rows: ClassVar[bool]
-    """Ranks have as many rows of the sum each, so M is a multiple of them."""
+    """Each rank gets an equal share of the rows of the sum, so M is a multiple of the ranks."""
 
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
@@ -63,11 +65,11 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
     @abstractmethod
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """Rows of the sum [M, N] that this rank gets."""
+        """Return this rank's rows of the sum [M, N]."""
 
     @abstractmethod
     def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
-        """The sum of ``total`` over ranks by the group's collective."""
+        """Return the sum of ``total`` over ranks by the group's collective."""
 
     def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
@@ -104,8 +106,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """x as of a GEMM over all ranks; other experts, with other weights, whose squares add up to
-        1, so that results have a standard deviation of 1."""
+        """Scale ``x`` as for a GEMM over all ranks, and draw a new routing.
+
+        The squares of a token's weights add up to 1, so results have a standard deviation of 1.
+        """
         x, ids, choices = (operands[name] for name in ("x", "chosen_experts", "expert_weight"))
         x.copy_(uniform(x.shape, x.dtype, generator, 3 / (x.shape[1] * num_ranks) ** 0.5))
         self.draw(ids, len(operands["weights"]), generator)
@@ -120,7 +124,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return (*(operands[name] for name in names), ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        """Own rows of the sum, all of it in fp32."""
+        """Return this rank's rows of the sum, computed in fp32."""
         x, weights = operands["x"], operands["weights"]
         products = routed_product(x, weights, operands["chosen_experts"], torch.float32)
         choices = operands["expert_weight"]
@@ -132,19 +136,22 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return self.own_rows(total, group).to(x.dtype)
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        """A product is rounded before it is weighed, and a rank's sum before it travels."""
+        """Return the tolerance: products are rounded before weighting, sums before sending."""
         return tolerance(dtype, num_ranks + 1)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Our product with its sum alone, the collective alone, and both one after the other; and,
-        where torch has a kernel, its product alone, of rows that are sorted already, and all of it
-        with a copy of rows to that order, as ids are now."""
+        """Return the baselines, for the ids at the time of this call.
+
+        Our grouped GEMM with its sum over choices alone; the collective alone; both in sequence. If
+        torch has a native kernel: its grouped GEMM alone on sorted rows, and the whole op with
+        torch's grouped GEMM including the sort of rows.
+        """
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, choices = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
         zeros = x.new_zeros(M, N)
 
-        # Interpreted, it is not worth a tuning.
+        # Tuning in the interpreter would take too long.
         tiles = grouped_tiles()[0] if current_device().interprets else None
 
         def product() -> torch.Tensor:
@@ -183,8 +190,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost, with the weights of experts that a token may be expected at. Rows cross
-        the links to the rank that adds them; if all ranks get them, once more."""
+        """Return the cost, with the weights of the expected number of used experts.
+
+        Rows cross links to the rank that adds them; if all ranks get the sums, they cross again.
+        """
         K, routes, item = shape.K / num_ranks, shape.M * shape.topk, dtype.itemsize
         rows = shape.M * shape.N * item
         return Cost(
@@ -196,7 +205,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """For a context with ``n_chunks_max`` of 8."""
+        """Return invalid arguments for a context with ``n_chunks_max`` = 8."""
         x, weights, ids, choices = (
             good[name] for name in ("x", "weights", "chosen_experts", "expert_weight")
         )
@@ -252,10 +261,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
         fixed = {}
         if not isinstance(key, SumKey):
             key, n_chunks, config = key
-            assert config is None  # tiles of a caller's are in no record that ships
+            assert config is None  # no shipped record has the caller's tiles
             fixed["n_chunks"] = n_chunks
         M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
-        M -= M % (num_ranks if self.shares_rows else 1)  # the end of a range may be odd
+        M -= M % (num_ranks if self.shares_rows else 1)  # the end of a bucket may be odd
         weights = laid_out(layout, dtype, E, K, N)
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
@@ -275,7 +284,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
 
 class MoEReduceRSOpInfo(MoEReduceOpInfo):
-    """Gives the own tokens of the sum, [M / W, N]."""
+    """The result is this rank's tokens of the sum, [M / W, N]."""
 
     transfer, serial = "reduce-scatter", "our product + reduce-scatter"
     create = staticmethod(create_moe_rs_context)
@@ -298,7 +307,7 @@ class MoEReduceRSOpInfo(MoEReduceOpInfo):
 
 
 class MoEReduceAROpInfo(MoEReduceOpInfo):
-    """Gives the sum [M, N] on every rank, for any M."""
+    """The result is the sum [M, N] on every rank, for any M."""
 
     transfer, serial = "all-reduce", "our product + all-reduce"
     create = staticmethod(create_moe_ar_context)

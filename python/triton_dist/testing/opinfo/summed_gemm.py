@@ -22,8 +22,10 @@ ASYNC_TP = "torch async-TP"
 
 
 class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
-    """Operands ``A`` [M, K / W], ``B`` [K / W, N] and maybe ``bias`` [N]; gives the own rows of the
-    sum, [M / W, N]."""
+    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N].
+
+    The result is this rank's rows of the sum, [M / W, N].
+    """
 
     transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
@@ -33,8 +35,11 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """The GEMM alone (cuBLAS), the reduce-scatter alone (NCCL) of a copy of the product as it
-        is now, both one after the other, and torch's async-TP where it can run."""
+        """Return the baselines.
+
+        GEMM alone (cuBLAS); reduce-scatter alone (NCCL, on a copy of the product made now); both in
+        sequence; and torch's async-TP if available.
+        """
         A, B, group = operands["A"], operands["B"], ctx.group
         product = torch.matmul(A, B)
 
@@ -56,7 +61,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
         return baselines
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """For a context that was created without ``reduce_st``."""
+        """Return invalid arguments for a context created without ``reduce_st``."""
         A = good["A"]
         return {
             **super().error_inputs(good, num_ranks),
@@ -71,8 +76,10 @@ GEMM_RS = GEMMReduceScatterOpInfo(gemm_rs)
 
 
 class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
-    """Operands ``A`` [M, K / W], ``B`` [K / W, N] and maybe ``bias`` [N]; gives the sum [M, N] on
-    every rank, for any M."""
+    """Operands ``A`` [M, K / W], ``B`` [K / W, N], optional ``bias`` [N].
+
+    The result is the sum [M, N] on every rank, for any M.
+    """
 
     transfer, serial = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
@@ -84,8 +91,11 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         return total
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """The GEMM alone (cuBLAS), the all-reduce alone (NCCL, in place, of zeros), both one after
-        the other, and on GPUs the GEMM into symmetric memory and torch's all-reduces there."""
+        """Return the baselines.
+
+        GEMM alone (cuBLAS); all-reduce alone (NCCL, in place, on zeros); both in sequence; and on
+        GPUs the GEMM into symmetric memory followed by torch's all-reduces.
+        """
         A, B, group = operands["A"], operands["B"], ctx.group
         zeros = A.new_zeros((A.shape[0], B.shape[1]))
 
