@@ -314,6 +314,6 @@ def test_merge_verify_and_import(run, model, tmp_path):
     assert status == 1
     good, refused = said.splitlines()
     assert good == f"{out}: good: 3 records, 1 kernel, 1 native module"
-    assert refused.startswith(f"pack {other} is refused: it is no zip")
+    assert refused.startswith(f"pack {other} is refused: it is not a zip")
     assert run("pack", "import", str(other))[0] == 2
     assert run("pack", "show", str(tmp_path / "none.tdpack"))[0] == 2

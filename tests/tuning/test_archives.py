@@ -160,9 +160,9 @@ RECORD = "records/run."
 OF_MM = f"kernels/{MM}/mm"
 # What is wrong with the file, and the member and the reason that are named.
 REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
-    "empty": (lambda: b"", "", "it is no zip"),
-    "text": (lambda: b"{}" * 99, "", "it is no zip"),
-    "cut in half": (lambda: whole()[: len(whole()) // 2], "", "it is no zip"),
+    "empty": (lambda: b"", "", "it is not a zip"),
+    "text": (lambda: b"{}" * 99, "", "it is not a zip"),
+    "cut in half": (lambda: whole()[: len(whole()) // 2], "", "it is not a zip"),
     "without its beginning": (lambda: whole()[99:], "", "damaged|no zip"),
     "another zip": (lambda: rezipped(lambda members: members.clear()), "", "no manifest.json"),
     "without a manifest": (
@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "a link": (
         lambda: add(f"kernels/{MM}/link.so", b"/etc/passwd", stat.S_IFLNK | 0o777),
         "link.so", "not in the manifest"),
-    "a member twice": (lambda: add(f"{OF_MM}.cubin"), OF_MM, "it is there twice"),
+    "a member twice": (lambda: add(f"{OF_MM}.cubin"), OF_MM, "it occurs twice"),
     "an encrypted member": (encrypted, RECORD, "is encrypted"),
     "a bit of a cubin": (lambda: flipped(b"mm.cubin", 30), f"{OF_MM}.cubin", "damaged|SHA-256"),
     "another cubin": (
