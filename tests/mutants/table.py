@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "release: all threads' stores come before it",
         _SIGNALS,
-        "tl.debug_barrier()  # the release is one thread's",
-        "pass  # the release is one thread's",
+        "tl.debug_barrier()  # one thread releases; the barrier",
+        "pass  # one thread releases; the barrier",
         ("tests/compile/test_language.py",),
     ),
     Mutant(

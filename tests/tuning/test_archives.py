@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "empty": (lambda: b"", "", "it is not a zip"),
     "text": (lambda: b"{}" * 99, "", "it is not a zip"),
     "cut in half": (lambda: whole()[: len(whole()) // 2], "", "it is not a zip"),
-    "without its beginning": (lambda: whole()[99:], "", "damaged|no zip"),
+    "without its beginning": (lambda: whole()[99:], "", "damaged|not a zip"),
     "another zip": (lambda: rezipped(lambda members: members.clear()), "", "no manifest.json"),
     "without a manifest": (
         lambda: rezipped(lambda members: members.pop("manifest.json")), "", "no manifest.json"),
@@ -197,21 +197,21 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
         "manifest.json", "expected a json and a cubin"),
     "a kernel without facts": (
         lambda: manifest(lambda tree: tree["kernels"][MM].pop("facts")),
-        "manifest.json", "other parts than name, facts and files"),
+        "manifest.json", "must have name, facts and files"),
     "a number for a text": (
         lambda: manifest(lambda tree: tree["kernels"][MM]["facts"].update(target=90)),
-        "manifest.json", "where a text belongs"),
+        "manifest.json", "where a string is required"),
     "a kernel that is not listed": (
         lambda: manifest(lambda tree: tree["kernels"].pop(MM)), OF_MM, "not in the manifest"),
     "a kernel that is missing": (
         lambda: rezipped(lambda members: members.pop(f"{OF_MM}.cubin")), OF_MM, "not in the zip"),
-    "a path that leads out": (lambda: add("kernels/../../evil.so"), "evil", "no file of such"),
-    "an absolute path": (lambda: add("/etc/evil.json"), "/etc/evil", "no file of such a name"),
-    "a path of Windows": (lambda: add(rf"kernels/{MM}/..\evil.so"), "evil", "no file of such"),
+    "a path that leads out": (lambda: add("kernels/../../evil.so"), "evil", "no file of a pack"),
+    "an absolute path": (lambda: add("/etc/evil.json"), "/etc/evil", "no file of a pack"),
+    "a path of Windows": (lambda: add(rf"kernels/{MM}/..\evil.so"), "evil", "no file of a pack"),
     "a name with a null byte": (
-        lambda: add(f"{OF_MM}.json").replace(b"mm.json", b"m\0.json"), "m", "no file of such"),
-    "a script": (lambda: add(f"kernels/{MM}/evil.py"), "evil.py", "no file of such a name"),
-    "a pickle": (lambda: add("records/run.pkl"), "run.pkl", "no file of such a name"),
+        lambda: add(f"{OF_MM}.json").replace(b"mm.json", b"m\0.json"), "m", "no file of a pack"),
+    "a script": (lambda: add(f"kernels/{MM}/evil.py"), "evil.py", "no file of a pack"),
+    "a pickle": (lambda: add("records/run.pkl"), "run.pkl", "no file of a pack"),
     "a link": (
         lambda: add(f"kernels/{MM}/link.so", b"/etc/passwd", stat.S_IFLNK | 0o777),
         "link.so", "not in the manifest"),
@@ -222,10 +222,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
         lambda: rezipped(lambda members: members.update({f"{OF_MM}.cubin": CUBIN + b"!"})),
         f"{OF_MM}.cubin", "its SHA-256 is not the one in the manifest"),
     "a cubin that is none": (
-        lambda: consistent("mm.cubin", b"#!/bin/sh"), f"{OF_MM}.cubin", "it is no cubin"),
+        lambda: consistent("mm.cubin", b"#!/bin/sh"), f"{OF_MM}.cubin", "it is not a cubin"),
     "a program of the host": (
         lambda: consistent("mm.cubin", elf(machine=62)),
-        f"{OF_MM}.cubin", "it is no cubin"),
+        f"{OF_MM}.cubin", "it is not a cubin"),
     "another architecture": (
         lambda: consistent("mm.json", kernel(arch=100).files["mm.json"]),
         f"{OF_MM}.json", "it is for cuda 100, the manifest says cuda 90"),
@@ -236,10 +236,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
         lambda: consistent("mm.cubin", elf(abi=65, flags=0x6006404)),
         f"{OF_MM}.cubin", "it is for cuda 100, the manifest says cuda 90"),
     "metadata of another kernel": (
-        lambda: rebuilt(digest=STUB), f"{OF_MM}.json", f"it is of kernel {STUB}"),
+        lambda: rebuilt(digest=STUB), f"{OF_MM}.json", f"it belongs to kernel {STUB}"),
     "metadata that are none": (lambda: foreign_metadata("[]"), f"{OF_MM}.json", "not the metadata"),
     "a native module that is none": (
-        lambda: consistent(STUB_FILE, b"import os"), STUB_FILE, "it is no native module"),
+        lambda: consistent(STUB_FILE, b"import os"), STUB_FILE, "it is not a native module"),
     "an edited winner": (lambda: rezipped(record_edited), RECORD, "checksum does not fit"),
 }  # fmt: skip
 
@@ -269,7 +269,7 @@ def test_a_pack_that_is_damaged_or_foreign_is_refused_by_name_and_a_miss(what, p
 def test_what_is_no_file_is_refused_too(pack_at, tmp_path):
     folder = pack_at(whole()).parent / "folder.tdpack"
     folder.mkdir()
-    with pytest.raises(PackRefused, match="no regular file"):
+    with pytest.raises(PackRefused, match="not a regular file"):
         packs.use(folder)
     with pytest.raises(InvalidArgument, match="path is None, expected the path of a pack"):
         packs.use(None)

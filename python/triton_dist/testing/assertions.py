@@ -50,7 +50,7 @@ def assert_allclose(
         if count:
             first = _index(int(not_finite.flatten().int().argmax()), tensor.shape)
             raise AssertionError(
-                f"{name} has {count} NaN or infinite values among {tensor.numel()}, "
+                f"{name} has {count} of {tensor.numel()} values that are NaN or infinite, "
                 f"the first at {first}: {tensor[first].item()}"
             )
     # Use double precision: neither the difference nor the bound must be rounded to the dtype.
