@@ -238,6 +238,7 @@ def autotune(
             version or "",
             tuple(restore),
             ignore,
+            # Records depend on constants as they were at decoration.
             Snapshot([fn, *validators]),
             MemoryStore(),
         )

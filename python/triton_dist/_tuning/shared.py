@@ -221,9 +221,11 @@ class TuningLock:
         this = threading.get_ident()
         holders: Holders = _lock_holders.get() or {}
         inside, lock = holders.get(self, (None, self._lock))
+        # This thread already holds the lock.
         if inside == this:
             yield
             return
+        # Threads that this thread waits for take the new inner lock, one after another.
         with lock:
             before = _lock_holders.put({**holders, self: (this, threading.RLock())})
             try:

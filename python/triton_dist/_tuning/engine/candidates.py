@@ -211,6 +211,7 @@ class WarmStart:
             plan = _Plan(kept=None)
         elif ranks.is_leader:
             try:
+                # Broadcast places instead of configs, because the spaces are equal on all ranks.
                 few, warm_started_from = (
                     self._warm_started(answer.kept) if warm else (answer.kept, "")
                 )
@@ -231,6 +232,7 @@ class WarmStart:
         if decided.failure is not None:
             raised = {ranks.named(0): decided.failure}
             raise RankDisagreement(f"{decided.raising} of {self._subject.name}", raised)
+        # The kept configs are too many to send, and only the leader's search needs them.
         if decided.kept is None:
             own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
             return CandidateSet(space, own)
@@ -283,11 +285,14 @@ class WarmStart:
         record, except the winner, must pass ``prune_fn`` here.
         """
         space = self._subject.space
+        # A latency curve exists over one size only.
         if self._subject.sizes is None or len(self._call.sizes) != 1:
             return None
         near, times = self._neighbours(), None
         if near is not None:
             apart = near.family.are_apart
+            # Exclude neighbours of the other kind: a multiple of the tile size may run another
+            # kernel than a size between two multiples.
             others = [each for each in near.all if apart(each.sizes) == apart(near.family.sizes)]
             kept = self._pruning.answer.listed if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]

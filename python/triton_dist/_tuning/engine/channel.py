@@ -168,6 +168,7 @@ class Channel:
         """Report ``error`` to the other ranks, so that they do not wait for this rank."""
         said = error.summary if isinstance(error, TuningTimeout) else error
         text = f"{type(error).__name__}: {said}"
+        # All ranks raise these errors by themselves.
         told = isinstance(error, (RankTimeout, RankDisagreement))
         refused = not self.has_met and isinstance(error, Exception) and not told
         with suppress(RankTimeout):
@@ -242,8 +243,10 @@ class Channel:
             by_rank = {r: "has not called yet" if r in late.missing else "valid" for r in ranks}
             by_rank |= late.refusals
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
+        # The hint explains only a missing first message.
         if not (self.has_met or late.because):
             at = replace(at, remark=self._hint)
+        # Without another reason, the missing rank is stuck in the config.
         blames = bool(late.missing) and not late.because
         return self._timeout(at, late.missing, late.seconds, late.because, blames)
 

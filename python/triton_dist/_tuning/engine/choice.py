@@ -144,6 +144,8 @@ def use_first(
             failures = ranks.all_gather(Step("first use of a record"), failure)
         except TuningTimeout:  # the call has finished, and tuning needs all ranks
             return ""
+        # Some rank has an error that tuning cannot fix, or has changed its arguments and cannot
+        # repeat the call.
         if None in failures or (restores and "" in failures):
             return ""
         for rank, text in enumerate(failures):
@@ -233,6 +235,7 @@ class Choices:
     def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
         """Cache the arguments of an exact key, and evict the oldest key if the cache is full."""
         hits = self.hits if group is None else self.group_hits.setdefault(group, {})
+        # A dict keeps the insertion order, so its first key is the oldest.
         while len(hits) >= self.most_hits:
             with suppress(KeyError, StopIteration, RuntimeError):  # another thread evicted it
                 del hits[next(iter(hits))]

@@ -106,7 +106,24 @@ class AutoTuner(Decorated):
         autotune_allow_arg_overwrite: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call the function with the config of this key. The first call of a key tunes it."""
+        """Call the function with the config of this key. The first call of a key tunes it.
+
+        Args:
+            autotune: ``False``: use the first config, without tuning or records.
+            autotune_verbose: print the tuning to standard error.
+            autotune_pg: process group of the ranks that tune together; ``None``: all ranks.
+            autotune_allow_arg_overwrite: accept keywords that set tunable arguments.
+
+        Raises:
+            InvalidArgument: a keyword sets a tunable argument, or an argument of the tuner is
+                invalid.
+            RankDisagreement: the ranks' calls differ, or the call of another rank is invalid.
+            TuningTimeout: a rank did not take part in the tuning.
+            TuningAborted: a failed config left a rank in a state that cannot be reset.
+            TuningFrozen: there is no record, and ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some
+                rank.
+            NoValidConfig: no config can be used.
+        """
         if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
             world = self._default_group.WORLD
             try:
@@ -134,17 +151,15 @@ class AutoTuner(Decorated):
     ) -> TuningRecord:
         """Return the record for these arguments, tuning if there is none.
 
-        If a record exists, the function is not called.
+        If a record exists, the function is not called. For a method, pass the object:
+        ``Layer.forward.tune(layer, x)``. ``layer.forward.tune`` does not receive ``layer``.
 
-        For a method, pass the object: ``Layer.forward.tune(layer, x)``. ``layer.forward.tune`` does
-        not receive ``layer``.
+        Arguments and errors are as in a call, and in addition:
 
         Raises:
             CaptureInProgress: there is no record, and the current stream is captured or the
                 arguments are traced. Tensors without values, such as on the meta device, suffice to
                 find a record.
-            TuningFrozen: there is no record, and ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some
-                rank.
         """
         self._count_call()
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
@@ -167,7 +182,7 @@ class AutoTuner(Decorated):
     ) -> Config:
         """Return the config that a call with these arguments uses, tuning if that call would tune.
 
-        The config does not contain the names whose values the caller passes.
+        Names whose values the caller passes are left out. Arguments and errors are as in a call.
         """
         self._count_call()
         off = self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
@@ -323,6 +338,7 @@ class AutoTuner(Decorated):
             )
         # Trials of an enclosing tuned function are not charged for the time of this tuning.
         with watchdog.paused(), parts.tuning_lock():
+            # Another thread may have tuned the key while this thread waited for the lock.
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))

@@ -41,6 +41,7 @@ class Restorer:
         self._versions: list[int | None] = []
         for name, value in _named(function, args, kwargs).items():
             found = list(_tensors(value))
+            # ``changed`` checks the tensors that ``restore`` does not cover.
             if name not in names:
                 self._others += [(name, tensor) for tensor in found]
             elif not found and value is not None:

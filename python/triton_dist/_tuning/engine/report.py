@@ -130,6 +130,7 @@ class Report:
         else:
             self._medians.pop(config.digest, None)
             self._failed.add(config.digest)
+        # Racing samples a config in several rounds. Show its first round and a failure.
         if new or isinstance(outcome, Failure):
             text = f"  [{label}] {_ms(together)} {config}  ({self._so_far()})"
             self._show(text, logging.DEBUG)

@@ -364,6 +364,8 @@ class Attempts:
             if self._error is None and self._first_measured is None:
                 self._error = error
                 traceback.clear_frames(error.__traceback__)  # they hold the memory of the config
+            # If another rank is missing at the vote, the error on this rank should contain its
+            # failure.
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if after is None else after
         votes: list[Failure | tuple[float, ...]] = self._ranks.all_gather(at, own or samples, limit)

@@ -106,6 +106,7 @@ class ContextualParts(Common):
     no_grad: Callable[[], AbstractContextManager[object]]
 
 
+# The text of a key with an address differs between processes.
 _ADDRESS = " at 0x"
 
 
@@ -169,8 +170,10 @@ class Context:
         self.pruned: Sequence[tuple[Config, str]] = ()
         self._journal: Journal | None = None
         self._head: codec.Tree = {}
-        self._noted = 0
-        self._trying = ""
+        self._entries = 0
+        """Number of entries in the journal."""
+        self._tried_digest = ""
+        """Digest of the config that the journal names as the last one tried."""
         self._began = time.monotonic()
 
     @property
@@ -220,7 +223,7 @@ class Context:
                 self._step(entry.config, entry.outcome.samples[0])
             else:  # the interrupted tuning took another step
                 break
-            self._noted += 1
+            self._entries += 1
         self._journal, self._head = journal, head
         for quarantined, _ in reversed(everyone):  # the entry of the lowest rank counts
             for digest, failure in quarantined.items():
@@ -230,7 +233,7 @@ class Context:
         """Note that the config may end this process."""
         if self._journal is not None and not self.launches[digest]:
             self._journal.trying(digest)
-            self._trying = digest
+            self._tried_digest = digest
 
     def _step(self, digest: str, milliseconds: float) -> None:
         self.launches[digest] += 1
@@ -254,8 +257,8 @@ class Context:
     def _note(self, digest: str, outcome: Outcome) -> None:
         if self._journal is not None:
             seconds = time.monotonic() - self._began
-            self._journal.append(Entry(self._noted, digest, 1, outcome, seconds))
-            self._noted += 1
+            self._journal.append(Entry(self._entries, digest, 1, outcome, seconds))
+            self._entries += 1
 
     def quarantine(self, config: Config, failure: Failure) -> None:
         """Exclude ``config`` from the next start. Any thread may call this."""
@@ -271,8 +274,8 @@ class Context:
             return
         if error is None:
             journal.remove()
-        elif self._trying and not isinstance(error, RankTimeout):
-            journal.spared(self._trying)
+        elif self._tried_digest and not isinstance(error, RankTimeout):
+            journal.spared(self._tried_digest)
         journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
@@ -312,6 +315,7 @@ class Context:
         tuner, record = self.tuner, self.record
         if record is None:
             return
+        # Triton stores three quantiles: 0.5, 0.2 and 0.8.
         timings = {
             self.live[trial.digest]: [trial.outcome.median] * 3
             for trial in record.trials
@@ -451,6 +455,7 @@ def open_context(
         kept=[config.digest for config in own.kept],
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
+    # All ranks raise here, because ``compared`` has the failures of all ranks.
     if own.failure is not None:
         raise messages.ended_by(own.take_failure())
     agreement = Agreement(messages, context.name, proposals)
@@ -470,6 +475,7 @@ def open_context(
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
         raise messages.ended_by(NoValidConfig(context.name, context.key, causes))
+    # A single config needs no tuning, so it is allowed.
     if agreement.frozen and len(kept) > 1:
         key, frozen = context.key, agreement.frozen
         raise messages.ended_by(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))

@@ -109,6 +109,7 @@ class Interception:
 
     def begin(self, session: Session) -> None:
         with self._lock:
+            # Other code may have replaced these methods since the last tuning, so save them now.
             if not self.sessions:
                 self._run, Autotuner.run = Autotuner.run, self._seen_run
             if not self._watches:
@@ -224,6 +225,8 @@ class Interception:
         def prune_configs(tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
             # Autotuner.warmup calls this too, and does not pass ``warmup``.
             watch = None if kwargs.get("warmup", True) else self._own_watch()
+            # Only Triton's own ``run`` is redirected. Other callers of ``prune_configs`` get the
+            # configs.
             of_triton = sys._getframe(1).f_code is _TRITONS_RUN
             if watch is None or not of_triton:
                 return list(self._prune(tuner, kwargs))
@@ -234,6 +237,8 @@ class Interception:
             session = self._late_session(watch)
             tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
             _Detour(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
+            # Triton's ``run`` takes this single config as the winner and launches it through the
+            # detour.
             return [_TO_BE_CHOSEN]
 
         return prune_configs

@@ -63,6 +63,7 @@ def _leads(kind: Any, runs: tuple[tuple[type, Run], ...]) -> Leads:
 
 
 def _names(run: Any, kind: type) -> Iterator[str]:
+    """Yield the names in the code of ``run`` and of the methods of ``kind`` that it calls."""
     left, seen = [run], set()
     while left:
         function = left.pop()
@@ -184,6 +185,7 @@ class Launch:
             Exception: raised by a hook or by the launch.
         """
         tuner, arguments = self._tuner, self._arguments(config)
+        # Triton checks this in its ``run``, which is bypassed here.
         conflicts = self._kwargs.keys() & config.kwargs.keys()
         if conflicts:
             raise ValueError(
@@ -207,6 +209,7 @@ class Launch:
             raise
         timer.stop()
         if tuner.user_defined_post_hook:
+            # Triton's post hook undoes a run, so it must wait until the function has finished.
             self._undo.callback(tuner.post_hook, arguments, exception=None)
         return result
 

@@ -130,6 +130,7 @@ class Session:
         context = self._contexts.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._turn.undo)
         if context is None:
+            # A single rank may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
                 return launch.loaded(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)

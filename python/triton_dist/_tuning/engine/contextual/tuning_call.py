@@ -208,6 +208,8 @@ class TuningCall:
         last: Exception | None = None
         context.trying(digest)
         try:
+            # If the config fails here, launch another one, so that other ranks get this kernel's
+            # signals.
             for config in (step.config, *context.fallbacks(digest)):
                 try:
                     result = launch.step(context.live[config.digest], device, timer, step.timed)
