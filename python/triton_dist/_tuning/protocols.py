@@ -50,8 +50,7 @@ class Device(Protocol):
     def hold(self, queueing: float = 0.0) -> None:
         """Keep the device busy until the host has queued a call after this one.
 
-        Args:
-            queueing: longest time that queueing the call took before, in seconds.
+        ``queueing`` is the longest time in seconds that the host needed for this call before.
         """
 
     def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
@@ -112,11 +111,8 @@ class RankGroup(Protocol):
         """Return ``True`` until the group is destroyed."""
 
     def abort(self, reason: str, refused: bool = False) -> None:
-        """Report to the other ranks, without waiting, that this rank sends no more messages here.
-
-        Args:
-            refused: the call of this rank is invalid.
-        """
+        """Report, without waiting, that this rank leaves, or (``refused``) that its call is
+        invalid."""
 
     def note(self, function: str, text: str) -> None:
         """Publish, once per text, a possible reason why this rank does not join other ranks."""
@@ -137,11 +133,8 @@ class RankGroup(Protocol):
     def others(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
         """Return the state of the other ranks at the next message, without sending it.
 
-        Any thread may call this.
-
-        Returns:
-            The values of ranks that have already sent the next message, and the reasons why other
-            ranks cannot send it.
+        Any thread may call this. The first result has the values of ranks that have already sent
+        it. The second one has the reasons why other ranks cannot send it.
         """
 
     def line_up(self) -> None:
@@ -162,10 +155,7 @@ class Search(Protocol):
 
     @property
     def runs_user_code(self) -> bool:
-        """True if ``ask`` runs user code, which may be slow.
-
-        User code is ``prune_fn`` or a user-defined search.
-        """
+        """True if ``ask`` runs user code, such as ``prune_fn``, which may be slow."""
 
     def ask(self) -> Request | None:
         """Return the next request, or ``None`` at the end. Requests may repeat a config."""
@@ -181,23 +171,13 @@ class Search(Protocol):
 
 
 class Store(Protocol):
-    """Storage of tuning records.
-
-    A damaged entry causes a miss and a warning, never an exception.
-    """
+    """Storage of tuning records. A damaged entry is a miss with a warning, never an exception."""
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        """Yield the records of ``key``, with the most likely usable record first.
-
-        The iterator is lazy, because the first record is usually used.
-        """
+        """Yield the records of ``key`` lazily, with the most likely usable record first."""
 
     def put(self, record: TuningRecord) -> str:
-        """Store ``record`` in place of earlier records of the function and key.
-
-        Returns:
-            The location, as text for reports; empty if the record could not be stored.
-        """
+        """Replace earlier records of the key. Return the location, or an empty text on failure."""
 
     def records(self) -> Iterator[StoredRecord]: ...
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
@@ -205,23 +185,13 @@ class Store(Protocol):
 
 
 class Journal(Protocol):
-    """The state of an unfinished tuning of one key. It survives the process.
-
-    No method raises. Data that cannot be written is lost.
-    """
+    """State of an unfinished tuning of one key, on disk. No method raises."""
 
     def quarantined(self, head: Tree) -> Mapping[str, Failure]:
-        """Return the configs, by digest, that must not be tried again under this ``head``.
-
-        Some rank got stuck in them or could not be reset after them.
-        """
+        """Return the excluded configs by digest: a rank got stuck in them or failed to recover."""
 
     def quarantine(self, head: Tree, config: str, failure: Failure) -> bool:
-        """Add a config to the quarantine. Any rank and any thread may call this.
-
-        Returns:
-            Whether the entry was written.
-        """
+        """Exclude a config, from any rank or thread. Return whether the entry was written."""
 
     def begin(self, head: Tree, record: str | None) -> Sequence[Entry]:
         """On the leader, return the outcomes of an interrupted tuning with an equal ``head``.
@@ -231,10 +201,7 @@ class Journal(Protocol):
         """
 
     def trying(self, config: str) -> None:
-        """On the leader, note that a config, given by digest, is about to run.
-
-        If the process ends before the outcome is appended, the config may be the cause.
-        """
+        """On the leader, note that a config is about to run. It may end the process."""
 
     def spared(self, config: str) -> None:
         """On the leader, note that tuning ends early for a reason other than the config."""
@@ -268,11 +235,7 @@ class RandomState(Protocol):
     """States of the random number generators, saved when this object is created."""
 
     def rewind(self, numpy: bool = True) -> None:
-        """Restore the saved states.
-
-        Args:
-            numpy: also restore NumPy's generator, which takes the longest.
-        """
+        """Restore the saved states. Without ``numpy``, skip NumPy's generator, which is slowest."""
 
     def has_moved(self) -> bool:
         """Return whether the states of torch's generators have changed."""
@@ -295,11 +258,7 @@ class Compiler(Protocol):
         """Return the names of the kernels that ``prepare`` would compile. Compile nothing."""
 
     def begin(self, kernels: Sequence[str], sharers: int) -> None:
-        """Start to compile ``kernels`` in order, in addition to kernels from earlier calls.
-
-        Args:
-            sharers: number of ranks that share the host's cores.
-        """
+        """Start to compile ``kernels`` in order, on ``1 / sharers`` of the host's cores."""
 
     def wait(self, kernel: str) -> None:
         """Wait until ``kernel``, if started here, is in the cache. Raise the error if it fails."""

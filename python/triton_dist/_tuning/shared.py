@@ -196,10 +196,8 @@ def _validating(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[
 
 Holders: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
 _lock_holders = InheritedValue("triton_dist.tuning")
-"""``Holders`` of the running thread, and of the thread whose backward pass it runs.
-
-By tuning lock: the id of the thread that holds it, and a lock for the threads that it waits for.
-"""
+"""``Holders`` of the running thread, and of the thread whose backward pass it runs. By tuning
+lock: the id of the thread that holds it, and a lock for the threads that it waits for."""
 
 
 class TuningLock:

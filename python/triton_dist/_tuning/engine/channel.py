@@ -258,11 +258,7 @@ class Channel:
         because: Mapping[int, str],
         blames: bool,
     ) -> TuningTimeout:
-        """Return the error for missing ranks.
-
-        Args:
-            blames: quarantine the config that is being tried, if there is one.
-        """
+        """Return the error for missing ranks. If ``blames``, quarantine the config being tried."""
         config = self.blamed_config(at)
         error = TuningTimeout(
             rank=self.named(self.rank),
@@ -280,8 +276,5 @@ class Channel:
         return error
 
     def _limit(self, after: float) -> float:
-        """Return the time limit of a message that follows user code.
-
-        It leaves time for a rank that reports a timeout of its device.
-        """
+        """Return the limit of a message after user code: a rank may first report its timeout."""
         return after + self._grace if after else self._seconds

@@ -95,10 +95,8 @@ def _varying(
 
 _logger = logging.getLogger("triton_dist.tuning")
 _UNUSABLE = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
-"""Names of exception classes that blame the config; triton is not imported here.
-
-Running out of device memory is not included, because other allocations of the program may cause it.
-"""
+"""Names of exception classes that blame the config; triton is not imported here. Running out of
+device memory is not included, because other allocations of the program may cause it."""
 _REFUSALS = (InvalidArgument, RankDisagreement)
 """Errors whose text already names the cause."""
 _FAILED_PASS = "PassManager::run failed"

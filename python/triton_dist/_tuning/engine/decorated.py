@@ -209,11 +209,7 @@ def one_of(argument: str, value: str, choices: Sequence[str]) -> None:
 def roundings(
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]],
 ) -> dict[str, Callable[[int], int]]:
-    """Return the rounding function of each size, by name. It rounds to the end of a range.
-
-    Raises:
-        InvalidArgument: a name or a function is invalid.
-    """
+    """Return the function of each size that rounds it to the end of its range."""
     if not isinstance(sizes, Mapping):
         return dict.fromkeys(names_of("sizes", sizes), fine_bucket)
     for name, rounding in zip(names_of("sizes", list(sizes)), sizes.values(), strict=True):
@@ -223,11 +219,7 @@ def roundings(
 
 
 def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return one name, or several, as a tuple.
-
-    Raises:
-        InvalidArgument: ``names`` contains something other than names.
-    """
+    """Return one name, or several, as a tuple. Raise ``InvalidArgument`` for other values."""
     expected = "names of arguments or constants"
     if not isinstance(names, Iterable):
         raise InvalidArgument("autotune", argument, names, expected)

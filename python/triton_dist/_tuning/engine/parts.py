@@ -74,10 +74,8 @@ class Surroundings:
     most_hits: Callable[[], int] = lambda: 4096
     """Returns the maximum number of exact keys that a function caches."""
     is_compiled: Callable[[], bool] = lambda: False
-    """Returns ``True`` while ``torch.compile`` traces the caller.
-
-    A counter of calls would then cause recompilation.
-    """
+    """Returns ``True`` while ``torch.compile`` traces the caller. A counter of calls would then
+    cause recompilation."""
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     """Wraps a function that tracers such as ``torch.compile`` must not trace."""
 
@@ -104,10 +102,8 @@ class Subject:
     sizes: Sizes | None = None
     """The sizes in its keys."""
     fallback_kind: Callable[[Config], object] = lambda config: False
-    """Returns ``True``, or a name, for configs that are nowhere much slower than the best.
-
-    An example is the algorithm of a library. Configs with equal names are of one kind.
-    """
+    """Returns ``True``, or a name, for configs that are nowhere much slower than the best. An
+    example is the algorithm of a library. Configs with equal names are of one kind."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +145,8 @@ class Common:
     """Context manager that returns a function to call after each run, untimed. It raises if a
     wait gave up."""
     tuning_lock: Callable[[], AbstractContextManager[object]]
-    """Context manager that lets one thread of a rank tune at a time.
-
-    It is re-entrant, because a tuned function may call a tuned function. Threads that the holder
-    waits for may enter too.
-    """
+    """Context manager that lets one thread of a rank tune at a time. It is re-entrant, because a
+    tuned function may call a tuned function. Threads that the holder waits for may enter too."""
     compiler: Callable[[], Compiler] | None
     """``None`` if nothing is compiled."""
     random_state: Callable[[Any], RandomState]

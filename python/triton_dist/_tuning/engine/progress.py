@@ -121,11 +121,8 @@ class Progress:
     ) -> Outcome:
         """Write the outcome to the journal, before the next request is broadcast.
 
-        Args:
-            by_rank: samples of each rank, if they were taken now.
-
-        Returns:
-            The joined outcome of all requests for the config.
+        Return the joined outcome of all requests for the config. ``by_rank`` has the samples of
+        each rank, if they were taken now.
         """
         config, digest, n = request.config, request.config.digest, self.requests
         own = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []

@@ -109,11 +109,7 @@ class Report:
         self._log.line(f"[{label}] {request.samples} samples of {request.config}")
 
     def tried(self, label: str, request: Request, outcome: Outcome, together: Outcome) -> None:
-        """Report the answer to one request.
-
-        Args:
-            together: the joined outcome of all requests for the config.
-        """
+        """Report the outcome of a request, and of all requests for its config (``together``)."""
         config = request.config
         self._log.line(f"[{label}] {_ms(outcome)}")
         self._event(

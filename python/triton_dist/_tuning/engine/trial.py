@@ -213,10 +213,7 @@ class Attempts:
         """First exception of a config on this rank, until a config is measured."""
 
     def take_error(self) -> Exception | None:
-        """Return and drop the first exception of a config on this rank, if none was measured.
-
-        It is dropped because its frames refer to this object.
-        """
+        """Return and drop the first exception of a config, whose frames refer to this object."""
         error, self._error = self._error, None
         return error
 
@@ -338,13 +335,10 @@ class Attempts:
         step: Callable[[], Sequence[float] | None],
         after: float | None = None,
     ) -> tuple[float, ...]:
-        """Take ``step`` on all ranks, and exchange the results.
+        """Take ``step`` on all ranks. Return the slowest rank's time for each sample of the step.
 
         Args:
             after: seconds that other ranks may need for the step.
-
-        Returns:
-            For each sample of the step, the time of the slowest rank.
 
         Raises:
             _Failed: the step failed on some rank; raised on every rank, with the failure of the
@@ -466,11 +460,7 @@ class Attempts:
 
 
 def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
-    """Return ``error`` as a failure.
-
-    Args:
-        kind: the kind of failure, unless the class of the error determines it.
-    """
+    """Return ``error`` as a failure, of ``kind`` unless the class of the error sets another one."""
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
     bases = type(cause_of(error)).__mro__

@@ -29,10 +29,7 @@ from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _LOOK_SECONDS = 0.5
 _LATE_SECONDS = 2.0
-"""Delay of a wake-up that proves that the process was stopped.
-
-Load delays a thread by less.
-"""
+"""Delay of a wake-up that proves that the process was stopped. Load delays a thread by less."""
 _end: Callable[[int], object] = os._exit
 
 
@@ -107,10 +104,8 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.around: OfThread = _Local()
-        """Watches that contain the current point of a thread, the outermost first.
-
-        If another thread waits for this thread, the watches of the other thread come first.
-        """
+        """Watches that contain the current point of a thread, the outermost first. If another
+        thread waits for this thread, the watches of the other thread come first."""
         self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

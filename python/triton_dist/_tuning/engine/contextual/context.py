@@ -285,11 +285,7 @@ class Context:
         yield from sorted(left, key=lambda c: min(samples[c.digest], default=float("inf")))
 
     def finish(self, reduction: Reduction) -> TuningRecord:
-        """Set the winner, and return the record of the tuning.
-
-        Raises:
-            NoValidConfig: every config failed; has the cause of each.
-        """
+        """Set the winner, and return the record. Raise ``NoValidConfig`` if every config failed."""
         trials = [Trial.of(c, self._outcome(c.digest, reduction)) for c in self.candidates]
         trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self.pruned]
         seconds = time.monotonic() - self._began

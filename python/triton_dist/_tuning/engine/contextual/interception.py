@@ -130,10 +130,7 @@ class Interception:
                     self._own_runs.replace(only_pruning=True)
 
     def watch(self, watch: Watch) -> None:
-        """Begin a call of a settled function.
-
-        It takes no lock, because a lock would dominate the overhead of the call.
-        """
+        """Begin a call of a settled function. A lock would dominate the overhead of the call."""
         self._watches.append(watch)
         Autotuner.prune_configs = self._seen_prune
         if self._own_runs.pruning:

@@ -45,11 +45,7 @@ def leads(kind: Any) -> Leads:
 
 @functools.cache
 def _leads(kind: Any, runs: tuple[tuple[type, Run], ...]) -> Leads:
-    """Return the result of :func:`leads`.
-
-    Args:
-        runs: each class that defines ``run``, and its ``run``, in method resolution order.
-    """
+    """Return the result of :func:`leads`. ``runs`` is in method resolution order."""
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
             return Leads.TO_TRITON
@@ -103,10 +99,8 @@ class OwnRuns:
         self._classes: dict[type[Autotuner], tuple[Run, Run]] = {}
         """By class: its own ``run`` and the replacement."""
         self.pruning: dict[type[Autotuner], tuple[Run, Run]] = {}
-        """Classes whose ``run`` calls ``prune_configs``.
-
-        In a settled function, their launches cannot be intercepted without a replacement.
-        """
+        """Classes whose ``run`` calls ``prune_configs``. In a settled function, their launches
+        cannot be intercepted without a replacement."""
         self._warned: set[type[Autotuner]] = set()
 
     def find(self) -> None:
@@ -121,11 +115,7 @@ class OwnRuns:
         }
 
     def replace(self, only_pruning: bool = False) -> None:
-        """Replace ``run`` of the classes.
-
-        Args:
-            only_pruning: replace it only for the classes in ``pruning``.
-        """
+        """Replace ``run`` of the classes, or only of the classes in ``pruning``."""
         for kind, (_, replacement) in (self.pruning if only_pruning else self._classes).items():
             kind.run = replacement
 
