@@ -130,7 +130,7 @@ def test_ranks_that_share_a_gpu_join_without_nccl(spawn_ranks):
     ("mistake", "message"),
     [
         ("visible", "rank 0 and rank 1 see different GPUs, .* same CUDA_VISIBLE_DEVICES"),
-        ("memory", "rank 1 cannot use its GPU beside the others: CUDA out of memory.. Start fewer"),
+        ("memory", "rank 1 cannot use its shared GPU: CUDA out of memory.. Start fewer"),
     ],
 )
 def test_what_keeps_one_rank_from_sharing_is_said_on_all(spawn_ranks, mistake, message):

@@ -1,1 +1,1 @@
-"""The only rooms that know hardware: devices, ranks and symmetric memory."""
+"""Hardware access: devices, ranks and symmetric memory. No other package calls it directly."""

@@ -1,4 +1,4 @@
-"""Names of addresses in symmetric memory, so that an error can say which flag was waited for."""
+"""Names of regions of symmetric memory, so that error messages can name the flag at an address."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import bisect
 import math
 from collections.abc import Sequence
 
-# Sorted by base address; each entry is (base, bytes, element bytes, name, rows): of a region of
-# several dimensions, elements under one index of each but the last.
+# Sorted by base address. Each entry is (base, bytes, element bytes, name, rows). ``rows`` has, for
+# each dimension but the last, the number of elements that one index of the dimension spans.
 _ranges: list[tuple[int, int, int, str, tuple[int, ...]]] = []
 
 
 def register(
     base: int, nbytes: int, element_bytes: int, name: str, shape: Sequence[int] = ()
 ) -> None:
-    """Name a region of ``nbytes`` bytes; ``shape``: to name elements by an index of each
-    dimension. Regions that it overlaps are gone: their memory was dropped."""
+    """Name a region of ``nbytes`` bytes.
+
+    Registered regions that overlap the new region are removed: their memory was freed.
+
+    Args:
+        shape: shape of the region, to describe an element by an index for each dimension.
+    """
     end = base + nbytes
     _ranges[:] = [each for each in _ranges if each[0] + each[1] <= base or end <= each[0]]
     rows = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
@@ -27,13 +32,13 @@ def forget(base: int) -> None:
 
 
 def region_at(address: int) -> tuple[int, int, str] | None:
-    """``(begin, end, name)`` of the live region that holds an address, or None."""
+    """Return ``(begin, end, name)`` of the live region that contains ``address``, or None."""
     entry = _entry_at(address)
     return None if entry is None else (entry[0], entry[0] + entry[1], entry[3])
 
 
 def regions_between(low: int, high: int) -> list[tuple[int, int, str]]:
-    """``(begin, end, name)`` of the live regions that have an address of ``low`` to ``high``."""
+    """Return ``(begin, end, name)`` of each live region that overlaps ``low`` to ``high``."""
     first = max(0, bisect.bisect_right(_ranges, (low, 1 << 62, 0, "", ())) - 1)
     last = bisect.bisect_right(_ranges, (high, 1 << 62, 0, "", ()))
     return [
@@ -44,7 +49,7 @@ def regions_between(low: int, high: int) -> list[tuple[int, int, str]]:
 
 
 def next_named(address: int, name: str) -> tuple[int, int] | None:
-    """``(begin, bytes)`` of the first live region of that name behind an address, or None."""
+    """Return ``(begin, bytes)`` of the first region ``name`` at or after ``address``, or None."""
     for base, nbytes, _, each, _ in _ranges[bisect.bisect_left(_ranges, (address,)) :]:
         if each == name:
             return base, nbytes
@@ -52,7 +57,7 @@ def next_named(address: int, name: str) -> tuple[int, int] | None:
 
 
 def describe_address(address: int) -> str:
-    """``name[index]`` for an address inside a live region, else the address in hexadecimal."""
+    """Return ``name[index]`` for an address in a live region, else the address in hexadecimal."""
     entry = _entry_at(address)
     if entry is None:
         return hex(address)

@@ -1,4 +1,4 @@
-"""Abilities of this process's device, for scripts that ask before they use it."""
+"""Hardware features of this process's device, for scripts that check before they use a feature."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def is_fp8_dtype(dtype: torch.dtype) -> bool:
-    """True if ``dtype`` is a floating one of 8 bits."""
+    """Return True if ``dtype`` is an 8-bit floating-point type."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def has_tma() -> bool:
-    """True if tensor descriptors become TMA: compute capability 9.0 and later."""
+    """Return True if tensor descriptors compile to TMA: compute capability 9.0 and later."""
     device = current_device()
     return device.name == "cuda" and device.prefers_descriptors
 
 
 def is_nvshmem_multimem_supported() -> bool:
-    """``False``: kernels here store to each peer, and multicast (NVLink SHARP) is not used."""
+    """Return ``False``: kernels store to each peer and do not use multicast (NVLink SHARP)."""
     return False
 
 
 def supports_p2p_native_atomic() -> bool:
-    """True if atomics of this GPU reach the memory of all others of the host; ``True`` without
-    another, and for CPU ranks, which share memory."""
+    """Return True if this GPU supports atomics on the memory of every other GPU of the host. Also
+    ``True`` for a single GPU, and for CPU ranks, which share memory."""
     device = current_device()
     if device.name != "cuda":
         return True
@@ -48,17 +48,17 @@ def supports_p2p_native_atomic() -> bool:
 
 
 def has_links_between_all_gpus() -> bool:
-    """Return whether NVLink connects each visible GPU of this host with each other one.
+    """Return whether NVLink connects every pair of visible GPUs of this host.
 
-    Atomics on a peer's memory, which PCIe does not have, tell. ``True`` for a single GPU and for
-    CPU ranks, which share memory.
+    Detected by support for atomics on a peer's memory, which PCIe lacks. ``True`` for a single GPU
+    and for CPU ranks, which share memory.
     """
     if current_device().name != "cuda":
         return True
     pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
     try:
         return all(_has_native_atomics(*pair) for pair in pairs)
-    except RuntimeError:  # the driver refuses to tell, as for parts of a GPU
+    except RuntimeError:  # the driver rejects the query, for example for MIG instances
         return False
 
 
@@ -68,20 +68,20 @@ def _has_native_atomics(source: int, target: int) -> bool:
     ends = cuda_driver.device(source), cuda_driver.device(target)
     ask = cuda_driver.function("cuDeviceGetP2PAttribute")
     status = ask(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *ends)
-    cuda_driver.check(status, f"tell how GPU {source} reaches GPU {target}")
+    cuda_driver.check(status, f"query peer access from GPU {source} to GPU {target}")
     return value.value == 1
 
 
 def requires_p2p_native_atomic(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that counts on such atomics: it warns where they are missing."""
+    """Decorate a function that needs atomics on peers' memory to warn if they are missing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not supports_p2p_native_atomic():
             name = getattr(function, "__qualname__", repr(function))
             warnings.warn(
-                f"{name} uses atomics on peers' memory, and the GPUs of this host have none: "
-                "counts may be lost. GPUs that NVLink joins have them.",
+                f"{name} uses atomics on peers' memory, which the GPUs of this host do not "
+                "support: counts may be lost. Use GPUs that are connected by NVLink.",
                 TritonDistWarning,
                 stacklevel=2,
             )

@@ -1,12 +1,13 @@
-"""Programs of one grid that may wait for one another, in one process and without a GPU.
+"""Run the programs of a grid in one process without a GPU, so that they may wait for each other.
 
-On a GPU the resident programs of a grid make progress together, so one may spin on a flag that
-another sets. Here they run in order on the calling thread, which costs nothing, until one *pauses*
-in such a wait. It then keeps its thread, and a new thread goes on with the programs that were not
-started yet. Exactly one program runs at any time: a turn ends when its program pauses or is over,
-and the next turn goes round robin, so a run is the same every time. A program that says what it
-waits for gets no turn before that has changed: looking from outside costs a microsecond, a turn a
-hundred. Knows nothing of Triton.
+On a GPU the resident programs of a grid make progress together, and one may spin on a flag that
+another sets. Here programs run in order on the calling thread until one *pauses* in a wait. The
+paused program keeps its thread, and a new thread continues with the programs that have not started.
+
+Exactly one program runs at any time. A turn ends when its program pauses or ends, and turns are
+assigned round robin, so each run is deterministic. A program that passes ``unchanged`` to its pause
+gets no turn before the awaited value has changed: the check costs 1 µs, a turn 100 µs. This module
+does not depend on Triton.
 """
 
 from __future__ import annotations
@@ -20,30 +21,29 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 PAUSE_SECONDS = 200e-6
-"""First pause of a waiting program when nothing else of its grid can run: about what a look costs.
-Long enough for a copy thread to take the GIL and for another process to take the core."""
+"""First pause of a waiting program if no other program of its grid can run: about the cost of a
+poll. Long enough for a copy thread to take the GIL and for another process to take the core."""
 LONGEST_PAUSE_SECONDS = 5e-3
-"""The same once it has looked in vain for a tenth of a second: always little against the time
-waited."""
+"""Longest pause of a wait that has polled for 0.1 s: short compared with the time waited."""
 _SHARE_OF_WAITED = 1 / 16
-"""A pause, of the time waited so far, where looking costs nothing to speak of."""
+"""Ratio of a pause to the time waited so far, if polling is cheap."""
 
 Unchanged: TypeAlias = Callable[[], bool]
-"""True as long as a waiting program would find what it found when it looked last."""
+"""Returns True while a waiting program would read the same value as at its last poll."""
 
 
 class _Stop(BaseException):
-    """Unwinds a paused program of a grid in which another one failed."""
+    """Unwinds a paused program of a grid in which another program failed."""
 
 
 class _Seat:
-    """A thread's place at the table: it runs only in its turn."""
+    """A thread that runs programs, but only in its turn."""
 
     def __init__(self) -> None:
         self._turn = False
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.unchanged: Unchanged | None = None
-        """``None``: its program wants a turn, come what may."""
+        """``None``: the program takes its turn unconditionally."""
 
     def can_go_on(self) -> bool:
         return self.unchanged is None or not self.unchanged()
@@ -53,8 +53,9 @@ class _Seat:
         self._signals.put(None)
 
     def await_turn(self, interrupted: Callable[[BaseException], None]) -> None:
-        """Block until :meth:`give_turn`. What a signal handler raises meanwhile goes to
-        ``interrupted``: leaving the wait without the turn would leave two programs running."""
+        """Block until :meth:`give_turn`. An exception that a signal handler raises meanwhile is
+        passed to ``interrupted``: leaving the wait without the turn would leave two programs
+        running."""
         while not self._turn:
             try:
                 self._signals.get()
@@ -72,11 +73,13 @@ _local = _Local()
 
 
 class CooperativeGrid:
-    """Runs ``body(0) … body(count - 1)``.
+    """Runner of ``body(0) … body(count - 1)``.
 
-    ``state`` is a dictionary that belongs to the program that runs (the interpreter's globals):
-    each program finds it after a pause as it was before. At most ``residents`` programs have begun
-    and not ended at any time, as on a GPU that has room for so many; ``None``: any number.
+    Args:
+        state: dictionary of the running program (the interpreter's globals). It is saved when a
+            program pauses and restored when the program continues.
+        residents: maximum number of programs that have started and not ended, as on a GPU with this
+            many slots; ``None``: unlimited.
     """
 
     def __init__(
@@ -89,18 +92,16 @@ class CooperativeGrid:
         self._count, self._body, self._state = count, body, state
         self._residents = count if residents is None else residents
         self._next = 0
-        self._front = _Seat()  # the one seat that starts programs
-        self._ready: deque[_Seat] = deque()  # every seat but the one whose turn it is
+        self._front = _Seat()  # the only seat that starts programs
+        self._ready: deque[_Seat] = deque()  # every seat except the running one
         self._pauses = 0  # since a program last started or ended
         self._threads: list[threading.Thread] = []
         self._all_left = _Seat()
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Run all programs; the first exception of any of them ends the grid and is raised here.
-
-        No thread is left when this returns or raises.
-        """
+        """Run all programs. The first exception of any program ends the grid and is raised here.
+        All threads have ended when this returns or raises."""
         outer = _local.grid, _local.seat
         try:
             self._alternate(self._front)
@@ -115,9 +116,11 @@ class CooperativeGrid:
             raise self._error
 
     def pause(self, seconds: float, unchanged: Unchanged | None = None) -> bool:
-        """End the running program's turn until ``unchanged`` no longer holds, or, without it, after
-        ``seconds`` if every program waits; ``False`` if no other program of the grid could take a
-        turn."""
+        """End the running program's turn.
+
+        Returns when ``unchanged`` returns False. Without ``unchanged``, waits ``seconds`` if every
+        program is waiting. Returns ``False`` if no other program of the grid could take a turn.
+        """
         seat = _local.seat
         assert seat is not None, "only a program of this grid can pause it"
         if self._starts_next(seat) and 1 + len(self._ready) < self._residents:
@@ -129,7 +132,7 @@ class CooperativeGrid:
         seat.unchanged = unchanged
         if unchanged is None:
             self._pauses += 1
-            if self._pauses > len(self._ready):  # all wait, for something outside this grid
+            if self._pauses > len(self._ready):  # all wait for something outside this grid
                 self._pauses = 0
                 time.sleep(seconds)
         for nap in _naps():
@@ -144,7 +147,7 @@ class CooperativeGrid:
         return True
 
     def _alternate(self, seat: _Seat) -> None:
-        """Start programs, in order, until another seat does because this one's program paused."""
+        """Start programs in order until this seat's program pauses and another seat takes over."""
         _local.grid, _local.seat = self, seat
         try:
             while self._starts_next(seat) and self._error is None:
@@ -198,13 +201,13 @@ class CooperativeGrid:
 
 
 def pause(looks: int = 0, unchanged: Unchanged | None = None) -> bool:
-    """Called by a blocked wait on each round, after ``looks`` earlier ones in vain.
+    """Pause a blocked wait after ``looks`` earlier polls without success.
 
-    Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
-    copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``
-    from 200 µs to 5 ms: a look costs as much as the first sleep, and with more ranks than cores,
-    polling takes the core away from the very rank that is waited for. With ``unchanged`` it returns
-    when that no longer holds.
+    Lets another program of the grid run and returns ``True``. If there is no other program, sleeps,
+    so that copy threads and other processes can run, and returns ``False``. The sleep grows with
+    ``looks`` from 200 µs to 5 ms: a poll costs as much as the first sleep, and with more ranks than
+    cores, polling takes the core from the rank that should set the flag. With ``unchanged``,
+    returns when ``unchanged`` returns False.
     """
     seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds, unchanged):
@@ -220,7 +223,7 @@ def pause(looks: int = 0, unchanged: Unchanged | None = None) -> bool:
 
 
 def _naps() -> Iterator[float]:
-    """Seconds to sleep between looks that cost nothing, more with the time that has gone by."""
+    """Yield the seconds to sleep between cheap polls, growing with the time waited."""
     began = time.monotonic()
     while True:
         waited = time.monotonic() - began

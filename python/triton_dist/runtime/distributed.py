@@ -1,4 +1,4 @@
-"""Starting and ending a distributed program, and printing from one."""
+"""Start and end a distributed program, and print from its ranks."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def initialize_distributed(
 ) -> dist.ProcessGroup:
     """Join the world that the launcher's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, …).
 
-    With GPUs: this rank's GPU becomes the current device, CPU tensors go over gloo and GPU tensors
-    over NCCL. Without: gloo; also where ranks share GPUs, which NCCL refuses. A process that no
-    launcher started becomes a world of one. Calling it again gives the same group. The traceback
-    of an exception that ends the process is folded from then on (``TRITON_DIST_TRACEBACK``).
+    With GPUs, this rank's GPU becomes the current device; CPU tensors use gloo and GPU tensors
+    NCCL. Without GPUs, or if ranks share GPUs (which NCCL rejects), only gloo is used. A process
+    without a launcher becomes a world of size 1. A second call returns the same group. From now on,
+    the traceback of an uncaught exception is folded (``TRITON_DIST_TRACEBACK``).
 
     Args:
-        seed: for ``init_seed``; default: the rank.
-        initialize_shmem: accepted for scripts that pass it; symmetric memory needs no
-        initialisation.
+        seed: seed for ``init_seed``; default: the rank.
+        initialize_shmem: ignored, accepted for existing scripts; symmetric memory needs no
+            initialisation.
 
     Returns:
         The group of all ranks.
 
     Raises:
-        DeviceUnavailable: fewer GPUs than ranks on this host, and sharing them was not asked for
-            or cannot be; or CPU ranks without the interpreter.
+        DeviceUnavailable: there are fewer GPUs than ranks on this host, and sharing was not
+            requested or is not possible; or CPU ranks run without the interpreter.
     """
     fold_uncaught()
     shipped.install()
@@ -91,10 +91,10 @@ def _join_world() -> None:
 
 
 def _settle_on(gpu: int) -> None:
-    """Make ``gpu``, which others of the world use too, the current device. Collective.
+    """Make ``gpu``, which other ranks use too, the current device. Collective.
 
     Raises:
-        DeviceUnavailable: on every rank, when some ranks cannot.
+        DeviceUnavailable: on every rank, if any rank cannot use its GPU.
     """
     ranks = group_for()
     places = ranks.all_gather("GPUs of the ranks", Place.of(gpu))
@@ -112,13 +112,13 @@ def _settle_on(gpu: int) -> None:
         if failure:
             raise DeviceUnavailable(
                 f"cuda:{gpu}",
-                f"rank {ranks.named(rank)} cannot use its GPU beside the others: {failure}",
-                "Start fewer ranks: each takes about 0.5 GB before it allocates anything.",
+                f"rank {ranks.named(rank)} cannot use its shared GPU: {failure}",
+                "Start fewer ranks: each needs about 0.5 GB before it allocates anything.",
             )
 
 
 def _use(gpu: int) -> None:
-    """Make ``gpu`` the current device, and its context now."""
+    """Make ``gpu`` the current device and create its context."""
     torch.cuda.set_device(gpu)
     torch.zeros(1, device="cuda")
 
@@ -126,8 +126,8 @@ def _use(gpu: int) -> None:
 def finalize_distributed() -> None:
     """Wait for all ranks, then leave the world.
 
-    Does not wait while an exception is handled, as in a ``finally``: the other ranks may never
-    come, and the exception would be shown only after the process group's timeout.
+    Does not wait while an exception is being handled, for example in ``finally``: other ranks may
+    never arrive, and the exception would be hidden until the process group's timeout.
     """
     if dist.is_initialized():
         if sys.exc_info()[0] is None:
@@ -137,10 +137,11 @@ def finalize_distributed() -> None:
 
 
 def barrier_all_on_stream(stream: torch.cuda.Stream | None = None) -> None:
-    """Let no rank of the world go on with ``stream`` before all have come to this.
+    """Block work queued on ``stream`` until all ranks of the world have reached this barrier.
 
-    On GPUs queued on ``stream`` (default: the current one) without blocking the host, where the
-    world has a backend for GPU tensors; else the host waits, for the stream and for the ranks.
+    If the world has a backend for GPU tensors, the barrier is queued on ``stream`` (default: the
+    current stream) and does not block the host. Otherwise the host waits for the stream and for the
+    ranks.
     """
     if not dist.is_initialized():
         return
@@ -163,11 +164,16 @@ def dist_print(
     prefix: bool = False,
     **options: Any,
 ) -> None:
-    """``print`` on some ranks; ``allowed_ranks`` may be ``"all"``.
+    """Call ``print`` on some ranks.
 
-    ``need_sync``: ranks print one after another, in order; then every rank must call. ``prefix``:
-    begin with the rank. Other options go to ``print``. Before the world is joined, ranks are those
-    of the launcher, and come in any order.
+    Before the world is joined, ranks are taken from the launcher's variables and print in any
+    order.
+
+    Args:
+        need_sync: print in rank order. Every rank must then call this function.
+        allowed_ranks: the ranks that print, or ``"all"``.
+        prefix: begin each output with the rank.
+        **options: passed to ``print``.
     """
     joined = dist.is_initialized()
     rank = dist.get_rank() if joined else knobs.rank.get()

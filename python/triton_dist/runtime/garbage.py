@@ -1,4 +1,4 @@
-"""Blocks without garbage collection, and methods that leave nothing for it to collect."""
+"""Contexts that disable garbage collection, and weak references to methods."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def weak(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls a bound ``method`` and does not keep its object alive.
+    """Return a function that calls a bound ``method`` without keeping its object alive.
 
-    An object that hands out its own methods otherwise lies in a cycle, and its memory is returned
-    only when the collector runs.
+    An object that stores its own bound methods is part of a reference cycle, and its memory is
+    released only when the garbage collector runs.
     """
     reference = weakref.WeakMethod(method)
 
@@ -29,10 +29,11 @@ def weak(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class _Collection:
-    """Blocks that forbid collecting now, and whether it was on before the first."""
+    """Number of active contexts that disable collection, and whether it was enabled before the
+    first."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collection in here may free what enters such a block
+        self.lock = threading.RLock()  # a collection here may call a destructor that enters a block
         self.forbidden, self.was_on = 0, True
 
 
@@ -40,11 +41,11 @@ _collection = _Collection()
 
 
 class uncollected:
-    """Context in which no garbage is collected, in however many threads it is entered.
+    """Context manager that disables garbage collection; may be entered by several threads.
 
-    What freeing some of it asks of the driver, a capture forbids, and between launches that wait
-    for one another it never ends: symmetric memory of torch 2.11 that lies in a cycle waits for
-    all that the GPU has to do.
+    Freeing garbage may call CUDA functions that are not allowed in a capture. Between launches that
+    wait for each other, freeing may deadlock: torch 2.11's symmetric memory in a reference cycle
+    waits for all queued work of the GPU when it is freed.
     """
 
     def __enter__(self) -> None:

@@ -1,12 +1,12 @@
-"""A value of the running thread that the threads of autograd see too.
+"""Thread-local values that threads of autograd inherit.
 
-``threading.local`` and context variables stop at the thread: on GPUs ``backward`` runs on a thread
-of torch's, and what it calls would not know on whose behalf it runs. torch hands its own
-thread-local state on to those threads, and keeps a place for Python objects in it.
+``threading.local`` and context variables do not reach the thread on which torch runs ``backward``
+on GPUs. torch copies its own thread-local state to those threads, and that state has room for
+Python objects.
 
-torch drops these objects when the thread ends in the operating system, and takes the GIL for it.
-``Thread.join`` may return before that. If the interpreter ends meanwhile, taking the GIL aborts the
-process. So the process waits at its exit until threads that have ended in Python are gone.
+torch drops these objects when the operating system ends the thread, and takes the GIL to do so.
+``Thread.join`` may return earlier. If the interpreter exits meanwhile, taking the GIL aborts the
+process. Therefore the process waits at exit until threads that have ended in Python are gone.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ _get = torch._C._get_obj_in_tls
 _put = torch._C._stash_obj_in_tls
 _EXIT_SECONDS = 5.0
 _holders: set[int | None] = set()
-"""Native ids of the threads that have put something."""
+"""Native ids of the threads that have put a value."""
 
 
 @atexit.register
 def _wait_for_ended_threads() -> None:
-    """Wait until threads that put something and have ended are gone from the operating system."""
-    end = time.monotonic() + _EXIT_SECONDS  # another thread may have got the id of one
+    """Wait until ended threads that put a value are gone from the operating system."""
+    end = time.monotonic() + _EXIT_SECONDS  # a new thread may have reused the id of an ended thread
     ended = _holders - {thread.native_id for thread in threading.enumerate()}
     while any(os.path.exists(f"/proc/self/task/{each}") for each in ended):
         if time.monotonic() > end:
             return
-        time.sleep(0.001)  # lets go of the GIL
+        time.sleep(0.001)  # releases the GIL
 
 
 def in_backward() -> bool:
-    """True if the running thread works on a backward pass, its own or another thread's."""
+    """Return True if the running thread executes a backward pass, also for another thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class InheritedValue:
-    """``None`` in a thread that has put nothing, and works for none that has. ``name`` is unique in
-    the process."""
+    """A value for each thread, inherited by autograd's threads; ``None`` if not put. ``name`` is
+    unique in the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._slots: dict[tuple[int, _Slot | None], _Slot] = {}
-        """By thread, and the slot of who it works for."""
+        """By thread and the slot that the thread inherited."""
 
     def get(self) -> Any:
         slot = self._slot()
         return None if slot is None else slot.get()
 
     def put(self, value: object) -> Any:
-        """Have this thread, and those that work for it, see ``value``; ``None``: what it sees
-        without one of its own. Returns what was put before, to be put again."""
+        """Set ``value`` for this thread and for threads that inherit from it. ``None`` restores the
+        inherited value. Returns the previous value, so that callers can restore it."""
         slot, this = self._slot(), threading.get_ident()
         if slot is None or slot.thread != this:
             if value is None:
                 return None
             slot = self._slots.setdefault((this, slot), _Slot(this, slot))
-            # torch 2.11 takes a reference without adding one, so an object that it is given is
-            # freed while in use: one is added for each time, for ever.
+            # torch 2.11 takes a reference without incrementing the count, so the object would be
+            # freed while in use. Increment it here; these references are never released.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
             _holders.add(threading.current_thread().native_id)
             _put(self._name, slot)
@@ -74,13 +74,13 @@ class InheritedValue:
         return before
 
     def _slot(self) -> _Slot | None:
-        """The one of this thread, or of the one that it works for; ``None`` if neither has one."""
+        """Return the slot of this thread, or the inherited slot, or ``None``."""
         slot: _Slot | None = _get(self._name) if _has(self._name) else None
         return slot
 
 
 class _Slot:
-    """The value of a thread, which sees that of ``outer`` while it has none."""
+    """The value of a thread, which defaults to the value of ``outer``."""
 
     def __init__(self, thread: int, outer: _Slot | None) -> None:
         self.thread, self.outer = thread, outer

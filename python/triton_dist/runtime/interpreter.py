@@ -1,13 +1,13 @@
-"""Mends of Triton's interpreter, which runs the kernels of a rank without a GPU.
+"""Workarounds for Triton's interpreter, which runs the kernels of a rank without a GPU.
 
-Each mend is a function with the Triton versions that need it and, in its docstring, the reason. All
-of them stand in ``WORKAROUNDS``; :func:`install` applies those that the installed Triton needs.
+Each workaround is a function with the Triton versions that need it and, in its docstring, the
+reason. :func:`install` applies the entries of ``WORKAROUNDS`` that the installed Triton needs.
 ``triton_dist.jit`` calls it when it decorates a kernel that will be interpreted.
 
-A process is a rank: the interpreter patches ``triton.language`` and has one global builder, so
-launches from several threads run one after another, and a kernel that waits for what another
-*launch of the same process* will write waits forever. It may wait for programs of its own grid, for
-other processes, and for threads that launch no kernel (copies).
+A process is a rank. The interpreter patches ``triton.language`` and has one global builder, so
+launches from several threads run one after another. A kernel that waits for a write of another
+*launch of the same process* waits forever. It may wait for programs of its own grid, for other
+processes, and for threads that launch no kernel (copies).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["WORKAROUNDS", "Workaround", "install", "pause"]
 
 @dataclasses.dataclass(frozen=True)
 class Workaround:
-    """A change of the interpreter, for the Triton ``versions`` that need it."""
+    """A patch of the interpreter for the Triton ``versions`` that need it."""
 
     name: str
     versions: str
@@ -63,7 +63,7 @@ WORKAROUNDS: list[Workaround] = []
 
 
 def workaround(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Enter a function into ``WORKAROUNDS``, for Triton ``versions`` such as ``">=3.6,<3.8"``."""
+    """Add a function to ``WORKAROUNDS``, for Triton ``versions`` such as ``">=3.6,<3.8"``."""
 
     def add(apply: Callable[[], None]) -> Callable[[], None]:
         WORKAROUNDS.append(Workaround(apply.__name__, versions, apply))
@@ -74,11 +74,9 @@ def workaround(versions: str) -> Callable[[Callable[[], None]], Callable[[], Non
 
 @functools.cache
 def install() -> None:
-    """Apply every patch that the installed Triton needs and make the interpreter faster.
-
-    Done once per process. Call :func:`triton_dist.debugging.modes.install_interpreter` instead,
-    which also turns on the checks of ``TRITON_DIST_DEBUG``.
-    """
+    """Apply every workaround that the installed Triton needs, and make the interpreter faster. Runs
+    once per process. Call :func:`triton_dist.debugging.modes.install_interpreter` instead, which
+    also turns on the checks of ``TRITON_DIST_DEBUG``."""
     check_versions()
     for entry in WORKAROUNDS:
         if entry.is_needed:
@@ -90,7 +88,7 @@ _launching = threading.RLock()
 
 
 def _release() -> None:
-    """In the child of a fork: the thread that launches may be one of the parent."""
+    """Replace the lock in a forked child: a thread of the parent may hold it."""
     global _launching
     _launching = threading.RLock()
 
@@ -99,7 +97,7 @@ os.register_at_fork(after_in_child=_release)
 
 
 class _Languages:
-    """The language modules that the running launch has patched, each once, and restores."""
+    """Language modules that the running launch has patched, each once, and must restore."""
 
     def __init__(self) -> None:
         self._patched: set[ModuleType] = set()
@@ -117,7 +115,7 @@ class _Languages:
 
 
 _languages: _Languages | None = None
-"""Those of the running launch."""
+"""Language modules of the running launch."""
 
 
 @functools.cache
@@ -193,25 +191,26 @@ def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: An
 
 @workaround(">=3.6,<3.10")
 def cooperative_grid() -> None:
-    """Programs of a grid run one after another to their end, so one that waits for a later one
-    waits forever; upstream has no place where a waiting program could let another run."""
+    """Let a program of a grid wait for a later program. Upstream runs each program to its end
+    before the next, so the wait would never end."""
     upstream.GridExecutor.__call__ = _launch
 
 
 @workaround(">=3.6,<3.10")
 def typed_errors() -> None:
-    """Each level of a kernel's calls turns any exception into an ``InterpreterError`` that holds
-    only its ``repr``, so a caller cannot tell a ``WaitTimeout`` from a typing error. Ours pass as
-    they are; others become one ``InterpreterError`` that names the program.
+    """Raise triton_dist's errors unchanged, and other exceptions as one ``InterpreterError``.
 
-    Each call of a device function also patches ``triton.language`` anew and never restores it; a
-    third of the time of a descriptor matmul. Here once a launch.
+    Upstream converts an exception at each level of a kernel's calls to an ``InterpreterError`` that
+    contains only its ``repr``. A caller could not distinguish a ``WaitTimeout`` from a type error.
+
+    Also patches ``triton.language`` once per launch. Upstream patches it at each call of a device
+    function and never restores it, a third of the time of a descriptor matmul.
     """
-    unmended = upstream.InterpretedFunction.__call__
+    original = upstream.InterpretedFunction.__call__
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _languages is None:
-            return unmended(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         fn = self.rewrite()
         _languages.patch_for(fn)
         return fn(*args, **kwargs)
@@ -221,12 +220,13 @@ def typed_errors() -> None:
 
 @workaround("<3.7")
 def runtime_range() -> None:
-    """``range(n)`` with a runtime ``n`` calls ``int`` on an array of one element, which numpy ≥ 2.4
-    refuses: "only 0-dimensional arrays can be converted". Mended upstream in 3.7."""
-    unmended = upstream._patch_lang_tensor
+    """Support ``range(n)`` with a runtime ``n``. Upstream calls ``int`` on an array of one element,
+    which numpy ≥ 2.4 rejects ("only 0-dimensional arrays can be converted"). Fixed in Triton
+    3.7."""
+    original = upstream._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
-        unmended(tensor, scope)
+        original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     upstream._patch_lang_tensor = patch
@@ -234,66 +234,65 @@ def runtime_range() -> None:
 
 @workaround("<3.8")
 def bool_argument() -> None:
-    """A Python ``bool`` as a runtime argument is stored in 32 bits under the type ``int1``, which
-    raises "data itemsize exceeds". Mended upstream in 3.8."""
-    unmended = upstream._implicit_cvt
+    """Store a Python ``bool`` argument in 8 bits. Upstream stores it in 32 bits under the type
+    ``int1``, which raises "data itemsize exceeds". Fixed in Triton 3.8."""
+    original = upstream._implicit_cvt
 
     def convert(arg: Any) -> Any:
         if isinstance(arg, bool):
             return tl.tensor(upstream.TensorHandle(np.array([arg]), tl.int1), tl.int1)
-        return unmended(arg)
+        return original(arg)
 
     upstream._implicit_cvt = convert
 
 
 @workaround(">=3.6,<3.10")
 def device_assert() -> None:
-    """``tl.device_assert`` does nothing: the options say ``debug=False`` and nothing can set them.
-
-    Asserting on integer overflow goes with ``debug``; here it stays off: compiled kernels do it in
-    debug builds only, wrap around otherwise, and its arithmetic, which upstream does and then
-    ignores, is half of the time of an elementwise kernel.
-    """
+    """Enable ``tl.device_assert``, which upstream's fixed ``debug=False`` turns off. ``debug``
+    would also enable assertions on integer overflow, which stay off here. Compiled kernels check
+    overflow in debug builds only. Upstream's arithmetic for it takes half of the time of an
+    elementwise kernel."""
     builder = upstream.interpreter_builder
     builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
 
 
 @workaround(">=3.6,<3.10")
 def bfloat16() -> None:
-    """A bf16 block is held as its bit patterns in ``uint16``, and most operations work on those as
-    if they were numbers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, comparison of negatives is
-    reversed, fp16 and integer casts read bits as values, and the cast from fp32 truncates where
-    hardware rounds."""
+    """Compute bf16 in fp32.
+
+    Upstream stores a bf16 block as bit patterns in ``uint16``, and most operations compute with the
+    patterns as numbers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, and comparisons of negative
+    numbers are reversed. Casts from fp16 and integers read the bits as values, and the cast from
+    fp32 truncates instead of rounding.
+    """
     interpreter_operators.use_float32_for_bfloat16(upstream)
 
 
 @workaround(">=3.6,<3.10")
 def descriptor_copy() -> None:
-    """A descriptor load or store makes a pointer and a mask for each element, a quarter of the time
-    of a descriptor matmul; and padding a bf16 block with NaN casts NaN to an integer, which gives
-    zeros. A block is a strided view of memory: copy it."""
+    """Copy descriptor blocks as strided views of memory. Upstream builds a pointer and a mask for
+    each element, a quarter of the time of a descriptor matmul. Its padding of a bf16 block with
+    NaN casts NaN to an integer, which yields zeros."""
     interpreter_descriptors.apply_copy(upstream)
 
 
 @workaround(">=3.6,<3.10")
 def descriptor_reduce() -> None:
-    """``desc.atomic_add`` and its kin need ``create_descriptor_reduce``, which the interpreter
-    lacks.
-
-    Atomic among processes as the interpreter's own atomics are: for all types but fp16 and bf16,
-    which are atomic within the process only.
-    """
+    """Add ``create_descriptor_reduce``, which ``desc.atomic_add`` and similar calls need. Atomic
+    across processes like the interpreter's own atomics, except for fp16 and bf16, which are
+    atomic within the process only."""
     interpreter_descriptors.apply_reduce(upstream)
 
 
 class _InterpretingDriver(HostDriver):
-    """Triton's active driver in a process without a GPU, for what asks for one anyway."""
+    """Triton's active driver in a process without a GPU, for code that requests a driver."""
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
         def benchmark(
             kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
         ) -> list[float]:
-            """Milliseconds of wall clock, at ``quantiles`` of three calls after an untimed one."""
+            """Return milliseconds of wall clock at ``quantiles`` of three calls after an untimed
+            call."""
             samples = []
             for _round in range(4):
                 started = time.perf_counter()
@@ -306,7 +305,8 @@ class _InterpretingDriver(HostDriver):
 
 @workaround(">=3.6,<3.10")
 def autotune_without_gpu() -> None:
-    """``@triton.autotune`` asks the active driver how to time, and without a GPU there is none: "0
-    active drivers". Give it one that times by the wall clock, unless the process has set one."""
+    """Set a driver whose benchmarker uses the wall clock, unless the process has set a driver.
+    ``@triton.autotune`` requests the active driver's benchmarker; without a GPU this raises "0
+    active drivers"."""
     if triton.runtime.driver._active is None:
         triton.runtime.driver.set_active(_InterpretingDriver(GPUTarget("cuda", 90, 32)))

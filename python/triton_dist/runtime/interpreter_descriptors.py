@@ -13,7 +13,7 @@ from triton_dist.runtime.interpreter_operators import NAN_BITS
 
 
 class _Memory:
-    """Memory at an address, for ``np.asarray``."""
+    """Memory at an address, to be passed to ``np.asarray``."""
 
     def __init__(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any
@@ -28,9 +28,12 @@ class _Memory:
 
 
 def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[slice, ...]]:
-    """(the part of the block at ``indices`` that lies in the tensor, where in the block it lies).
+    """Return (view of the tensor's elements in the block at ``indices``, their position in the
+    block).
 
-    Raises ``ValueError`` for a start that is no multiple of 16 bytes, which hardware does not take.
+    Raises:
+        ValueError: the block starts at a byte offset that is not a multiple of 16, which TMA
+            requires.
     """
     address, shape, strides, inside = desc.base.data.item(), [], [], []
     start = 0
@@ -47,13 +50,13 @@ def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[sli
     if start * dtype.itemsize % 16:
         raise ValueError(
             f"a descriptor's block starts at element {start} of its last dimension, "
-            f"{start * dtype.itemsize} bytes, which is no multiple of 16 bytes"
+            f"{start * dtype.itemsize} bytes, which is not a multiple of 16 bytes"
         )
     return np.asarray(_Memory(address, tuple(shape), tuple(strides), dtype)), tuple(inside)
 
 
 def apply_copy(upstream: Any) -> None:
-    """Load and store blocks as copies of views; ``upstream`` is ``triton.runtime.interpreter``."""
+    """Load and store blocks as copies of views. ``upstream`` is ``triton.runtime.interpreter``."""
     builder = upstream.InterpreterBuilder
     load_by_pointers = builder.create_descriptor_load
 
@@ -82,7 +85,8 @@ def apply_copy(upstream: Any) -> None:
 
 
 def apply_reduce(upstream: Any) -> None:
-    """Give the builder of ``upstream`` the operation behind ``desc.atomic_add`` and its kin."""
+    """Add the operation that ``desc.atomic_add`` and similar calls use to the builder of
+    ``upstream``."""
     ops, kinds = ir.ATOMIC_OP, ir.DESCRIPTOR_REDUCE_KIND
     signed = {
         kinds.ADD: ops.ADD,

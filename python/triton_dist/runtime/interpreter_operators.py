@@ -1,12 +1,12 @@
 """Operators of Triton's interpreter: faster for numbers, and correct for bf16.
 
-Upstream, ``a + b`` of two ``int32`` blocks passes a dozen functions: type checks, conversions that
-convert nothing, a block filled with a constant, and two objects around the result of one numpy
-operation. Most of a kernel's work is of this kind (rows, columns, offsets, flags), so
-:class:`Operators` calls numpy directly and leaves everything else to upstream.
+Upstream, ``a + b`` of two ``int32`` blocks passes through a dozen functions for type checks,
+conversions without effect and wrapper objects, around one numpy operation. Most operations of a
+kernel are of this kind (rows, columns, offsets, flags). :class:`Operators` calls numpy directly for
+them and leaves the others to upstream.
 
-The interpreter holds a bf16 block as bit patterns in ``uint16``. Each bf16 operation here widens
-its operands to fp32 and rounds the result once to nearest even, as hardware does.
+The interpreter stores a bf16 block as bit patterns in ``uint16``. Each bf16 operation here widens
+its operands to fp32 and rounds the result once to nearest even, like hardware.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAN_BITS = np.uint16(0x7FC0)
 
 
 def to_float32(bits: Any) -> Any:
-    """The fp32 values, exact, of the bf16 bit patterns in an array of ``uint16``."""
+    """Return the exact fp32 values of the bf16 bit patterns in a ``uint16`` array."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def from_float32(values: Any) -> Any:
-    """The bf16 bit patterns, ``uint16``, nearest to an array of fp32; ties go to even, NaN stays
-    NaN."""
+    """Return the nearest bf16 bit patterns (``uint16``) of fp32 values. Ties round to even, NaN
+    stays NaN."""
     bits = values.astype(np.float32, copy=False).view(np.uint32)
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), NAN_BITS, rounded)
@@ -65,7 +65,7 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
         )
 
     def ternary(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-        if op is np.where or not is_bfloat16(other):  # a selection moves bits, whatever they mean
+        if op is np.where or not is_bfloat16(other):  # a selection copies bits of any type
             return ternary_op(self, lhs, rhs, other, op)
         return narrow(ternary_op(self, widen(lhs), widen(rhs), widen(other), op))
 
@@ -115,7 +115,7 @@ _BITS: _Kinds = {**_INTEGERS, "int1": np.dtype(np.bool_)}
 
 
 def _quotient(left: Any, right: Any) -> Any:
-    """Divide and round towards zero, as upstream does."""
+    """Divide and round towards zero, like upstream."""
     return (left - np.fmod(left, right)) // right
 
 
@@ -140,15 +140,15 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
     **{name: (operation, _INTEGERS) for name, operation in _SHIFTS.items()},
     **{name: (operation, _NUMBERS) for name, operation in _COMPARISONS.items()},
 }
-"""By the middle of a method's name: numpy's operation, and the types on which it is all that
-upstream does, each with numpy's own."""
+"""By operator name: numpy's operation, and the types for which upstream does no more than this
+operation, each with its numpy dtype."""
 
 _MOST_CONSTANTS = 4096
 _FLOAT32 = np.finfo(np.float32)
 
 
 class Operators:
-    """Operators as ``upstream``, the module ``triton.runtime.interpreter``, has them, but fast."""
+    """Fast versions of the operators of ``upstream``, the module ``triton.runtime.interpreter``."""
 
     def __init__(self, upstream: Any, semantic: Any) -> None:
         self._semantic = semantic
@@ -157,7 +157,7 @@ class Operators:
         self._results: dict[tuple[str, str], Any] = {}
 
     def of(self, method: str, slow: Operator) -> Operator:
-        """The ``tl.tensor.<method>`` of a launch; ``slow`` is the one upstream."""
+        """Return ``tl.tensor.<method>`` for a launch; ``slow`` is upstream's method."""
         name = method.strip("_") if method.startswith("__") else ""
         if name == "add":
             slow = self._addresses(slow)
@@ -216,7 +216,7 @@ class Operators:
         return call
 
     def _addresses(self, slow: Operator) -> Operator:
-        """Add offsets to addresses."""
+        """Return the operator that adds offsets to addresses."""
         tensor, pointer, int32 = tl.tensor, tl.pointer_type, tl.int32
         made, constant = self._made, self._constant
 
@@ -250,7 +250,7 @@ class Operators:
         return tl.tensor(handle, kind)
 
     def _constant(self, value: Any, dtype: Any) -> Any:
-        """Return an array of one, or None where upstream has to decide on its type."""
+        """Return an array with ``value``, or None if upstream must choose its type."""
         if type(value) is tl.constexpr:
             value = value.value
         if type(value) is int:
@@ -267,13 +267,14 @@ class Operators:
         return known
 
     def _distance(self, value: Any, dtype: Any) -> Any:
-        """Return the same of how far to shift; upstream warns of what is too far."""
+        """Return a shift distance as an array, or None if upstream must warn about it."""
         bits = value.value if type(value) is tl.constexpr else value
         return self._constant(value, dtype) if type(bits) is int and 0 <= bits < 32 else None
 
     def _result_type(self, left: Any, right: Any) -> Any:
-        """Return the type of what blocks or numbers give, or None where upstream refuses, adds
-        dimensions, or has more to say on the element type."""
+        """Return the result type of an operation, or None if upstream must handle the operands.
+        Upstream handles operands that it rejects, that need more dimensions or that need a type
+        promotion."""
         key = left.name, right.name
         if key not in self._results:
             self._results[key] = _broadcast(left, right)
@@ -281,7 +282,7 @@ class Operators:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether upstream takes a number for an int32 or a float32."""
+    """Return whether upstream represents a number as int32 or float32."""
     if type(value) is int:
         return -(2**31) <= value < 2**31
     return value == 0.0 or bool(_FLOAT32.tiny <= abs(value) <= _FLOAT32.max)

@@ -1,7 +1,7 @@
-"""Caches for things that Triton's interpreter makes anew for each value of a kernel.
+"""Caches for objects that Triton's interpreter creates for each value of a kernel.
 
-It was half of the time of a matmul (Triton 3.9, CPU). All of it follows from types and shapes; no
-value of a kernel is touched, so results are those of the interpreter as it is.
+Creating them took half of the time of a matmul (Triton 3.9, CPU). The cached objects depend only on
+types and shapes, so the results of kernels do not change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def install(upstream: Any) -> None:
 
 
 def share_shapes() -> None:
-    """Share shape and size among tensors of one shape; nothing changes them."""
+    """Share immutable shape and size objects among tensors of equal shape."""
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def shape_of(type: Any) -> tuple[Any, Any, Any]:
@@ -59,8 +59,8 @@ def share_shapes() -> None:
 
 
 def keep_dtypes(upstream: Any) -> None:
-    """Keep numpy's type of each of Triton's, instead of building the table at each look-up."""
-    unmended = upstream._get_np_dtype
+    """Cache the numpy dtype of each Triton type. Upstream builds the table at each lookup."""
+    original = upstream._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
     def np_dtype(tt_dtype: Any) -> np.dtype[Any]:
@@ -70,21 +70,21 @@ def keep_dtypes(upstream: Any) -> None:
             return np.dtype(np.uint64)
         found = known.get(tt_dtype.name)
         if found is None:
-            found = known[tt_dtype.name] = unmended(tt_dtype)
+            found = known[tt_dtype.name] = original(tt_dtype)
         return found
 
     upstream._get_np_dtype = np_dtype
 
 
 def share_block_types(upstream: Any) -> None:
-    """Share the types of blocks of one shape and element type, which are made for a value and once
-    more when it is handed to the builder, and what is known of those that are made anew; nothing
-    changes them."""
+    """Share immutable block types of equal shape and element type. Upstream creates a block type
+    for each value and again when the value is passed to the builder. New objects copy the
+    attributes of a known type."""
     made: dict[tuple[Any, ...], Any] = {}
-    unmended = tl.block_type.__init__
+    original = tl.block_type.__init__
 
     def key_of(element_ty: Any, shape: Any) -> tuple[Any, ...]:
-        # A pointer has no hash; its name says all but the address space.
+        # A pointer type is not hashable; its name contains everything but the address space.
         return element_ty.name, getattr(element_ty, "address_space", 0), *shape
 
     def block(element_ty: Any, shape: Any) -> Any:
@@ -99,7 +99,7 @@ def share_block_types(upstream: Any) -> None:
         if type(shape) is list and all(type(size) is int for size in shape):
             known = made.get(key_of(element_ty, shape))
         if known is None:
-            unmended(self, element_ty, shape)
+            original(self, element_ty, shape)
         else:
             vars(self).update(vars(known))
 
@@ -109,12 +109,12 @@ def share_block_types(upstream: Any) -> None:
 
 
 def keep_promotions() -> None:
-    """Keep the type that an operation on two scalar types is done in."""
+    """Cache the type in which an operation on two scalar types is computed."""
     TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
 
 
 def leave_what_agrees() -> None:
-    """Leave operands of one type, and a value of the type that it is to have, as they are."""
+    """Skip conversions of operands that already have the required type."""
     check, cast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
     tensor, plain = tl.tensor, {"int32", "int64", "fp32"}
 
@@ -134,28 +134,28 @@ def leave_what_agrees() -> None:
 
 
 def compare_types_by_identity() -> None:
-    """Find a type equal to itself without a look at its name."""
-    unmended = tl.dtype.__eq__
-    tl.dtype.__eq__ = lambda self, other: self is other or unmended(self, other)
+    """Compare identical type objects without comparing names."""
+    original = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or original(self, other)
 
 
 def unwrap_by_type() -> None:
-    """Unwrap constants, which nearly all values are not, by a look at the type."""
-    unmended, constexpr = core._unwrap_if_constexpr, tl.constexpr
+    """Unwrap constants by a check of the type. Nearly all values are not constants."""
+    original, constexpr = core._unwrap_if_constexpr, tl.constexpr
     plain = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
 
     def unwrap(o: Any) -> Any:
         kind = type(o)
         if kind in plain:
             return o
-        return o.value if kind is constexpr else unmended(o)
+        return o.value if kind is constexpr else original(o)
 
     core._unwrap_if_constexpr = unwrap
 
 
 def broadcast_what_differs() -> None:
-    """Leave operands of one shape as they are, as they would be in the end."""
-    unmended = TritonSemantic.broadcast_impl_value
+    """Skip the broadcast of operands of equal shape."""
+    original = TritonSemantic.broadcast_impl_value
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
@@ -164,27 +164,27 @@ def broadcast_what_differs() -> None:
                 return lhs, rhs
         elif not right.is_block():
             return lhs, rhs
-        return unmended(self, lhs, rhs)  # type: ignore[no-any-return]
+        return original(self, lhs, rhs)  # type: ignore[no-any-return]
 
     TritonSemantic.broadcast_impl_value = broadcast
 
 
 def check_sizes_at_once(upstream: Any) -> None:
-    """Check that values fit their type in one look instead of three calls."""
+    """Check that values fit their type in one comparison instead of three calls."""
     handle, pointer = upstream.TensorHandle, tl.pointer_type
-    unmended = handle.__post_init__
+    original = handle.__post_init__
 
     def check(self: Any) -> None:
         dtype = self.dtype
         if type(dtype) is not pointer and self.data.itemsize * 8 > max(dtype.primitive_bitwidth, 8):
-            unmended(self)  # which raises
+            original(self)  # which raises
 
     handle.__post_init__ = check
 
 
 def call_builtins_directly(upstream: Any) -> None:
-    """Look for a language's builtins once, not at each launch, and call what they do without the
-    two functions around it."""
+    """Collect a language's builtins once instead of at each launch, and call the functions that
+    they wrap."""
     builtins: dict[Any, list[tuple[str, Any, Callable[..., Any]]]] = {}
     semantic = TritonSemantic(upstream.interpreter_builder)
     operators = Operators(upstream, semantic)
@@ -209,7 +209,7 @@ def call_builtins_directly(upstream: Any) -> None:
                 if core.is_builtin(member)
             ]
         for name, member, call in builtins[package]:
-            if getattr(package, name) is member:  # not patched by a launch around this one
+            if getattr(package, name) is member:  # not patched by an enclosing launch
                 scope.set_attr(package, name, call)
 
     upstream._patch_builtin = patch

@@ -1,4 +1,4 @@
-"""Folder on this host that the ranks of a job share, with each other and with debugging tools."""
+"""Folder on this host that the ranks of a job share with each other and with debugging tools."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ def _root() -> Path:
 
 
 def job_folder() -> Path:
-    """Return the folder of this process's job, named by the job's ``MASTER_PORT``, or else by the
-    parent process."""
+    """Return the folder of this process's job. Its name contains the job's ``MASTER_PORT``, or the
+    parent's process id if it is not set."""
     job = knobs.environment().get("MASTER_PORT") or f"of-{os.getppid()}"
     return _root() / f"{_prefix()}{job}"
 
 
 def made_folder() -> Path:
-    """Create the job's folder if needed, enter this process as a member and return the folder.
-
-    Folders without a running member are removed: a killed process cannot remove its own.
-    """
+    """Create the job's folder if needed, register this process as a member and return the folder.
+    Removes folders without a running member, because a killed process cannot remove its own."""
     folder = job_folder()
     member = folder / f"{_MEMBER}{os.getpid()}"
     if not member.exists():
-        # Locked, because another rank may have made a folder that it has not entered yet.
+        # Locked, because another rank may have created a folder without a member file yet.
         with (_root() / f"triton_dist-debug-lock-{os.getuid()}").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for other in _root().glob(f"{_prefix()}*"):
@@ -63,7 +61,7 @@ def _members(folder: Path) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Return whether process ``pid`` runs. A zombie does not."""
+    """Return whether process ``pid`` runs. A zombie does not count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
