@@ -103,17 +103,17 @@ def count_peer_checks():
         used.finish(awaited=True)
         counts.append(len(looked))
 
-    def run_library():
-        assert used.run_library(lambda: 7) == 7
+    def run_without_slots():
+        assert used.run_without_slots(lambda: 7) == 7
         counts.append(len(looked))
 
     own()
     own()
-    run_library()  # in production, nothing
+    run_without_slots()  # in production, nothing
     with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
-        run_library()
+        run_without_slots()
         settle()
-        run_library()
+        run_without_slots()
         settle()
         assert looked[-1] == (1, 0)  # at the slot of the next call, which stays that
         own()
@@ -189,7 +189,7 @@ def test_one_rank_launches_nothing(monkeypatch):
             used.take()
             used.finish()
             assert used.index == index
-        assert used.run_library(lambda: 3) == 3
+        assert used.run_without_slots(lambda: 3) == 3
     used.free()
 
 

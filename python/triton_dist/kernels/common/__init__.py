@@ -1,1 +1,1 @@
-"""Parts that several ops share: contexts, launches, and the kits that ops are made of."""
+"""Building blocks that several ops share: contexts, launches, kernels and their memory."""

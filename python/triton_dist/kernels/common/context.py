@@ -110,8 +110,7 @@ class OpContext(Generic[B]):
         group_for(self.group).align()
 
     def sleep(self, straggler_option: tuple[int, int] | None) -> None:
-        """Delay a straggler: keep the stream of rank ``straggler_option[0]`` busy for the given
-        cycles."""
+        """Delay one rank: ``straggler_option`` is (rank, cycles) or ``None``."""
         if straggler_option is not None and straggler_option[0] == self.rank:
             self.device.sleep(straggler_option[1])
 

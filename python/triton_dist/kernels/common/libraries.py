@@ -47,7 +47,7 @@ def candidates_here(operator: str) -> list[LibraryAlgorithm]:
     """Return the library algorithms that join a tuning on this device.
 
     Only GPUs with NCCL have any. On CPU ranks an interpreted kernel would never win, and on a
-    shared GPU the collective goes through the host.
+    shared GPU the collective copies through the host.
     """
     return methods_here(operator) if current_device().has_nccl else []
 

@@ -267,9 +267,8 @@ def op(
             **settings,
         )(fn)
         tuner.overwritten = ("output", "gathered")
-        tuner.unsaid = (
-            "algorithm",
-        )  # If the context does not set an algorithm, the op's default is the first.
+        # If the context does not set an algorithm, the op's default is the first.
+        tuner.unsaid = ("algorithm",)
         tuner.key_argument = "accepted_key"
         return tuner
 
@@ -283,6 +282,7 @@ def tuned(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
+        # Name the package instead of its op.py, so that files can be renamed.
         fn.__module__ = fn.__module__.rpartition(".")[0] or fn.__module__
         return tune.autotune(**settings)(fn)
 

@@ -213,7 +213,7 @@ class Disagreements:
         """Clear the host word after the memories were reset."""
         self.word[0] = 0
 
-    def of(
+    def error_of(
         self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
     ) -> RankDisagreement:
         """Return the error of group rank ``rank``, from its ``timeout_words``.
@@ -223,6 +223,7 @@ class Disagreements:
         own, others = size_in(timeout_words[AWAITED]), size_in(timeout_words[SEEN])
         by_rank: dict[int, object] = {self._global_rank(rank): own}
         for words, source_of in flags:
+            # Find the flag by the address that the kernel noted.
             index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
                 by_rank[self._global_rank(source_of(index))] = others
@@ -331,6 +332,7 @@ class TimeoutWord:
         }
         if not late:
             return None
+        # A disagreement also ends waits. It is then the cause, not a timeout.
         disagreed = self.found.noted()
         if disagreed is not None:
             return disagreed
@@ -375,7 +377,7 @@ class TimeoutWord:
         """
         for slot, timeout_words in enumerate(self._timeouts()):
             if timeout_words[GAVE_UP] == DISAGREED:
-                return self.found.of(self.ranks.rank, timeout_words, self.flags(slot))
+                return self.found.error_of(self.ranks.rank, timeout_words, self.flags(slot))
         return None
 
     def _timeouts(self) -> list[list[int]]:

@@ -1,1 +1,1 @@
-"""Collectives that move shards, by exchanges or by copy engines."""
+"""Collectives that move shards, by exchange kernels or by copy engines."""

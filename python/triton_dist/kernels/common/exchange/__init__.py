@@ -1,1 +1,1 @@
-"""Exchanges: one launch that sends, waits and takes, and its memory."""
+"""Exchanges: kernels that send, wait and combine in one launch, and their memory."""

@@ -236,7 +236,7 @@ class ExchangeBuffer:
         name: name of the memory, for errors.
         packet_bytes: size of the largest tensor that travels as packets. Packets have their own
             slots, because other data could look like packets.
-        disagreements: disagreements of the context; by default of this memory alone.
+        disagreements: disagreements of the context; by default only of this memory.
     """
 
     def __init__(
@@ -360,6 +360,7 @@ class ExchangeBuffer:
     def _late_word(self, timeout_words: Sequence[int]) -> tuple[str, int, int] | None:
         """Return the late packet of the last call, its expected and its seen tag, if any."""
         address = timeout_words[FLAG]
+        # Only a wait for packets notes an address.
         if not address:
             return None
         words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
@@ -373,6 +374,7 @@ class ExchangeBuffer:
         expected = epoch * MAX_CHUNKS + num_chunks - 1
         flags = self.memory["arrivals"].local.view(_SLOTS, _PHASES, MAX_CTAS, self.num_ranks)
         flags = flags[epoch % _SLOTS]
+        # The low bits of a flag are the size of the call.
         seen = flags[:phases, :num_ctas] >> SIZE_BITS.value
         late = seen < expected
         late[..., self.rank] = False

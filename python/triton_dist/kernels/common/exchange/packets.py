@@ -16,7 +16,7 @@ tag of a word therefore has its payload.
 highest bit set. A tag is never 0, the initial value of the memory. A nonzero word with another tag
 comes from a peer that called with another size.
 
-*No stale words.* A receiver clears each word after reading it. Tags alone would not suffice: a word
+*No stale words.* A receiver clears each word after reading it. Tags are not sufficient: a word
 that later, smaller calls do not use would soon appear new. Clearing never hits a new word, because
 a peer writes to the slot again two calls later. By then every rank has begun the call in between
 (``exchange/protocol.py``), so the clearing kernel has ended. A call must therefore read all words

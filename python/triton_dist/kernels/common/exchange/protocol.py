@@ -147,7 +147,7 @@ class Call(NamedTuple):
 def begin(slots, peers, size, rank, plan: tl.constexpr):
     """Begin a call of ``size``; once per program.
 
-    Load the addresses of flags now, because such a load takes as long as a load of data.
+    Load the addresses of flags now, because this load takes as long as a load of data.
     """
     peer = tl.arange(0, plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)

@@ -1,1 +1,1 @@
-"""Tiles, kernels and launches of GEMMs, whose rows may come from several ranks."""
+"""Tiles, kernels and launches of GEMMs whose rows may come from several ranks."""

@@ -199,10 +199,8 @@ def kernel_gemm_persistent(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
         )
         taken = tl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
-        skipped = (
-            taken - own_work_items
-        )  # programs without a work item in the last wave of this rank's shard
-        # Continue with those programs, so that the waves of both loops form one sequence.
+        # Continue with the programs that had no work item in the last wave of this rank's shard.
+        skipped = taken - own_work_items
         first = own_work_items + (program + skipped) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
             tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
@@ -291,9 +289,8 @@ def kernel_gemm_non_persistent(
                     shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
             a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
-            a_row = dl.consume_token(
-                row, token
-            )  # not on the pointer, whose known alignment it would hide
+            # Not on the pointer, whose known alignment would be lost.
+            a_row = dl.consume_token(row, token)
 
     accumulator = multiply_tile_by_pointers(
         a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,

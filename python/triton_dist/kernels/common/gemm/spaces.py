@@ -234,7 +234,7 @@ def prune_fn_by_shared_memory(
     """Return whether the pipelined tiles of A and B fit the device's shared memory per block.
 
     Counts ``num_stages`` tiles of A and B in A's dtype. The epilogue may need more if the compiler
-    cannot reuse their memory; such a config fails to compile.
+    cannot reuse their memory. The config then fails to compile.
     """
     gemm = _gemm_config(config)
     tile = gemm.kwargs

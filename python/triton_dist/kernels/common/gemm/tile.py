@@ -126,6 +126,7 @@ def multiply_tile_by_pointers(
     k_index = tl.arange(0, BLOCK_SIZE_K)
     row_mask = local_row < rows_left
     column_mask = column_index < N
+    # Row and column numbers times strides may exceed 32 bits.
     a_rows = (row + local_row).to(tl.int64)
     a_block = a_ptr + a_rows[:, None] * stride_am + k_index[None, :] * stride_ak
     b_block = b_ptr + k_index[:, None] * stride_bk + column_index[None, :].to(tl.int64) * stride_bn
@@ -221,6 +222,7 @@ def store_tile(
     """Convert a tile of C and store it; EPILOGUE_SUBTILE halves the staging memory."""
     with dl.mark("store"):
         if EPILOGUE_SUBTILE:
+            # ``tl.split`` needs a last dimension of size 2.
             halves = tl.permute(
                 tl.reshape(accumulator, (BLOCK_SIZE_M, 2, BLOCK_SIZE_N // 2)), (0, 2, 1)
             )

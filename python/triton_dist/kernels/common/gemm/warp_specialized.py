@@ -69,7 +69,7 @@ def _place_of_tile(
     tile, tiles_m, tiles_n, rank, num_ranks, GATHERED: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr,
 ):  # fmt: skip
-    """Return (shard, m, n) of a tile; this rank's tiles come first, then those of other shards."""
+    """Return (shard, m, n) of a tile; tiles of this rank's shard come first."""
     position = tile * 0
     if not GATHERED or tile < tiles_m * tiles_n:
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
@@ -158,10 +158,8 @@ def _produce(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
         )
         taken = gl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
-        skipped = (
-            taken - own_work_items
-        )  # programs without a work item in the last wave of this rank's shard
-        # Continue with those programs, so that the waves of both loops form one sequence.
+        # Continue with the programs that had no work item in the last wave of this rank's shard.
+        skipped = taken - own_work_items
         first = own_work_items + (gl.program_id(0) + skipped) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
             tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)

@@ -15,7 +15,7 @@ leave at least NUM_COMM_SMS SMs free.
 *Split-K.* Tiles of the last wave, if it is not full, are split along K over several programs. Each
 program stores its fp32 *partial* in a workspace and counts it. The program that counts last adds
 the partials in the order of K (or any two), so the result is deterministic. It also resets the
-counter for the next launch. No program waits, so none depends on another being resident.
+counter for the next launch. No program waits, so programs need not be resident at the same time.
 
 A partial is stored in the register order of a Hopper accumulator: with wgmma a warp holds 16 rows,
 and a thread holds 2 adjacent columns of every 8, in 2 rows. Each thread then stores and loads 16
@@ -84,7 +84,7 @@ class GEMMPlan(NamedTuple):
     INT64_OFFSETS: Any
 
 
-# A sending program reads such a block once and stores it to every peer. Rows of a block are 256
+# A sending program reads a block of this size once and stores it to every peer. Its rows are 256
 # contiguous bytes; with 8 warps a thread has 64 bytes in flight.
 _CHUNK_ROWS = tl.constexpr(64)
 _CHUNK_BYTES = tl.constexpr(256)
@@ -136,7 +136,7 @@ def push_own_shard(
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
         dl.wait(shards.consumed + peer, peers - first_peer, last, timeout_word_of(shards.epoch))
 
-    # Elements per 16 bytes, for ``tl.multiple_of``. Triton loses such a hint on arguments and
+    # Elements per 16 bytes, for ``tl.multiple_of``. Triton loses the hint on arguments and
     # results of calls.
     itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
     vector: tl.constexpr = 16 // itemsize if ALIGNED else 1

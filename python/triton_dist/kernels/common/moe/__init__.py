@@ -1,1 +1,1 @@
-"""Kit of mixture-of-experts layers: routing on the device, and products by expert."""
+"""Building blocks of mixture-of-experts layers: device-side routing and grouped GEMMs."""

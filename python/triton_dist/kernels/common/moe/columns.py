@@ -84,6 +84,7 @@ def kernel_add_columns(
     for chunk in range(tl.cdiv(N, width)):
         first = chunk * width
         columns = tl.minimum(width, N - first)
+        # Each chunk of the own row block needs the same chunk of all peers.
         token = await_pushed(pushed, value, chunk, rank, NUM_RANKS)
         shards = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
         for tile in range(
@@ -92,8 +93,10 @@ def kernel_add_columns(
             row = tile % tiles_m * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
             column = tile // tiles_m * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
             mask = (row < rows)[:, None] & (column < columns)[None, :]
+            # Columns of a chunk are contiguous in the addends, but not in out.
             begin = rows.to(tl.int64) * first + row.to(tl.int64) * columns
             target = row.to(tl.int64) * N + first
+            # Triton cannot know this alignment, and would not use whole vectors.
             if ALIGNED:
                 begin = tl.multiple_of(begin, 8)
                 target = tl.multiple_of(target, 8)

@@ -204,6 +204,7 @@ def kernel_grouped_gemm(
                 [1, BLOCK_SIZE_K, COLUMNS],
             )
     k = tl.arange(0, BLOCK_SIZE_K)
+    # The host does not know the number of tiles.
     work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
     own_rows_ptr = a_ptr
@@ -222,6 +223,7 @@ def kernel_grouped_gemm(
         a_row = route // routes_of_row
         rows_ptr = a_ptr
         if grouped_plan.NUM_SOURCES > 1:
+            # Word 6: last position of arrival among the rows of the tile.
             last = tl.load(blocks.tiles + tile * RECORD + 6)
             awaited, token = await_positions(awaited, last, sources, rank, shard_rows, grouped_plan)
             a_row = dl.consume_token(a_row, token)

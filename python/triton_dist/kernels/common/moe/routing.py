@@ -5,7 +5,7 @@ Terms:
   ``topk_ids[t, j]``. A route whose id is not in 0 to E - 1 is padding. It counts as a route of
   expert E, which has no weights: its rows are last, and are zero.
 * row: index of a route after sorting by expert.
-* source: a rank that tokens come from; tokens are numbered by source. The *position* of a source is
+* source: a rank that provides tokens; tokens are numbered by source. The *position* of a source is
   its index in the order of arrival: this rank, rank + 1, rank + 2, …
 * group: a range of positions. Tiles of a group precede those of the next group.
 * run: the consecutive tiles of one expert in one group.
@@ -102,8 +102,8 @@ def kernel_count_routes(
         found = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
             before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
-            # Exclusive prefix sum over the blocks of this iteration.
             + (chunk * steps + block)[:, None],
+            # Exclusive prefix sum over the blocks of this iteration.
             count[None, :] + tl.cumsum(found, 0) - found,
             mask=(block < steps)[:, None] & (experts <= E)[None, :],
         )  # fmt: skip
@@ -170,6 +170,7 @@ def place_routes(
     total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
     # Rows of smaller experts come first, then earlier chunks of the own expert.
     first = tl.cumsum(total, 0) - total + earlier
+    # Routes of the same expert before this route in the block.
     same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.gather(first, expert, 0) + before + tl.sum(same_before.to(tl.int32), 1)
     route = source * routes + inside
@@ -259,6 +260,7 @@ def write_tiles(
             tl.store(record + 2, row + high, mask=mask)
             tl.store(record + 3, first, mask=mask)
             tl.store(record + 4, tiles, mask=mask)
+            # The position of a row is the number of positions whose rows all precede it.
             early = (others & (by_position[None, :] <= tile_low)).to(tl.int32)
             late = (others & (by_position[None, :] < tile_high)).to(tl.int32)
             tl.store(record + 5, tl.sum(early, 1), mask=mask)

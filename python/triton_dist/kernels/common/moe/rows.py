@@ -70,6 +70,7 @@ def kernel_copy_rows(
     index = row
     if index_ptr is not None:
         index = tl.load(index_ptr + row)
+    # Select a bound instead of branching: rows of padding load nothing and store zeros.
     read = columns
     if end_ptr is not None:
         read = tl.where(index < tl.load(end_ptr), columns, 0)

@@ -102,6 +102,7 @@ def kernel_topk_exchange(
         sums = token_sum(
             products_ptr, weights_ptr, ids_ptr, rows_ptr, own + row, column, N, E, dtype, TOPK
         )
+        # The own addend stays in out until the others have arrived.
         tl.store(out_ptr + index, sums, mask=column < N)
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS

@@ -47,6 +47,7 @@ def kernel_topk_sum(
     total = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
+        # Padding reads neither weight nor row: they may contain NaN.
         expert = tl.load(ids_ptr + route, mask=there, other=-1)
         named = there & (expert >= 0) & (expert < E)
         weight = tl.load(weights_ptr + route, mask=named, other=0.0).to(tl.float32)
@@ -54,12 +55,14 @@ def kernel_topk_sum(
         if rows_ptr is not None:
             row = tl.load(rows_ptr + route, mask=named, other=0)
         products = products_ptr + row.to(tl.int64) * width
+        # Triton cannot know the alignment of a row.
         if ALIGNED:
             products = tl.multiple_of(products, 16)
         product = tl.load(
             products[:, None] + column[None, :], mask=named[:, None] & inside[None, :], other=0.0
         )
         total += weight[:, None] * product.to(tl.float32)
+    # Place of the token in its row block, see above.
     block = (token // block_rows).to(tl.int64)
     in_block = (token % block_rows).to(tl.int64)
     out = out_ptr + block * block_rows * N + block_rows.to(tl.int64) * first + in_block * width

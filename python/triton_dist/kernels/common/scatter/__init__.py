@@ -1,1 +1,1 @@
-"""GEMMs whose tiles travel to the ranks that add them."""
+"""GEMMs whose tiles are sent to the ranks that add them."""

@@ -224,7 +224,7 @@ class InOneLaunch(SummingAlgorithm[C], Generic[C]):
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
-        result: torch.Tensor = call.ctx.buffer.slots.run_library(self.exchanged(call).run)
+        result: torch.Tensor = call.ctx.buffer.slots.run_without_slots(self.exchanged(call).run)
         return result
 
     def exchanged(self, call: C) -> Exchanged:
@@ -245,7 +245,7 @@ class WholeProduct(SummingAlgorithm[C], Generic[C]):
         def whole() -> torch.Tensor:
             return torch.matmul(A, B) if call.ctx.num_ranks == 1 else self.multiply(call, A, B)
 
-        C: torch.Tensor = call.ctx.buffer.slots.run_library(whole)
+        C: torch.Tensor = call.ctx.buffer.slots.run_without_slots(whole)
         return C if call.bias is None else C.add_(call.bias.detach())
 
     def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,7 @@ class SummingCall(OpCall):
     operands: ProductKey = field(init=False)
 
     def __post_init__(self) -> None:
+        # The tuner passes the key if it has checked the operands.
         known = self.accepted_key
         if known is None:
             self.operands = self.accept(self.A, self.B, self.bias, self.ctx)

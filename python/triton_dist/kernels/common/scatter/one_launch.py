@@ -34,15 +34,15 @@ kernel.
 
 *Sub-tiles.* Tiles are numbered down the columns, and program p multiplies one tile of each *wave*:
 p, p + NUM_SMS, …. The rows that a rank adds are in ``own_tiles`` of the ``tiles_m`` tiles of each
-column. An own tile is cut into sub-tiles, and those of a column are distributed evenly over
+column. An own tile is cut into sub-tiles. The sub-tiles of a column are distributed evenly over
 ``tiles_m`` programs, beginning with the program that multiplied the first of them:
 
     tiles_m = 4, own tile 2, 4 sub-tiles       program 0   1   2   3   4   5   6   7   8   9
                                             sub-tile           0   1   2   3   4   5   6   7
                                             of tile         2   2   2   2   6   6   6   6
 
-So all programs add, and the program that adds a sub-tile has a number not below that of the program
-that multiplied it. Sub-tiles of a wave's last column go to the programs that exist.
+So all programs add, and the program that adds a sub-tile has an equal or larger number than the
+program that multiplied it. Sub-tiles of a wave's last column go to the programs that exist.
 
 *No deadlock*, however few SMs a launch gets. All programs send before they wait, and wait for
 programs with equal or smaller numbers. Among the waiting programs, those with the smallest number
@@ -52,7 +52,7 @@ have peers that run or will run, and smaller ones have ended.
 argument        dtype      shape                                     written by
 ==============  =========  ========================================  ==================
 a, b            of A       [M, K], [K, N] with ``strides``           caller
-out.c           of A       [M, N], or with ``TO_OWNERS`` alone       this kernel
+out.c           of A       [M, N]; of a reduce-scatter               this kernel
                            [M / NUM_RANKS, N]
 out.bias        of A       [N], or ``None``                          caller
 out.sums        int64      ``slots.table``; ``None``: no PASS_ON     host, once
@@ -363,8 +363,8 @@ def exchanged_gemm(
     Args:
         A: [M, K], any strides.
         B: [K, N], any strides.
-        C: [M, N], contiguous. With ``to_owners`` alone [M / num_ranks, N], where M is a multiple of
-            ``num_ranks``.
+        C: [M, N], contiguous. With ``to_owners`` but not ``pass_on``, [M / num_ranks, N], and M is
+            a multiple of ``num_ranks``.
         bias: [N], added to the sum; contiguous.
         config: tile sizes.
         slots: kernel arguments of an exchange.

@@ -5,7 +5,7 @@ the flags of tiles or chunks. A slot has on each rank:
 
     partials [source rank, slot_stride] of the output's dtype: partial sums of this rank's row block
         [rows, N], written by the GEMM or copy engines of the source.
-    arrivals int64 [tile or chunk, source rank]: their flags, written likewise.
+    arrivals int64 [tile or chunk, source rank]: their flags, with the same writers.
     deferred int32 [SMs]: deferred tiles, written by kernels of this rank.
 
 ``row_blocks.py`` and ``reduced.py`` add regions of one op each.
@@ -113,6 +113,7 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
     tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
     each = int(triton.cdiv(tiles_m, num_chunks))
+    # A group must not straddle two chunks: round up to whole groups.
     group = min(tile["GROUP_SIZE_M"], each)
     each = int(triton.cdiv(each, group)) * group
     spans = [(first, min(first + each, tiles_m)) for first in range(0, tiles_m, each)]

@@ -6,12 +6,11 @@ describes the kernel arguments. A *work item* here has one flag: it is a tile, o
 block.
 
 *Deferred tiles.* A persistent program must not wait for peers while later programs of its launch
-have not begun. Kernels of other streams can hold SMs. If such a kernel itself waits for peers, as
-collectives do, two ranks may each have failed to begin what the other waits for: a deadlock. A
-program therefore waits only if all programs of its launch have begun, because this rank then sends
-all its tiles in any case. Otherwise it defers its own tiles to a kernel that follows on the stream,
-and ends. That kernel can wait safely: the programs of the peers have either all begun, or do not
-wait.
+have not begun. Kernels of other streams can hold SMs. If one of them waits for peers, as
+collectives do, each of two ranks may not begin what the other waits for: a deadlock. A program
+therefore waits only if all programs of its launch have begun, because this rank then sends all its
+tiles. Otherwise it defers its own tiles to a later kernel on the stream, and ends. That kernel can
+wait safely: the programs of each peer have either all begun, or do not wait.
 
     epoch_ptr + BEGUN    programs that have begun in this use of the slot
     deferred [program]   whether a program has deferred its own tiles
@@ -77,7 +76,7 @@ class Summing(NamedTuple):
 
 @jit
 def row_block_in_scatter_order(position, rank, num_ranks):
-    """Return the ``position``-th row block: that of rank + 1 first, the own row block last.
+    """Return the ``position``-th row block, from rank + 1 to this rank.
 
     Every rank then receives from one peer at a time, and has all partials when it reaches its rows.
     """
@@ -300,7 +299,7 @@ def kernel_add_deferred(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Add the own tiles that programs of the GEMM have deferred. Grid: that of the GEMM.
+    """Add the own tiles that programs of the GEMM have deferred. Grid: the grid of the GEMM.
 
     Each tile is added by the program of the same number.
     """

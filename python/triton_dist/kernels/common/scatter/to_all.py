@@ -70,7 +70,7 @@ def kernel_gemm_all_reduce_persistent(
     own row block is added after the next tile has been stored, and its sum is announced after the
     tile after that has been multiplied. The delay is needed because the own row block comes in the
     middle of the work, when the partials of peers have just been announced. The tile stored in
-    between is not announced yet, but its position in the order is later than that of the sum.
+    between is not announced yet, but it comes later in the order than the sum.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     stays = STAYS  # or LEAVES; 0 before the first check
@@ -84,7 +84,7 @@ def kernel_gemm_all_reduce_persistent(
     )  # fmt: skip
     target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
-    # the tile to announce next; none if it is of the own row block
+    # The tile to announce next. A tile of the own row block needs no announcement.
     stored_row_block, stored = rank, 0
     # An own tile that is to be added, and a tile whose sum is to be announced.
     due, due_row, due_column, summed = -1, 0, 0, -1
@@ -194,7 +194,7 @@ def copy_sums(
         C: [M, N].
         sums: [M, N], to which peers send.
         arrivals: int64 [tile, rank], flags of the sums.
-        config, to: those of the GEMM, ``scattered_gemm(…, to)``.
+        config, to: arguments of the GEMM, ``scattered_gemm``.
         num_chunks: chunks of a row block.
         copy: ``False`` if C is ``sums``.
     """

@@ -68,10 +68,8 @@ def kernel_gemm_scatter_persistent(
     target_descs = tl.tuple([])
     if summing.SCATTER != "add":
         target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
-    stored_row_block, stored_work_item = (
-        rank,
-        0,
-    )  # the tile to announce next; none if it is of the own row block
+    # The tile to announce next. A tile of the own row block needs no announcement.
+    stored_row_block, stored_work_item = rank, 0
     awaited = -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(

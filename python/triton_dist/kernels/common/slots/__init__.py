@@ -1,1 +1,1 @@
-"""Symmetric memory whose calls take turns between two slots."""
+"""Symmetric memory whose calls alternate between two slots."""

@@ -63,7 +63,7 @@ _LINE = 16  # int64 words in a 128-byte line; each slot has its own line
 # epoch, and the size of the last call that checked its peers. The timeout words follow.
 EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
 GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
-SOUND = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # the last epoch before any wait gave up
+LAST_COMPLETE = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # last epoch before a wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait until the limit.
 _WAITS_IN_A_ROW = 3
@@ -101,7 +101,7 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
             dl.notify(consumed, epoch.to(tl.int32))
         peer += 1
     # Do not advance past the epoch of the first wait that gave up: errors name its flag.
-    tl.store(epoch_ptr + SOUND, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
+    tl.store(epoch_ptr + LAST_COMPLETE, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
     tl.store(epoch_ptr, flag + _ONE_EPOCH)
 
 
@@ -115,11 +115,11 @@ class EpochSlots:
     Args:
         name: name of the memory, for errors.
         regions: regions of each slot.
-        zeroed: regions that are zero at first and after ``reset``, such as flags and sums.
+        zeroed: regions that are zero initially and after ``reset``, such as flags and sums.
         kernels: description of the kernels that wait for the flags, for errors.
         group: ranks that share the memory.
         single: regions that exist once instead of once per slot.
-        found: disagreements of the context; by default of this memory alone.
+        found: disagreements of the context; by default only of this memory.
         flags_of_rank: by region, the number of consecutive flags of one peer. By default the flags
             of a region are [anything, source rank].
     """
@@ -156,7 +156,7 @@ class EpochSlots:
         self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
         self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
-        self._in_turn = self._in_graphs = self._capturing = False
+        self._follows_full_call = self._in_graphs = self._capturing = False
         self._clear_lines()
         flags = weak(self._flags)
         self.timeout_words = TimeoutWord(
@@ -212,10 +212,11 @@ class EpochSlots:
         self._capturing = self.device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
-        unknown = self._in_graphs or most_polls or not self._in_turn
+        # The peer check is redundant after a call that waited for every peer on the other slot.
+        unknown = self._in_graphs or most_polls or not self._follows_full_call
         if peer_check and (unknown or (copied and self._sizes[self.index] != size)):
             self._check_peers(self.index, size)
-        self._in_turn = False
+        self._follows_full_call = False
 
     def skip(self) -> None:
         """Switch to the other slot without an epoch, for a call that synchronises ranks itself."""
@@ -241,17 +242,17 @@ class EpochSlots:
             return
         self.launcher.run((kernel_finish_epoch, self.index), self._finishing)
         most_polls = self.timeout_words.most_polls
-        self._in_turn = awaited and not self._capturing and not most_polls
+        self._follows_full_call = awaited and not self._capturing and not most_polls
         if most_polls or self._reports_status:
             self._expected[self.index] = expected
         self.timeout_words.end()
 
-    def run_library(self, call: Callable[[], T]) -> T:
-        """Return ``call()``, a library algorithm that does not use this memory.
+    def run_without_slots(self, call: Callable[[], T]) -> T:
+        """Return ``call()``, which does not use this memory, such as a library algorithm.
 
-        While candidates are tried, our algorithms begin with a peer check that production calls
-        skip. Queue it before ``call`` too, so that libraries are timed on equal terms: a launch
-        counts in short ops.
+        While candidates are tried, calls with slots begin with a peer check that production calls
+        skip. Queue it before ``call`` too, so that all are timed on equal terms: a launch counts in
+        short ops.
         """
         self.disagreements.check()
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
@@ -273,7 +274,7 @@ class EpochSlots:
             self._sizes = [0] * SLOTS
             self._begun[:] = [0] * SLOTS
             self.index = 0
-            self._in_turn = False
+            self._follows_full_call = False
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
@@ -316,9 +317,9 @@ class EpochSlots:
         """Return the first late flag of the oldest call that gave up, its epoch, and its value."""
         oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
-        epoch = gave_up[slot][SOUND.value - _TIMEOUT_WORD] + 1
+        epoch = gave_up[slot][LAST_COMPLETE.value - _TIMEOUT_WORD] + 1
         lines = self.memory["epoch"].local
-        lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
+        lines[:, LAST_COMPLETE.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
         for flag in self._late_of(slot, epoch, torch.Tensor.cpu):
             return flag["flag"], epoch, flag["seen"]
         return "(it has arrived since)", epoch, epoch

@@ -39,7 +39,7 @@ _GAVE_UP = epochs.GAVE_UP
 class AllGatherMethod(enum.Enum):
     """Method of an all-gather.
 
-    Copy engines deliver the shard of rank + 1 first, then that of rank + 2, and so on.
+    Copy engines deliver the shards of rank + 1, rank + 2, … in this order.
     """
 
     FULL_MESH_PUSH = "full_mesh_push"

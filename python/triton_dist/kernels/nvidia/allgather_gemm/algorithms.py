@@ -287,7 +287,7 @@ class _Whole(NamedAlgorithm[Call, Sizes]):
             if call.gathered is not None:
                 call.gathered.copy_(own)
             return torch.matmul(own, B)
-        return ctx.buffer.slots.run_library(lambda: self.multiply(call, own, B))
+        return ctx.buffer.slots.run_without_slots(lambda: self.multiply(call, own, B))
 
     @abstractmethod
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
