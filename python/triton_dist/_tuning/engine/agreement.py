@@ -63,7 +63,7 @@ def own_record(
         found = validator(record)
         if not found.reasons:
             return OwnRecord(record, where, "; ".join(found.tolerated))
-        # Report the reason for the first record only: its function is the most similar one.
+        # Report the first reason only: the first record belongs to this function.
         kind = "shipped record" if record.shipped else "record"
         reason = reason or f"the {kind} in {where} is not valid: {'; '.join(found.reasons)}"
     return OwnRecord(None, reason or "no record")
@@ -124,7 +124,7 @@ class Agreement:
             }
             for rank, other in enumerate(others, start=1):
                 by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "equal"
-            what = f"the fingerprint of {name}"
+            what = f"the hardware, versions, source code or settings of {name}"
             raise ranks.ended_by(RankDisagreement(what, by_rank))
         self.fingerprint = first
         verdicts = [proposal.verdict for proposal in proposals]
@@ -150,7 +150,7 @@ class Agreement:
         self.winner = None if self.holder is None else valid[self.holder].winner
 
 
-_begin = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+_process_start = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
 _used: set[str] = set()
 """Digests of the records that this process uses."""
 
@@ -174,6 +174,6 @@ def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
 
 def _is_of_earlier_start(timestamp: str) -> bool:
     try:
-        return datetime.datetime.fromisoformat(timestamp) < _begin
+        return datetime.datetime.fromisoformat(timestamp) < _process_start
     except (ValueError, TypeError):  # no time, or no time zone
         return False

@@ -55,8 +55,8 @@ class AutoTuner(Decorated):
         tuning_count: number of tunings in this process. Cached results do not count.
         overwritten: names of arguments that each call overwrites completely, such as an output
             buffer. Trials may change them.
-        unsaid: names of tunable arguments that a call without tuning does not pass, so that the
-            function's own defaults apply.
+        omitted_untuned: names of tunable arguments that a call without tuning does not pass, so
+            that the function's own defaults apply.
         key_argument: name of an argument that receives the key if the config is already known. The
             function can then skip checks that ``key_fn`` made. Empty: none.
     """
@@ -81,7 +81,7 @@ class AutoTuner(Decorated):
         self.config_space = config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
-        self.unsaid: tuple[str, ...] = ()
+        self.omitted_untuned: tuple[str, ...] = ()
         self.key_argument = ""
         self.overwritten: tuple[str, ...] = ()
         self._surroundings = surroundings
@@ -185,7 +185,7 @@ class AutoTuner(Decorated):
         Names whose values the caller passes are left out. Arguments and errors are as in a call.
         """
         self._count_call()
-        off = self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
+        off = self._config_if_off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
         if off is not None:
             return off
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
@@ -223,14 +223,14 @@ class AutoTuner(Decorated):
         served = self._served(args, kwargs, process_group) if autotune else None
         if served is not None:
             return self.fn(*args, **kwargs, **served)
-        off = self._off(kwargs, process_group, allow_overwrite, autotune)
+        off = self._config_if_off(kwargs, process_group, allow_overwrite, autotune)
         if off is not None:
             arguments = off.arguments()
-            for name in self.unsaid:
+            for name in self.omitted_untuned:
                 arguments.pop(name, None)
         elif self._surroundings.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
-            arguments = self._untuned("while it is traced").arguments()
+            arguments = self._warn_untuned("while it is traced").arguments()
         else:
             options = (process_group, verbose, allow_overwrite)
             choice = self._choose(args, kwargs, *options, runs=True)
@@ -366,7 +366,7 @@ class AutoTuner(Decorated):
         self.tuning_count += choice.tuned
         if choice.record is None and parts.ranks.is_leader:
             when = "while it is traced" if call.traced else "during CUDA-graph capture"
-            self._untuned(when, call.key)
+            self._warn_untuned(when, call.key)
         if choice.advice:
             self._warnings.warn(choice.advice, choice.advice)
         changed = [name for name in choice.changed if name not in self.overwritten]
@@ -423,7 +423,7 @@ class AutoTuner(Decorated):
             self._warnings.warn(f"{self._name}: {given} overwrites {rest}")
         return Config(fixed)
 
-    def _off(
+    def _config_if_off(
         self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
     ) -> Config | None:
         """Return the default config, without the names that the caller sets, if tuning is off.
@@ -438,7 +438,7 @@ class AutoTuner(Decorated):
         self._note(group, f"called it with autotune=False{variable}")
         return Config({n: default[n] for n in default if n not in fixed}) if fixed else default
 
-    def _untuned(self, when: str, key: object = None) -> Config:
+    def _warn_untuned(self, when: str, key: object = None) -> Config:
         """Warn that nothing can be tuned now, and return the default config."""
         what = self._name if key is None else f"{self._name}, key {key}"
         self._warnings.warn(

@@ -268,7 +268,7 @@ def op(
         )(fn)
         tuner.overwritten = ("output", "gathered")
         # If the context does not set an algorithm, the op's default is the first.
-        tuner.unsaid = ("algorithm",)
+        tuner.omitted_untuned = ("algorithm",)
         tuner.key_argument = "accepted_key"
         return tuner
 

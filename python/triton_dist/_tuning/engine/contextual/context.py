@@ -425,7 +425,7 @@ def open_context(
     """
     name = kernel_name(tuner)
     _check_names(name, tuner)
-    own = _Own(tuner, prune)
+    own = _OwnConfigs(tuner, prune)
     key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
     fingerprint = parts.fingerprint(tuner, own.space)
     context = Context(tuner, triton_key, key, own.live)
@@ -503,7 +503,7 @@ class _NotCached(Exception):
     pass
 
 
-class _Own:
+class _OwnConfigs:
     """The configs of this rank, and the result of its pruning."""
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from triton.runtime.autotuner import Autotuner, Config
 
-from triton_dist._tuning.engine.contextual.launch import Launch, Leads, OwnRuns, Run, leads
+from triton_dist._tuning.engine.contextual.launch import Launch, OwnRuns, Run, RunTarget, run_target
 from triton_dist._tuning.protocols import RandomState
 
 _TRITONS_RUN = Autotuner.run.__code__
@@ -91,7 +91,8 @@ class Interception:
         self._current, self._in_backward, self.is_traced = current, in_backward, is_traced
         self._own_runs = OwnRuns(self._own_run_replacement)
         self._run, self._prune = Autotuner.run, Autotuner.prune_configs
-        self._seen_run, self._seen_prune = self._run_replacement(), self._prune_replacement()
+        self._intercepting_run = self._run_replacement()
+        self._intercepting_prune = self._prune_replacement()
         self._lock = threading.Lock()
         self.sessions: list[Session] = []
         self.late: dict[Watch, Any] = {}
@@ -111,7 +112,7 @@ class Interception:
         with self._lock:
             # Other code may have replaced these methods since the last tuning, so save them now.
             if not self.sessions:
-                self._run, Autotuner.run = Autotuner.run, self._seen_run
+                self._run, Autotuner.run = Autotuner.run, self._intercepting_run
             if not self._watches:
                 self._prune = Autotuner.prune_configs
                 if not self.sessions:
@@ -132,7 +133,7 @@ class Interception:
     def watch(self, watch: Watch) -> None:
         """Begin a call of a settled function. A lock would dominate the overhead of the call."""
         self._watches.append(watch)
-        Autotuner.prune_configs = self._seen_prune
+        Autotuner.prune_configs = self._intercepting_prune
         if self._own_runs.pruning:
             self._own_runs.replace(only_pruning=True)
 
@@ -143,7 +144,7 @@ class Interception:
             if self._own_runs.pruning and not self.sessions:
                 self._own_runs.restore(only_pruning=True)
             if self._watches:  # another thread began a call meanwhile
-                Autotuner.prune_configs = self._seen_prune
+                Autotuner.prune_configs = self._intercepting_prune
                 self._own_runs.replace(only_pruning=True)
 
     def forget(self) -> None:
@@ -168,7 +169,8 @@ class Interception:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
         prune = type(tuner).prune_configs  # a subclass may override it
         try:
-            return list((self._prune if prune is self._seen_prune else prune)(tuner, kwargs))
+            prune = self._prune if prune is self._intercepting_prune else prune
+            return list(prune(tuner, kwargs))
         finally:
             tuner.nargs = before
 
@@ -176,29 +178,29 @@ class Interception:
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
-            if session is None or not self._counts(tuner, args, kwargs):
+            if session is None or not self._is_tunable(tuner, args, kwargs):
                 return self._run(tuner, *args, **kwargs)
             return session.launch(tuner, args, kwargs)
 
         return run
 
-    def _counts(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_tunable(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether this is a launch of a kernel that has something to tune."""
         if kwargs.get("warmup") or len(tuner.configs) < 2:
             return False
         return not self.is_traced((args, kwargs))
 
     def _own_run_replacement(self, kind: type[Autotuner], own: Run) -> Run:
-        leading = leads(kind)
+        target = run_target(kind)
 
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
             watch = self._own_watch() if session is None else None
-            if (session is None and watch is None) or not self._counts(tuner, args, kwargs):
+            if (session is None and watch is None) or not self._is_tunable(tuner, args, kwargs):
                 return own(tuner, *args, **kwargs)
-            if leading is not Leads.TO_PRUNING:
-                if leading is Leads.ELSEWHERE:
+            if target is not RunTarget.TO_PRUNING:
+                if target is RunTarget.ELSEWHERE:
                     self._own_runs.warn(tuner)
                 return own(tuner, *args, **kwargs)
             if session is not None:

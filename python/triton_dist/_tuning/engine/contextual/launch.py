@@ -26,7 +26,7 @@ from triton_dist.errors import TuningWarning
 Run = Callable[..., Any]
 
 
-class Leads(enum.Enum):
+class RunTarget(enum.Enum):
     """Target of a class's ``run``: Triton's ``run``, ``prune_configs``, or neither."""
 
     TO_TRITON = enum.auto()
@@ -34,28 +34,28 @@ class Leads(enum.Enum):
     ELSEWHERE = enum.auto()
 
 
-def leads(kind: Any) -> Leads:
+def run_target(kind: Any) -> RunTarget:
     """Return which target ``run`` of a class leads to.
 
     The result is derived from the names in the code of ``run`` and of the methods that it calls.
     """
     runs = [(each, vars(each)["run"]) for each in kind.__mro__ if "run" in vars(each)]
-    return _leads(kind, tuple(runs))
+    return _run_target(kind, tuple(runs))
 
 
 @functools.cache
-def _leads(kind: Any, runs: tuple[tuple[type, Run], ...]) -> Leads:
-    """Return the result of :func:`leads`. ``runs`` is in method resolution order."""
+def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
+    """Return the result of :func:`run_target`. ``runs`` is in method resolution order."""
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
-            return Leads.TO_TRITON
+            return RunTarget.TO_TRITON
         names = set(_names(run, kind))
         if "prune_configs" in names:
-            return Leads.TO_PRUNING
+            return RunTarget.TO_PRUNING
         bases = {base.__name__ for base, _ in runs[number + 1 :]}
         if names and not names & ({"super"} | bases):  # a function without code may do anything
-            return Leads.ELSEWHERE
-    return Leads.TO_TRITON
+            return RunTarget.ELSEWHERE
+    return RunTarget.TO_TRITON
 
 
 def _names(run: Any, kind: type) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def keeps_own_table(tuner: Any) -> bool:
     """Return whether ``cache`` of ``tuner`` belongs to a library that uses its own keys."""
-    return leads(type(tuner)) is Leads.TO_PRUNING
+    return run_target(type(tuner)) is RunTarget.TO_PRUNING
 
 
 class OwnRuns:
@@ -111,7 +111,9 @@ class OwnRuns:
                 replacement = functools.wraps(own)(self._replace(kind, own))
                 self._classes[kind] = own, replacement
         self.pruning = {
-            kind: runs for kind, runs in self._classes.items() if leads(kind) is Leads.TO_PRUNING
+            kind: runs
+            for kind, runs in self._classes.items()
+            if run_target(kind) is RunTarget.TO_PRUNING
         }
 
     def replace(self, only_pruning: bool = False) -> None:

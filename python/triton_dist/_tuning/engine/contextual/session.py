@@ -25,7 +25,7 @@ from triton_dist._tuning.engine.contextual.context import (
 )
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.launch import Launch, keeps_own_table
-from triton_dist._tuning.engine.contextual.tuning_call import Stepped, TuningCall
+from triton_dist._tuning.engine.contextual.tuning_call import StepReport, TuningCall
 from triton_dist._tuning.engine.report import warn_of_failures
 from triton_dist._tuning.engine.trial import failure_of, text_of
 from triton_dist._tuning.protocols import RandomState
@@ -280,7 +280,7 @@ class Session:
         return TuningCall(number, self._parts, self._messages, self._finish)
 
 
-def step_line(call: int, context: Context, stepped: Stepped) -> str:
+def step_line(call: int, context: Context, stepped: StepReport) -> str:
     """Return the log line about one step of this rank."""
     took = f"{stepped.milliseconds:.4f} ms" if stepped.timed else "warm-up"
     failed = "; ".join(map(str, stepped.failures.values()))

@@ -31,7 +31,7 @@ _OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
 
 
 @dataclass
-class Stepped:
+class StepReport:
     """Report of one kernel's step, sent to the other ranks."""
 
     context: str
@@ -62,7 +62,7 @@ class TuningCall:
     ) -> None:
         self.number = number
         self._parts, self._messages, self._finish = parts, messages, finish
-        self.steps: dict[Context, Stepped] = {}
+        self.steps: dict[Context, StepReport] = {}
         self._used: dict[Context, Config] = {}
         self._timers: dict[Context, Timer] = {}
         self._compiling: tuple[Context, Config] | None = None
@@ -203,7 +203,7 @@ class TuningCall:
         assert step is not None  # otherwise the context has a winner
         digest = step.config.digest
         timer = device.timer()
-        stepped = Stepped(context.name, digest, context.launches[digest], step.timed)
+        stepped = StepReport(context.name, digest, context.launches[digest], step.timed)
         self.steps[context], self._used[context] = stepped, step.config
         last: Exception | None = None
         context.trying(digest)
