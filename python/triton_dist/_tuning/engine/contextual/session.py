@@ -45,7 +45,7 @@ Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
 
 _MAX_UNTUNED_KEYS = 8
 _SLOWER = 3.0
-"""Time limit of a call, relative to the previous call: a training step may be long."""
+"""Time limit of a call as a multiple of the previous call: a training step may be long."""
 
 
 class Session:
@@ -249,10 +249,13 @@ class Session:
         parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
         if parts.ranks.is_leader:
             title = f"contextual_autotune {context.name}"
-            warn_of_failures(title, record, "the log of each rank has them all")
+            warn_of_failures(title, record, "the log of each rank lists them")
 
     def _never_ends(self) -> bool:
-        """Return whether each call creates a new key and repeats none. Tuning would never end."""
+        """Return whether tuning would never end.
+
+        That is so if each call launches a new key and no call repeats the earlier ones.
+        """
         stepped = self._turn.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
         if not self._turn.opened or len(left) < _MAX_UNTUNED_KEYS:

@@ -32,7 +32,7 @@ _OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
 
 @dataclass
 class StepReport:
-    """Report of one kernel's step, sent to the other ranks."""
+    """Report of one kernel's step, which is sent to the other ranks."""
 
     context: str
     digest: str
