@@ -1,8 +1,9 @@
-"""Limits of waits for a flag: none in production, one while candidates are tried.
+"""Limit the time for which kernels wait for a flag: unlimited in production, limited in tuning.
 
-To learn whether a wait in a kernel gave up, the host must wait for the device. An op that did so in
-its call would lengthen every sample that a tuner takes of it. So it leaves that to the tuner, if
-the tuner has said that it will ``settle`` after each call, and does it itself otherwise.
+The host learns whether a wait gave up only after the device has finished. If an op waited for the
+device inside its call, every sample of a tuner would be longer. The op therefore passes its check
+to the tuner if the tuner has announced that it settles checks after each call (``settling``), and
+checks within the call otherwise.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from triton_dist.errors import RankDisagreement, WaitTimeout
 from triton_dist.runtime.sharing import ranks_per_gpu
 
 Check: TypeAlias = Callable[[], WaitTimeout | RankDisagreement | None]
-"""Called once the device is done: the error of the first wait that gave up since the last time, or
-that found that ranks disagree."""
+"""Called after the device has finished; returns the error of the first wait since the last check
+that gave up or found that ranks disagree, or ``None``."""
 
-# One look at a flag takes about 0.5 us on H200, where the flag lies in the own memory (measured).
+# Measured on H200: one poll of a flag in local memory takes about 0.5 us.
 _POLLS_PER_SECOND = 2_000_000
 
-# Of the process, not of a thread: kernels and copy streams wait on threads of their own. A list,
-# because several groups may tune at once, each on its thread.
+# Per process, not per thread: kernels and copy streams wait on their own threads. A list, because
+# several groups may tune at the same time on different threads.
 _limits: list[float] = []
 
 
 on_look: Callable[[Any, Any, Any, int, int, bool], None] | None = None
-"""Told of each look in vain of an interpreted wait, if kernels are checked: pointers, what is seen
-and what is awaited as the kernel has them, bits of a flag that carry a size, how often the wait has
-looked before, and whether it is overdue."""
+"""Called for each unsuccessful poll of an interpreted wait, if kernels are checked. Arguments:
+pointers, the value seen, the value awaited, the number of flag bits that hold a size, the number of
+earlier polls, and whether the wait is overdue."""
 
 
 on_publish: Callable[[], None] | None = None
-"""Told of each interpreted ``publish_tile``, if kernels are checked."""
+"""Called for each interpreted ``publish_tile``, if kernels are checked."""
 
 
 class Device(Protocol):
@@ -46,15 +47,16 @@ class Device(Protocol):
 
 @contextmanager
 def bounded_waits(seconds: float) -> Iterator[None]:
-    """Within: a wait in a kernel gives up after ``seconds``, and ops that wait see to it that
-    ``WaitTimeout`` is raised if one did: in the call, or where ``settling`` says. So a candidate
-    that dead-locks fails, and the GPU stays usable.
+    """Context manager in which waits in kernels give up after ``seconds``.
+
+    An op whose wait gave up raises ``WaitTimeout``, in the call or through ``settling``. A
+    candidate that deadlocks therefore fails, and the GPU stays usable.
     """
     _limits.append(seconds)
     try:
         yield
     finally:
-        if seconds in _limits:  # not so in a child that was forked here
+        if seconds in _limits:  # cleared in a forked child
             _limits.remove(seconds)
 
 
@@ -62,16 +64,16 @@ os.register_at_fork(after_in_child=_limits.clear)
 
 
 def limit_seconds() -> float | None:
-    """The limit in force for kernels on GPUs; ``None``: they wait as long as it takes."""
+    """Return the current limit for kernels on GPUs, or ``None`` without one."""
     return min(_limits, default=None)
 
 
 def limit_polls() -> int:
-    """The same, in looks at a flag, as kernels count it; 0: no limit.
+    """Return the limit in polls of a flag; 0 without a limit.
 
-    A rank that shares its GPU looks in its turns only, so it counts fewer in the same time.
+    A rank that shares its GPU polls only in its time slices, so it makes fewer polls per second.
     """
-    if not _limits:  # in production, at each call of an op
+    if not _limits:  # fast path in production: runs in each call of an op
         return 0
     limit = limit_seconds()
     if limit is None:
@@ -80,38 +82,37 @@ def limit_polls() -> int:
 
 
 def interpreted_limit_seconds() -> float:
-    """The limit of a wait in an interpreted kernel, which always has one."""
+    """Return the limit for waits in interpreted kernels, which always have one."""
     return min([knobs.wait_timeout.get(), *_limits])
 
 
 class _Settling:
-    """The checks that ops have left, each once. They stay to the end, since a CUDA graph that was
-    captured here makes the op's waits again at each replay, and calls no op that could say so."""
+    """Checks passed by ops, without duplicates. They are kept until the end, because a CUDA graph
+    that was captured here repeats the waits at each replay without calling the op."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.checks: dict[Check, None] = {}
 
     def settle(self, seconds: float) -> None:
-        """Wait for the device, ``seconds`` at most, and make all checks.
+        """Wait up to ``seconds`` for the device, then run all checks.
 
         Raises:
-            WaitTimeout, RankDisagreement: a wait gave up; of several checks, of the first that was
-                left.
+            WaitTimeout, RankDisagreement: a wait gave up; the first error of several.
             TimeoutError: the device did not finish in time.
         """
         if not self.checks:
             return
         self._device.synchronize(seconds)
-        # All of them, so that none is left to blame the next candidate.
+        # Run all checks, so that no error is attributed to the next candidate.
         overdue = [error for check in list(self.checks) if (error := check()) is not None]
         if overdue:
             raise overdue[0]
 
 
 class _OfThread(threading.local):
-    """State of a thread, because only what calls the op there knows when to settle: what another
-    thread calls meanwhile is checked in its call."""
+    """State per thread: only the caller of an op on this thread knows when to settle. Ops on other
+    threads check in their call."""
 
     def __init__(self) -> None:
         self.settlings: list[_Settling] = []
@@ -122,12 +123,11 @@ _thread = _OfThread()
 
 @contextmanager
 def settling(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
-    """Within, on this thread: ops leave their checks to the caller, who calls what this yields
-    after each call of them, outside of what it times.
+    """Context manager in which ops of this thread pass their checks to the caller.
 
-    It waits ``seconds`` at most for ``device``, and raises ``WaitTimeout`` if a wait gave up.
-    Within another ``settling`` of the thread: settles that first, because what was called before
-    is not the fault of what comes.
+    Yields a function to call after each op, outside of the timed section. It waits up to
+    ``seconds`` for ``device`` and raises ``WaitTimeout`` if a wait gave up. If the contexts are
+    nested, the outer one is settled first, so that its errors are not attributed to the inner one.
     """
     settlings, own = _thread.settlings, _Settling(device)
     if settlings:
@@ -137,14 +137,14 @@ def settling(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
         yield functools.partial(own.settle, seconds)
     finally:
         settlings.remove(own)
-        # Drop checks left by a call that raised, without waiting: no later call is to blame.
+        # Drop the checks of a call that raised, without waiting.
         with suppress(Exception):
             own.settle(0.0)
 
 
 def leave(check: Check) -> bool:
-    """Leave ``check`` to whoever settles on this thread; ``False`` if nobody does, and it is to be
-    made now."""
+    """Pass ``check`` to the innermost ``settling`` of this thread. Return ``False`` if there is
+    none; then the caller must check now."""
     if not _thread.settlings:
         return False
     _thread.settlings[-1].checks[check] = None

@@ -1,4 +1,4 @@
-"""The ranks that act together: a process group, or this process alone."""
+"""Groups of ranks: a process group, or this process alone."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ __all__ = [
 
 
 class _DefaultGroup:
-    """Stands for ``distributed_c10d.GroupMember``, also in compiled code: there torch 2.11 does not
-    know the value of a property of a metaclass, and takes no world for one."""
+    """Replacement for ``distributed_c10d.GroupMember`` that works in compiled code. torch 2.11 does
+    not evaluate a property of a metaclass there."""
 
     @property
     def WORLD(self) -> dist.ProcessGroup | None:
-        """The group of all ranks, as it is now; ``None`` without one."""
+        """The current world, or ``None``."""
         return distributed_c10d._world.default_pg
 
 
 default_group: Any = _DefaultGroup()
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""Argument of every function that asks for ranks: a process group, a mesh of one dimension, or
-``None`` for the world."""
+"""Argument that selects ranks: a process group, a 1-D mesh, or ``None`` for the world."""
 
 _solo = SoloRank()
 # Weak: threads and sockets of a process group end when it is destroyed.
 _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
 _inherited: set[dist.ProcessGroup] = set()
-"""Groups of the parent of a forked process, which is no rank of them."""
+"""Groups inherited by a forked process, which is not a rank of them."""
 
 
 def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | SoloRank:
-    """The ranks of ``group``; without one, the world if ``torch.distributed`` is initialised, else
-    solo. The same object as long as the process group lives: a world that is initialised anew, or a
-    group whose name is used again, is another one.
+    """Return the ranks of ``group``, by default of the world, or a group of one without a world.
 
-    ``scope="rank"`` gives solo always: this rank acts alone although there is a world. So does a
-    group whose other ranks do not exist (backend ``fake``), and one that a fork has inherited.
+    Returns the same object as long as the process group exists. A new world, or a new group with an
+    old name, gives a new object.
+
+    ``scope="rank"`` always returns a group of one. So do groups with the backend ``fake``, whose
+    other ranks do not exist, and groups inherited by a fork.
 
     Raises:
         InvalidArgument: unknown scope, or a group that this rank does not belong to.
@@ -69,7 +69,7 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
     members = process_group_of(group)
     if members is None or members in _inherited or dist.get_backend(members) == "fake":
         return _solo
-    # One object a group and process: its step counter must advance alike on all ranks.
+    # One object per group and process: step counters must advance equally on all ranks.
     known = _groups.get(members)
     if known is None:
         known = _groups[members] = ProcessGroupRanks(members)
@@ -77,12 +77,11 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup | None:
-    """The process group that ``group`` stands for: itself, the one of a mesh of one dimension, or
-    for ``None`` the world; ``None`` if there is no world.
+    """Return the process group of a group or 1-D mesh, the world for ``None``, or ``None`` if
+    there is no world.
 
     Raises:
-        InvalidArgument: anything else, or a group that this rank does not belong to, or that was
-            destroyed.
+        InvalidArgument: another type, a group without this rank, or a destroyed group.
     """
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -90,7 +89,7 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
         with suppress(RuntimeError):  # its group was destroyed
             members = group.get_group()
-    # What ``new_group`` gives to a rank that is left out is a number.
+    # ``new_group`` returns a number on ranks that are not members.
     if not isinstance(members, dist.ProcessGroup) or members not in distributed_c10d._world.pg_map:
         expected = "a process group that this rank belongs to, a 1-D DeviceMesh of one, or None"
         raise InvalidArgument("group_for", "group", group, expected)
@@ -98,7 +97,7 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
 
 
 def _forget_groups() -> None:
-    """In the child of a fork, which shares the connections of its parent and must not use them."""
+    """Drop all groups in a forked child: it must not use the connections of its parent."""
     _inherited.update(distributed_c10d._world.pg_map)
     _groups.clear()
 

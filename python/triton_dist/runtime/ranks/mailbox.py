@@ -1,4 +1,4 @@
-"""Entries that ranks of a group leave for one another in a key-value store."""
+"""Store and read the messages of a group in a key-value store."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from triton_dist.runtime.deadlines import is_overdue
 from triton_dist.runtime.ranks.process import Process
 
 _PATIENCE_SECONDS = 0.25
-"""Time until a rank looks whether the others can still come, and then between two such looks."""
+"""Interval at which a waiting rank checks whether the missing ranks are still alive."""
 
 _SPIN_SECONDS = 0.5e-3
-"""Time for which a rank asks without a pause in between."""
+"""Time for which a rank polls without sleeping."""
 
 _PAUSE_SECONDS = 2.0
-"""Longer between two looks, and this process, its machine or the store's server was stopped."""
+"""A longer gap between two polls means that this process, its host or the store was stopped."""
 
 
 class Left(NamedTuple):
-    """Message of a rank that does not come to a conversation, or sends nothing more in it."""
+    """Message of a rank that does not join a channel, or sends nothing more in it."""
 
     rank: int
     function: str
-    """Function that the conversation is about."""
+    """Function that is the subject of the channel."""
     call: int
-    """Number of the call of the function, since all ranks met in one."""
+    """Number of the call of the function since all ranks last met."""
     reason: str
     refused: bool
-    """True if the call was refused before this rank sent a message: its arguments were to blame."""
+    """Whether the call was refused before this rank sent a message, because of its arguments."""
 
 
 class Absent(Exception):
-    """Some entries did not come.
+    """Raised when messages of some ranks did not arrive.
 
     Attributes:
-        missing: whose.
+        missing: the ranks whose messages are missing.
         left: the message of a rank that left.
-        because: what is known of ranks that cannot come.
+        because: known reasons, by rank.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Absent(Exception):
 
 
 class Mailbox:
-    """Entries under names. Creating one is not collective.
+    """Named entries in a store. Creation is not collective.
 
-    A store client holds its lock while it waits, so each thread talks through a client of its own:
-    a wait here does not block another thread's tuning, or NCCL's heartbeat. A store written in
-    Python has one client for all.
+    A store client holds its lock while it waits. Each thread therefore uses its own client, so a
+    wait does not block the tuning of another thread or the heartbeat of NCCL. A store written in
+    Python has a single client.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -71,17 +71,17 @@ class Mailbox:
         self._client().set(name, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes
 
     def put_first(self, name: str, value: Any) -> bool:
-        """``put``, unless some rank has put something there before; whether this was the first."""
+        """``put`` unless an entry exists; return whether this call stored it."""
         entry = pickle.dumps(value)
         return self._client().compare_set(name, "", entry) == entry  # type: ignore[arg-type]
 
     def find(self, name: str) -> Any:
-        """The entry that is there now, or ``None``."""
+        """Return the entry, or ``None``."""
         client = self._client()
         return pickle.loads(client.get(name)) if client.check([name]) else None
 
     def process(self, rank: int) -> Process | None:
-        """``None``: it has not sent a message yet."""
+        """Return the process of ``rank``, or ``None`` before its first message."""
         process: Process | None = self.find(_process_name(rank))
         return process
 
@@ -93,24 +93,25 @@ class Mailbox:
         remind: Callable[[list[int], float], object],
         patience: Callable[[], float],
     ) -> list[Any]:
-        """The entries of these ranks, waiting for those that are not there yet.
+        """Wait for the entries of these ranks and return them.
 
         Args:
-            seconds: how long. Time in which this process is stopped does not count, nor that in
-                which one is that is waited for, up to ``patience()`` seconds.
-            left: name under which a rank says that it does not come.
-            remind: called now and then with the ranks that are missing, and for how long.
+            names: name of the entry of each rank.
+            seconds: deadline. Time in which this process is stopped does not count, nor time in
+                which an awaited process is stopped, up to ``patience()`` seconds.
+            left: name of the entry of a rank that leaves.
+            remind: called regularly with the missing ranks and the seconds waited so far.
 
         Raises:
-            Absent: past ``seconds``, or as soon as it is known that one cannot come.
+            Absent: after ``seconds``, or as soon as a rank is known to be unable to come.
         """
         client = self._client()
         wanted = list(names.values())
         begin = last = time.monotonic()
-        due, stops = begin + seconds, 0.0  # the latter: how long some other was stopped
+        due, stops = begin + seconds, 0.0  # stops: seconds for which an awaited rank was stopped
         looked, look = begin, min(due, begin + _PATIENCE_SECONDS)
-        # Polled, and not by the store's own wait: that one cannot be interrupted, does not see that
-        # a rank is gone, and logs two warnings each time it ends in vain.
+        # Poll instead of the store's wait: that cannot be interrupted, does not notice that a rank
+        # ended, and logs two warnings for each timeout.
         while not client.check(wanted):
             now = time.monotonic()
             if now - last > _PAUSE_SECONDS:
@@ -129,7 +130,7 @@ class Mailbox:
                     raise Absent(missing, None, stopped, now - begin)
                 remind(missing, now - begin)
                 looked, look = now, min(now + _PATIENCE_SECONDS, max(now, due))
-            # The later it is, the less an own delay matters; ranks in step need no sleep.
+            # Back off in proportion to the time waited; ranks in step never sleep.
             if now - begin > _SPIN_SECONDS:
                 time.sleep(min((now - begin) / 16, 0.02))
         if client.has_extended_api():  # type: ignore[attr-defined]
@@ -143,7 +144,7 @@ class Mailbox:
                 client.delete_key(name)
 
     def gone(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
-        """Ranks on this host that have ended, and those that are stopped."""
+        """Return the ranks on this host whose process ended, and those whose process is stopped."""
         gone, stopped = {}, {}
         for rank in missing:
             process = self.process(rank)

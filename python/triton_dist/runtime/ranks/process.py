@@ -12,14 +12,14 @@ from triton_dist import knobs
 
 
 class Process(NamedTuple):
-    """One process, told from a later one that has its number."""
+    """Identity of a process, distinct from a later process with the same number."""
 
     host: str
     namespace: str
-    """Namespace of process numbers: ``pid`` means something in there only."""
+    """PID namespace in which ``pid`` is valid."""
     pid: int
     started: str
-    """Start time in clock ticks since boot; empty where the system does not tell."""
+    """Start time in clock ticks since boot; empty if unknown."""
     local_rank: int
 
     @classmethod
@@ -34,16 +34,17 @@ class Process(NamedTuple):
         return cls(socket.gethostname(), namespace, pid, _state(pid)[1], local_rank)
 
     def has_ended(self) -> bool:
-        """Known to be gone. ``False`` also where it cannot be known, such as on another host."""
+        """Return whether the process is known to have ended; ``False`` if unknown (another
+        host)."""
         state = self._known_state()
-        return state is not None and state in ("", "Z", "X")  # a zombie answers no more
+        return state is not None and state in ("", "Z", "X")  # a zombie has ended too
 
     def is_stopped(self) -> bool:
-        """Known to be halted by a signal (``SIGSTOP``, Ctrl-Z) or by a debugger."""
+        """Return whether the process is known to be stopped, by a signal or a debugger."""
         return self._known_state() in ("T", "t")
 
     def _known_state(self) -> str | None:
-        """The letter of its state, empty if there is no such process; ``None``: unknown."""
+        """Return the state letter, empty if the process does not exist, ``None`` if unknown."""
         own = Process.own()
         if not self.started or (self.host, self.namespace) != (own.host, own.namespace):
             return None
@@ -52,9 +53,9 @@ class Process(NamedTuple):
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """State letter and start time; empty when there is no such process, or no ``/proc``."""
+    """Return state letter and start time, empty if the process or ``/proc`` does not exist."""
     try:
-        # The name, in parentheses, may hold spaces and parentheses; what follows does not.
+        # The name in parentheses may contain spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
@@ -62,8 +63,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 class WorldRank(int):
-    """Rank of the world. As text it says its host and local rank too, where that says more:
-    ``3 (host a, local rank 1)``."""
+    """Global rank. Its text may include the location: ``3 (host a, local rank 1)``."""
 
     where: str
 

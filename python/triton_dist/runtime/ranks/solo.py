@@ -1,4 +1,4 @@
-"""A group of one: messages are answered locally, so single-process code needs no special case."""
+"""Group of one rank: returns messages directly, so single-process code needs no special case."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SoloRank:
         return {"world_size": "1", "local_world_size": "1"}
 
     def named(self, rank: int) -> int:
-        """The rank of this process in the world, if there is one."""
+        """Return the global rank of this process."""
         in_world = dist.is_available() and dist.is_initialized()
         return WorldRank(dist.get_rank() if in_world else knobs.rank.get())
 

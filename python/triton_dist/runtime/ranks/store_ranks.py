@@ -1,7 +1,7 @@
-"""The ranks of a group, co-ordinated over a key-value store.
+"""Exchange messages between the ranks of a group over a key-value store.
 
-Every message has a deadline, so a rank that is missing is an error that names it; a collective of
-the data plane would hang for the process group's timeout, 30 minutes by default. (Two-phase
+Every message has a deadline, so a missing rank leads to an error that names it. A collective on the
+data plane would hang until the timeout of the process group, 30 minutes by default. (Two-phase
 agreement over the store instead of a collective: pytorch/pytorch#176920.)
 """
 
@@ -30,32 +30,32 @@ T = TypeVar("T")
 
 _REMIND_SECONDS = 60.0
 _RETURN_SECONDS = 0.5
-"""A rank that stayed away from a meeting may have gone on after an error in a call that the others
-did not need it for, and comes to the next one. How long it is waited for there."""
+"""Seconds to wait for a rank that left an earlier channel. It may have continued after an error in
+a call that was a hit on the other ranks, and then joins the next channel."""
 
 _log = logging.getLogger("triton_dist")
 
 
 class StoreRanks:
-    """Messages that all ranks of a group send together, in the same order.
+    """Messages that all ranks of a group send in the same order.
 
-    Steps are numbered; the n-th message of a rank meets the n-th of the others. ``phase`` says
-    what the step is for: it is in the error when a rank is missing, and different phases at one
-    step are an error on every rank.
+    Messages are numbered by step: message n of a rank pairs with message n of the other ranks.
+    ``phase`` names the purpose of a step. It appears in the error when a rank is missing, and
+    different phases at one step raise on every rank.
 
-    A tuning has a conversation of its own (``channel``), with its own numbers. So what the tuned
-    function says to the other ranks while it is tried is not taken for a message of the tuner.
+    Each tuning uses a channel of its own, with its own step numbers. Messages that the tuned
+    function sends while a config is tried are therefore not mistaken for messages of the tuner.
 
-    Conversations are numbered too, and ranks need not count alike, because a rank may raise in a
-    call that is a hit on the others. This keeps them in step: a conversation that ended badly for
-    some rank, or that it never sent a message in, is one that some rank has *left*; ``meet`` goes
-    on to the next number where one was left before all came. So all ranks that are about to meet do
-    so in the first conversation that nobody has left.
+    Channels are numbered too. Ranks may count differently, because a rank may raise in a call that
+    is a hit on the other ranks. A rank *leaves* a channel when an error ends it, or instead of
+    sending its first message. If a rank left a channel before all ranks joined it, ``meet``
+    continues with the next number. All ranks therefore meet in the first channel that no rank has
+    left.
 
     Args:
-        store: of the group alone, and of this initialisation of it: what an earlier one has left
-            there would be taken for messages of this one. (torch's own groups need that too.)
-        world: the ranks of the world that the ranks of the group are; default: the same.
+        store: used by this group only, and only since its initialisation: older entries would be
+            taken for messages of this group. (torch's own groups have the same requirement.)
+        world: global rank of each rank of the group; default: the same number.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class StoreRanks:
         self._reminded = False
 
     def named(self, rank: int) -> int:
-        """The rank of the world that ``rank`` of the group is, for messages and attributes of
-        errors. Its text has host and local rank where the group is not a whole world of one host.
-        """
+        """Return the global rank of ``rank``, for messages and errors. Its text includes host and
+        local rank unless the group is the world of a single host."""
         with suppress(dist.DistError):
             own, process = self._mailbox.process(self.rank), self._mailbox.process(rank)
             per_host, known = knobs.local_world_size.get(), process is not None
@@ -90,7 +89,7 @@ class StoreRanks:
         return WorldRank(self.world[rank])
 
     def _is_plain(self, is_on_this_host: bool) -> bool:
-        """True if the rank of the world says all."""
+        """Return whether the global rank alone identifies the rank."""
         return is_on_this_host and self.world == tuple(range(self.size))
 
     def facts(self) -> Mapping[str, str]:
@@ -100,26 +99,24 @@ class StoreRanks:
         }
 
     def is_current(self) -> bool:
-        """True: nobody destroys these ranks."""
+        """Return True: this group cannot be destroyed."""
         return True
 
     def agreement_seconds(self) -> float:
-        """Limit of the first message of a conversation, unless its caller gives another."""
+        """Return the default deadline of the first message of a channel, in seconds."""
         return knobs.autotune_meeting_timeout.get() or 1800.0
 
     def channel(
         self, function: str = "", key: str = "", call: int = 0, hint: str = ""
     ) -> StoreRanks:
-        """The same ranks, about one thing: the n-th conversation of a rank meets the n-th of the
-        others.
+        """Open a channel: channel n of a rank pairs with channel n of the other ranks.
 
         Args:
-            function, key: what it is about, for messages; the function is also what tells whether a
-                rank left because of the same.
-            call: which call of ``function`` it is, since all ranks met in one. Ranks that count
-                alike know whether a call that was refused on one of them is the one that they
-                are in.
-            hint: what may explain that others do not come, for a message while they are awaited.
+            function, key: subject of the channel, for messages. The function also decides whether
+                a rank left because of the same subject.
+            call: number of the call of ``function`` since all ranks last met. It identifies the
+                call that was refused on another rank.
+            hint: possible reason why other ranks do not join, for the reminder message.
         """
         new = copy.copy(self)
         new._written = list(self._last._written) if self._last is not self else []
@@ -130,37 +127,40 @@ class StoreRanks:
         return new
 
     def abort(self, reason: str, refused: bool = False) -> None:
-        """Tell ranks that wait for this one, or will, that it does not come. Does not block."""
+        """Leave the channel and report the reason to ranks that wait for this one. Does not
+        block."""
         last = Left(self.rank, self._function, self._call, reason, refused)
         with self._reachable(f"leaving ({reason})"):
             while not self._mailbox.put_first(f"{self._topic}left", last):
                 left = self._mailbox.find(f"{self._topic}left")
-                if self._step or self._is_of_this_call(left):  # the first to leave knows why
+                if self._step or self._is_of_this_call(
+                    left
+                ):  # the first rank that left has the cause
                     return
-                self._next_topic()  # where all come who have not left yet
+                self._next_topic()  # the channel that the remaining ranks join
             self._written.append(f"{self._topic}left")
 
     def note(self, function: str, text: str) -> None:
-        """Leave a note, once for a text, that may explain to the others why this rank does not come
-        to a conversation about ``function``. Does not block."""
+        """Store a note that may explain why this rank does not join a channel of ``function``.
+        Equal notes are stored once. Does not block."""
         if self._noted.get(function) != text:
             self._noted[function] = text
             with suppress(RankTimeout), self._reachable("note"):
                 self._mailbox.put(f"note/{function}/{self.rank}", text)
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``all_gather`` as the first message of a conversation.
+        """``all_gather`` as the first message of a channel.
 
         Raises:
-            RankTimeout: a rank does not come within ``seconds`` (default: ``agreement_seconds``),
-                or has left a conversation about the same and does not come back at once.
+            RankTimeout: a rank does not join within ``seconds`` (default: ``agreement_seconds``),
+                or left a channel of the same function and does not return within 0.5 s.
             RankDisagreement: as ``all_gather``.
         """
         begin, before = time.monotonic(), len(self._written)
         end = begin + (self.agreement_seconds() if seconds is None else seconds)
         back = end
         away: dict[int, Left] = {}
-        """Those that may have been meant for this call."""
+        """Reports of ranks that may have left because of this call."""
         while True:
             absent = Absent([], None, {}, 0.0)
             with self._reachable(phase):
@@ -174,7 +174,7 @@ class StoreRanks:
                 except Absent as error:
                     absent, left = error, error.left
                 if left is None and away and away.keys().isdisjoint(absent.missing):
-                    away, back = {}, end  # they have come back; others are late
+                    away, back = {}, end  # these ranks have returned; others are late
                     if not absent.because and time.monotonic() < end:
                         continue
             same = left is not None and left.function == self._function
@@ -217,7 +217,7 @@ class StoreRanks:
         seconds: float | None = None,
         hold: Callable[[], object] | None = None,
     ) -> None:
-        """A barrier, then ``hold``, which queues work, then :meth:`line_up`."""
+        """Wait at a barrier, call ``hold``, which queues work, then :meth:`line_up`."""
         self.barrier(phase, seconds)
         if hold is not None:
             hold()
@@ -306,21 +306,21 @@ class StoreRanks:
             )
 
     def _notes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Notes that they have left."""
+        """Return the notes of ``ranks``."""
         notes = {rank: self._mailbox.find(f"note/{self._function}/{rank}") for rank in ranks}
         return {self.named(rank): text for rank, text in notes.items() if text is not None}
 
     def _timeout(
         self, phase: str, absent: Absent, away: Mapping[int, Left] | None = None
     ) -> RankTimeout:
-        """The error of this rank, with all that is known of those who do not come."""
+        """Build the error of this rank, with the known reasons why ranks are missing."""
         lefts = dict(away or {})
         if absent.left is not None:
             if self._is_of_this_call(absent.left):
-                lefts.clear()  # they were for earlier ones
+                lefts.clear()  # these reports are about earlier calls
             lefts[absent.left.rank] = absent.left
         known = {rank: f"left: {left.reason}" for rank, left in lefts.items()}
-        # That a rank has ended says less than why it left.
+        # The reason why a rank left is more useful than the fact that its process ended.
         because = {self.named(r): text for r, text in {**absent.because, **known}.items()}
         if not because:
             with suppress(dist.DistError):
@@ -339,12 +339,13 @@ class StoreRanks:
 
     @contextmanager
     def _reachable(self, phase: str) -> Iterator[None]:
-        """The store ends with the process that serves it, a launcher or a rank."""
+        """Context manager that turns a lost store (its launcher or rank ended) into
+        ``RankTimeout``."""
         begin = time.monotonic()
         try:
             yield
         except dist.DistError as error:
-            # What follows the first line are frames of C++.
+            # The lines after the first are C++ frames.
             reason = str(error).partition("\n")[0]
             if knobs.get_bool_env("TORCHELASTIC_USE_AGENT_STORE"):
                 server, missing = WorldRank(self.world[self.rank]), []
@@ -362,7 +363,7 @@ class StoreRanks:
 
 
 class ProcessGroupRanks(StoreRanks):
-    """Messages that all ranks of ``process_group`` send together."""
+    """Messages between the ranks of ``process_group``."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = weakref.ref(process_group)
@@ -377,10 +378,10 @@ class ProcessGroupRanks(StoreRanks):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group, which this does not keep alive.
+        """The group, held by a weak reference.
 
         Raises:
-            ReferenceError: it was destroyed.
+            ReferenceError: the group was destroyed.
         """
         process_group = self._process_group()
         if process_group is None:
@@ -388,12 +389,11 @@ class ProcessGroupRanks(StoreRanks):
         return process_group
 
     def is_current(self) -> bool:
-        """True if the process group was not destroyed yet; then nothing that was agreed in it
-        counts any more."""
+        """Return whether the process group still exists. If not, its agreements are void."""
         return self._process_group() in distributed_c10d._world.pg_map
 
     def agreement_seconds(self) -> float:
-        """The knob's, else as long as the group's own collectives wait, else 30 minutes."""
+        """Return the knob, else the timeout of the group's own collectives, else 30 minutes."""
         limit = knobs.autotune_meeting_timeout.get()
         if limit is not None:
             return limit
@@ -405,9 +405,9 @@ class ProcessGroupRanks(StoreRanks):
         return min(seconds, default=1800.0)
 
     def line_up(self) -> None:
-        """On GPUs queue a one-element all-reduce on the current stream; gloo, which ranks have
-        that share GPUs, waits for the stream and for the ranks. All ranks must be about to queue
-        it, as after a barrier; else it would wait for the process group's timeout."""
+        """Queue a one-element all-reduce on the current stream of a GPU, so that the ranks' devices
+        continue at the same time. With gloo (ranks that share a GPU) it waits on the host. Call it
+        right after a barrier; otherwise it waits up to the timeout of the process group."""
         if not torch.cuda.is_available():
             return
         is_on_gpu = knobs.share_gpus.get() and torch.cuda.is_initialized()
