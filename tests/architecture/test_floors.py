@@ -17,7 +17,6 @@ HARDWARE = ("torch.cuda", "torch.distributed")
 MAY_TOUCH_HARDWARE = ("runtime/", "debugging/", "kernels/", "layers/", "testing/", "test/")
 LONGEST = 620
 """Think again above 400, but do not split a class or a function to satisfy a number."""
-SUBORDINATE = re.compile(r"(How|If|Of|That|What|When|Where|Whether|Which|Who|Whose|Why)\b")
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
 
 
@@ -113,19 +112,6 @@ def test_kernels_ask_a_device_what_it_can_not_what_it_is() -> None:
 def test_no_module_is_too_long() -> None:
     counts = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
     assert not {module: count for module, count in counts.items() if count > LONGEST}
-
-
-def test_no_docstring_begins_with_a_subordinate_clause() -> None:
-    found = [
-        f"{name(path)}:{statement.lineno}: {text.splitlines()[0]}"
-        for path in modules()
-        for node in ast.walk(tree(path))
-        if isinstance(body := getattr(node, "body", None), list)
-        for statement in body
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if SUBORDINATE.match(text := str(statement.value.value).strip())
-    ]
-    assert not found, "begin with a noun or a verb:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
