@@ -62,7 +62,7 @@ def test_all_gather_does_both_cases_unless_told(parse):
 @pytest.mark.parametrize(
     ("script", "line", "said"),
     [
-        ("test_gemm_ar", "33 1024", "2 sizes, expected three, M N K, or none"),
+        ("test_gemm_ar", "33 1024", "2 sizes, expected 3 (M N K) or none"),
         ("test_gemm_rs", "--dtype int8", "invalid choice: 'int8'"),
         ("test_ag_gemm", "--foo", "unrecognized arguments: --foo"),
         ("test_gemm_rs", "--verify-iters 0", "--verify-iters: '0': expected an integer, 1 or more"),

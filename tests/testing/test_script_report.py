@@ -32,7 +32,7 @@ def test_times_on_gpus_have_ratios_and_a_legend(monkeypatch, capsys):
     (row,) = [line for line in printed.splitlines() if line.startswith("op ")]
     assert row.split() == ["op", "2.500", "2.400-2.600", "1.20", "1.25"]
     assert "limit max(GEMM, all-gather)          2.000" in printed
-    assert "x serial: how many times as fast as serial; / limit: time over the limit" in printed
+    assert "x serial: speedup over serial; / limit: time divided by the limit" in printed
     assert utils.NO_TIMES not in printed
 
 

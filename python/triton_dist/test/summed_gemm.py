@@ -1,5 +1,8 @@
-"""Parts that the scripts of GEMM-ReduceScatter and GEMM-AllReduce share: options, data, a check
-against a product and sum in fp32, and a table of times beside the peers and the limit."""
+"""Common parts of the scripts for GEMM-ReduceScatter and GEMM-AllReduce.
+
+Options, data, a check against a product and sum in fp32, and a table of times next to the baselines
+and the limit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
     ScriptParser,
     at_least,
-    check_by_turns,
+    check_rank_by_rank,
     dtype_named,
     report_passed,
     report_perf,
@@ -26,39 +29,41 @@ from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.gemm import Shape, SummedGEMMOpInfo
 
 CPU_SCALE = 128
-"""By which sizes are divided for the interpreter."""
+"""Divisor of the sizes for the interpreter."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """An op, as the command line asks for it."""
+    """An op with the options of the command line."""
 
     info: SummedGEMMOpInfo
     options: Mapping[str, Any]
-    """Arguments of a call beside operands and tunables."""
+    """Arguments of a call other than operands and tunables."""
     fixed: Mapping[str, Any]
-    """Tunables that the command line fixes."""
+    """Tunables that the command line sets."""
 
 
 def make_parser(description: str | None) -> ScriptParser:
-    """Options of both scripts, but those of the shape."""
+    """Return a parser with the options of both scripts, except the shape."""
     parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_other_name("--check", "check")
+    parser.add_alias("--check", "check")
     flag = argparse.BooleanOptionalAction
     parser.add_dtype("bfloat16")
     parser.add_rounds(iters=15, warmup=3)
-    parser.add_argument("--trans_b", action=flag, default=True, help="B column-major")
+    parser.add_argument("--trans_b", action=flag, default=True, help="make B column-major")
     parser.add_argument("--autotune", action=flag, default=True)
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
-    parser.add_argument("--verify-iters", type=at_least(1), default=5, help="rounds of check")
-    parser.add_argument("--persistent", action=flag, help="fix the kind of kernel; default: tuned")
-    parser.add_argument("--has_bias", action="store_true")
-    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    parser.add_argument(
+        "--verify-iters", type=at_least(1), default=5, help="number of rounds of check"
+    )
+    parser.add_argument("--persistent", action=flag, help="choose the kernel; default: tuned")
+    parser.add_argument("--has_bias", action="store_true", help="add a bias")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
     return parser
 
 
 def make_operands(script: Script, args: argparse.Namespace, shape: Shape) -> Operands:
-    """The case's, with the layout of B and the bias that are asked for. Collective."""
+    """Return operands with the layout of B and the bias of the command line. Collective."""
     return script.info.operands(
         shape, dtype_named(args.dtype), dist.get_world_size(),
         column_major=args.trans_b, has_bias=args.has_bias,
@@ -66,7 +71,7 @@ def make_operands(script: Script, args: argparse.Namespace, shape: Shape) -> Ope
 
 
 def run(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> torch.Tensor:
-    """One call as the command line asks for it."""
+    """Call the op with the options of the command line."""
     op, fixed = script.info.op, dict(script.fixed)
     operands, options = script.info.arguments(data, ctx)
     output: torch.Tensor
@@ -81,10 +86,10 @@ def run(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> t
 
 
 def check(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
-    """Compare one call with the reference, one rank after the other."""
+    """Compare one call with the reference, on one rank after the other."""
     C = run(script, args, data, ctx)
     expected = script.info.reference(data)
-    check_by_turns(C, expected, script.info.tolerance(C.dtype, dist.get_world_size()))
+    check_rank_by_rank(C, expected, script.info.tolerance(C.dtype, dist.get_world_size()))
 
 
 def report_check(args: argparse.Namespace, shape: Shape) -> None:
@@ -92,7 +97,7 @@ def report_check(args: argparse.Namespace, shape: Shape) -> None:
 
 
 def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
-    """Times of the op, its parts and its peers, after one checked call."""
+    """Check one call, then time the op, its parts and its baselines."""
     check(script, args, data, ctx)
     report_config(script, args, data, ctx)
     (M, K), N, size = data["A"].shape, data["B"].shape[1], dist.get_world_size()
@@ -103,7 +108,7 @@ def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> 
 
 
 def report_config(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
-    """Say which config is in use and where it came from, if one is chosen."""
+    """Print the config in use and its origin, unless the command line sets tunables."""
     if not script.fixed or not args.autotune:
         op = script.info.op
         operands, options = script.info.arguments(data, ctx)

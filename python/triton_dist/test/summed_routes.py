@@ -1,5 +1,8 @@
-"""Scripts of ops that end a mixture-of-experts layer: options, data, a check against products in
-fp32, and a table of times beside the peers and the limit."""
+"""Common parts of the scripts for the ops that end an MoE layer.
+
+Options, data, a check against products in fp32, and a table of times next to the baselines and the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
     ScriptParser,
-    check_by_turns,
+    check_rank_by_rank,
     dtype_named,
     on_ranks,
     report_passed,
@@ -27,35 +30,37 @@ from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo
 from triton_dist.utils import is_cuda
 
 CPU_SCALE, CPU_EXPERTS_SCALE = 64, 8
-"""By which sizes, and the number of experts, are divided for the interpreter."""
+"""Divisors of the sizes and of the number of experts for the interpreter."""
 _CHUNKS, _CPU_ROUNDS = 4, 3
 
 
 def make_parser(description: str | None) -> ScriptParser:
     parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_other_name("--check", "check")
+    parser.add_alias("--check", "check")
     flag = argparse.BooleanOptionalAction
     for name, help_ in (
-        ("M", "tokens"),
+        ("M", "number of tokens"),
         ("N", "hidden size: columns of the result"),
-        ("K", "intermediate size, of all ranks"),
-        ("E", "experts"),
-        ("TOPK", "experts of a token"),
+        ("K", "intermediate size over all ranks"),
+        ("E", "number of experts"),
+        ("TOPK", "experts per token"),
     ):
         parser.add_argument(name, type=int, help=help_)
     parser.add_dtype("float16")
     parser.add_rounds(iters=100, warmup=10)
     parser.add_argument("--autotune", action=flag, default=True)
-    parser.add_argument("--n_chunks", type=int, help="fix the chunks of columns; default: tuned")
+    parser.add_argument("--n_chunks", type=int, help="number of column chunks; default: tuned")
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
-    parser.add_argument("--debug", action="store_true", help="operands are constant")
-    parser.add_argument("--debug_sync", action="store_true", help="wait for the device after calls")
-    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    parser.add_argument("--debug", action="store_true", help="use constant operands")
+    parser.add_argument(
+        "--debug_sync", action="store_true", help="synchronise with the device after each call"
+    )
+    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
     return parser
 
 
 def shape_of(args: argparse.Namespace) -> GroupedShape:
-    """As the command line asks for, scaled on CPU ranks; M and K are cut to multiples of the
+    """Return the shape of the command line, reduced on CPU ranks; M and K are multiples of the
     ranks."""
     size = dist.get_world_size()
     scale, experts = (1, 1) if is_cuda() else (CPU_SCALE, CPU_EXPERTS_SCALE)
@@ -64,7 +69,7 @@ def shape_of(args: argparse.Namespace) -> GroupedShape:
 
 
 class Script:
-    """An op, as the command line asks for it; ``alone``: the one without overlap."""
+    """An op with the options of the command line; ``alone`` is the op without overlap."""
 
     def __init__(
         self,
@@ -77,7 +82,7 @@ class Script:
         self.fixed = {} if args.n_chunks is None else {"n_chunks": args.n_chunks}
 
     def operands(self, shape: GroupedShape) -> Operands:
-        """The case's; with ``--debug``, constant ones. Collective."""
+        """Return the operands, constant with ``--debug``. Collective."""
         size, rank = dist.get_world_size(), dist.get_rank()
         data = self.info.operands(shape, dtype_named(self.args.dtype), size)
         if self.args.debug:
@@ -86,7 +91,7 @@ class Script:
         return data
 
     def run(self, data: Operands) -> torch.Tensor:
-        """One call."""
+        """Call the op with the options of the command line."""
         operands, _ = self.info.arguments(data, self.ctx)
         output: torch.Tensor
         if self.args.autotune:
@@ -98,7 +103,7 @@ class Script:
         return output
 
     def check(self, data: Operands) -> None:
-        """Compare one call with the reference; and one in chunks, and one without overlap."""
+        """Compare a call, a call in chunks and a call without overlap with the reference."""
         operands, _ = self.info.arguments(data, self.ctx)
         tiles = grouped_tiles()[0]
         expected = self.info.reference(data)
@@ -108,16 +113,16 @@ class Script:
             self.info.op.fn(*operands, n_chunks=_CHUNKS, config=tiles),
             self.alone(*operands[:4], n_chunks=_CHUNKS, config=tiles),
         ):
-            check_by_turns(C, expected, tolerance)
+            check_rank_by_rank(C, expected, tolerance)
 
     def report_tuning(self, data: Operands) -> None:
-        """Say which config is in use and where it came from."""
+        """Print the config in use and its origin."""
         op = self.info.op
         operands, _ = self.info.arguments(data, self.ctx)
         report_tuning(op, self.args.autotune, op.tuning_count > 0, *operands, **self.fixed)
 
     def perf(self, data: Operands, shape: GroupedShape) -> None:
-        """Times of the op, its parts and its peers."""
+        """Time the op, its parts and its baselines."""
         rounds, warmup = max(2, self.args.iters), self.args.warmup
         if not is_cuda():
             rounds, warmup = min(rounds, _CPU_ROUNDS), min(warmup, 1)
@@ -129,7 +134,7 @@ class Script:
 def main(
     info: MoEReduceOpInfo, alone: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
-    """All of a script."""
+    """Run a script: check, report the tuning, and time the op."""
     with on_ranks(args.seed):
         shape = shape_of(args)
         with info.context(shape, dtype_named(args.dtype)) as ctx:

@@ -1,5 +1,8 @@
-"""Parts that the scripts of the tensor-parallel layers share: options, the block that a layer is
-made of, a check against that block, and times beside torch's product and all-reduce."""
+"""Common parts of the scripts for the tensor-parallel layers.
+
+Options, the block from which a layer is built, a check against the block, and times next to torch's
+GEMM and all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import (
     NO_TIMES,
     ScriptParser,
-    check_by_turns,
+    check_rank_by_rank,
     dtype_named,
     profile,
     report_passed,
@@ -28,57 +31,56 @@ from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, finalize_distributed, is_cuda
 
 CPU_SCALE = 64
-"""By which sizes are divided for the interpreter."""
+"""Divisor of the sizes for the interpreter."""
 _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A call form of a layer, and what it must give."""
+    """A call form of a layer and its expected result."""
 
     call: Callable[[], torch.Tensor]
     expected: torch.Tensor
 
 
 def make_parser(description: str | None, model: str) -> ScriptParser:
-    """Options of all these scripts."""
+    """Return a parser with the options of all layer scripts."""
     parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_other_name("--check", "check")
+    parser.add_alias("--check", "check")
     parser.add_argument(
-        "--model", default=model, help="a known name, or a folder with a config.json"
+        "--model", default=model, help="name of a known model, or a folder with a config.json"
     )
     parser.add_dtype("bfloat16")
     parser.add_rounds(iters=100, warmup=20)
-    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
     return parser
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
-    """Options of the scripts that prefill and decode."""
+    """Add the options of scripts that prefill and decode."""
     parser.add_argument(
         "--run_type", default="prefill", choices=["prefill", "decode"],
-        help="the whole prompt, or one token behind it",
+        help="process the whole prompt, or one token after it",
     )  # fmt: skip
     parser.add_argument(
         "--mode", default="ag_rs", choices=["ag_rs", "allreduce", "gemm_ar"],
-        help="sequence-parallel, or with an all-reduce (both others)",
+        help="ag_rs: sequence-parallel; allreduce and gemm_ar: all-reduce mode",
     )  # fmt: skip
     parser.add_argument(
         "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
-        help="no effect: it is tuned",
+        help="ignored: the algorithm is tuned",
     )  # fmt: skip
 
 
 def add_ignored(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Accept flags of scripts that choose a kernel: here calls are tuned."""
+    """Accept and ignore options that select a kernel, because calls are tuned."""
     for flag in flags:
-        parser.add_argument(flag, action="store_true", help="no effect: calls are tuned")
+        parser.add_argument(flag, action="store_true", help="ignored: calls are tuned")
 
 
 def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
-    """A block of the model with random weights, the same on all ranks, where kernels run; small on
-    CPU ranks."""
+    """Return a block of the model with random weights, equal on all ranks; small on CPU ranks."""
     config = LlamaConfig.of(args.model)
     if not is_cuda():
         config = scaled_down(config, CPU_SCALE)
@@ -88,9 +90,11 @@ def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
     return block.requires_grad_(False), config
 
 
-def smaller(model: str, num_layers: int | None, folder: str) -> str:
-    """The model, or where it is to have other sizes, ``folder``, to which they are written: of CPU
-    ranks, or ``num_layers``."""
+def reduced_model(model: str, num_layers: int | None, folder: str) -> str:
+    """Return ``model``, or ``folder`` with a reduced config.
+
+    The config is reduced on CPU ranks, or if ``num_layers`` is given.
+    """
     if num_layers is None and is_cuda():
         return model
     config = LlamaConfig.of(model)
@@ -102,7 +106,7 @@ def smaller(model: str, num_layers: int | None, folder: str) -> str:
 
 
 def operand(args: argparse.Namespace, *shape: int) -> torch.Tensor:
-    """Values of 0 to 0.1, the same on all ranks."""
+    """Return random values from 0 to 0.1, equal on all ranks."""
     made = torch.rand(shape, generator=torch.Generator().manual_seed(args.seed)) / 10
     return made.to(dtype_named(args.dtype)).to(current_device().torch_device)
 
@@ -114,7 +118,7 @@ def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
 def batch_and_tokens(
     args: argparse.Namespace, most_batch: int, most_tokens: int
 ) -> tuple[int, int]:
-    """Return the sequences, a multiple of the ranks, and their tokens: fewer on CPU ranks."""
+    """Return the number of sequences, a multiple of the ranks, and of tokens; few on CPU ranks."""
     size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
     if not is_cuda():
         batch, tokens = min(batch, most_batch), min(tokens, most_tokens)
@@ -122,8 +126,7 @@ def batch_and_tokens(
 
 
 def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form], layer: Any) -> None:
-    """Compare each form with what it must give; then, unless it was for that alone, time all.
-    Finalize ``layer`` in the end."""
+    """Check each form and, for the case ``perf``, time it. Finalize ``layer`` at the end."""
     _run(args, title, forms)
     layer.finalize()
     finalize_distributed()
@@ -132,14 +135,14 @@ def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form], layer: 
 def _run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None:
     limit = _TOLERANCES[dtype_named(args.dtype)]
     for form in forms.values():
-        check_by_turns(form.call(), form.expected, limit)
+        check_rank_by_rank(form.call(), form.expected, limit)
     report_passed(f"{args.dtype}, {title}")
     if args.case != "perf":
         return
     calls = {name: captured(form.call) for name, form in forms.items()}
     rounds, warmup = (max(2, args.iters), args.warmup) if is_cuda() else (2, 0)
     samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
-    calls.clear()  # graphs end before the contexts of what they hold
+    calls.clear()  # free the graphs before the contexts whose memory they use
     base = next(iter(samples.values())).median
     if is_cuda():
         dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
@@ -152,5 +155,5 @@ def _run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> Non
 
 
 def no_grad(module: Any) -> Callable[..., Any]:
-    """``module`` without gradients."""
+    """Return ``module`` without gradients."""
     return torch.no_grad()(module)  # type: ignore[no-any-return]

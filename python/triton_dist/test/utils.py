@@ -1,4 +1,4 @@
-"""Shapes, assertions, command lines, checks and tables of times that test scripts share."""
+"""Common parts of the test scripts: shapes, assertions, command lines, checks, tables of times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "dtype_named",
 ]
 
-# Global N and K of a feed-forward layer's first GEMM.
+# Global N and K of the first GEMM of a feed-forward layer.
 LAYER_CONFIGS = {
     "LLaMA-7B": {"N": 11008, "K": 4096},
     "LLaMA-3.1-8B": {"N": 14336, "K": 4096},
@@ -45,7 +45,7 @@ LAYER_CONFIGS = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """``"float16"`` to ``torch.float16``, for command lines."""
+    """Return the torch dtype of this name, for example ``"float16"``; for command lines."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -53,7 +53,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @contextmanager
 def on_ranks(seed: int) -> Iterator[None]:
-    """Run the body of a script on all ranks, each with its own random numbers."""
+    """Context manager for the body of a script: initialise the ranks, each with its own seed."""
     initialize_distributed(seed)
     init_seed(seed + dist.get_rank())
     yield
@@ -61,13 +61,13 @@ def on_ranks(seed: int) -> Iterator[None]:
 
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Short names of dtypes and torch's."""
+"""Short names of dtypes, and torch's names."""
 _UNTIL_ENDED = 60.0
-"""Seconds; the launcher ends this process long before, as soon as rank 0 has ended."""
+"""Sleep in seconds; the launcher ends this process earlier, when rank 0 has exited."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument that is a number of something, ``least`` or more."""
+    """Return an argparse type that accepts integers from ``least`` on."""
 
     def number(word: str) -> int:
         value = int(word) if word.isdecimal() else -1
@@ -79,46 +79,48 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """A parser of which rank 0 alone is heard, although every rank parses the same command line.
+    """An argument parser that prints messages only on rank 0; every rank parses.
 
     Args:
-        description: for ``--help``: the script's docstring.
-        cases: what ``--case`` may be.
-        default: the case without the option; ``None``: all of them, one after another.
+        description: text for ``--help``: the script's docstring.
+        cases: choices of ``--case``.
+        default: default case; ``None``: run all cases in sequence.
     """
 
     def __init__(self, description: str | None, cases: Iterable[str], default: str | None) -> None:
         super().__init__(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        shown = "all of them" if default is None else default
+        shown = "all" if default is None else default
         self.add_argument(
-            "--case", choices=list(cases), default=default, help=f"what to do; default: {shown}"
+            "--case", choices=list(cases), default=default, help=f"case to run; default: {shown}"
         )
 
-    def add_other_name(self, option: str, case: str) -> None:
-        """Let ``option`` mean ``--case`` with ``case``."""
+    def add_alias(self, option: str, case: str) -> None:
+        """Add ``option`` as an alias of ``--case`` with ``case``."""
         self.add_argument(
             option, action="store_const", dest="case", const=case, default=argparse.SUPPRESS,
-            help=f"the same as --case {case}",
+            help=f"same as --case {case}",
         )  # fmt: skip
 
     def add_dtype(self, default: str) -> None:
-        """``--dtype``, by torch's name or its short one; the value is torch's."""
+        """Add ``--dtype``, which accepts torch's names and short names."""
         self.add_argument(
             "--dtype", default=default, choices=list(DTYPES.values()),
-            type=lambda name: DTYPES.get(name, name), help="also by short names such as bf16",
+            type=lambda name: DTYPES.get(name, name), help="or a short name such as bf16",
         )  # fmt: skip
 
     def add_rounds(self, iters: int, warmup: int, least: int = 1) -> None:
-        """``--iters``, ``least`` or more, and ``--warmup``, by either of two names."""
-        self.add_argument("--iters", type=at_least(least), default=iters, help="rounds that count")
+        """Add ``--iters`` (at least ``least``), and ``--warmup`` with its alias."""
+        self.add_argument(
+            "--iters", type=at_least(least), default=iters, help="number of measured rounds"
+        )
         self.add_argument(
             "--warmup",
             "--warmup_iters",
             type=at_least(0),
             default=warmup,
-            help="rounds before those",
+            help="number of rounds before the measured rounds",
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -126,18 +128,18 @@ class ScriptParser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End this process; after a mistake, ranks other than 0 leave it the time to say so."""
+        """Exit; after an error, other ranks wait so that rank 0 can print the message."""
         if status and knobs.rank.get() > 0:
             time.sleep(_UNTIL_ENDED)
         super().exit(status, message)
 
 
-NO_TIMES = "interpreted: times mean nothing, they only show that everything runs"
-"""Stands above times on CPU ranks, in place of rates and ratios."""
+NO_TIMES = "interpreted: times are not meaningful; they only show that everything runs"
+"""Text printed with times on CPU ranks instead of rates and ratios."""
 
 
-def check_by_turns(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Compare results, one rank after the other. Collective."""
+def check_rank_by_rank(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Compare results on one rank after the other. Collective."""
     for turn in range(dist.get_world_size()):
         dist.barrier()
         if turn == dist.get_rank():
@@ -145,7 +147,7 @@ def check_by_turns(found: torch.Tensor, expected: torch.Tensor, tolerance: float
 
 
 def profile(name: str, wanted: bool, *calls: Callable[[], object]) -> None:
-    """Write a trace of 20 rounds of ``calls`` to prof/, if ``wanted``. Collective."""
+    """Write a trace of 20 rounds of ``calls`` to prof/ if ``wanted``. Collective."""
     with group_profile(name, wanted):
         for call in calls:
             for _ in range(20 if wanted else 0):
@@ -163,9 +165,9 @@ def report_perf(
     warmup: int,
     trace: str = "",
 ) -> None:
-    """Time the op, its parts and its baselines in CUDA graphs; then profile it, if asked to.
+    """Time the op, its parts and its baselines in CUDA graphs, then profile it if requested.
 
-    trace: name of the profile; default: that of the op.
+    ``trace`` is the name of the profile; default: from the name of the op.
     """
     candidates = {info.name: Baseline("own", ours), **info.baselines(data, ctx)}
     calls = {name: captured(each.call) for name, each in candidates.items()}
@@ -176,8 +178,10 @@ def report_perf(
 
 
 def report_passed(details: str) -> None:
-    """``✅ check passed: 2 ranks, cpu, details`` on rank 0; without the mark where standard output
-    cannot encode it."""
+    """Print ``✅ check passed: 2 ranks, cpu, details`` on rank 0.
+
+    The mark is omitted if standard output cannot encode it.
+    """
     mark = "✅ "
     try:
         mark.encode(sys.stdout.encoding or "utf-8")
@@ -190,14 +194,16 @@ def report_passed(details: str) -> None:
 def report_tuning(
     op: AutoTuner, autotune: bool, tuned_now: bool, /, *operands: Any, **options: Any
 ) -> None:
-    """Say which config is in use and where it came from.
+    """Print the config in use and its origin.
 
     Args:
-        autotune: the script's own option; the environment may say no, too.
-        operands, options: those of the call.
+        op: the tuned op.
+        autotune: the script's option; the environment can disable tuning too.
+        tuned_now: this process has tuned the op.
+        operands, options: arguments of the call.
     """
     if not (autotune and knobs.autotune.get()):
-        dist_print("no tuning: the default config")
+        dist_print("no tuning: default config")
         return
     origin = "tuned now" if tuned_now else "from the cache, no tuning"
     dist_print(f"config ({origin}): {op.best_config(*operands, **options)}")
@@ -210,14 +216,14 @@ def report_times(
     serial: str,
     transfer: str,
 ) -> None:
-    """Print a table of medians, with ratios where times mean something.
+    """Print a table of medians, with ratios if times are meaningful.
 
     Args:
-        title: op, shape and dtype, for people.
-        candidates: what was timed, by name.
-        samples: times of each, of the slowest rank, in ms.
-        serial: the candidate that does one part after the other.
-        transfer: the op's collective, for people.
+        title: text with op, shape and dtype.
+        candidates: timed calls by name.
+        samples: times in ms of the slowest rank, by name.
+        serial: name of the candidate that runs the parts in sequence.
+        transfer: name of the op's collective.
     """
     if not is_cuda():
         dist_print(f"{title}\n{NO_TIMES}\n{'':32}{'ms':>10}")
@@ -234,6 +240,6 @@ def report_times(
         dist_print(f"{name:32}{sample.median:10.3f}{quartiles:>20}{ratios}")
     dist_print(f"{f'limit max(GEMM, {transfer})':32}{limit:10.3f}")
     dist_print(
-        f"x serial: how many times as fast as {serial}; / limit: time over the limit, the larger "
-        f"of GEMM alone and the fastest {transfer} alone"
+        f"x serial: speedup over {serial}; / limit: time divided by the limit, the larger of "
+        f"GEMM alone and the fastest {transfer} alone"
     )

@@ -1,9 +1,9 @@
 """AllGather-GEMM on all ranks: ``bash scripts/launch.sh test_ag_gemm.py --case check``.
 
-``check``: five rounds of fresh data and a scrambled workspace against all-gather and matmul.
-``correctness_tma_autotune``: the same with a GEMM kernel that ``contextual_autotune`` tunes inside
-the op. ``perf``: the tuned op beside its peers and its limit. On CPU ranks all run at small shapes,
-M per rank odd.
+``check``: compare five rounds of new data, with a scrambled workspace, with all-gather and matmul.
+``correctness_tma_autotune``: likewise with a GEMM kernel that ``contextual_autotune`` tunes inside
+the op. ``perf``: time the tuned op, its baselines and its limit. On CPU ranks, all cases run at
+small shapes; M per rank is odd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton_dist.test.utils import (
     LAYER_CONFIGS,
     ScriptParser,
     assert_allclose,
-    check_by_turns,
+    check_rank_by_rank,
     dtype_named,
     profile,
     report_passed,
@@ -41,7 +41,7 @@ from triton_dist.utils import (
     is_cuda,
 )
 
-# The interpreter does about 1e7 multiply-adds a second: shapes for CPU ranks.
+# The interpreter executes about 1e7 multiply-adds per second, so CPU ranks use small shapes.
 _CPU_CHECK = {"M_per_rank": 37, "N": 256, "K": 96}
 _CPU_PERF_SCALE = 64
 
@@ -51,16 +51,17 @@ def get_args() -> argparse.Namespace:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--M", "-M", type=int, default=8192, help="global number of rows (perf)")
-    parser.add_argument("--persistent", action=flag, help="fix the kind of kernel; default: tuned")
+    parser.add_argument("--persistent", action=flag, help="choose the kernel; default: tuned")
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
     parser.add_argument("--autotune", action=flag, default=True)
-    parser.add_argument("--trans_b", action=flag, default=True, help="B column-major")
+    parser.add_argument("--trans_b", action=flag, default=True, help="make B column-major")
     parser.add_argument(
-        "--local-copy", action=flag, default=True, help="off: own rows are in the workspace"
-    )
+        "--local-copy", action=flag, default=True,
+        help="copy this rank's rows of A; with --no-, read them from the workspace",
+    )  # fmt: skip
     parser.add_dtype("float16")
     parser.add_argument(
-        "--debug", action="store_true", help="verbose tuning, a straggler in each round"
+        "--debug", action="store_true", help="tune verbosely, and delay one rank in each round"
     )
     return parser.parse_args()
 
@@ -68,7 +69,7 @@ def get_args() -> argparse.Namespace:
 def make_data(
     args: argparse.Namespace, shape: Shape, dtype: torch.dtype
 ) -> tuple[Operands, torch.Tensor, torch.Tensor]:
-    """The case's operands, and A and B of them."""
+    """Return the operands, and A and B separately."""
     operands = AG_GEMM.operands(shape, dtype, dist.get_world_size(), column_major=args.trans_b)
     return operands, operands["A"], operands["B"]
 
@@ -85,7 +86,7 @@ def run_ag_gemm(
     ctx: AllGatherGEMMTensorParallelContext,
     straggler: int | None = None,
 ) -> torch.Tensor:
-    """One call as the command line asks for it."""
+    """Call the op with the options of the command line."""
     options = (
         {}
         if args.persistent is None
@@ -101,7 +102,7 @@ def run_ag_gemm(
 
 
 def check_shape(num_ranks: int) -> Shape:
-    """Shape of the cases that check."""
+    """Return the shape of the checking cases."""
     if is_cuda():
         return Shape(4091 * num_ranks, 5120, 1024)
     return Shape(_CPU_CHECK["M_per_rank"] * num_ranks, _CPU_CHECK["N"], _CPU_CHECK["K"])
@@ -118,7 +119,7 @@ def check(args: argparse.Namespace) -> None:
                 ctx.own_rows(A.shape[0]).copy_(A)
             C = run_ag_gemm(args, A, B, ctx, round_number % num_ranks if args.debug else None)
             expected, tolerance = AG_GEMM.reference(operands), AG_GEMM.tolerance(dtype, num_ranks)
-            check_by_turns(C, expected, tolerance)
+            check_rank_by_rank(C, expected, tolerance)
         report_config(args, A, B, ctx)
     report_passed(f"{args.dtype}, {shape}")
 
@@ -171,7 +172,7 @@ def report_config(
 
 
 def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
-    """Each rank's rates in steady state: back-to-back calls, caches warm."""
+    """Print each rank's rates for back-to-back calls with warm caches."""
     cost = AG_GEMM.cost(shape, dtype, dist.get_world_size())
     read, written, received = (
         nbytes / own_ms / 1e6 for nbytes in (cost.read_bytes, cost.written_bytes, cost.link_bytes)
@@ -184,7 +185,7 @@ def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
     )
     dist_print(
         f"peaks: {get_tensorcore_tflops(dtype):.0f} TFLOP/s, "
-        f"{get_intranode_max_speed_gbps():.0f} GB/s a link"
+        f"{get_intranode_max_speed_gbps():.0f} GB/s per link"
     )
 
 

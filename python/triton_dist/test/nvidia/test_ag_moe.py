@@ -1,8 +1,8 @@
 """AllGather + grouped GEMM on all ranks: ``bash scripts/launch.sh test_ag_moe.py --M 2048``.
 
-For each of five layers the op is tuned, checked against a product expert by expert in torch, and
-timed beside its parts and its peers; ``--check``: five rounds of fresh data and routings, nothing
-is timed. On CPU ranks sizes are scaled down to what the interpreter can do.
+For each of five layers, tune the op, compare it with a torch loop over the experts, and time it
+next to its parts and baselines. ``--check``: five rounds of new data and routings without timing.
+On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
 from triton_dist.test.utils import (
     ScriptParser,
-    check_by_turns,
+    check_rank_by_rank,
     dtype_named,
     on_ranks,
     report_passed,
@@ -27,7 +27,7 @@ from triton_dist.testing.opinfo.base import Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.utils import is_cuda
 
-# N and K of all ranks, experts, and how many a token goes to.
+# Global N and K, number of experts, experts per token.
 LAYERS = {
     "Dummy": (8192, 8192, 32, 3),
     "Qwen1.5-MoE-A2.7B": (1408, 2048, 60, 4),
@@ -41,21 +41,21 @@ _ROUNDS_OF_CHECK = 5
 
 def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, CASES, default="perf")
-    parser.add_other_name("--check", "check")
+    parser.add_alias("--check", "check")
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--M", "-M", type=int, default=8192, help="tokens of all ranks")
-    parser.add_argument("--layer", choices=list(LAYERS), help="one of them; default: all")
+    parser.add_argument("--M", "-M", type=int, default=8192, help="tokens over all ranks")
+    parser.add_argument("--layer", choices=list(LAYERS), help="run one layer; default: all")
     parser.add_rounds(iters=10, warmup=5)
     parser.add_dtype("float16")
     parser.add_argument("--autotune", action=flag, default=True)
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
-    parser.add_argument("--debug", action="store_true", help="verbose tuning")
-    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    parser.add_argument("--debug", action="store_true", help="tune verbosely")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
     return parser.parse_args()
 
 
 def shape_of(layer: str, M: int) -> GroupedShape:
-    """Scaled on CPU ranks; M and N are cut to multiples of the ranks."""
+    """Return the shape, reduced on CPU ranks; M and N are multiples of the ranks."""
     scale = 1 if is_cuda() else _CPU_SCALE
     return AG_GROUP_GEMM.scaled(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
 
@@ -63,7 +63,7 @@ def shape_of(layer: str, M: int) -> GroupedShape:
 def run(
     args: argparse.Namespace, data: Operands, ctx: MoEAllGatherGroupGEMMTensorParallelContext
 ) -> torch.Tensor:
-    """One call as the command line asks for it."""
+    """Call the op with the options of the command line."""
     operands, options = AG_GROUP_GEMM.arguments(data, ctx)
     output: torch.Tensor = ag_group_gemm(
         *operands, **options, autotune=args.autotune, autotune_verbose=args.debug
@@ -80,11 +80,11 @@ def check(
     for number in range(_ROUNDS_OF_CHECK if args.case == "check" else 1):
         if number:
             AG_GROUP_GEMM.refill(data, dist.get_world_size())
-            data["full_topk_ids"][number::7] = -1  # as ids that pad a batch
+            data["full_topk_ids"][number::7] = -1  # like the ids that pad a batch
         before = ag_group_gemm.tuning_count
         output = run(args, data, ctx)
         limit = AG_GROUP_GEMM.tolerance(output.dtype, dist.get_world_size())
-        check_by_turns(output, AG_GROUP_GEMM.reference(data), limit)
+        check_rank_by_rank(output, AG_GROUP_GEMM.reference(data), limit)
         if number == 0:
             operands, options = AG_GROUP_GEMM.arguments(data, ctx)
             tuned_now = ag_group_gemm.tuning_count > before

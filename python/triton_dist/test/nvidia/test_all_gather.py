@@ -1,8 +1,8 @@
 """All-gather on all ranks: ``bash scripts/launch.sh test_all_gather.py --case check``.
 
-``check``: every way of it, at sizes that fit vectors and such that do not, exact. ``perf``: the
-tuned one beside the library's. Without ``--case``: both, size by size. On CPU ranks sizes are
-scaled down to what the interpreter can do.
+``check``: compare every algorithm bit by bit, at sizes with and without 16-byte vectors. ``perf``:
+time the tuned op next to the library's. Without ``--case``, run both for each size. On CPU ranks,
+sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _CPU_SCALE = 512
 
 def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, ("check", "perf"), default=None)
-    parser.add_argument("--max_nbytes", type=int, default=16 << 20, help="of the largest result")
+    parser.add_argument(
+        "--max_nbytes", type=int, default=16 << 20, help="bytes of the largest result"
+    )
     parser.add_dtype("bfloat16")
-    parser.add_rounds(iters=15, warmup=3, least=0)  # 0: the check alone
+    parser.add_rounds(iters=15, warmup=3, least=0)  # 0: only check
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
     args = parser.parse_args()
     if not is_cuda():
         args.max_nbytes = max(1024, args.max_nbytes // _CPU_SCALE)
@@ -69,7 +71,7 @@ def main() -> None:
     args = get_args()
     with on_ranks(args.seed):
         if args.case != "check":
-            heading = "median of the slowest rank; x: how many times as fast as the library's"
+            heading = "median of the slowest rank; x: speedup over the library"
             dist_print(heading if is_cuda() else NO_TIMES)
         with ALL_GATHER.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
             elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize

@@ -1,8 +1,8 @@
 """All-reduce on all ranks: ``bash scripts/launch.sh test_allreduce.py --case check``.
 
-``check``: random sizes against a sum in fp32, then calls back to back with nothing between them.
-``perf``: latency and bandwidth beside the library's, each size four times the one before. On CPU
-ranks all is scaled down to what the interpreter can do.
+``check``: compare random sizes with a sum in fp32, then make back-to-back calls without
+synchronisation. ``perf``: latency and bandwidth next to the library's; each size is 4 times the
+previous size. On CPU ranks, sizes and rounds are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -45,24 +45,30 @@ _LATE_CYCLES = 17_000_000  # 10 ms
 
 def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, ("check", "perf"), default="perf")
-    parser.add_other_name("--stress", "check")
-    parser.add_argument("--max_nbytes", type=int, default=4 << 20, help="of the largest tensor")
+    parser.add_alias("--stress", "check")
+    parser.add_argument(
+        "--max_nbytes", type=int, default=4 << 20, help="size of the largest tensor"
+    )
     parser.add_rounds(iters=10, warmup=5)
     parser.add_argument(
-        "--verify_shapes", type=at_least(1), default=25, help="sizes in a round of check"
+        "--verify_shapes", type=at_least(1), default=25, help="number of sizes per round of check"
     )
-    parser.add_argument("--verify_hang", type=at_least(0), default=100, help="calls back to back")
-    parser.add_argument("--seed", type=int, default=40, help="of sizes, data and stragglers")
     parser.add_argument(
-        "--alignment", type=at_least(1), default=16, help="sizes are multiples of it"
+        "--verify_hang", type=at_least(0), default=100, help="back-to-back calls per round of check"
     )
-    parser.add_argument("--method", choices=get_allreduce_methods(), help="default: tuned")
+    parser.add_argument("--seed", type=int, default=40, help="seed of sizes, data and delays")
+    parser.add_argument(
+        "--alignment", type=at_least(1), default=16, help="sizes are multiples of this number"
+    )
+    parser.add_argument(
+        "--method", choices=get_allreduce_methods(), help="algorithm; default: tuned"
+    )
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--simulate_straggler", action="store_true", help="a rank is late, by turns"
+        "--simulate_straggler", action="store_true", help="delay a random rank in each call"
     )
     parser.add_dtype("bfloat16")
-    parser.add_argument("--debug", action="store_true", help="data that a person can follow")
+    parser.add_argument("--debug", action="store_true", help="use constant data: (rank + 1) / 128")
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
     args = parser.parse_args()
     if not is_cuda():
@@ -78,7 +84,7 @@ def run_all_reduce(
     ctx: AllReduceContext,
     straggler: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """One call as the command line asks for it."""
+    """Call the op with the options of the command line."""
     method = None if args.method is None else to_allreduce_method(args.method)
     total: torch.Tensor = all_reduce(
         x, ctx, method=method, straggler_option=straggler, autotune=args.autotune
@@ -87,7 +93,7 @@ def run_all_reduce(
 
 
 def make_data(args: argparse.Namespace, elements: int) -> torch.Tensor:
-    """U(-1, 1) [elements]; with ``--debug`` (rank + 1) / 128."""
+    """Return [elements] of uniform values from -1 to 1; with ``--debug`` (rank + 1) / 128."""
     dtype, device = dtype_named(args.dtype), current_device().torch_device
     if args.debug:
         return torch.full((elements,), (dist.get_rank() + 1) / 128, dtype=dtype, device=device)
@@ -100,7 +106,7 @@ def check_sum(x: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
-    sizes = random.Random(args.seed)  # the same on all ranks
+    sizes = random.Random(args.seed)  # equal on all ranks
     dtype = dtype_named(args.dtype)
     most = max(1, args.max_nbytes // dtype.itemsize // args.alignment)
     for _ in range(args.iters):
@@ -128,7 +134,7 @@ def _straggler(args: argparse.Namespace, sizes: random.Random) -> tuple[int, int
 
 
 def sizes_to_measure(args: argparse.Namespace) -> Iterator[int]:
-    """Elements: from 128 bytes on, four times as many each, up to the largest."""
+    """Yield numbers of elements, from 128 bytes up, each 4 times the previous number."""
     nbytes = _FIRST_BYTES
     while nbytes <= args.max_nbytes:
         yield nbytes // dtype_named(args.dtype).itemsize
@@ -138,8 +144,8 @@ def sizes_to_measure(args: argparse.Namespace) -> Iterator[int]:
 def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     measured = is_cuda()
     dist_print(
-        "us: ours, the library's and the library's in place; GB/s: bytes over our time; x: how "
-        "many times as fast as the faster of the library's two"
+        "times in us: ours, the library's, and the library's in place; GB/s: bytes / our time; "
+        "x: speedup over the faster library time"
         if measured
         else NO_TIMES
     )
@@ -148,8 +154,8 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     for elements in sizes_to_measure(args):
         x = make_data(args, elements)
         check_sum(x, run_all_reduce(args, x, ctx))
-        peers = ALL_REDUCE.baselines({"x": x}, ctx)
-        calls = {name: captured(peers[name].call) for name in (LIBRARY, IN_PLACE)}
+        baselines = ALL_REDUCE.baselines({"x": x}, ctx)
+        calls = {name: captured(baselines[name].call) for name in (LIBRARY, IN_PLACE)}
         calls["ours"] = captured(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
         samples = interleaved(calls, max(2, args.iters), args.warmup)
         own, library, in_place = (
@@ -167,7 +173,7 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
 
 def _config(args: argparse.Namespace, x: torch.Tensor, ctx: AllReduceContext) -> object:
     if not args.autotune:
-        return "the default"
+        return "default"
     method = None if args.method is None else to_allreduce_method(args.method)
     return all_reduce.best_config(x, ctx, method=method)
 

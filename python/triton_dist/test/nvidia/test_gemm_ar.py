@@ -1,9 +1,9 @@
 """GEMM-AllReduce on all ranks: ``bash scripts/launch.sh test_gemm_ar.py --case check``.
 
-``check``: rounds of fresh data, of M rows and fewer, with a rank that is late, are compared with a
-product and sum in torch. ``perf``: the op beside its two parts alone, the two one after the other,
-and torch's own over symmetric memory. The shape is given by -M, -N and -K, or by three numbers. On
-CPU ranks shapes are scaled down to what the interpreter can do.
+``check``: compare rounds of new data, with up to M rows and a delayed rank, with a product and sum
+in torch. ``perf``: time the op, its two parts alone, both in sequence, and torch's all-reduces in
+symmetric memory. Give the shape as -M, -N and -K, or as three numbers. On CPU ranks, shapes are
+reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from triton_dist.testing.opinfo.summed_gemm import GEMM_AR
 from triton_dist.utils import is_cuda
 
 _LATE_CYCLES = 17_000_000  # 10 ms
-_CPU_ROWS = 64  # not scaled
+_CPU_ROWS = 64  # M is not reduced below this number
 
 
 def get_args() -> argparse.Namespace:
     parser = summed_gemm.make_parser(__doc__)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("shape", type=int, nargs="*", metavar="SIZE", help="M N K, in this order")
-    parser.add_argument("-M", "--M", type=int, default=128, help="rows, any number")
+    parser.add_argument("shape", type=int, nargs="*", metavar="SIZE", help="M, N and K")
+    parser.add_argument("-M", "--M", type=int, default=128, help="number of rows")
     parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
-    parser.add_argument("-K", "--K", type=int, default=28672, help="global K")
+    parser.add_argument("-K", "--K", type=int, default=28672, help="K over all ranks")
     parser.add_argument(
-        "--low-latency", action=flag, help="one shot, or with --no- two; default: tuned"
+        "--low-latency", action=flag, help="one-shot; with --no-, two-shot; default: tuned"
     )
     parser.add_argument(
-        "--copy-to-local", action=flag, default=True, help="off: the result may be a view"
-    )
+        "--copy-to-local", action=flag, default=True,
+        help="copy the result; with --no-, it may be a view of the context's memory",
+    )  # fmt: skip
     args = parser.parse_intermixed_args()
     if len(args.shape) not in (0, 3):
-        parser.error(f"{len(args.shape)} sizes, expected three, M N K, or none")
+        parser.error(f"{len(args.shape)} sizes, expected 3 (M N K) or none")
     if args.shape:
         args.M, args.N, args.K = args.shape
     return args
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """As the command line asks for, scaled on CPU ranks, few rows not; K is cut to a multiple of
-    the ranks."""
+    """Return the shape of the command line, reduced on CPU ranks unless M is small.
+
+    K is a multiple of the ranks.
+    """
     scale = 1 if is_cuda() else CPU_SCALE
     M = args.M if is_cuda() else min(args.M, max(_CPU_ROWS, args.M // CPU_SCALE))
     N, K = (max(1, size // scale) for size in (args.N, args.K))
@@ -67,9 +70,9 @@ def script(args: argparse.Namespace) -> Script:
 
 
 def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParallelContext) -> None:
-    """The first round with M rows, the others with some of the same key."""
+    """Compare results: the first round with M rows, later rounds with fewer rows of one key."""
     M = shape.M
-    drawn = random.Random(args.seed)  # the same on all ranks
+    drawn = random.Random(args.seed)  # equal on all ranks
     for turn in range(args.verify_iters):
         rows = drawn.randint(M // 2 + 1, M) if turn else M
         data = make_operands(script(args), args, dataclasses.replace(shape, M=rows))

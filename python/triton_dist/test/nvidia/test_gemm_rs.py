@@ -1,8 +1,8 @@
 """GEMM-ReduceScatter on all ranks: ``bash scripts/launch.sh test_gemm_rs.py --case check``.
 
-``check``: rounds of fresh data are compared with a product and sum in torch. ``perf``: the op
-beside its two parts alone and the two one after the other, for each M. On CPU ranks shapes are
-scaled down to what the interpreter can do.
+``check``: compare rounds of new data with a product and sum in torch. ``perf``: time the op, its
+two parts alone and both in sequence, for each M. On CPU ranks, shapes are reduced for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from triton_dist.utils import is_cuda
 def get_args() -> argparse.Namespace:
     parser = summed_gemm.make_parser(__doc__)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("-M", "--M", type=int, default=8192, help="global number of rows")
+    parser.add_argument("-M", "--M", type=int, default=8192, help="rows over all ranks")
     parser.add_argument(
         "--M_range",
         type=_rows,
         metavar="FIRST-LAST-STEP",
-        help="several M instead, such as 1024-8192-1024",
+        help="run several M, for example 1024-8192-1024",
     )
     parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
-    parser.add_argument("-K", "--K", type=int, default=28672, help="global K")
-    parser.add_argument("--fuse_scatter", action=flag, help="fix the transfer; default: tuned")
+    parser.add_argument("-K", "--K", type=int, default=28672, help="K over all ranks")
+    parser.add_argument(
+        "--fuse_scatter", action=flag, help="fused; with --no-, copy engine; default: tuned"
+    )
     parser.add_argument("--reduce_st", action=flag, default=False, help="add tiles on arrival")
     return parser.parse_args()
 
@@ -49,8 +51,10 @@ def _rows(word: str) -> range:
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:
-    """As the command line asks for, scaled on CPU ranks; M and K are cut to multiples of the
-    ranks."""
+    """Return the shapes of the command line, reduced on CPU ranks.
+
+    M and K are multiples of the ranks.
+    """
     size, scale = dist.get_world_size(), 1 if is_cuda() else CPU_SCALE
     rows = args.M_range or [args.M]
     N, K = max(1, args.N // scale), max(1, args.K // scale // size) * size

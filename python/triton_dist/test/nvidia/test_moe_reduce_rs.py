@@ -1,10 +1,10 @@
 """Grouped GEMM, top-k sum and ReduceScatter on all ranks:
 ``bash scripts/launch.sh test_moe_reduce_rs.py 8192 2048 1536 32 2 --check``.
 
-The sizes are tokens, hidden size, intermediate size of all ranks, experts, and experts of a token.
-``check``: a call, one in chunks and one without overlap are compared with products and sums in
-torch. ``perf``: the op beside its parts alone and others' code. On CPU ranks shapes are scaled
-down to what the interpreter can do.
+The numbers are tokens, hidden size, intermediate size over all ranks, experts, experts per token.
+``check``: compare a call, a call in chunks and a call without overlap with products and sums in
+torch. ``perf``: time the op, its parts and its baselines. On CPU ranks, shapes are reduced for the
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The tensor-parallel attention layer on all ranks:
 ``bash scripts/launch.sh test_tp_attn.py --run_type decode --mode gemm_ar --check``.
 
-The layer is made of a block with random weights, of the model's sizes: nothing is downloaded.
-``check``: a call with a key-value cache is compared with the block, or in decoding, where the cache
-has random contents, with torch's products and all-reduce. ``perf``: then timed, in CUDA graphs. On
-CPU ranks sizes are scaled down to what the interpreter can do.
+The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
+``check``: compare a call with a key-value cache with the block. For decoding, the cache is random,
+and the reference is torch's GEMMs and all-reduce. ``perf``: also time the calls in CUDA graphs. On
+CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from triton_dist.test.utils import dtype_named
 from triton_dist.utils import initialize_distributed, is_cuda
 
 _CPU_BATCH, _CPU_TOKENS = 4, 8
-_MORE = 128  # places in the cache behind the prompt
+_MORE = 128  # free positions in the cache after the prompt
 
 
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
-    parser.add_argument("--bsz", type=int, default=128, help="sequences of all ranks")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence's prompt")
+    parser.add_argument("--bsz", type=int, default=128, help="sequences over all ranks")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a prompt")
     tp_layer.add_mode(parser)
     tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
     return parser.parse_args()

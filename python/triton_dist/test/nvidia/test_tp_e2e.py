@@ -1,10 +1,10 @@
 """A tensor-parallel model on all ranks:
 ``bash scripts/launch.sh test_tp_e2e.py --bsz 8 --num_layers 2 --mode gemm_ar --check``.
 
-The model has random weights and the sizes of the one that is named, or a folder's weights: nothing
-is downloaded. ``check``: logits behind a prompt, and of the next token by the cache, are compared
-with the same model on one rank. ``perf``: a call is timed, in a CUDA graph, beside the same by
-torch's products and all-reduce. On CPU ranks sizes are scaled down to what the interpreter can do.
+The model has random weights and the sizes of the named model, or the weights of a folder; nothing
+is downloaded. ``check``: compare the logits of a prompt's last token, or of the next token with the
+cache, with the model on one rank. ``perf``: also time a call in a CUDA graph, next to torch's GEMMs
+and all-reduce. On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MODES = {
 
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
-    parser.add_argument("--bsz", type=int, default=128, help="sequences of all ranks")
-    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence's prompt")
-    parser.add_argument("--num_layers", type=int, help="blocks; default: all that it has")
+    parser.add_argument("--bsz", type=int, default=128, help="sequences over all ranks")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--num_layers", type=int, help="number of layers; default: all")
     tp_layer.add_mode(parser)
     return parser.parse_args()
 
@@ -47,7 +47,7 @@ def main() -> None:
     size, device = dist.get_world_size(), current_device().torch_device
     batch, prompt = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
-        name = tp_layer.smaller(args.model, args.num_layers, folder)
+        name = tp_layer.reduced_model(args.model, args.num_layers, folder)
         config = ModelConfig(name, prompt + 4, dtype_named(args.dtype), True, dist.get_rank(), size)
         stock = init_model_cpu(name, config.dtype).to(device)
         model = AutoLLM.from_pretrained(config, group)
@@ -59,7 +59,7 @@ def main() -> None:
     is_decoding = args.run_type == "decode"
     begin, end = (prompt, prompt + 1) if is_decoding else (0, prompt)
     golden = whole[:, end - 1 : end]
-    largest = golden.abs().max()  # errors add up over the layers: told beside this
+    largest = golden.abs().max()  # errors accumulate over layers, so compare relative to this
     cache = model.new_cache(batch)
     if is_decoding:
         model.inference(ids[:, :prompt], positions[:, :prompt], cache)
@@ -67,14 +67,14 @@ def main() -> None:
     asked, at = ids[:, begin:end], positions[:, begin:end]
 
     def form(mode: str) -> Form:
-        is_spread = mode == "triton_dist"
-        own = rows_of_rank(asked) if is_spread else asked
+        sequence_parallel = mode == "triton_dist"
+        own = rows_of_rank(asked) if sequence_parallel else asked
 
         def call() -> torch.Tensor:
             model.set_fwd(mode)
             return torch.div(model.inference(own, at, cache), largest)
 
-        return Form(call, (rows_of_rank(golden) if is_spread else golden) / largest)
+        return Form(call, (rows_of_rank(golden) if sequence_parallel else golden) / largest)
 
     model.init_triton_dist_ctx(max_M=batch * (end - begin))
     forms = {"torch": form("torch"), args.mode: form(_MODES[args.mode])}

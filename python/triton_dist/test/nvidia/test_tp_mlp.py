@@ -1,9 +1,9 @@
 """The tensor-parallel feed-forward layer on all ranks:
 ``bash scripts/launch.sh test_tp_mlp.py --check``.
 
-The layer is made of a block with random weights, of the model's sizes: nothing is downloaded.
-``check``: its call forms are compared with the block. ``perf``: then timed, in CUDA graphs, beside
-torch's products and all-reduce. On CPU ranks sizes are scaled down to what the interpreter can do.
+The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
+``check``: compare the layer's call forms with the block. ``perf``: also time them in CUDA graphs,
+next to torch's GEMMs and all-reduce. On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from triton_dist.utils import initialize_distributed, is_cuda
 
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
-    parser.add_argument("-M", "--M", type=int, default=4096, help="tokens of all ranks")
-    parser.add_argument("--use_allreduce", action="store_true", help="the all-reduce mode alone")
+    parser.add_argument("-M", "--M", type=int, default=4096, help="tokens over all ranks")
+    parser.add_argument("--use_allreduce", action="store_true", help="only the all-reduce mode")
     parser.add_argument(
         "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
-        help="no effect: it is tuned",
+        help="ignored: the algorithm is tuned",
     )  # fmt: skip
     tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
     return parser.parse_args()

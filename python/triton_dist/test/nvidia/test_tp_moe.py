@@ -1,9 +1,9 @@
-"""The tensor-parallel mixture of experts on all ranks:
+"""The tensor-parallel mixture-of-experts layer on all ranks:
 ``bash scripts/launch.sh test_tp_moe.py --bsz 32 --seq_len 128 --check``.
 
-The layer is made of a block with random weights, of the model's sizes: nothing is downloaded.
-``check``: its call forms are compared with the block. ``perf``: then timed, beside torch's products
-of all tokens with all experts. On CPU ranks sizes are scaled down to what the interpreter can do.
+The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
+``check``: compare the layer's call forms with the block. ``perf``: also time them, next to torch's
+products of all tokens with all experts. On CPU ranks, sizes are reduced for the interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CPU_BATCH, _CPU_TOKENS = 4, 4
 
 def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-30B-A3B")
-    parser.add_argument("--bsz", type=int, default=32, help="sequences of all ranks")
+    parser.add_argument("--bsz", type=int, default=32, help="sequences over all ranks")
     parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence")
     tp_layer.add_ignored(parser, "--autotune")
     return parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
     batch, tokens = tp_layer.batch_and_tokens(args, _CPU_BATCH, _CPU_TOKENS)
     block, config = tp_layer.block_of(args)
     if not config.num_experts:
-        raise InvalidArgument("test_tp_moe", "model", args.model, "one with experts")
+        raise InvalidArgument("test_tp_moe", "model", args.model, "a model with experts")
     x = tp_layer.operand(args, batch, tokens, config.hidden_size)
     layer = TP_MoE(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.mlp, verbose=True)
