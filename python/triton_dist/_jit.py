@@ -12,7 +12,7 @@ from triton_dist.runtime.compiling import shipped
 
 
 def jit(fn: Any = None, **options: Any) -> Any:
-    """Decorate a Triton kernel; arguments and result equal those of ``triton.jit``.
+    """Decorate a Triton kernel. Arguments and result are identical to ``triton.jit``.
 
     Stock Triton stores no process state in a kernel, so rank, world size and peer tables are
     ordinary arguments. Name them in ``do_not_specialize`` to share one compiled kernel between

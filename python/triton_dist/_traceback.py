@@ -55,7 +55,7 @@ def _print_uncaught(
 
 
 class _FoldedStack(traceback.StackSummary):
-    """Frames of which ``format`` folds runs among the first ``foldable``."""
+    """Stack whose ``format`` folds runs of frames among its first ``foldable`` frames."""
 
     foldable = 0
 

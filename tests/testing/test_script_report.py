@@ -48,8 +48,8 @@ def test_interpreted_times_have_a_warning_and_no_ratios(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("autotune", "variable", "tuned_now", "said"),
     [
-        (False, "1", True, "no tuning: the default config\n"),
-        (True, "0", True, "no tuning: the default config\n"),
+        (False, "1", True, "no tuning: default config\n"),
+        (True, "0", True, "no tuning: default config\n"),
         (True, "1", True, "config (tuned now): {'n': 7}\n"),
         (True, "1", False, "config (from the cache, no tuning): {'n': 7}\n"),
     ],

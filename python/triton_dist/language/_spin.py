@@ -136,8 +136,8 @@ def _deadline_compiled():
 def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.constexpr):
     """Count a poll of the flag; return -1 when this program must stop waiting.
 
-    All threads of the program must decide alike. The decision therefore uses a count and the result
-    of an atomic, which are uniform, and not a clock.
+    All threads of the program must make one decision. It therefore uses a count and the result of
+    an atomic, which are uniform, and not a clock.
 
     Without a limit, check the timeout words only at every 64th poll, because the check takes as
     long as a poll.

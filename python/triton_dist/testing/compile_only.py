@@ -97,8 +97,8 @@ class _Utils:
     ) -> tuple[None, int, int, int, int]:
         """Return (module, function, registers, spilled words, max threads). Handles are unique.
 
-        The module is ``None``: from Triton 3.8 on, a dying kernel asks the active driver to unload
-        its module, and this driver may no longer be active then.
+        The module is ``None``: from Triton 3.8 on, a kernel's destructor calls the active driver to
+        unload the module, and this driver may no longer be active then.
         """
         registers, stack = resource_usage(cubin)
         return None, next(self._handles), registers, stack // 4, MAX_THREADS_PER_BLOCK

@@ -34,7 +34,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 Kind = Literal["gemm", "transfer", "baseline", "library", "own"]
 """Kind of a measured call.
 
-``gemm`` and ``transfer`` are one part of the op alone. The others do the whole op: ``baseline`` is
+``gemm`` and ``transfer`` run one part of the op. The other kinds run the whole op: ``baseline`` is
 other code; ``own`` and ``library`` are configs of the op with our or a library's algorithm.
 """
 Bound = Literal["arithmetic", "memory", "link"]

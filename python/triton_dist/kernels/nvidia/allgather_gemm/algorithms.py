@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
     """Sizes that decide which configs are worth trying; M is the largest of the key's bucket."""
 
     A: torch.Tensor
-    """[M_per_rank, K] of the call; the number of rows stands for its bucket."""
+    """[M_per_rank, K] of the call; the number of rows represents its bucket."""
     B: torch.Tensor
     num_ranks: int
     asked: str | None
@@ -384,8 +384,8 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
     """Return whether ``num_comm_sms`` programs are worth trying for A [M_per_rank, K].
 
-    They are if half as many programs could not move the bucket's largest shard in one step. The
-    rows of the context must not matter, because other contexts share the key.
+    They are worth it if half of them could not move the bucket's largest shard in one step. The
+    context's rows must not matter, because other contexts share the key.
     """
     shard_bytes = spaces.most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:

@@ -94,9 +94,8 @@ def create_allreduce_ctx(
 ) -> AllReduceContext:
     """Create the context of ``all_reduce``. Collective over ``group``.
 
-    Allocates per rank the larger of 4 * ``workspace_nbytes`` and 2 * ``world_size`` *
-    ``workspace_nbytes`` (the latter for at most 4 MB of it). Packets need another 4 *
-    ``world_size`` * ``workspace_nbytes`` (for at most 256 KB of it).
+    Allocates per rank about max(4 * P, 2 * ``world_size`` * min(P, 4 MB)) bytes, where P is
+    ``workspace_nbytes``. Packets need another 4 * ``world_size`` * min(P, 256 KB).
 
     Args:
         workspace_nbytes: size in bytes of the largest tensor that one launch sums. Larger tensors

@@ -88,9 +88,9 @@ def create_gemm_ar_context(
 ) -> GEMMAllReduceTensorParallelContext:
     """Create the context of ``gemm_ar``. Collective over ``tp_group``.
 
-    Allocates per rank about 4 * ``max_M`` * N elements, and for sums in one launch the larger of
-    the product (at most 32 MB) and 2 * ``world_size`` times the product (at most 4 MB). Packets
-    need 4 * ``world_size`` times the product (at most 256 KB).
+    Allocates per rank about 4 * ``max_M`` * N elements. With P = ``max_M`` * N elements in bytes,
+    sums in one launch need the larger of 4 * min(P, 32 MB) and 2 * ``world_size`` * min(P, 4 MB).
+    Packets need 4 * ``world_size`` * min(P, 256 KB).
 
     Args:
         max_M: largest number of rows of A.

@@ -73,8 +73,9 @@ def create_gemm_rs_context(
 ) -> GEMMReduceScatterTensorParallelContext:
     """Create the context of ``gemm_rs``. Collective over ``tp_group``.
 
-    Allocates per rank about 2 * ``max_M`` * N elements, the same again (at most 128 MB) for
-    products that one launch exchanges, and the same again once row blocks are pushed.
+    Allocates per rank about 2 * ``max_M`` * N elements. Products that one launch exchanges need
+    another 2 * ``max_M`` * N elements (at most 128 MB). The first push of row blocks allocates
+    2 * ``max_M`` * N more.
 
     Args:
         max_M: largest number of rows of A, a multiple of ``world_size``.

@@ -155,7 +155,7 @@ def create_moe_rs_context(
     """Create the context of ``run_moe_reduce_rs``. Collective over ``tp_group``.
 
     Allocates per rank about 2 * M * ``hidden_dim`` elements, where M is the largest number of
-    tokens, and the same again (at most 128 MB) for sums that one launch scatters.
+    tokens. Sums that one launch scatters need another 2 * M * ``hidden_dim`` (at most 128 MB).
 
     Args:
         rank: this rank in the group.
@@ -199,9 +199,9 @@ def create_moe_ar_context(
 ) -> MoEReduceARContext:
     """Create the context of ``run_moe_reduce_ar``. Collective over ``tp_group``.
 
-    Allocates per rank, with M the largest number of tokens, the larger of 6 * M * ``hidden_dim``
-    elements and 2 * M * ``hidden_dim`` elements + 2 * ``world_size`` * 4 MB. Packets need another
-    4 * ``world_size`` * 256 KB. All numbers are upper bounds.
+    Allocates per rank about 2 * P + max(4 * P, 2 * ``world_size`` * min(P, 4 MB)), where P is the
+    size in bytes of the result for the largest number of tokens. Packets need another
+    4 * ``world_size`` * min(P, 256 KB).
 
     Args:
         max_token_num: largest number of *routes* (tokens times ``topk``), for any number of tokens.

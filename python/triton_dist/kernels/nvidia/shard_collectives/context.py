@@ -93,8 +93,8 @@ def create_reduce_scatter_ctx(
 ) -> ReduceScatterContext:
     """Create the context of ``reduce_scatter``. Collective over ``group``.
 
-    Memory, arguments and errors equal those of ``create_all_gather_ctx``, except that
-    ``workspace_nbytes`` is the size in bytes of the largest x.
+    See ``create_all_gather_ctx`` for memory, arguments and errors. Here ``workspace_nbytes`` is
+    the size in bytes of the largest x.
     """
     return collective_context.create(
         ReduceScatterContext, ReduceScatterContext.creator, workspace_nbytes, rank, world_size,
