@@ -174,7 +174,7 @@ def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, name):
         ("no.such.module:matmul", "cannot be imported: ModuleNotFoundError"),
         (f"{OPS}:absent", "'tests.tuning.ops' has no 'absent'"),
         (f"{OPS}:Layer.absent", "'Layer' has no 'absent'"),
-        (f"{OPS}:key_fn", "it is of <class 'function'>, not a tuned function"),
+        (f"{OPS}:key_fn", "it is an object of <class 'function'>, not a tuned function"),
     ],
 )
 def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, monkeypatch, name, said):
@@ -215,7 +215,7 @@ def test_a_closed_output_is_said(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "required: VERB"),
+        ("", "required: SUBCOMMAND"),
         ("dance", "invalid choice: 'dance'"),
         ("explain", "required: FUNCTION"),
         ("clear", "required"),
@@ -223,7 +223,7 @@ def test_a_closed_output_is_said(monkeypatch, capsys):
         ("explain f --world-size -3", "--world-size: '-3': expected an integer, 1 or more"),
         ("replay f --seeds 0", "--seeds: '0': expected an integer, 1 or more"),
         ("replay f --tries ten", "--tries: 'ten': expected an integer, 1 or more"),
-        ("compare f --cache /not/there", "--cache: '/not/there': there is no such folder"),
+        ("compare f --cache /not/there", "--cache: '/not/there': no such folder"),
         ("debug interp", "a command is needed: debug MODE -- COMMAND"),
         ("debug attach", "attach needs a RANK: debug attach RANK"),
     ],
@@ -270,8 +270,10 @@ def test_a_damaged_file_is_a_warning_without_a_line_of_code(run):
     assert file.read_text() == "{"
     status, _, err = run("show", str(file))
     assert status == 2
-    assert err.startswith(f"triton-dist: {file}: it is no tuning record, or a damaged one: ")
-    assert "If it is damaged, delete it: its key is tuned again. " in err
+    assert err.startswith(
+        f"triton-dist: {file}: the file is not a tuning record, or it is damaged: "
+    )
+    assert "Delete a damaged record: its key is tuned again at the next call. " in err
 
 
 @pytest.mark.parametrize(
@@ -412,8 +414,8 @@ def test_env_says_versions_variables_and_paths(run, monkeypatch, tmp_path):
         f"torch: {torch.__version__}",
         "gpu: none (interpreter)",
         "TRITON_DIST_AUTOTUNE_TIMEOUT: soon  (wrong: ",
-        "TRITON_DIST_AUTOTUNE_ALLWAYS: 1  (nobody reads it: no such variable)",
-        f"cache: {cache()}  (not there yet)",
+        "TRITON_DIST_AUTOTUNE_ALLWAYS: 1  (unknown variable: it has no effect)",
+        f"cache: {cache()}  (does not exist yet)",
         "  read-only: none\n  packs:\n    ",
     ):
         assert out.count(part) == 1

@@ -77,7 +77,7 @@ def test_a_command_that_no_tool_saw_is_no_success(tmp_path, monkeypatch, capfd):
     assert main(["debug", "memcheck", "--", str(script)]) == 1
     shown = capfd.readouterr()
     assert "ran\n" in shown.out
-    assert "memcheck: nothing of the command ran under it\n" in shown.err
+    assert "memcheck: no process of the command ran under the tool\n" in shown.err
 
 
 def test_ranks_that_torchrun_starts_have_a_report_each(tmp_path, monkeypatch, capfd):

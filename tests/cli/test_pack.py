@@ -224,7 +224,7 @@ def test_kernels_are_those_that_the_command_loads(run, model, tmp_path):
 def test_a_command_that_fails_writes_nothing(run, tmp_path):
     out = tmp_path / "work.tdpack"
     status, said, _ = run("pack", "--kernels", "--out", str(out), "--", "sh", "-c", "exit 7")
-    assert (status, said) == (1, f"The command ended with status 7: {out} is not written.\n")
+    assert (status, said) == (1, f"The command exited with status 7: {out} is not written.\n")
     assert not out.exists()
     status, _, err = run("pack", "--kernels", "--out", str(out), "--", "no-such-program")
     assert status == 2
@@ -237,12 +237,12 @@ def test_a_command_that_fails_writes_nothing(run, tmp_path):
         ("pack work --kernels --out f.tdpack", "--kernels --out FILE -- COMMAND"),
         ("pack work --out f.tdpack -- true", "--kernels --out FILE -- COMMAND"),
         ("pack verify a --kernels -- true", "--kernels --out FILE -- COMMAND"),
-        ("pack --out f.tdpack", "a FUNCTION is needed"),
-        ("pack work", "--out FILE is needed"),
-        ("pack work --out work.zip", "expected a name that ends with .tdpack"),
-        ("pack merge a b", "--out FILE is needed"),
-        ("pack show a --out b.tdpack", "--out FILE is needed to make and to merge packs, and only"),
-        ("pack show", "a pack is needed"),
+        ("pack --out f.tdpack", "expected a FUNCTION"),
+        ("pack work", "--out FILE is required"),
+        ("pack work --out work.zip", "expected a name that ends in .tdpack"),
+        ("pack merge a b", "--out FILE is required"),
+        ("pack show a --out b.tdpack", "--out FILE is required to create or merge packs, and not"),
+        ("pack show", "expected a pack"),
         ("pack diff a", "diff takes two packs"),
     ],
 )

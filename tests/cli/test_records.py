@@ -158,7 +158,7 @@ def test_diff(run):
     assert run("diff", old, "gemm", "--key", "4096")[0] == 0
     status, _, err = run("diff", old, "gemm")
     assert status == 2
-    assert "gemm: 2 records fit, one is needed:" in err
+    assert "gemm: 2 records match, but exactly one is required:" in err
 
 
 def test_compare(run, tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_an_interrupted_tuning_is_listed_and_cleared(run, begun):
 def test_a_tuning_that_goes_on_is_not_cleared(run, begun):
     with begun.open() as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        assert f"{begun}: left alone, the tuning is going on" in run("clear", "--all")[1]
+        assert f"{begun}: kept, the tuning is running" in run("clear", "--all")[1]
         assert begun.exists()
     assert run("clear", "stopped")[0] == 0
     assert not begun.exists()
@@ -273,9 +273,9 @@ def test_clear_of_stale_records_leaves_those_that_are_used_or_cannot_be_judged(r
     (program,) = kept(record())
     status, out, _ = run("clear", "--all", "--stale")
     assert status == 0
-    assert f"{foreign}: left alone, not compared: it was made on " in out
-    assert f"{program}: left alone, not compared: it was made on " in out
-    assert f"{contextual}: left alone, not compared: the record does not name the module" in out
+    assert f"{foreign}: kept, not compared: it was made on " in out
+    assert f"{program}: kept, not compared: it was made on " in out
+    assert f"{contextual}: kept, not compared: the record does not name the module" in out
     assert f"{stale}\nremoved 1 record, 0 logs of all functions\n" in out
     assert used.exists()
     assert Path(program).exists()
@@ -344,7 +344,7 @@ def test_none_and_a_file_that_is_no_record(run, tmp_path, subcommand):
     (tmp_path / "some.json").write_text("{}")
     status, _, err = run(subcommand, str(tmp_path / "some.json"))
     assert status == 2
-    assert "some.json: it is no tuning record, or a damaged one: " in err
+    assert "some.json: the file is not a tuning record, or it is damaged: " in err
 
 
 def names(tree: object) -> object:

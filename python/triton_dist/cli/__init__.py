@@ -1,1 +1,1 @@
-"""The command line, ``triton-dist`` and ``python -m triton_dist``: one module a verb."""
+"""The command line, ``triton-dist`` and ``python -m triton_dist``: one module per subcommand."""

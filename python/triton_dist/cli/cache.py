@@ -1,4 +1,4 @@
-"""Contents of the cache."""
+"""Find tuning records and interrupted tunings by the arguments of a subcommand."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from triton_dist.errors import NewerSchema, NoSuchRecord
 
 
 def user_store() -> ReadOnlyStore:
-    """The user's own records. A command renames no damaged file: it shows what is there.
+    """Return the user's own records, read-only: a subcommand does not rename damaged files.
 
     Raises:
-        InvalidKnob: ``TRITON_DIST_CACHE_DIR`` is a file. (A tuner does without the folder.)
+        InvalidKnob: ``TRITON_DIST_CACHE_DIR`` is a file. (A tuner would continue without a cache.)
     """
     store, folder = ReadOnlyStore(knobs.cache_dir.get()), knobs.cache_dir
     if os.path.isfile(store.root.parent):
@@ -35,47 +35,53 @@ def user_store() -> ReadOnlyStore:
 
 
 def all_stores() -> LayeredStore:
-    """The folders of records in which a tuner looks, in its order."""
+    """Return the record folders that a tuner searches, in the tuner's order."""
     return LayeredStore([user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())])
 
 
 def with_packs() -> LayeredStore:
-    """The same, and then what is shipped."""
+    """Return the record folders of :func:`all_stores`, followed by the shipped packs."""
     return LayeredStore([*layers()])
 
 
 def layers() -> list[Store]:
-    """The stores of :func:`with_packs`, in the order in which a tuner looks."""
+    """Return the stores of :func:`with_packs` in the order in which a tuner searches them."""
     read_only = map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())
     return [user_store(), *read_only, *map(PackStore, pack_places())]
 
 
 def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
-    """Records of every function of that name: its last part, its qualified name, or with its
-    module; ``None``: all."""
+    """Yield the records of all functions named ``function``; ``None`` yields all records.
+
+    ``function`` is a bare name, a qualified name, or a name with its module.
+    """
     for stored in store.records():
         if function is None or names(stored.record.key, function):
             yield stored
 
 
 def add_choice(parser: argparse.ArgumentParser, metavar: str = "", about: str = "") -> None:
-    """Add the options that choose among a function's records, see :func:`chosen`; before them, if
-    it has a ``metavar``, the argument that names the function."""
+    """Add ``--key`` and ``--on``, which select records (:func:`chosen`).
+
+    With ``metavar``, also add the positional argument that names the function.
+    """
     if metavar:
         parser.add_argument("function", metavar=metavar, help=about)
-    parser.add_argument("--key", metavar="TEXT", help="records whose key has TEXT in it")
+    parser.add_argument("--key", metavar="TEXT", help="only records whose key contains TEXT")
     parser.add_argument(
-        "--on", metavar="TEXT", help="records whose hardware, or settings, have TEXT in them"
+        "--on", metavar="TEXT", help="only records whose hardware or settings contain TEXT"
     )
 
 
 def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
-    """Records that the words of a command fit: the file that is named, or those of the function,
-    shipped ones last, that have ``--key`` in their key and ``--on`` in their hardware. A key that
-    is the whole text counts alone.
+    """Return the records that the arguments select, shipped records last.
+
+    If ``asked`` ends in ``.json``, return the record in that file. Otherwise return the records of
+    the function whose key contains ``--key`` and whose hardware contains ``--on``. If ``--key`` or
+    ``--on`` equals the whole text of some records, return only these.
 
     Raises:
-        NoSuchRecord: ``asked`` is a file and no record.
+        NoSuchRecord: the file ``asked`` does not contain a record.
     """
     if asked.endswith(".json"):
         return [in_file(Path(asked))]
@@ -83,7 +89,7 @@ def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
 
 
 def fitting(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
-    """Those that ``--key`` and ``--on`` leave."""
+    """Return the records that match ``--key`` and ``--on``; see :func:`chosen`."""
     found = [each for each in records if (arguments.on or "") in made_on(each.record)]
     found = [each for each in found if made_on(each.record) == arguments.on] or found
     if arguments.key is None:
@@ -93,17 +99,16 @@ def fitting(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> l
 
 
 def made_on(record: TuningRecord) -> str:
-    """Hardware of a record; with the settings that it was tuned under, which tell records of one
-    key apart."""
+    """Return the record's hardware, and its settings: records of one key may differ in them."""
     settings = "" if record.shipped else record.fingerprint.settings
     return record.key.hardware + f", under {settings}" * bool(settings)
 
 
 def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
-    """The one of ``found``, at least one.
+    """Return the only record of ``found``, which is not empty.
 
     Raises:
-        NoSuchRecord: there are several; names some.
+        NoSuchRecord: ``found`` has several records; the message lists up to 5.
     """
     if len(found) == 1:
         return found[0]
@@ -114,8 +119,8 @@ def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
     more = f"\n  and {len(found) - _SOME} more" if len(found) > _SOME else ""
     raise NoSuchRecord(
         asked,
-        f"{len(found)} records fit, one is needed:{some}{more}",
-        "Name one: --key TEXT, --on TEXT, or its file in place of the function",
+        f"{len(found)} records match, but exactly one is required:{some}{more}",
+        "Select one with --key TEXT or --on TEXT, or pass its file instead of the function",
     )
 
 
@@ -123,7 +128,7 @@ _SOME = 5
 
 
 def say_none(asked: str, arguments: argparse.Namespace) -> int:
-    """Say that nothing fits; the exit status."""
+    """Print that no record matches, and return exit status 1."""
     that = "".join(
         f", {option} {text!r}"
         for option, text in (("--key", arguments.key), ("--on", arguments.on))
@@ -134,20 +139,20 @@ def say_none(asked: str, arguments: argparse.Namespace) -> int:
 
 
 def in_file(path: Path) -> StoredRecord:
-    """The record in a file. Raises ``NoSuchRecord`` if that is none."""
+    """Return the record in a file; raise ``NoSuchRecord`` if the file does not contain one."""
     try:
         return StoredRecord(read(path), str(path))
     except (NewerSchema, ValueError) as error:
         raise NoSuchRecord(
             str(path),
-            f"it is no tuning record, or a damaged one: {error}",
-            "If it is damaged, delete it: its key is tuned again. `triton-dist list FUNCTION` "
-            "names others",
+            f"the file is not a tuning record, or it is damaged: {error}",
+            "Delete a damaged record: its key is tuned again at the next call. "
+            "`triton-dist list FUNCTION` lists the files of records",
         ) from error
 
 
 def interrupted_of(store: ReadOnlyStore, function: str | None) -> list[Interrupted]:
-    """Tunings that were begun and have no record yet, found by the same names."""
+    """Return the tunings that started but have no record yet; names as in :func:`records_of`."""
     return [
         each
         for each in interrupted(store.root)
@@ -161,5 +166,5 @@ def names(key: Key, function: str) -> bool:
 
 
 def folders() -> str:
-    """Folders that were searched, for a message that nothing was found."""
+    """Return the searched folders as text, for the message that nothing was found."""
     return ", ".join(map(str, [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]))

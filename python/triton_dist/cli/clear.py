@@ -1,4 +1,4 @@
-"""``clear``: remove a function's records, or some of what lies beside them."""
+"""``clear``: remove a function's records, logs and interrupted tunings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def add_to(subcommands: Any) -> None:
         "clear",
         _run,
         help="remove the records of a function",
-        description="Removes the user's records of FUNCTION, so that it is tuned again, with their "
-        "logs, and what interrupted tunings of it have measured. With one or more of --stale, "
-        "--logs and --interrupted only these. Read-only folders are left alone, and so is a "
-        "tuning that is going on.",
+        description="Removes the user's records of FUNCTION, their logs, and the measurements of "
+        "interrupted tunings. The next call tunes FUNCTION again. --stale, --logs and "
+        "--interrupted restrict the removal to these. Read-only folders and running tunings are "
+        "not changed.",
         examples=[
             "clear matmul",
             "clear mypackage.ops.matmul --logs --interrupted",
@@ -35,26 +35,28 @@ def add_to(subcommands: Any) -> None:
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "function", metavar="FUNCTION", nargs="?", help="its name, or with its module"
+        "function", metavar="FUNCTION", nargs="?", help="function name, optionally with its module"
     )
-    which.add_argument("--all", action="store_true", help="the records of all functions")
+    which.add_argument("--all", action="store_true", help="clear all functions")
     parser.add_argument(
         "--stale",
         action="store_true",
-        help="records, with their logs, that would not be used on this hardware with these "
+        help="remove records, and their logs, that would not be used with the present hardware, "
         "versions and source files",
     )
     parser.add_argument(
         "--import",
         action="store_true",
         dest="imports",
-        help="of --stale: also records whose config space or constants have changed; imports their "
-        "modules, which runs them",
+        help="with --stale: also compare config spaces and constants; this imports, and so runs, "
+        "the modules of the functions",
     )
-    parser.add_argument("--logs", action="store_true", help="logs; the records stay")
-    parser.add_argument("--interrupted", action="store_true", help="what was begun; records stay")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--json", action="store_true", help="what was removed, for programs")
+    parser.add_argument("--logs", action="store_true", help="remove logs, keep records")
+    parser.add_argument(
+        "--interrupted", action="store_true", help="remove interrupted tunings, keep records"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    parser.add_argument("--json", action="store_true", help="print what was removed as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -64,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
     found = {path.with_suffix("") for path in (*(Path(r.where) for r in records), *journals)}
     known = places(store.root) if arguments.all else found
     left = {
-        str(journal): "the tuning is going on"
+        str(journal): "the tuning is running"
         for journal in (place.with_suffix(".journal") for place in sorted(known))
         if is_held(journal)
     }
@@ -89,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[str, str]]:
-    """Places of records that are proven to be of no use, and why others cannot be judged."""
+    """Return the stale records (paths without suffix), and why others could not be compared."""
     verdicts = [verdict(record, {}, any_settings=True) for record, _ in records]
     modules: dict[str, list[int]] = {}
     for number, each in enumerate(verdicts):
@@ -119,7 +121,7 @@ def _print(
     settings: Mapping[Path, str],
 ) -> None:
     for file, why in left.items():
-        text.say(f"{file}: left alone, {why}")
+        text.say(f"{file}: kept, {why}")
     for path in (path for path, kind in gone.items() if kind != "log"):
         under = settings.get(path)
         text.say(f"{path}, tuned under {under}" if under else str(path))

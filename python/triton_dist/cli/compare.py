@@ -1,5 +1,7 @@
-"""``diff``: what changed from one tuning to another; ``compare``: the same key on other hardware,
-with other ranks or versions."""
+"""``diff``: what changed between two records; ``compare``: all records of one key.
+
+The records that ``compare`` prints differ in hardware, number of ranks or versions.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +25,43 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "compare",
         _run,
-        help="records of one key: other GPUs, other numbers of ranks, other versions",
-        description="For each key of FUNCTION that has several records (of other GPUs, numbers of "
-        "ranks or versions): the winners with their times, and how much slower the winner of one "
-        "is where another was measured, as far as it was measured there.",
+        help="compare the records of one key across GPUs, numbers of ranks and versions",
+        description="For each key of FUNCTION with several records (different GPUs, numbers of "
+        "ranks or versions), prints the winners and their times. A table shows how much slower "
+        "the winner of one record is under the conditions of each other record, if it was measured "
+        "there.",
         examples=[
             "compare matmul --key 8192 --cache /shared/cache",
             "compare gemm_rs --ranks --key 7168",
         ],
     )
-    cache.add_choice(parser, "FUNCTION", "its name, or with its module")
+    cache.add_choice(parser, "FUNCTION", "function name, optionally with its module")
     parser.add_argument(
         "--cache", type=folder, action="append", default=[], metavar="DIR",
-        help="a folder of records to look into besides; any number of times",
+        help="another folder of records to search; may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--ranks",
         action="store_true",
-        help="keys that differ in the number of ranks alone are one: the last number in a key that "
-        "is as large as its group does not count",
+        help="compare keys that differ only in the number of ranks: ignore the last number in a "
+        "key that equals the size of its group",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser = add_subcommand(
         subcommands,
         "diff",
         _diff,
         help="what changed from one record to another",
-        description="Prints what changed from the record OLD to the record NEW, each a record's "
-        "file, or a function of which --key and --on leave one record: facts that the results "
-        "depend on, the winner, and medians of configs that both measured. Status 1 if there is "
-        "a difference in the facts, the configs or the winner.",
+        description="Prints what changed from record OLD to record NEW: facts that the results "
+        "depend on, the winner, and medians of configs that both measured. OLD and NEW are files "
+        "of records, or functions for which --key and --on select one record. Exits with status 1 "
+        "if the facts, the configs or the winner differ.",
         examples=["diff old.json new.json", "diff ~/backup/1f0c-2a.json matmul --key 8192"],
     )
     parser.add_argument("old", metavar="OLD", help="a record's file, or a function")
-    parser.add_argument("new", metavar="NEW", help="the same")
+    parser.add_argument("new", metavar="NEW", help="a record's file, or a function")
     cache.add_choice(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -86,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _text(stored: StoredRecord, but_ranks: bool) -> str:
-    """The same for records that are compared."""
+    """Return the text by which records are grouped for comparison."""
     key, ranks = stored.record.key, stored.record.fingerprint.topology.get("world_size", "")
     text = key.text
     if but_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
@@ -95,7 +98,7 @@ def _text(stored: StoredRecord, but_ranks: bool) -> str:
 
 
 def _order(stored: StoredRecord) -> list[str]:
-    """By hardware, 2 ranks before 16, then by age."""
+    """Return a sort key: by hardware, 2 ranks before 16, then by age."""
     parts = re.split(r"(\d+)", f"{stored.record.key.hardware} {stored.record.timestamp}")
     return [part.rjust(8, "0") if part.isdigit() else part for part in parts]
 
@@ -168,7 +171,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def tree_of_changes(changes: Changes) -> dict[str, Any]:
-    """All that changed, for programs."""
+    """Return everything that changed as a JSON tree."""
     before, after = changes.before, changes.after
     return {
         "facts": changes.facts,
@@ -189,7 +192,7 @@ def tree_of_changes(changes: Changes) -> dict[str, Any]:
 
 
 def lines_of_changes(changes: Changes) -> Iterator[str]:
-    """The same for people."""
+    """Yield the lines of text that describe ``changes``."""
     before, after = changes.before, changes.after
     yield from (f"  {sentence}" for sentence in changes.facts or ["facts: no difference"])
     yield f"  time of the winner: {before.winner.ms:.4f} ms, now {after.winner.ms:.4f} ms, " + (
@@ -201,7 +204,7 @@ def lines_of_changes(changes: Changes) -> Iterator[str]:
         yield f"  winner: it was {before.record.best}"
         yield f"          it is  {after.record.best}"
         if (now := changes.older_winner_now) is not None:
-            yield f"          the older one now takes {now:.3f}x the time of the newer"
+            yield f"          the old winner now takes {now:.3f}x the time of the new winner"
     order = changes.correlation
     alike = "" if order is None else f", rank correlation of their times {order:.2f}"
     yield f"  {counted(len(changes.common), 'config')} in both{alike}"

@@ -1,4 +1,4 @@
-"""``debug``: run a command with its kernels checked, or look into one that runs."""
+"""``debug``: run a command in a debug mode, or inspect a running job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from triton_dist import knobs
 from triton_dist.cli.subcommand import add_subcommand
 
-_SLOWER = 50.0  # how much longer a limit is under compute-sanitizer
+_SLOWER = 50.0  # factor on timeouts under compute-sanitizer
 
 
 def add_to(subcommands: Any) -> None:
@@ -25,15 +25,16 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "debug",
         _run,
-        help="run a command with its kernels checked, or look into one that runs",
-        description="Runs COMMAND with TRITON_DIST_DEBUG=MODE and all that the mode needs: interp "
-        "(or some of its checks, as interp:bounds,interp:waits) on CPU ranks; on GPUs assert, a "
-        "mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer (memcheck, "
-        "initcheck, racecheck, synccheck), with a report of each process; on both agree, which "
-        "compares what ranks come to a call with. A mode that would find "
-        "nothing here is refused, with the reason and the nearest that can. A command that runs "
-        "in mode attach or where can be looked into meanwhile: `attach RANK` is the pdb of a rank "
-        "that stands at a dl.breakpoint, or in a dl.wait; `where` says what each rank waits for.",
+        help="run a command in a debug mode, or inspect a running job",
+        description="Runs COMMAND with TRITON_DIST_DEBUG=MODE and the settings that the mode "
+        "needs. On CPU ranks: interp, or some of its checks, such as interp:bounds,interp:waits. "
+        "On GPUs: assert, a mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer "
+        "(memcheck, initcheck, racecheck, synccheck) with one report per process. On both: agree, "
+        "which compares the arguments of all ranks at each call. A mode that cannot find anything "
+        "on this machine is refused; the message names the nearest mode that can. A command "
+        "that runs in mode attach or where can be inspected from another terminal: `attach RANK` "
+        "opens pdb on a rank that has stopped at a dl.breakpoint or waits in a dl.wait; `where` "
+        "prints what each rank waits for.",
         examples=[
             "debug interp -- torchrun --nproc-per-node=2 script.py",
             "debug memcheck -- bash scripts/launch.sh test_ag_gemm.py",
@@ -43,18 +44,19 @@ def add_to(subcommands: Any) -> None:
         ],
         takes_command=True,
     )
-    parser.add_argument("mode", metavar="MODE", help="one or several, separated by commas")
-    parser.add_argument("rank", nargs="?", type=int, help="of attach: of the world")
-    parser.add_argument("--job", help="of attach and where, if several run: the port of its ranks")
+    parser.add_argument("mode", metavar="MODE", help="one or more modes, separated by commas")
+    parser.add_argument("rank", nargs="?", type=int, help="attach: global rank")
+    parser.add_argument("--job", help="attach and where, if several jobs run: the job's port")
     parser.add_argument(
-        "--wait", type=float, default=60.0, help="of attach: seconds for it to stop; default: 60"
-    )
-    parser.add_argument("--reports", type=Path, help="folder for those of compute-sanitizer")
+        "--wait", type=float, default=60.0,
+        help="attach: seconds to wait until the rank stops; default: 60",
+    )  # fmt: skip
+    parser.add_argument("--reports", type=Path, help="folder for the reports of compute-sanitizer")
     parser.set_defaults(fail=parser.error, command=[])
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Here, so that other verbs start without torch.
+    # Imported here because other subcommands start without torch.
     from triton_dist.debugging import modes, sanitizer
     from triton_dist.debugging.faults import DebugModeRefused
     from triton_dist.runtime.triton_compat import triton_version
@@ -83,8 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
             reason = sanitizer.missing().rstrip(".")
             raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
         told[knobs.debug_tool.variable] = tools[0]
-        told["CUDA_LAUNCH_BLOCKING"] = "1"  # as the tool does: some ways ask for it
-        told["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # a tensor, an allocation
+        told["CUDA_LAUNCH_BLOCKING"] = "1"  # the tool blocks too, and some algorithms read this
+        told["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor
         for limit in (knobs.autotune_timeout, knobs.compile_timeout):
             told[limit.variable] = str(_SLOWER * limit.get())
         reports = arguments.reports or Path(tempfile.mkdtemp(prefix="triton_dist-debug-"))
@@ -103,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
         lines = [f"  {line}" for line in sanitizer.merged(found)]
         print(f"{tools[0]}: {len(found)} reports in {reports}", *lines, sep="\n")
         if not found:
-            print(f"{tools[0]}: nothing of the command ran under it", file=sys.stderr)
+            print(f"{tools[0]}: no process of the command ran under the tool", file=sys.stderr)
             return ran.returncode or 1
     return ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
 
@@ -112,12 +114,14 @@ _LOOK_SECONDS = 0.05
 
 
 def attach(rank: int, job: str | None, seconds: float) -> int:
-    """Talk with the pdb of a rank, from standard input to standard output; waits ``seconds`` for
-    the rank to stop.
+    """Connect standard input and output to the pdb of a rank.
+
+    Args:
+        seconds: time limit for the rank to stop.
 
     Raises:
-        NoSuchJob: there is no such job, or several.
-        TimeoutError: the rank does not stop.
+        NoSuchJob: no job matches, or several do.
+        TimeoutError: the rank does not stop within ``seconds``.
     """
     from triton_dist.debugging import debugger
     from triton_dist.debugging.faults import NoSuchJob
@@ -129,7 +133,7 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
             try:
                 try:
                     folder = folder_of(job, debugger.socket_of(Path(), rank).name)
-                except NoSuchJob:  # none of which it stands
+                except NoSuchJob:  # the rank has not stopped in any job: request a stop
                     folder = folder_of(job, "*")
                     debugger.request_of(folder, rank).touch()
                 connection.connect(str(debugger.socket_of(folder, rank)))
@@ -141,8 +145,8 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
                     raise
                 debugger.request_of(folder, rank).unlink(missing_ok=True)
                 raise TimeoutError(
-                    f"rank {rank} did not stop within {seconds:g} s: it has come to no "
-                    "dl.breakpoint and stands in no dl.wait of an interpreted kernel"
+                    f"rank {rank} did not stop within {seconds:g} s: it did not reach a "
+                    "dl.breakpoint and does not wait in a dl.wait of an interpreted kernel"
                 ) from failure
             debugger.request_of(folder, rank).unlink(missing_ok=True)
             _talk(connection, sys.stdin.buffer, sys.stdout.buffer)
@@ -150,10 +154,10 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
 
 
 def _talk(connection: socket.socket, typed: BinaryIO, shown: BinaryIO) -> None:
-    """Pass on what is typed and what is said, until the rank goes on."""
+    """Forward input to the rank and its output to the user until the rank continues."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        with suppress(OSError):  # a file needs no waiting, and cannot be waited for
+        with suppress(OSError):  # epoll refuses regular files; they are read in one go below
             selector.register(typed, selectors.EVENT_READ)
         if len(selector.get_map()) == 1:
             connection.sendall(typed.read())
@@ -174,10 +178,10 @@ def _talk(connection: socket.socket, typed: BinaryIO, shown: BinaryIO) -> None:
 
 
 def where(job: str | None) -> int:
-    """Print where the ranks of a job stand.
+    """Print the status of each rank of a job.
 
     Raises:
-        NoSuchJob: there is no such job, or several.
+        NoSuchJob: no job matches, or several do.
     """
     from triton_dist.debugging import rank_status
     from triton_dist.debugging.rank_status import folder_of

@@ -1,4 +1,4 @@
-"""``dump``: run a program and export every kernel that it uses, at every level; compare two."""
+"""``dump``: export the kernels of a program at every compilation level; compare two kernels."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "dump",
         _run,
-        help="run a program and export every kernel that it uses; compare two",
-        description="Runs COMMAND, and writes each Triton or Gluon kernel that it compiles or "
-        "takes from Triton's cache into a folder of its own in DIR: <kernel>.ttir to "
-        "<kernel>.cubin, its machine code <kernel>.sass, and <kernel>.json, what it was made for. "
-        "Kernels of libraries too; the program need not know. Exits with the status of COMMAND. "
-        "--diff compares two of those folders instead: registers, stack, shared memory, and the "
-        "operations of TTGIR, PTX and machine code in each loop and outside of loops; 1 if they "
-        "differ.",
+        help="run a program and export every kernel that it uses; compare two kernels",
+        description="Runs COMMAND and exports each Triton or Gluon kernel that it compiles or "
+        "loads from Triton's cache, including kernels of libraries. COMMAND needs no change. Each "
+        "kernel gets a folder in DIR with <kernel>.ttir to <kernel>.cubin, the machine code "
+        "<kernel>.sass, and <kernel>.json, which describes target, signature and options. Exits "
+        "with the status of COMMAND. --diff compares two of these folders: registers, stack, "
+        "shared memory, and the operations of TTGIR, PTX and machine code in each loop and "
+        "outside of loops. Exits with status 1 if they differ.",
         examples=[
             "dump --to kernels -- python train.py",
             "dump --to k --levels ptx -- torchrun t.py",
@@ -45,9 +45,9 @@ def add_to(subcommands: Any) -> None:
     what.add_argument("--diff", type=Path, nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument(
         "--levels", metavar="LEVELS",
-        help="some of ttir,ttgir,llir,ptx,cubin,sass; the cubin is always there (default: all)",
+        help="some of ttir,ttgir,llir,ptx,cubin,sass; cubin is always written (default: all)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="of --diff: for programs")
+    parser.add_argument("--json", action="store_true", help="with --diff: print JSON")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     parser.set_defaults(fail=parser.error)
 
@@ -86,7 +86,7 @@ def _levels(raw: str) -> tuple[str, ...]:
 
 
 def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
-    """Columns of one kernel; its machine code is written beside it."""
+    """Return the table columns of one kernel, and write its machine code if ``with_sass``."""
     from triton_dist.runner import files
     from triton_dist.runtime.compiling import facts
 
@@ -105,10 +105,10 @@ _COUNTED = ("num_warps", "num_stages")
 
 
 def diff(old: Path, new: Path, as_json: bool) -> int:
-    """Print how the kernel in ``new`` differs from that in ``old``; 1 if it does.
+    """Print how the kernel in ``new`` differs from the kernel in ``old``; return 1 if it does.
 
     Raises:
-        InvalidArgument: one of them holds no kernel, or several.
+        InvalidArgument: a folder contains no kernel, or several kernels.
     """
     tree = compared(old, new)
     print(json.dumps(tree, indent=2) if as_json else "\n".join(_lines(tree)))
@@ -118,9 +118,12 @@ def diff(old: Path, new: Path, as_json: bool) -> int:
 
 
 def compared(old: Path, new: Path) -> dict[str, Any]:
-    """``facts``: by name, that of either; ``levels``: of each that both have, by part, the numbers
-    of instructions, and of each operation of which there are more or fewer; ``missing``: why
-    others are not there."""
+    """Return the comparison of two kernels as a JSON tree.
+
+    ``facts`` maps a name to the old and the new value. ``levels`` maps each level that both have
+    and each part (a loop, or the code outside of loops) to the instruction counts and to the
+    operations whose counts differ. ``missing`` maps each other level to the reason.
+    """
     from triton_dist.runner.sections import LEVELS_WITH_SECTIONS, Section, sections
 
     (side, one), (other_side, other) = _facts(_side(old)), _facts(_side(new))
@@ -145,11 +148,11 @@ def compared(old: Path, new: Path) -> dict[str, Any]:
 
 
 def _side(folder: Path) -> Path:
-    """``<kernel>.json`` of the one kernel in ``folder``, or one folder below."""
+    """Return ``<kernel>.json`` of the only kernel in ``folder`` or one folder below."""
     found = sorted(folder.glob("*.json")) or sorted(folder.glob("*/*.json"))
     if len(found) != 1:
         there = ", ".join(str(path.parent.relative_to(folder)) for path in found[:8]) or "none"
-        expected = f"the folder of one kernel, as runner.export writes it; there are {there}"
+        expected = f"the folder of one kernel, as runner.export writes it; kernels found: {there}"
         raise InvalidArgument("dump", "--diff", str(folder), expected)
     return found[0]
 
@@ -165,7 +168,7 @@ def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
     found |= {name: about.options.get(name) for name in _COUNTED}
     try:
         found["registers"], found["stack B"] = facts.resource_usage(artefact.data)
-    except RuntimeError as failure:  # there is no cuobjdump
+    except RuntimeError as failure:  # cuobjdump is not installed
         found["registers"] = found["stack B"] = f"not known: {failure}"
     found["shared B"] = about.launch.get("shared")
     return side, found

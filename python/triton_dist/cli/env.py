@@ -35,11 +35,11 @@ def add_to(subcommands: Any) -> None:
         "env",
         _run,
         help="versions, GPUs, variables and paths, for bug reports",
-        description="Prints what a bug report needs: versions, the device that would be used, GPUs "
-        "and their links where there are any, variables that are set, and paths.",
+        description="Prints the facts for a bug report: versions, the selected device, GPUs and "
+        "their links, environment variables, and paths.",
         examples=["env", "env --json"],
     )
-    parser.add_argument("--json", action="store_true", help="the same, for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
             except knobs.InvalidKnob as error:
                 shown[name] += f"  (wrong: {error})"
         elif name.startswith(_OURS):
-            shown[name] += "  (nobody reads it: no such variable)"
+            shown[name] += "  (unknown variable: it has no effect)"
     facts = {
         "versions": {
             "triton_dist": f"{triton_dist.__version__} in {Path(triton_dist.__file__).parent}",
@@ -80,7 +80,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _from_leader(of: Callable[[], Any]) -> Any:
-    """The answer of ``of``, or why there is none: reports of broken installations matter most."""
+    """Return the result of ``of()``, or its error as text.
+
+    An installation that is broken needs a report most, so no error may end the report.
+    """
     try:
         return of()
     except Exception as error:
@@ -88,8 +91,10 @@ def _from_leader(of: Callable[[], Any]) -> Any:
 
 
 def _version(package: str) -> str:
-    """The module's own version, where it can be imported: that of torch names the build
-    (``+cu130``), which pip does not know of those from its default index."""
+    """Return the version of ``package``, preferably its ``__version__``.
+
+    ``torch.__version__`` names the CUDA build (``+cu130``); pip's metadata may not.
+    """
     with contextlib.suppress(Exception):
         return str(importlib.import_module(package).__version__)
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -98,7 +103,7 @@ def _version(package: str) -> str:
 
 
 def _device() -> dict[str, str]:
-    """The device that kernels would run on."""
+    """Return facts of the device that kernels would run on."""
     from triton_dist.runtime.device import current_device, interprets_kernels
     from triton_dist.runtime.triton_compat import software_versions
 
@@ -115,7 +120,7 @@ def _gpus() -> list[str]:
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:
-    """Lines; none where there is no driver."""
+    """Return the lines that ``nvidia-smi`` prints; empty without a driver."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments],
@@ -125,7 +130,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         return []
     if done.returncode:
         raise OSError(f"nvidia-smi {' '.join(arguments)}: {(done.stdout + done.stderr).strip()}")
-    plain = _ESCAPES.sub("", done.stdout)  # it underlines headings, in a pipe too
+    plain = _ESCAPES.sub("", done.stdout)  # nvidia-smi underlines headings even in a pipe
     return [line.rstrip() for line in plain.splitlines() if line.strip()]
 
 
@@ -136,7 +141,7 @@ def _path(path: Path) -> str:
     except (OSError, RuntimeError, ValueError) as error:
         return f"{path}  (cannot be reached: {error})"
     if not reached:
-        return f"{path}  (not there yet)"
+        return f"{path}  (does not exist yet)"
     return f"{path}" + "  (cannot be written)" * (not os.access(path, os.W_OK))
 
 

@@ -25,11 +25,11 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="why the records of a function are or are not used",
         description="Prints each record of FUNCTION: key, winner, date, file, and whether it would "
-        "be used now; if not, what differs, as recorded and as it is. Versions, hardware and "
-        "source files are always compared. With --import the function's module is imported, in a "
-        "process of its own, and config space and constants are compared too; set "
-        "TRITON_INTERPRET and the like as in the run. Status 0: a record would or may be used, 1: "
-        "none, 2: a mistake.",
+        "be used now. For a record that would not be used, prints what differs, with the recorded "
+        "and the present value. Versions, hardware and source files are always compared. --import "
+        "also compares the config space and constants. It imports the function's module in a "
+        "separate process; set TRITON_INTERPRET and similar variables as in the run. Exit status: "
+        "0 if a record would or may be used, 1 if not, 2 for an error.",
         examples=[
             "explain mypackage.ops:matmul --import",
             "explain matmul --module ops.py --import",
@@ -42,8 +42,8 @@ def add_to(subcommands: Any) -> None:
         help="package.module:function, the name as `list` prints it, or a bare name",
     )
     parser.add_argument(
-        "--module", help="where the function is now: a dotted name or a .py file; default: as "
-        "recorded",
+        "--module", help="present module of the function: a dotted name or a .py file; default: "
+        "as recorded",
     )  # fmt: skip
     parser.add_argument(
         "--import", action="store_true", dest="imports", help="import the module, which runs it"
@@ -54,7 +54,7 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--local-world-size", type=positive, help="ranks on this host; default: as recorded"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     records = _records(module, name)
     if module and not records and (arguments.imports or is_ours(module)):
-        # It may have been tuned under another name than it has in the module.
+        # The function may have been tuned under a different name.
         records = _records("", None)
     found = _explained(records, module, name, ranks, arguments.imports)
     found = [each for each in found if OTHER_FUNCTION not in each.verdict.reasons]
@@ -98,14 +98,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Explained:
-    """A record, and whether it would be used."""
+    """A record, and the verdict on whether a tuner would use it."""
 
     stored: StoredRecord
     verdict: Verdict
 
 
 def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
-    """Records of the function (``None``: of all), with the place of their store in a look-up."""
+    """Return the function's records (``None``: all records), each with the index of its store."""
     found = []
     for layer, store in enumerate(cache.layers()):
         if not (module and name):
@@ -124,7 +124,7 @@ def _explained(
     ranks: Mapping[str, str],
     imports: bool,
 ) -> list[_Explained]:
-    """Records with the verdict on each: by key, in the order in which a tuner looks at them."""
+    """Return each record with its verdict, by key, in the order in which a tuner reads them."""
     groups: dict[str, list[tuple[int, StoredRecord]]] = {}
     for layer, stored in found:
         groups.setdefault(module or stored.record.key.module, []).append((layer, stored))
@@ -146,7 +146,7 @@ def _explained(
 
 
 def _with_first(same: Sequence[_Explained]) -> Iterator[_Explained]:
-    """Use the first of the records of one key that can be used."""
+    """Mark only the first usable record of one key as used."""
     taken = ""
     for each in same:
         if each.verdict.used and taken:
@@ -166,7 +166,7 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str]) -> None:
             text.say("  used" + ", unless prune_fn drops the winner" * about.may_be_dropped)
         text.say(*(f"  accepted: {difference}" for difference in about.accepted))
     if knobs.autotune_always_tune.get():
-        print(f"{knobs.autotune_always_tune.variable} is set: it is tuned again in any case.")
+        print(f"{knobs.autotune_always_tune.variable} is set: the next call tunes again anyway.")
     group = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
     used = sum(each.verdict.used is True for each in found)
     unknown = sum(each.verdict.used is None for each in found)

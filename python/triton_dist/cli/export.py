@@ -1,4 +1,4 @@
-"""``export``: records as a table, or in the format of the autotuning community."""
+"""``export``: write records as CSV, JSON or T4, the autotuning community's format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INVALID = {
     "timeout": "timeout",
     "wrong_result": "correctness",
 }
-"""Words of the T4 format for kinds of failures."""
+"""Map kinds of failures to the T4 format's ``invalidity`` values."""
 
 
 def add_to(subcommands: Any) -> None:
@@ -35,17 +35,17 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "export",
         _run,
-        help="records as CSV, JSON or T4",
-        description="Writes the records of FUNCTION, or the one in a FILE: csv, a line for each "
-        "config with a column for each parameter; json, as `show --json`; t4, one record in the "
-        "format of the autotuning community's benchmark hub, on which other tuners can be "
-        "replayed. To standard output, or to --out.",
+        help="write records as CSV, JSON or T4",
+        description="Writes the records of FUNCTION, or the record in FILE, to standard output or "
+        "to --out. Formats: csv has a line for each config and a column for each parameter; json "
+        "equals `show --json`; t4 is the format of the autotuning community's benchmark hub, which "
+        "other tuners can replay, and takes one record.",
         examples=[
             "export matmul > matmul.csv",
             "export matmul --key 8192 --format t4 --out matmul_T4.json",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "its name, or a record's file")
+    cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
     parser.add_argument("--format", choices=sorted(_FORMATS), default="csv", help="default: csv")
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="short for --format json"
@@ -100,7 +100,7 @@ def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
 
 
 def t4(found: Sequence[StoredRecord]) -> str:
-    """The first record in the format of the autotuning community."""
+    """Return the first record in the T4 format."""
     results = [_result(trial) for trial in found[0].record.trials]
     metadata = {"timeunit": "milliseconds", "function": found[0].record.key.full_name}
     tree = {"schema_version": "1.0.0", "metadata": metadata, "results": results}
@@ -125,7 +125,7 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 
 def _typed(values: Mapping[str, str]) -> dict[str, Any]:
-    """Numbers and truth values as such, since others' searches need their order."""
+    """Convert numbers and booleans from text, because other searches need their order."""
     typed: dict[str, Any] = {}
     for name, text in values.items():
         try:

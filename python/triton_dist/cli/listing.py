@@ -1,4 +1,4 @@
-"""``list`` and ``status``: what was tuned, and what was begun."""
+"""``list`` and ``status``: finished, running and interrupted tunings."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "list",
         _run,
-        help="all records, or those of a function",
+        help="list all records, or the records of one function",
         description="Lists the records in the cache and in the read-only folders, by function and "
-        "hardware: time of the winner, age, key. Of a FUNCTION also winner and file. Tunings that "
-        "were interrupted are there too: the next call goes on with them.",
+        "hardware: time of the winner, age and key. With FUNCTION, also prints the winner and the "
+        "file. Interrupted tunings are listed too; the next call resumes them.",
         examples=["list", "list matmul", "list --json | jq '.records[].winner'"],
     )
-    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only records of it")
-    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only this function")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser = add_subcommand(
         subcommands,
         "status",
         _status,
-        help="tunings that are going on, or were interrupted",
-        description="Lists tunings that have no record yet: how far each is, its best so far, and "
-        "whether a process is at it. One that was interrupted goes on at the next call; `clear "
-        "--interrupted` forgets it.",
+        help="list running and interrupted tunings",
+        description="Lists tunings that have no record yet: the progress, the best time so far, "
+        "and whether a process is running the tuning. The next call resumes an interrupted tuning; "
+        "`clear --interrupted` removes it.",
         examples=["status", "status matmul --json"],
     )
-    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only tunings of it")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only this function")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def _block(stored: StoredRecord, in_full: bool) -> list[str]:
 
 
 def tree_of(stored: StoredRecord) -> dict[str, Any]:
-    """A record, for programs."""
+    """Return a record as a JSON tree."""
     record, where = stored
     return {
         "function": record.key.full_name,
@@ -120,7 +120,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
 
 
 def tree_of_begun(each: Interrupted) -> dict[str, Any]:
-    """A tuning that has no record yet, for programs."""
+    """Return a tuning that has no record yet as a JSON tree."""
     key = each.key
     return {
         "function": key and key.full_name,
@@ -152,12 +152,12 @@ def _status(arguments: argparse.Namespace) -> int:
                 print(*text.fitted(line), sep="\n")
     else:
         of = f" of {arguments.function}" if arguments.function else ""
-        print(f"No tuning{of} is going on or was interrupted, in {knobs.cache_dir.get()}.")
+        print(f"No running or interrupted tuning{of} in {knobs.cache_dir.get()}.")
     return 1 if arguments.function and not told else 0
 
 
 def _status_lines(tuning: dict[str, Any]) -> Iterator[str]:
-    state = "going on" if tuning["going_on"] else "interrupted"
+    state = "running" if tuning["going_on"] else "interrupted"
     best = "" if tuning["best_ms"] is None else f", best {tuning['best_ms']:.4f} ms"
     stuck = tuning["not_tried_again"]
     yield f"{tuning['function'] or 'unknown function'}, key {tuning['key'] or 'unknown'}"

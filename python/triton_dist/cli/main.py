@@ -1,4 +1,4 @@
-"""Finds the verb and runs it."""
+"""Parse the command line and run the subcommand."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ SUBCOMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``arguments``, default those of this process; returns the exit status.
+    """Run the command line ``arguments`` (default: ``sys.argv``) and return the exit status.
 
-    0: done; 1: nothing of what was asked for was found; 2: a mistake in what was asked, or what it
-    needs cannot be loaded or written; standard error says what.
+    0: success. 1: nothing was found. 2: the arguments are wrong, or a required file cannot be
+    loaded or written; standard error has the message.
     """
     parser = argparse.ArgumentParser(
         prog="triton-dist",
-        description="Looks into tuning records, and after the things that they depend on.",
-        epilog="`triton-dist VERB --help` has examples.",
+        description="Inspect, compare and ship tuning records; debug and profile programs.",
+        epilog="`triton-dist SUBCOMMAND --help` prints examples.",
     )
     parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
-    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="VERB")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subcommands)
     show_commands()
     if sys.stdout is None:
         print("triton-dist: standard output is closed", file=sys.stderr)
         return _USAGE_ERROR
-    for stream in (sys.stdout, sys.stderr):  # keys may hold what a locale cannot write
+    for stream in (sys.stdout, sys.stderr):  # keys may contain characters outside the locale
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words, command = split(sys.argv[1:] if arguments is None else arguments)
     parsed, rest = parser.parse_known_args(words)
-    # argparse reads words that may be any number only once: before an option, or after it.
+    # argparse collects a positional with nargs="*" only once: before an option or after it.
     if rest and ("words" not in parsed or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _kernels_decided(parsed):
                 status: int = parsed.run(parsed)
             sys.stdout.flush()
-        except BrokenPipeError:  # such as that of `head`, which has read enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except (TritonDistError, OSError) as error:
@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """Set ``TRITON_INTERPRET`` by the rule, for what imports kernels, here or in another process.
+    """Set ``TRITON_INTERPRET`` to match the device for subcommands that import kernels.
 
-    Other subcommands start without torch. Those that compile kernels set the variable themselves.
+    Other subcommands start without torch, or compile kernels and set the variable themselves.
     """
     command = arguments.subcommand == "profile" and arguments.command
     if not (command or arguments.subcommand == "explain" or getattr(arguments, "stale", False)):
@@ -114,5 +114,5 @@ def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[No
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Without the line of code, which says nothing to who asked."""
+    """Print a warning without its source line."""
     print(f"triton-dist: {message}", file=sys.stderr)

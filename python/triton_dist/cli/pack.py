@@ -1,4 +1,4 @@
-"""``pack``: make packs of tuning records and kernels; show, compare, merge and install them."""
+"""``pack``: create packs of tuning records and kernels; show, compare, merge and install packs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import PackRefused
 
-_NAMES = f"{SUFFIX}, or {RECORDS_SUFFIX} for records of one function and GPU model as text"
+_NAMES = f"{SUFFIX}, or in {RECORDS_SUFFIX} for the records of one function and GPU model as text"
 
 
 def add_to(subcommands: Any) -> None:
@@ -33,14 +33,14 @@ def add_to(subcommands: Any) -> None:
         "pack",
         _run,
         help="ship records and kernels in one file; show, diff, merge, verify, import such files",
-        description="Writes the winners of each FUNCTION into FILE. Of several records of a key, "
-        "and of several versions, the latest counts; a record that was tuned under settings, such "
-        "as a debugging run, counts only where there is no other. With --kernels, COMMAND runs "
-        "with tuning forbidden, and every kernel that its processes load is added. If the first "
-        "word is an action, the other words are packs. show: list the contents. diff: compare two "
-        "packs. merge: write all of every pack into FILE. verify: read each pack and compare every "
-        "hash. import: verify each pack and copy it to packs/ of TRITON_DIST_CACHE_DIR, where "
-        "every program of this user looks for packs.",
+        description="Writes the winners of each FUNCTION into FILE. If a key has several records "
+        "or versions, the latest is written. A record that was tuned under special settings, such "
+        "as a debug mode, is written only if the key has no other record. --kernels runs COMMAND "
+        "in frozen mode and adds every kernel that its processes load. If the first word is an "
+        "action, the other words are packs. show: list the contents. diff: compare two packs. "
+        "merge: write the contents of all packs into FILE. verify: read each pack and check every "
+        "hash. import: verify each pack and copy it to packs/ in TRITON_DIST_CACHE_DIR, where "
+        "every program of this user finds it.",
         examples=[
             "pack matmul --out matmul.tdpack",
             "pack matmul --kernels --out model.tdpack -- python warm_up.py",
@@ -54,31 +54,34 @@ def add_to(subcommands: Any) -> None:
         aliases=("packs",),
     )
     parser.add_argument(
-        "words", metavar="FUNCTION", nargs="*", help="name, or with its module; or an action, PACKs"
+        "words", metavar="FUNCTION", nargs="*",
+        help="function names, optionally with the module; or an action and packs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache", type=Path, help="folder of the records; default: TRITON_DIST_CACHE_DIR"
     )
-    parser.add_argument("--cache", type=Path, help="default: TRITON_DIST_CACHE_DIR")
-    parser.add_argument("--kernels", action="store_true", help="add those that COMMAND loads")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"its name ends with {_NAMES}")
-    parser.add_argument("--json", action="store_true", help="of show: for programs")
+    parser.add_argument("--kernels", action="store_true", help="add the kernels COMMAND loads")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the name ends in {_NAMES}")
+    parser.add_argument("--json", action="store_true", help="show: print JSON")
     parser.set_defaults(fail=parser.error, command=[])
 
 
 def _run(arguments: argparse.Namespace) -> int:
     action = _ACTIONS.get(arguments.words[0] if arguments.words else "")
     if bool(arguments.command) != arguments.kernels or (action and arguments.kernels):
-        arguments.fail("kernels are those that a command loads: --kernels --out FILE -- COMMAND")
+        arguments.fail("--kernels and a command go together: --kernels --out FILE -- COMMAND")
     if action is None:
         if not (arguments.words or arguments.kernels):
-            arguments.fail("a FUNCTION is needed, --kernels, or an action: " + ", ".join(_ACTIONS))
+            arguments.fail("expected a FUNCTION, --kernels, or an action: " + ", ".join(_ACTIONS))
         action = _make
     else:
         arguments.files = [Path(word) for word in arguments.words[1:]]
         if len(arguments.files) != 2 if action is _diff else not arguments.files:
-            arguments.fail("diff takes two packs" if action is _diff else "a pack is needed")
+            arguments.fail("diff takes two packs" if action is _diff else "expected a pack")
     if (arguments.out is None) == (action in (_make, _merge)):
-        arguments.fail("--out FILE is needed to make and to merge packs, and only there")
+        arguments.fail("--out FILE is required to create or merge packs, and not allowed otherwise")
     if arguments.out and arguments.out.suffix not in (SUFFIX, RECORDS_SUFFIX):
-        arguments.fail(f"--out {arguments.out}: expected a name that ends with {_NAMES}")
+        arguments.fail(f"--out {arguments.out}: expected a name that ends in {_NAMES}")
     status: int = action(arguments)
     return status
 
@@ -102,7 +105,7 @@ def _make(arguments: argparse.Namespace) -> int:
             told[interpret] = known.get(interpret) or "0"
             status = subprocess.run(arguments.command, env=known | told).returncode
             if status:
-                print(f"The command ended with status {status}: {arguments.out} is not written.")
+                print(f"The command exited with status {status}: {arguments.out} is not written.")
                 return 1
             parts += _archive.contents_in(Path(loaded))
     return _write(arguments.out, merged(parts))
@@ -141,7 +144,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Check all files, and return 1 if one is refused."""
+    """Verify all packs and return 1 if one is refused."""
     refused = 0
     for path in arguments.files:
         try:
@@ -159,7 +162,7 @@ def _import(arguments: argparse.Namespace) -> int:
         packed = verified(path)
         contents = packed.contents()
         there = folder / f"{path.stem}{SUFFIX}"
-        if written.get(there, path) != path:  # a second file of this name
+        if written.get(there, path) != path:  # two imported packs have the same file name
             there = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
         written[there] = path
         _archive.write(there, contents)

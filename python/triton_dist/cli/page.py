@@ -1,4 +1,7 @@
-"""The page of a report: one file, which needs no network and no script but to sort a table."""
+"""Write the HTML page of a report: one file that needs no network.
+
+Its only script sorts the tables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from triton_dist.cli.plots import Subject
 from triton_dist.cli.show import spread
 
 _ROWS = 300
-"""So many of the fastest configs are listed; `show --top` has all."""
+"""Number of configs in the table, fastest first; `show --top` prints more."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em;
@@ -39,7 +42,7 @@ for (const table of document.querySelectorAll("table.sortable"))
 
 
 def html(subject: Subject) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(_lines(subject))
 
 
@@ -86,7 +89,7 @@ def _lines(subject: Subject) -> Iterator[str]:
 
 
 def _ranks(subject: Subject) -> Iterator[str]:
-    """Times by rank of the configs that were measured most often, the fastest first."""
+    """Yield the table of times by rank for the configs with most samples, fastest first."""
     known = subject.found.record.by_rank
     several = [each for each in subject.found.timed if each.trial.digest in known]
     if not several:
@@ -111,9 +114,9 @@ def _prices(subject: Subject) -> Iterator[str]:
     found = subject.found
     if not found.varying:
         return
-    yield "<h2>Parameters: what they explain, and what it costs to fix a value</h2>"
+    yield "<h2>Parameters: share of the variance, and cost of fixing a value</h2>"
     yield _table(
-        ["parameter", "of the variance", "fastest config with the value, behind the winner"],
+        ["parameter", "variance share", "fastest config with the value, relative to the winner"],
         [
             [
                 _code(name),
@@ -142,7 +145,7 @@ def _failures(subject: Subject) -> Iterator[str]:
 def _table(
     heads: Iterable[str], rows: Sequence[Sequence[str]], marked: int = -1, sortable: bool = False
 ) -> str:
-    """A table of cells that are HTML; ``heads`` are text. The row ``marked`` is the winner's."""
+    """Return a table; cells are HTML, ``heads`` are text. Row ``marked`` is the winner's."""
     head = "".join(f"<th>{escape(name)}" for name in heads)
     body = "\n".join(
         f"<tr{' class=winner' if place == marked else ''}>" + "".join(f"<td>{c}" for c in row)

@@ -1,4 +1,4 @@
-"""Pictures of a tuning: one function a panel, each answers one question."""
+"""Plots of a tuning: one function per panel."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from triton_dist._tuning.values.analysis import Analysis, Changes, Timed, shown
 
 
 class Answer(NamedTuple):
-    """One measurement in the course of a tuning."""
+    """One measurement of a tuning."""
 
     seconds: float
-    """Since the tuning began."""
+    """Since the start of the tuning."""
     ms: float
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A record to be drawn, and an older one to compare it with."""
+    """A record to draw, and an older record to compare it with."""
 
     stored: StoredRecord
     older: StoredRecord | None
@@ -46,7 +46,7 @@ class Subject:
 
     @cached_property
     def answers(self) -> Sequence[Answer]:
-        """In their order; empty if the log is gone, or the record shipped."""
+        """The measurements in order; empty if the log is missing or the record is shipped."""
         found: list[Answer] = []
         for event in self._events:
             with suppress(KeyError, TypeError, ValueError):
@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by what they were spent on, as far as the log says."""
+        """Seconds spent in each phase; empty if the log has no phases."""
         phases = self._events[-1].get("phases") if self._events else None
         return phases if isinstance(phases, dict) else {}
 
@@ -80,22 +80,22 @@ _PHASES = {
     "other": "#a0a0a0",
 }
 _WIDTH, _HEIGHT = 5.6, 3.5
-"""Inches of a panel; two side by side are as wide as a page."""
+"""Size of a panel in inches; two panels fill the width of a page."""
 _BARS, _FINALISTS, _LONGEST = 12, 8, 30
 _NEAR = 1.25
-"""Slower configs are not drawn beside the fastest, if there are some."""
+"""Largest ratio to the winner in the panel of the fastest configs, if three are below it."""
 _WIDE = 4
-"""Ratio of the largest value to the smallest from which on an axis is logarithmic."""
+"""An axis is logarithmic if its largest value exceeds its smallest by this factor."""
 _NOTHING = 0.05
 """Per cent; values that cost less are not drawn."""
 _ROOM = 5
-"""Rows that bars have room for at least, so that two are not fat."""
+"""Minimum number of rows in a bar panel; fewer rows would give very thick bars."""
 _FEW = 2
-"""A config with no more samples left early: drawn faint."""
+"""Configs with at most this number of samples were eliminated early and are drawn faint."""
 
 
 def panels(subject: Subject) -> list[tuple[str, Callable[[Any, Subject], None]]]:
-    """Title and painter of each panel that there is something to show in."""
+    """Return the title and the painter of each panel that has data."""
     found = subject.found
     several = len(found.timed) > 1
     all_of_them: list[tuple[str, Callable[[Any, Subject], None], object]] = [
@@ -135,7 +135,7 @@ def png(subject: Subject) -> bytes:
 
 
 def svgs(subject: Subject) -> list[tuple[str, str]]:
-    """Title and SVG of each panel. Many points are one image inside it."""
+    """Return the title and the SVG of each panel. More than 200 points become one raster image."""
     drawn = []
     with _style():
         for title, painter in panels(subject):
@@ -239,7 +239,7 @@ def _fastest(ax: Any, subject: Subject) -> None:
 
 
 def _beside_winner(subject: Subject, each: Timed) -> str:
-    """The parameters in which a config differs from the winner."""
+    """Return the parameters in which a config differs from the winner."""
     winner = subject.found.winner
     if each is winner:
         return "winner"
@@ -301,7 +301,7 @@ def _since(ax: Any, subject: Subject) -> None:
 
 
 def _bars(ax: Any, names: list[str], values: list[float], label: str) -> None:
-    """Horizontal bars, the first at the top, each with its number."""
+    """Draw horizontal bars with their values, the first at the top."""
     bars = ax.barh(range(len(names)), values, color=_BAR)
     ax.bar_label(bars, [label.format(value) for value in values], padding=3, fontsize=8.5)
     ax.set_yticks(range(len(names)), [_cut(name, _LONGEST) for name in names], fontsize=8.5)
@@ -310,7 +310,7 @@ def _bars(ax: Any, names: list[str], values: list[float], label: str) -> None:
 
 
 def _log_if_wide(set_scale: Callable[[str], object], axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis for values that lie far apart."""
+    """Use a logarithmic axis if the values differ by more than a factor of ``_WIDE``."""
     if min(values) > 0 and max(values) > _WIDE * min(values):
         set_scale("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -318,7 +318,7 @@ def _log_if_wide(set_scale: Callable[[str], object], axis: Any, values: Sequence
 
 
 def _not_below_0(ax: Any) -> None:
-    """End each axis at 0 if its margin is all that lies below: times and ratios are positive."""
+    """End an axis at 0 if only its margin is negative: times and ratios are positive."""
     bounds = ax.dataLim
     if ax.get_xlim()[0] < 0 <= bounds.x0:
         ax.set_xlim(left=0)
@@ -327,7 +327,7 @@ def _not_below_0(ax: Any) -> None:
 
 
 def _plain_numbers(axis: Any) -> None:
-    """1, 2, 5 and 10 rather than powers of ten."""
+    """Label ticks 1, 2, 5 and 10 instead of powers of ten."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

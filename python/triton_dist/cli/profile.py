@@ -1,4 +1,4 @@
-"""``profile``: a timeline of all ranks of a program, and what it says of each op."""
+"""``profile``: record a timeline of all ranks of a program, and print the rates of its ops."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "profile",
         _run,
-        help="a timeline of all ranks of a command, and rates of its ops",
-        description="Runs COMMAND and writes what torch's profiler saw on all of its ranks into "
-        "one file, for Perfetto or chrome://tracing: each call of a tuned function is a scope, "
-        "that of an op with its FLOPs, bytes and bytes over the links to its peers. `show FILE` "
-        "prints, of each op, the time of the slowest rank, rates of a rank, the resource that "
-        "bounds it, and the share of its peak that was reached; --png draws it under the three "
-        "roofs. Calls that tune are left out: run COMMAND once before.",
+        help="record a timeline of all ranks of a command, and print the rates of its ops",
+        description="Runs COMMAND under torch.profiler and merges the timelines of all ranks into "
+        "one file for Perfetto or chrome://tracing. Each call of a tuned function is a scope; the "
+        "scope of an op has its FLOPs, its bytes, and its bytes over the links to other ranks. "
+        "`show FILE` prints for each op the time of the slowest rank, the rates of a rank, the "
+        "resource that bounds it, and the share of that resource's peak. --png draws a roofline. "
+        "Calls that tune are left out: run COMMAND once before profiling.",
         examples=[
             "profile -- torchrun --nproc-per-node=2 script.py",
             "profile --calls 10:20 --out p.json.gz -- python script.py",
@@ -46,24 +46,24 @@ def add_to(subcommands: Any) -> None:
         ],
         takes_command=True,
     )
-    parser.add_argument("show", nargs="?", choices=["show"], help="print what a file says")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="of show")
+    parser.add_argument("show", nargs="?", choices=["show"], help="print the ops of a timeline")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="show: the timeline")
     parser.add_argument(
-        "--out", type=Path, default=_OUT, metavar="FILE", help=f"to write to (default: {_OUT})"
+        "--out", type=Path, default=_OUT, metavar="FILE", help=f"output file (default: {_OUT})"
     )
     parser.add_argument(
         "--calls", metavar="FIRST:LAST",
-        help="calls of tuned functions to record, counted from 0 in each process, the last one "
-        "excluded (default: 1:1001, as the first looks up and compiles)",
+        help="calls of tuned functions to record, counted from 0 in each process; LAST is excluded "
+        "(default: 1:1001, because call 0 compiles)",
     )  # fmt: skip
     parser.add_argument(
         "--marks",
         action="store_true",
-        help="also what programs of kernels do: wait, load, multiply, store, push; of few calls, "
-        "since there are many, and they take time",
+        help="also record the phases of each kernel program: wait, load, multiply, store, push; "
+        "use few calls, because marks are many and slow kernels down",
     )
-    parser.add_argument("--json", action="store_true", help="of show: for programs")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="of show: roofline to write")
+    parser.add_argument("--json", action="store_true", help="show: print JSON")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="show: write a roofline plot")
     parser.set_defaults(fail=parser.error, command=[])
 
 
@@ -91,7 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
         files = recording.files_of_ranks(Path(folder), recording.ENDING)
         failed = [each.read_text() for each in sorted(Path(folder).glob(f"*{recording.FAILED}"))]
         if not files:
-            what = f"no process made call {calls.partition(':')[0]} of a tuned function and ended"
+            first = calls.partition(":")[0]
+            what = f"no process reached call {first} of a tuned function and then exited"
             what = "; ".join(failed) or what
             print(f"triton-dist profile: nothing recorded: {printable(what)}", file=sys.stderr)
             return status or 1
@@ -106,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(file: Path, as_json: bool, png: Path | None) -> int:
-    # Here, so that other verbs start without what reads traces.
+    # Imported here because other subcommands do not need the modules that read traces.
     from triton_dist.timelines import trace
     from triton_dist.timelines.summary import summaries
 
@@ -136,7 +137,7 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
     numbers = [rank["rank"] for rank in ranks]
     lines = [f"{_counted(numbers)} on {counted(len(hosts), 'host')}, {ranks[0]['gpu']}"]
     if ranks[0]["device"] != "cuda":
-        lines += fitted("shares are of an H200's peaks, and say nothing of CPU ranks", 0)
+        lines += fitted("shares refer to the peaks of an H200 and are meaningless on CPU ranks", 0)
     if not found:
         return [*lines, "no call of a tuned function was recorded"]
     lines.append(_ROW.format(*_HEAD))
@@ -158,16 +159,16 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
         lines += fitted("  " + "; ".join(filter(None, notes)), 4) if any(notes) else []
         if each.marks:
             told = ", ".join(f"{name} {share:.0%}" for name, share in each.marks.items())
-            lines += fitted(f"  of the time of its programs: {told}", 4)
+            lines += fitted(f"  share of kernel program time: {told}", 4)
     made = [rank.get("marks", {"kept": 0, "made": 0}) for rank in ranks]
     lost = sum(each["made"] - each["kept"] for each in made)
     if lost:
-        lines += fitted(f"{lost} marks are missing, as there are too many: profile fewer calls", 0)
+        lines += fitted(f"{lost} marks are missing: the buffer was full; profile fewer calls", 0)
     return lines
 
 
 def _counted(ranks: Sequence[int]) -> str:
-    """Number of ranks, and of processes if some rank has had several."""
+    """Return the number of ranks as text, and of processes if a rank was restarted."""
     each = counted(len(set(ranks)), "rank")
     return each if len(set(ranks)) == len(ranks) else f"{each}, {len(ranks)} processes"
 

@@ -1,4 +1,4 @@
-"""``replay``: what other searches would have found with the times of a tuning."""
+"""``replay``: run search algorithms on the recorded times of a tuning."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "replay",
         _run,
-        help="what other searches would have found with the times of a tuning",
-        description="Runs searches on the samples of a record, the one of FUNCTION or in a FILE, "
-        "or of a file in the T4 format, again and again with these in another order, and prints by "
-        "how much what they chose is slower than the best. Nothing is measured: of configs that "
-        "were sampled once the time is always the same.",
+        help="run other search algorithms on the recorded times of a tuning",
+        description="Runs search algorithms on the samples of a record (of FUNCTION or in FILE) or "
+        "of a file in the T4 format, several times with the samples in different orders. Prints "
+        "how much slower the chosen config is than the best. Nothing is measured: a config with "
+        "one sample always has the same time.",
         examples=[
             "replay matmul --key 8192 --search surrogate --tries 50",
             "replay space_T4.json.gz --search racing,surrogate --json",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "its name, a record's file, or one in T4 format")
+    cache.add_choice(parser, "FUNCTION|FILE", "function name, a record's file, or a T4 file")
     parser.add_argument(
         "--search",
         type=_searches,
@@ -45,7 +45,7 @@ def add_to(subcommands: Any) -> None:
         "--tries", type=positive, default=200, metavar="N", help="configs to try; default: 200"
     )
     parser.add_argument("--seeds", type=positive, default=8, metavar="N", help="orders; default: 8")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _searches(names: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
-    """The times to replay; ``None`` if there is no such record."""
+    """Return the times to replay; ``None`` if no record matches."""
     from triton_dist.testing.replay import RecordedSpace
 
     path = Path(arguments.function)

@@ -1,4 +1,4 @@
-"""``report``: a tuning as pictures."""
+"""``report``: draw a tuning as HTML and PNG."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "report",
         _run,
-        help="a tuning as pictures: HTML and PNG",
-        description="Writes report.html, which needs no network, and report.png about one record: "
-        "all times sorted, how the tuning converged, the finalists' samples, which parameters "
-        "matter, what it costs to fix a value, what failed, and what changed since another "
-        "record. Needs matplotlib, the extra `report`.",
+        help="draw a tuning as HTML and PNG",
+        description="Writes report.html (one file, no network needed) and report.png for one "
+        "record: all times sorted, convergence of the tuning, samples of the finalists, importance "
+        "of each parameter, cost of fixing a value, failures, and changes since an older record. "
+        "Requires matplotlib (the extra `report`).",
         examples=[
             "report matmul --key 8192 --out matmul-report",
             "report matmul --against old.json --out matmul-report",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "its name, or a record's file")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="an older record")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument("--json", action="store_true", help="print what it shows, for programs")
+    cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="file of an older record to compare with"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
+    parser.add_argument("--json", action="store_true", help="print the data as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Raise before anything is written.
+    # Check for matplotlib before anything is written.
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""Ops under three roofs: how fast each could be by arithmetic, memory and links, and how fast it
-was."""
+"""Draw the roofline of ops: measured time against the limits of arithmetic, memory and links."""
 
 from __future__ import annotations
 
@@ -18,8 +17,11 @@ _WIDTH, _ROW, _MOST = 9.0, 0.62, 16
 
 
 def png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str) -> bytes:
-    """A row for each op and shape: its time as a bar, and where each resource at its peak would
-    end it. The rightmost of the three is the roof that counts."""
+    """Return a PNG with a bar for the time of each op and shape.
+
+    A line marks the time that each resource would take at its peak. The rightmost line is the
+    limit of the op.
+    """
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]
     with matplotlib.rc_context(
         {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}

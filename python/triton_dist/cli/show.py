@@ -1,4 +1,4 @@
-"""``show``: one tuning, as a table."""
+"""``show``: print the configs of a record as a table."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "show",
         _run,
-        help="the configs that a tuning tried, as a table",
-        description="Prints the records of FUNCTION, or the one in a FILE: the fastest configs "
-        "with their times, how peaked the space is, what matters, and what failed. `to best` is "
-        "the time over that of the winner; `spread` the distance of the quartiles over the median.",
+        help="print the configs that a tuning measured, as a table",
+        description="Prints the records of FUNCTION, or the record in FILE: the fastest configs "
+        "and their times, the number of configs near the winner, the importance of each parameter, "
+        "and failures. `to best` is the time divided by the winner's time; `spread` is the "
+        "interquartile range divided by the median.",
         examples=[
             "show matmul",
             "show matmul --key 8192 --top 20",
@@ -32,10 +33,12 @@ def add_to(subcommands: Any) -> None:
             "show matmul --json | jq",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "its name, or a record's file")
-    parser.add_argument("--top", type=int, default=_TOP, metavar="N", help=f"rows; default {_TOP}")
-    parser.add_argument("--code", action="store_true", help="the winners alone, to be pasted")
-    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
+    parser.add_argument(
+        "--top", type=int, default=_TOP, metavar="N", help=f"rows to print; default: {_TOP}"
+    )
+    parser.add_argument("--code", action="store_true", help="print only the winners, as code")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -46,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not found:
         return cache.say_none(arguments.function, arguments)
     if arguments.code:
-        # Each winner as an argument of ``tune.autotune``, which then has nothing to tune.
+        # With this argument, ``tune.autotune`` has a single config and does not measure.
         for record in (stored.record for stored in found):
             where = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
             text.say(f"# {where}: {Analysis(record).winner.ms:.4f} ms")
@@ -59,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def tree(stored: StoredRecord) -> dict[str, Any]:
-    """One record for programs, the fastest config first."""
+    """Return one record as a JSON tree, fastest config first."""
     record, where = stored
     found = Analysis(record)
     return {
@@ -133,7 +136,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
         yield f"  the winner by rank: {ranks}"
     important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
     if important:
-        yield f"  share of the variance of log time, one alone: {', '.join(important)}"
+        yield f"  share of the variance of log time: {', '.join(important)}"
     for config, reason in found.pruned[:top]:
         yield f"  pruned: {config}, {reason}"
     if len(found.pruned) > top:
@@ -147,7 +150,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
 
 
 def spread(samples: tuple[float, ...]) -> str:
-    """Distance of the quartiles over the median."""
+    """Return the interquartile range divided by the median, in percent."""
     if len(samples) < 2:
         return "-"
     first, middle, third = statistics.quantiles(samples, n=4, method="inclusive")

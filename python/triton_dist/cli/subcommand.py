@@ -1,4 +1,4 @@
-"""Declaration of a verb, so that the help of all reads alike."""
+"""Declare subcommands with a uniform help text."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def add_subcommand(
     takes_command: bool = False,
     aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """A parser for ``name``, whose help ends with commands to try.
+    """Return a parser for ``name`` whose help ends with examples.
 
     Args:
-        run: does it; returns the exit status.
-        takes_command: :func:`split` keeps what follows ``--`` from argparse, which would take it
-            for words of the verb where those may be any number.
-        aliases: other names of the verb.
+        run: runs the subcommand and returns the exit status.
+        takes_command: a command follows ``--``. :func:`split` removes it before argparse runs,
+            which would add it to a positional argument with ``nargs="*"``.
+        aliases: other names of the subcommand.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
     parser: argparse.ArgumentParser = subcommands.add_parser(
@@ -47,7 +47,7 @@ def add_subcommand(
 
 
 def show_commands() -> None:
-    """Let the usage of verbs that take a command say so. Called when they have their arguments."""
+    """Add ``-- COMMAND`` to the usage of subcommands that take one; call it after ``add_to``."""
     for parser in set(_WITH_COMMAND.values()):
         usage = parser.format_usage().removeprefix("usage: ").rstrip()
         indent = " " * len(f"usage: {parser.prog} ")
@@ -55,7 +55,7 @@ def show_commands() -> None:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a verb, and the command behind ``--`` if it takes one."""
+    """Return the words of the subcommand and, if it takes a command, the words after ``--``."""
     if "--" not in words or words[0] not in _WITH_COMMAND:
         return list(words), []
     end = words.index("--")
@@ -63,7 +63,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def positive(word: str) -> int:
-    """An argument that is a number of something, 1 or more."""
+    """Parse an integer argument of 1 or more."""
     number = int(word) if word.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{word!r}: expected an integer, 1 or more")
@@ -71,12 +71,12 @@ def positive(word: str) -> int:
 
 
 def folder(word: str) -> Path:
-    """An argument that is a folder, which is there."""
+    """Parse an argument that names an existing folder."""
     if not Path(word).expanduser().is_dir():
-        raise argparse.ArgumentTypeError(f"{word!r}: there is no such folder")
+        raise argparse.ArgumentTypeError(f"{word!r}: no such folder")
     return Path(word)
 
 
 def counted(number: int, thing: str) -> str:
-    """``1 record``, ``2 records``."""
+    """Return the number with its noun: ``1 record``, ``2 records``."""
     return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Text that fits a terminal, and that a pipe gets whole."""
+"""Fit text to the terminal; lines written to a pipe are neither wrapped nor cut."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def say(*lines: str) -> None:
-    """Print each of ``lines`` on one line, without what a terminal would act on."""
+    """Print each of ``lines`` on one line, with control characters escaped."""
     for line in lines:
         print(printable(line))
 
 
 def fitted(line: str, indent: int = 12) -> list[str]:
-    """Lines that fit the terminal; in a pipe one, which can be searched for."""
+    """Return ``line`` wrapped to the terminal; a single line in a pipe, which grep can search."""
     line = printable(line)
     if not is_terminal():
         return [line]
     width = shutil.get_terminal_size().columns
     wrapped = textwrap.wrap(
         line, width, subsequent_indent=" " * indent,
-        break_on_hyphens=False, break_long_words=False,  # paths, to be copied
+        break_on_hyphens=False, break_long_words=False,  # paths must stay copyable
     )  # fmt: skip
     return wrapped or [""]
 
 
 def cut(line: str) -> str:
-    """The part that fits the terminal."""
+    """Return ``line`` cut to the width of the terminal."""
     line = printable(line)
     width = shutil.get_terminal_size().columns
     return line if not is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
@@ -43,7 +43,7 @@ def is_terminal() -> bool:
 
 
 def age(timestamp: str) -> str:
-    """Time since ``timestamp``, ISO 8601, in its largest unit."""
+    """Return the time since ``timestamp`` (ISO 8601) in its largest unit."""
     try:
         then = datetime.datetime.fromisoformat(timestamp)
         seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()

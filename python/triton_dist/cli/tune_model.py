@@ -1,4 +1,4 @@
-"""``tune-model``: tune a model ahead of serving, on the ranks that will serve."""
+"""``tune-model``: tune a model before serving, on the ranks that will serve it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "tune-model",
         _run,
-        help="tune a model ahead of serving, on all ranks",
-        description="Calls a model of LLaMA's kind, shared out over the ranks, once for each shape "
-        "that will come: prompts, and steps of decoding. What is not in the cache is tuned; a "
-        "server that starts afterwards with TRITON_DIST_AUTOTUNE_FROZEN=1 measures nothing. To be "
-        "run by bash scripts/launch.sh -m triton_dist, or torchrun.",
+        help="tune a model before serving, on all ranks",
+        description="Runs a Llama-like model, sharded over the ranks, once for each expected "
+        "shape of prefill and decode. Shapes that are not in the cache are tuned. A server that "
+        "starts later with TRITON_DIST_AUTOTUNE_FROZEN=1 measures nothing. Run it with "
+        "bash scripts/launch.sh -m triton_dist, or with torchrun.",
         examples=["tune-model --model FOLDER --bsz 1,16 --seq_len 128,2048"],
     )
-    parser.add_argument("--model", required=True, help="a known name, or a folder")
+    parser.add_argument("--model", required=True, help="a known model name, or a folder")
     parser.add_argument(
-        "--bsz", type=_numbers, default=[1], help="sequences of a step of decoding, such as 1,16; "
-        "the largest is that of a prefill; default: 1",
+        "--bsz", type=_numbers, default=[1], help="batch sizes of decode, such as 1,16; prefill "
+        "uses the largest; default: 1",
     )  # fmt: skip
     parser.add_argument(
-        "--seq_len", type=_numbers, default=[128], help="lengths of prompts; default: 128"
+        "--seq_len", type=_numbers, default=[128], help="prompt lengths; default: 128"
     )
     for phase, default in (("prefill", "ag_rs"), ("decode", "gemm_ar")):
         parser.add_argument(
             f"--{phase}_mode", choices=list(_MODES), default=default,
-            help=f"of {phase}: sequences spread over ranks, or all on all; default: {default}",
+            help=f"mode of {phase}: tokens sharded over ranks (ag_rs) or replicated; "
+            f"default: {default}",
         )  # fmt: skip
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
 
@@ -67,6 +68,6 @@ def _run(arguments: argparse.Namespace) -> int:
     model.finalize()
     shapes = len(arguments.seq_len) + len(arguments.bsz)
     took = time.perf_counter() - begin
-    dist_print(f"{arguments.model}: {shapes} shapes are tuned on {ranks.size} ranks, {took:.1f} s")
+    dist_print(f"{arguments.model}: {shapes} shapes tuned on {ranks.size} ranks in {took:.1f} s")
     finalize_distributed()
     return 0

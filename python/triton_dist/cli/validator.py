@@ -1,7 +1,7 @@
-"""Decide whether records would be used now.
+"""Decide whether a tuner would use a record now.
 
-:func:`verdict` reads the record and this environment. :func:`imported` also compares code and
-config space. It imports the module of the function, in a process of its own.
+:func:`verdict` compares the record with this environment. :func:`imported` also compares code and
+config space; it imports the function's module in a separate process.
 """
 
 from __future__ import annotations
@@ -46,37 +46,36 @@ SECONDS = 120.0
 
 OTHER_FUNCTION = "it is of another function"
 OURS = {"triton_dist"}
-"""Packages that are imported in this process, and without --import."""
+"""Packages that are imported in this process even without --import."""
 
 
 class Verdict(NamedTuple):
-    """The answer to whether a record would be used now."""
+    """Whether a record would be used now, and why."""
 
     used: bool | None
-    """``None``: not known."""
+    """``None``: unknown."""
     reasons: tuple[str, ...] = ()
-    """Reasons for which it is not used, or for which that is not known."""
+    """Reasons why the record is not used, or why that is unknown."""
     accepted: tuple[str, ...] = ()
-    """Differences that do not count."""
+    """Differences that do not invalidate the record."""
     is_own: bool = True
-    """The function, as it is now, would replace this record."""
+    """The present function would write its record under the same key and signature."""
     may_be_dropped: bool = False
-    """It is used, unless ``prune_fn`` drops the winner."""
+    """The record is used unless ``prune_fn`` drops the winner."""
     by_import: bool = False
-    """Importing the module may tell what is not known."""
+    """Importing the module may decide an unknown verdict."""
 
 
 def verdict(
     record: TuningRecord, ranks: Mapping[str, str], any_settings: bool = False, module: str = ""
 ) -> Verdict:
-    """Judge ``record`` by its hardware, versions, ranks and source files. Nothing of the user's is
-    run.
+    """Compare the hardware, versions, ranks and source files of ``record``; run no user code.
 
     Args:
-        module: where the function is now; default: as recorded.
-        ranks: facts of the group that would call the function, which replace the recorded ones.
-        any_settings: settings may be those of the record. Other hardware is then not known, not
-            a reason.
+        module: present module of the function; default: the recorded module.
+        ranks: facts of the group that would call the function; they replace the recorded facts.
+        any_settings: accept the settings of the record. Different hardware then gives an unknown
+            verdict instead of a reason.
     """
     from triton_dist.runtime.device import current_device
     from triton_dist.runtime.triton_compat import software_versions
@@ -104,7 +103,7 @@ def verdict(
 
 
 def _changes(record: TuningRecord, module: str) -> tuple[tuple[str, ...], list[str]]:
-    """Return the statements that the record depends on and that changed, and what is unknown."""
+    """Return the changed statements that the record depends on, and what could not be compared."""
     if isinstance(record.fingerprint, (OlderFingerprint, ShippedFingerprint)):
         return (), []
     where = module or record.key.module
@@ -113,7 +112,7 @@ def _changes(record: TuningRecord, module: str) -> tuple[tuple[str, ...], list[s
 
 
 def is_ours(module: str) -> bool:
-    """Return whether importing ``module`` runs no file of the user's."""
+    """Return whether importing ``module`` runs no user code."""
     return module.partition(".")[0] in OURS
 
 
@@ -123,9 +122,10 @@ def imported(
     ranks: Mapping[str, str],
     any_settings: bool = False,
 ) -> list[Verdict]:
-    """Judge records by their functions, each by its name in ``module``; arguments as of `verdict`.
+    """Return the verdicts of records, given the name of each record's function in ``module``.
 
-    A module of the user's is imported in a new process, which is killed after ``SECONDS``.
+    A user's module is imported in a new process, which is killed after ``SECONDS``. The other
+    arguments are described at :func:`verdict`.
     """
     if is_ours(module):
         return _judged(module, asked, ranks, any_settings)
@@ -144,7 +144,7 @@ def imported(
             except subprocess.TimeoutExpired:
                 why = f"its process did not end within {SECONDS:.0f} s"
             finally:
-                with suppress(ProcessLookupError):  # and what it has started
+                with suppress(ProcessLookupError):  # kill the children of the process too
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         try:
@@ -158,11 +158,11 @@ def imported(
 
 
 def _serve(folder: str) -> None:
-    """Answer the request in ``folder``: the process of :func:`imported`."""
+    """Write the verdicts for the request in ``folder``; runs in the process of :func:`imported`."""
     path, *request = pickle.loads(Path(folder, "request").read_bytes())
     sys.path[:] = path
     _files.write(Path(folder, "answer"), json.dumps(_judged(*request)).encode())
-    os._exit(0)  # threads of the module may not end
+    os._exit(0)  # threads that the module started may never end
 
 
 def _judged(
@@ -200,9 +200,9 @@ def _under_its_settings(now: Fingerprint, made: Fingerprint) -> Fingerprint:
 
 
 class Validator:
-    """A tuned function's answer about its records, without a call's arguments.
+    """The comparison of a tuned function with its records, without the arguments of a call.
 
-    This process is alone: facts of a group that are not in ``ranks`` are the recorded ones.
+    This process has no group: facts that are missing in ``ranks`` are taken from the record.
     """
 
     def __init__(self, tuned: AutoTuner, ranks: Mapping[str, str], any_settings: bool) -> None:
@@ -227,21 +227,21 @@ class Validator:
         if found.reasons:
             rest = tuple(each for each in found.reasons if not each.startswith("source: "))
             statements, _ = _changes(record, self.origin.module)
-            if statements and rest != found.reasons:  # named by line, instead of by name
+            if statements and rest != found.reasons:  # statements have line numbers
                 return Verdict(False, (*statements, *rest), (), is_own)
             return Verdict(False, found.reasons, (), is_own)
         may_be_dropped = self._tuned.prune_fn is not None and record.shipped
         return Verdict(True, (), found.tolerated, is_own, may_be_dropped)
 
     def _space(self, key: Key) -> ConfigSpace:
-        """The space that such a call chooses from: without the names that it gave a value for."""
+        """Return the config space without the parameters that the recorded call passed itself."""
         space: ConfigSpace = self._tuned.config_space
         if key.given is None:
             return space
         text, digest = key.given
         try:
             given = Config(ast.literal_eval(text.removeprefix("with ")))
-        except (ValueError, SyntaxError):  # values that are no literals
+        except (ValueError, SyntaxError):  # some values are not literals
             given = Config({})
         return space.without(given) if given.digest == digest else space
 
@@ -249,33 +249,33 @@ class Validator:
 def load_module(name: str) -> ModuleType:
     """Import a module by its dotted name, or by the path of its ``.py`` file.
 
-    Calls of tuned functions on its way tune nothing.
+    Tuned functions that are called during the import do not tune.
 
     Raises:
-        NoSuchFunction: there is no such module, or it fails when it is imported.
+        NoSuchFunction: the module does not exist, or its import fails.
     """
-    if "" not in sys.path:  # as for a script that is run from here
+    if "" not in sys.path:  # as if a script in this folder were run
         sys.path.insert(0, "")
     try:
         with knobs.having(knobs.autotune.variable, "0"):
             if name.endswith(".py"):
                 return _from_file(Path(name).resolve())
             return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a script may end itself
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise NoSuchFunction(
             name,
-            f"it cannot be imported: {type(error).__name__}: {error}",
-            "Give a dotted name that can be imported from here, or the path of the file",
+            f"the module cannot be imported: {type(error).__name__}: {error}",
+            "Pass a dotted name that can be imported from this folder, or the path of the file",
         ) from error
 
 
 def function_in(module: ModuleType, function: str) -> AutoTuner:
-    """Return the tuned ``function``, ``name`` or ``Class.name``, of ``module``.
+    """Return the tuned ``function`` (``name`` or ``Class.name``) of ``module``.
 
     Raises:
-        NoSuchFunction: it has no such tuned function.
+        NoSuchFunction: the module has no such function, or the function is not tuned.
     """
-    from triton_dist.tune import AutoTuner  # torch takes seconds, and other verbs need none
+    from triton_dist.tune import AutoTuner  # imports torch, which other subcommands do not need
 
     value: Any = module
     for part in function.split("."):
@@ -285,21 +285,21 @@ def function_in(module: ModuleType, function: str) -> AutoTuner:
             raise NoSuchFunction(
                 f"{module.__name__}:{function}",
                 f"{getattr(value, '__name__', value)!r} has no {part!r}",
-                "Name it as in the module: function, or Class.method",
+                "Pass the name in the module: function, or Class.method",
             ) from error
     if not isinstance(value, AutoTuner):
         raise NoSuchFunction(
             f"{module.__name__}:{function}",
-            f"it is of {type(value)}, not a tuned function",
-            "Name a function that is decorated with triton_dist.tune.autotune",
+            f"it is an object of {type(value)}, not a tuned function",
+            "Pass a function that is decorated with triton_dist.tune.autotune",
         )
     return value
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Import a file: one of a package by its dotted name, a script by its path.
+    """Import a file of a package by its dotted name, a script under a name with a digest.
 
-    Scripts of one name are two modules, and one called ``profile.py`` is not Python's.
+    The digest separates scripts of equal name, and ``profile.py`` from Python's own module.
     """
     parts, root = [path.stem], path.parent
     while (root / "__init__.py").exists():

@@ -1,4 +1,4 @@
-"""Run a kernel from any level of the compiler: ``ttir``, ``ttgir``, ``llir``, ``ptx``, ``cubin``.
+"""Run a kernel from any compilation level: ``ttir``, ``ttgir``, ``llir``, ``ptx``, ``cubin``.
 
 from triton_dist import runner
 

@@ -1,4 +1,4 @@
-"""A kernel at some level of the compiler, and all that a launch of it needs."""
+"""The artefact: a kernel at one compilation level, with the metadata that a launch requires."""
 
 from __future__ import annotations
 
@@ -17,51 +17,53 @@ from triton_dist.errors import InvalidArtefact
 from triton_dist.runner.specialisation import CONSTANT, Specialisation, can_be_read, value_of
 
 LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin")
-"""Levels of Triton's compiler for NVIDIA GPUs, from the top; Gluon kernels begin at ttgir."""
+"""Compilation levels for NVIDIA GPUs, from source to machine code; Gluon starts at ttgir."""
 SCHEMA = 1
 UNKNOWN = 0
 _ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
 _ELF_HEADER = struct.Struct("<4s28xQQ6xHHHH")
-"""Magic; where program and section headers begin; size and number of each."""
+"""Magic, offsets of the program and section headers, size and number of each."""
 
 
 @dataclass(frozen=True)
 class About:
-    """Facts of a compiled kernel: what it was made for, and what its launch needs."""
+    """The metadata of a compiled kernel: target, specialisation, options and launch facts."""
 
     function: str
-    """Name of the function; the file of each level is named by it."""
+    """Name of the function, and stem of the file of each level."""
     arch: int
-    """Compute capability, such as 90; ``UNKNOWN`` of an IR that does not tell."""
+    """Compute capability, such as 90; ``UNKNOWN`` if the IR has no target."""
     specialisation: Specialisation | None
-    """``None``: not known, of an artefact that others made."""
+    """``None``: unknown, in an artefact that another tool wrote."""
     options: Mapping[str, Any]
-    """``num_warps``, ``num_stages`` and others that the compiler was given."""
+    """Compiler inputs: ``num_warps``, ``num_stages`` and others."""
     launch: Mapping[str, Any]
-    """Entry point, shared memory and others that the compiler found out."""
+    """Compiler results: entry point, shared memory and others."""
     compiler: str = ""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a fact that Triton or the driver would fail over.
+        """Raise ``ValueError`` for metadata that would crash Triton or the driver.
 
-        Facts come from files that others may have written. Triton trusts them.
+        Other tools may have written the files, and Triton does not check metadata.
         """
         for name, value in {**self.options, **self.launch}.items():
             if not _is_fact(name, value):
                 raise ValueError(f"it has {name} {value!r:.80}")
         if self.options.get("num_warps", 1).bit_count() != 1:
-            raise ValueError(f"it has num_warps {self.options['num_warps']}, no power of two")
+            raise ValueError(f"num_warps is {self.options['num_warps']}, not a power of two")
 
     def refusal(self, level: str, call: Specialisation, arch: int) -> str | None:
-        """Say why a launch that is specialised as ``call``, on a GPU of capability ``arch``, cannot
-        run this kernel at ``level``; ``None`` if it can. TTIR alone is for any GPU."""
+        """Return why a launch specialised as ``call`` cannot run this kernel; ``None`` if it can.
+
+        ``arch`` is the compute capability of the GPU; only TTIR runs on any GPU.
+        """
         found = [] if self.specialisation is None else self.specialisation.refusals(call)
         if level != "ttir" and self.arch not in (arch, UNKNOWN):
             found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
         return "; ".join(found) or None
 
     def to_tree(self) -> codec.Tree:
-        """For ``<kernel>.json``."""
+        """Return the content of ``<kernel>.json``."""
         known = self.specialisation
         return {
             "triton_dist_artefact": SCHEMA,
@@ -75,10 +77,10 @@ class About:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> About:
-        """Read what ``to_tree`` wrote.
+        """Return the metadata that ``to_tree`` wrote.
 
         Raises:
-            KeyError, TypeError, AttributeError, ValueError: it did not.
+            KeyError, TypeError, AttributeError, ValueError: ``tree`` has another format.
         """
         if int(tree["triton_dist_artefact"]) > SCHEMA:
             raise ValueError("a later version of triton_dist wrote it")
@@ -89,13 +91,13 @@ class About:
 
 
 class Artefact:
-    """A kernel at ``level``, to be launched with ``kernel[grid](..., artefact=artefact)``.
+    """A kernel at ``level``, which ``kernel[grid](..., artefact=artefact)`` launches.
 
-    Artefacts of equal content are equal, wherever they lie, and print alike, with a digest: one can
-    be a value of a config space.
+    Artefacts with equal content are equal and print the same text with a digest, regardless of
+    their path. An artefact can therefore be a value in a config space.
     """
 
-    # No dataclass: the tuner would write its bytes into records, instead of how it prints.
+    # Not a dataclass: the tuner would write its bytes into records instead of its text.
 
     def __init__(
         self, level: str, data: bytes, about: About, where: str = "an artefact in memory"
@@ -104,11 +106,11 @@ class Artefact:
         self.data = data
         self.about = about
         self.where = where
-        """The file, for messages."""
+        """Path of the file, for messages."""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of the kernel and of what it was made for, 24 hexadecimal characters."""
+        """Hash of the kernel and its metadata, 24 hexadecimal characters."""
         facts = json.dumps([self.level, self.about.to_tree()], sort_keys=True)
         return hashlib.sha256(facts.encode() + self.data).hexdigest()[:24]
 
@@ -125,21 +127,23 @@ class Artefact:
         return f"Artefact({self.about.function}.{self.level} {self.digest}{values})"
 
     def check(self) -> None:
-        """Raise :class:`InvalidArtefact` unless the bytes look like a kernel of this level and
-        name: what a driver makes of half a file is not known."""
+        """Raise :class:`InvalidArtefact` unless the bytes look like this kernel at this level.
+
+        The behaviour of a driver that loads a truncated file is undefined.
+        """
         if self.level not in LEVELS[:2] and "shared" not in self.about.launch:
-            raise InvalidArtefact(self.where, "its json does not say how much shared memory it has")
+            raise InvalidArtefact(self.where, "its json has no size of shared memory")
         if self.level == "cubin" and not _is_whole_elf(self.data):
-            raise InvalidArtefact(self.where, "it is no cubin, or not a whole one")
+            raise InvalidArtefact(self.where, "the file is not a cubin, or it is truncated")
         if self.level in _ENTRY:
             found = re.findall(_ENTRY[self.level], self.data.decode("utf-8", "replace"))
             entry = self.about.launch.get("name", self.about.function)
             if entry not in found:
                 there = ", ".join(found) or "none"
-                raise InvalidArtefact(self.where, f"it has no kernel {entry}; there is {there}")
+                raise InvalidArtefact(self.where, f"it has no kernel {entry}; it contains {there}")
 
     def constants(self) -> dict[str, Any]:
-        """Values of the arguments that are constants, by name, as far as they can be read back."""
+        """Return the constant arguments by name, except constants that cannot be restored."""
         return {name: value_of(tree) for name, tree in self._trees().items() if can_be_read(tree)}
 
     def _trees(self) -> dict[str, codec.Tree]:
@@ -159,7 +163,7 @@ _DESCRIPTOR = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 
 
 def _is_fact(name: str, value: Any) -> bool:
-    """True if Triton may have written ``value`` as the option or launch fact ``name``."""
+    """Return whether Triton may have written ``value`` as the option or launch fact ``name``."""
     if name == "name":
         return isinstance(value, str)
     if name in _FLAGS:
@@ -173,7 +177,7 @@ def _is_fact(name: str, value: Any) -> bool:
 
 
 def _is_whole_elf(data: bytes) -> bool:
-    """True if ``data`` begins like a 64-bit ELF and reaches to the end of its headers."""
+    """Return whether ``data`` is a 64-bit ELF that contains all of its headers."""
     if len(data) < _ELF_HEADER.size:
         return False
     magic, programs, sections, *sizes = _ELF_HEADER.unpack_from(data)

@@ -1,8 +1,8 @@
-"""The rest of Triton's compiler, from any level on.
+"""Run Triton's compiler from any level down to the cubin.
 
-One of the two files that call what Triton does not promise, alike in 3.6 to 3.9: the stages of a
-backend, ``parse`` and ``CompiledKernel``. tests/compile/test_runner.py compares cubins, for each
-version by ``make versions``.
+This module and ``function.py`` are the two that call private parts of Triton: here the stages of
+a backend, ``parse`` and ``CompiledKernel``, which are equal in Triton 3.6 to 3.9.
+``tests/compile/test_runner.py`` compares cubins; ``make versions`` runs it for each version.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _OF_EARLIER_VERSIONS = {
     "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
     "profile_scratch_align": 1,
 }  # fmt: skip
-"""Facts that Triton before 3.6 does not tell of a kernel, and launchers of now ask for."""
+"""Defaults of launch facts that kernels of Triton before 3.6 lack and present launchers read."""
 _PATIENCE = 60.0
-"""Seconds; a step takes milliseconds."""
+"""Time limit of a step in seconds; a step normally takes milliseconds."""
 
 
 def build(
@@ -48,16 +48,16 @@ def build(
     target: Any,
     backend: Any,
 ) -> Any:
-    """Triton's ``CompiledKernel`` of ``artefact``: levels below it are compiled, none above it.
+    """Return Triton's ``CompiledKernel`` of ``artefact``, compiled from its level down.
 
     Args:
-        made_for: types and alignments that the launcher passes: the artefact's, which may be more
-            general than the call's.
+        made_for: types and alignments that the launcher passes. They are the artefact's, which may
+            be more general than the call's.
         constants: values of the constants of ``made_for``.
 
     Raises:
-        InvalidArtefact: Triton cannot read or compile it.
-        KernelNotShipped: it is above the cubin, and compiling is forbidden.
+        InvalidArtefact: Triton cannot read or compile the artefact.
+        KernelNotShipped: the artefact must be compiled, and compiling is forbidden.
     """
     if artefact.level != LEVELS[-1] and knobs.compile_frozen.get():
         why = f"it would be compiled from {artefact.level}, {artefact.where}"
@@ -76,18 +76,18 @@ def build(
         **get_cache_invalidating_env_vars(),
         "triton_version": triton.__version__,
         **_OF_EARLIER_VERSIONS,
-        **artefact.about.launch,  # what the stages that are skipped would have said
+        **artefact.about.launch,  # results of the skipped stages
     }
-    # CompiledKernel reads files, and keeps what it has read.
+    # CompiledKernel reads its files once, so the folder may be temporary.
     with tempfile.TemporaryDirectory(prefix="triton_dist_") as folder:
         try:
             group, took = _lower(Path(folder), function.__name__, artefact, src, metadata,
                                  options, backend)  # fmt: skip
         except Exception as error:
             why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
-            if artefact.level in TELLING:  # MLIR prints what it minds, and tells nobody
-                by = artefact.about.compiler or "a version that is not known"
-                why += f" (standard error has more; {by} wrote it, and IR changes with versions)"
+            if artefact.level in TELLING:  # MLIR prints its errors to standard error only
+                by = artefact.about.compiler or "an unknown version"
+                why += f" (see standard error; {by} wrote it, and IR differs between versions)"
             raise InvalidArtefact(artefact.where, why) from error
         kernel = CompiledKernel(src, group, artefact.digest)
         listener = triton.knobs.compilation.listener
@@ -102,7 +102,7 @@ def _lower(
     folder: Path, name: str, artefact: Artefact, src: Any, metadata: dict[str, Any],
     options: Any, backend: Any,
 ) -> tuple[dict[str, str], list[tuple[str, int]]]:  # fmt: skip
-    """The files of all levels from the artefact's on, by name, and microseconds of each stage."""
+    """Return the files of the artefact's level and below, and the microseconds of each stage."""
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, src.language)
     if artefact.level not in stages:
@@ -121,7 +121,7 @@ def _lower(
     first = keep(artefact.level, translated(artefact))
     module = parse(str(first), artefact.level, context)
     if artefact.level == "llir":
-        llvm.init_targets()  # by make_llir, which is skipped; LLVM crashes without, in 3.6 to 3.9
+        llvm.init_targets()  # normally done by make_llir, which is skipped; LLVM crashes without
         _try_apart(lambda: stages["ptx"](module, dict(metadata)))
     took = []
     for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
@@ -134,13 +134,14 @@ def _lower(
 
 
 def _try_apart(step: Callable[[], object]) -> None:
-    """Run ``step`` in a copy of this process: LLVM ends a process in which it reads a wrong text.
+    """Run ``step`` in a forked process, because LLVM aborts the process on invalid text.
 
     Raises:
-        ValueError: the copy did not come to its end; with the last that it said.
+        ValueError: the forked process failed; the message has its last output.
     """
     with tempfile.TemporaryFile() as said, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; the copy starts none
+        # Python warns about a fork with threads; the forked process starts no threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
             os.dup2(said.fileno(), 2)
@@ -167,21 +168,20 @@ _NAME = b"tensormap.replace.tile.global_stride"
 _STRIDE = re.compile(
     rb"(@!?[%$]\w+\s+)?(" + re.escape(_NAME) + rb"[\w:.]*\s*\[[^\]]*\],\s*\w+,\s*)([%$]\w+);"
 )
-"""A predicate, the instruction up to its last operand, and that: in PTX, and in PTX in LLIR."""
+"""Groups: a predicate, the instruction up to its last operand, the last operand; in PTX or LLIR."""
 _BLACKWELL = 100
-"""From this architecture on Triton 3.3 has the assembler of a later CUDA."""
+"""From this architecture on, Triton 3.3 uses the ptxas of a later CUDA."""
 
 
 def translated(artefact: Artefact) -> bytes:
-    """The text of ``artefact``, with strides of tensor descriptors in bytes.
+    """Return the text of ``artefact`` with strides of tensor descriptors in bytes.
 
-    ptxas of CUDA 12.4, with Triton up to 3.3, takes units of 16 bytes and writes them into the
-    descriptor as they are. That of 12.8, with Triton from 3.4 on, takes bytes and divides them,
-    whatever version the PTX names: the SASS of both says so. A descriptor's rows would lie at a
-    sixteenth of their distance.
+    ptxas of CUDA 12.4 (Triton up to 3.3) expects strides in units of 16 bytes. ptxas of CUDA 12.8
+    (Triton 3.4 and later) expects bytes, whatever version the PTX declares. Without the
+    conversion, the rows of a descriptor would be 16 times too close to each other.
 
     Raises:
-        InvalidArtefact: a stride is set in a way that is not known.
+        InvalidArtefact: an instruction that sets a stride has an unknown form.
     """
     text = artefact.data
     if _NAME not in text or not _counts_in_16_bytes(artefact):

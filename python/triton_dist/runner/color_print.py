@@ -1,4 +1,4 @@
-"""Prints of scripts for triton-runner."""
+"""Print functions that scripts for triton-runner import."""
 
 from __future__ import annotations
 

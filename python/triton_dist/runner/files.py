@@ -1,4 +1,4 @@
-"""Artefacts as files: a folder has ``<kernel>.<level>`` and what it was made for,
+"""Read and write artefacts: a folder with ``<kernel>.<level>`` and the metadata
 ``<kernel>.json``."""
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from triton_dist.runner.artefact import LEVELS, About, Artefact
 
 _LARGEST_JSON = 1 << 24
 _LONGEST = 240
-"""Bytes of a name that leave room for a digest or a level: file systems take 255."""
+"""Maximum bytes of a name without its digest and level; file systems allow 255."""
 
 
 def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
-    """Write ``kernel`` at ``levels``, with what it was made for, into ``folder``; returns it.
+    """Write ``kernel`` at ``levels`` and its metadata into ``folder``, and return the folder.
 
     Args:
-        kernel: what a launch, or a ``warmup``, of any Triton or Gluon kernel returned.
-        folder: is made; a kernel of that name in it is replaced.
+        kernel: the result of a launch or a ``warmup`` of any Triton or Gluon kernel.
+        folder: created if missing; a kernel of the same name in it is replaced.
+        levels: levels to write, of ``LEVELS``.
 
     Raises:
-        InvalidArgument: no compiled kernel, or no such level in it; a constant without exact text.
+        InvalidArgument: ``kernel`` is not a compiled kernel or lacks one of the levels, or one of
+            its constants has no exact text.
     """
     known = getattr(kernel, "asm", None)
     if known is None:
@@ -47,7 +49,7 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
 
 
 def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
-    """Write each file in one step; what the kernel is about last."""
+    """Write each file atomically, the metadata last."""
     tree = json.dumps(about.to_tree(), indent=2) + "\n"
     for level, text in {**texts, "json": tree}.items():
         data = text if isinstance(text, bytes) else text.encode()
@@ -55,7 +57,7 @@ def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
 
 
 def stem_of(function: str) -> str:
-    """Name of a kernel's files, without the level: of a long one, its beginning and a digest."""
+    """Return the stem of a kernel's files; a long name is cut and gets a digest."""
     name = function.encode(errors="surrogatepass")
     if len(name) <= _LONGEST:
         return function
@@ -64,14 +66,14 @@ def stem_of(function: str) -> str:
 
 
 def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") -> Artefact:
-    """The kernel ``function`` at ``level`` in ``folder``; see :func:`export`.
+    """Return the kernel ``function`` at ``level`` from ``folder``; see :func:`export`.
 
-    What Triton's cache and other tools wrote is read too, as far as it tells.
+    Folders of Triton's cache and of triton-runner are read too; their metadata may be incomplete.
 
     Raises:
-        InvalidArgument: no such level.
-        InvalidArtefact: a file is missing, or ``<kernel>.json`` damaged or of a later version. The
-            kernel itself is looked at when it is launched.
+        InvalidArgument: ``level`` is not one of ``LEVELS``.
+        InvalidArtefact: a file is missing, or ``<kernel>.json`` is damaged or was written by a
+            later version. The kernel itself is checked at its first launch.
     """
     if level not in LEVELS:
         raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
@@ -104,28 +106,28 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
 
 
 def content(path: Path) -> bytes:
-    """Bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
-        InvalidArtefact: it cannot be read.
+        InvalidArtefact: the file cannot be read.
     """
     try:
         return path.read_bytes()
     except OSError as error:
         beside = path.parent
         found = sorted(each.name for each in beside.iterdir()) if beside.is_dir() else []
-        there = f"in {beside} there are {', '.join(found[:8])}" if found else f"{beside} is empty"
+        there = f"{beside} contains {', '.join(found[:8])}" if found else f"{beside} is empty"
         raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from error
 
 
 def dump(
     *, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any
 ) -> None:
-    """Export one kernel into ``TRITON_DIST_DUMP_DIR``: a listener of Triton's compilations.
+    """Export one kernel into ``TRITON_DIST_DUMP_DIR``; Triton's compilation listener.
 
-    What cannot be exported is left out with a warning: the program goes on.
+    A kernel that cannot be exported is skipped with a warning.
     """
-    if hasattr(src, "fn"):  # not of a kernel that was compiled from a file of IR
+    if hasattr(src, "fn"):  # false for a kernel that was compiled from an IR file
         try:
             _dump(src, metadata, metadata_group)
         except Exception as error:

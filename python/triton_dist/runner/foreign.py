@@ -1,8 +1,8 @@
-"""Facts of a kernel as others tell them: Triton's metadata, triton-runner's files, the head of IR.
+"""Read kernel metadata that other tools wrote: Triton's metadata, triton-runner's files, IR text.
 
-Triton's metadata has what a launch needs, not what the kernel was made for. triton-runner adds
-types, alignments and constants. TTIR and TTGIR name types and alignments of what is passed at run
-time, so a launch can be checked but for its constants.
+Triton's metadata has the launch facts, but not the specialisation. triton-runner adds types,
+alignments and constants. TTIR and TTGIR contain the types and alignments of run-time arguments:
+a launch of these can be checked except for its constants.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton_dist.runner.artefact import UNKNOWN, About, Artefact
 from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of
 
 TELLING = ("ttir", "ttgir")
-"""Levels whose text has all that a launch needs."""
+"""Levels whose text contains all launch facts."""
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion",
     "launch_cooperative_grid", "launch_pdl",
@@ -41,17 +41,17 @@ _TYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "f8E5M2":
 
 
 def options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the compiler was given, of Triton's metadata."""
+    """Return the compiler inputs in Triton's metadata."""
     return {n: metadata[n] for n in _OPTIONS if metadata.get(n) is not None}
 
 
 def launch_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts that the compiler found out, of Triton's metadata."""
+    """Return the compiler results in Triton's metadata."""
     return {name: metadata[name] for name in _LAUNCH if metadata.get(name) is not None}
 
 
 def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
-    """All about a kernel that Triton compiled from ``src``."""
+    """Return the complete metadata of a kernel that Triton compiled from ``src``."""
     function, arch = str(src.fn.__name__), int(metadata["target"].arch)
     named = {place: src.fn.arg_names[place[0]] for place in src.constants}
     constants = {}
@@ -63,7 +63,7 @@ def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
             raise InvalidArgument(function, named[place], value, expected) from error
     attributes = {place: dict(each) for place, each in src.attrs.items() if each}
     options = options_of(metadata)
-    # Of a kernel with specialised warps the metadata has all warps, those of its helpers too.
+    # With warp specialisation, num_warps in the metadata includes the helper warps.
     given = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
     if given:
         options["num_warps"] = int(given[1])
@@ -74,14 +74,14 @@ def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
 
 
 def about(metadata: Any, function: str, where: str) -> About | None:
-    """All that ``metadata`` tells; ``None`` of none.
+    """Return the facts in ``metadata``; ``None`` if ``metadata`` is ``None``.
 
     Args:
-        metadata: a dict, the path of a file with one, ``compiled.metadata``, or the compiled
-            kernel itself, which tells most.
+        metadata: a dict, the path of a JSON file, ``compiled.metadata``, or the compiled kernel
+            itself, which has the most facts.
 
     Raises:
-        InvalidArtefact: it cannot be read.
+        InvalidArtefact: ``metadata`` cannot be read.
     """
     if metadata is None:
         return None
@@ -105,7 +105,7 @@ def about(metadata: Any, function: str, where: str) -> About | None:
 
 
 def _of_triton_runner(signature: str) -> Specialisation:
-    """The text of a tuple of (name, type, specialisation, given by keyword)."""
+    """Parse triton-runner's text: a tuple of (name, type, specialisation, passed by keyword)."""
     kinds: dict[str, Any] = {}
     constants: dict[Place, Any] = {}
     attributes: dict[Place, dict[str, int]] = {}
@@ -119,13 +119,13 @@ def _of_triton_runner(signature: str) -> Specialisation:
 
 
 def nothing_known(function: str, text: str, where: str) -> About:
-    """Read the facts of a kernel without metadata from its text in TTIR or TTGIR.
+    """Return the facts of a kernel without metadata, read from its TTIR or TTGIR.
 
     Raises:
-        InvalidArtefact: it is not a text of that kind.
+        InvalidArtefact: ``text`` is not TTIR or TTGIR.
     """
     if "tt.func" not in text:
-        raise InvalidArtefact(where, "it is not a kernel in Triton's IR")
+        raise InvalidArtefact(where, "the text is not a kernel in TTIR or TTGIR")
     target = re.search(r'ttg\.target = "cuda:(\d+)"', text)
     warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
     options = {"num_warps": int(warps[1])} if warps else {}
@@ -136,17 +136,19 @@ def nothing_known(function: str, text: str, where: str) -> About:
 
 
 def completed(artefact: Artefact, call: Specialisation) -> Artefact:
-    """``artefact`` with what it was made for: if that is not known, what its text tells, and for
-    the rest what ``call`` has, with a warning.
+    """Return ``artefact`` with a specialisation.
+
+    If the specialisation is unknown, take it from the IR text, and the rest from ``call`` with a
+    warning.
 
     Raises:
-        ArtefactRefused: it takes another number of arguments at run time.
+        ArtefactRefused: the kernel takes a different number of run-time arguments.
     """
     if artefact.about.specialisation is not None:
         return artefact
     passed = [place for place, (_, kind) in call.leaves.items() if kind != CONSTANT]
     kinds = {place: kind for place, (_, kind) in call.leaves.items()}
-    # A tensor descriptor of the host is several parameters there.
+    # A host-side tensor descriptor becomes several parameters in the IR.
     has_descriptors = any(kind.startswith("tensordesc") for kind in kinds.values())
     head = _head(artefact) if artefact.level in TELLING and not has_descriptors else None
     attributes = dict(call.attributes)
@@ -160,12 +162,12 @@ def completed(artefact: Artefact, call: Specialisation) -> Artefact:
         for place, (kind, known) in zip(passed, head, strict=True):
             attributes[place] = known
             if kind and kind != kinds[place].replace("u", "i").replace("*k", "*"):
-                kinds[place] = kind  # MLIR has no unsigned types, nor pointers to constants
+                kinds[place] = kind  # MLIR has neither unsigned types nor pointers to constants
         told = "constants of its arguments cannot be checked"
     warn_at(
         _calling_frame(),
-        f"{artefact.where} does not say what it was made for: {told}. Export it with "
-        "runner.export, or give metadata_json=compiled, the kernel that a launch returned",
+        f"{artefact.where} has no specialisation: {told}. Export the kernel with runner.export, "
+        "or pass metadata_json=compiled, the kernel that a launch returned",
         ArtefactWarning,
     )
     every = {name: _nested((index,), kind, kinds)
@@ -176,7 +178,7 @@ def completed(artefact: Artefact, call: Specialisation) -> Artefact:
 
 
 def _calling_frame() -> types.FrameType:
-    """The innermost frame that is neither Triton's nor ours: the launch."""
+    """Return the frame of the launch: the innermost frame outside of Triton and this package."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -190,7 +192,7 @@ def _nested(place: Place, kind: Any, kinds: Mapping[Place, str]) -> Any:
 
 
 def _head(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
-    """(type, what is known) of each argument of the public function of an IR."""
+    """Return the type and the known attributes of each argument of the IR's public function."""
     text = artefact.data.decode("utf-8", "replace")
     line = re.search(r"tt\.func public @[^(\n]*\((.*)", text)
     if line is None:
@@ -204,7 +206,7 @@ def _head(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
 
 
 def _type(kind: str) -> str:
-    """Triton's name of an MLIR type; empty for one that is not compared."""
+    """Return Triton's name of an MLIR type; empty for a type that is not compared."""
     pointer = re.fullmatch(r"!tt\.ptr<(\w+)>", kind)
     if pointer:
         inner = _type(pointer[1])

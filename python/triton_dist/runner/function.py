@@ -1,8 +1,8 @@
-"""Kernels that run from any level: Triton's own functions, with a launch keyword more.
+"""Subclasses of Triton's JIT functions whose launches accept an artefact.
 
-The other file that calls what Triton does not promise: ``run`` and ``_do_compile`` of
-``JITFunction``, alike in 3.6 to 3.9 but for what the hooks get. Nothing of Triton is replaced, so
-kernels that are decorated by others cost what they did.
+This module and ``build.py`` are the two that call private parts of Triton: here ``run`` and
+``_do_compile`` of ``JITFunction``, which are equal in Triton 3.6 to 3.9 except for the hooks'
+arguments. Triton itself is not patched: other kernels launch as fast as before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AS_TEXT = {f"{level}_src": level for level in LEVELS if level != "cubin"}
 _NOT_HERE = {
     "amdgcn_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
     "hsaco_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
-    "start_pass": "a whole level: the passes inside of one differ with every version of Triton",
+    "start_pass": "a whole level: the passes in a level differ between versions of Triton",
     "dump_value": "runner.language.dump in the kernel's source: IR is not edited",
     "dump_grid": "the argument grid of runner.language.dump, in the kernel's source",
 }
@@ -41,10 +41,10 @@ KEYWORDS = frozenset({"artefact", TOOLCHAIN, DUMP, *_IN_FOLDER, *_AS_TEXT, *_NOT
 
 
 def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
-    """The artefact that a launch of ``function`` names by ``keyword``.
+    """Return the artefact that a launch of ``function`` selects by ``keyword``.
 
     Raises:
-        InvalidArgument: the keyword is not for this tool, or the value not for the keyword.
+        InvalidArgument: the keyword is not supported, or the value does not fit the keyword.
         InvalidArtefact: a file is missing or cannot be read.
     """
     if keyword in _NOT_HERE:
@@ -69,7 +69,7 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
     about = foreign.about(metadata, function, where)
     if about is None:
         if level not in foreign.TELLING:
-            why = "its launch needs metadata_json: shared memory and others are not in the text"
+            why = "pass metadata_json: the text lacks launch facts such as shared memory"
             raise InvalidArtefact(where, why)
         about = foreign.nothing_known(function, text, where)
     return _checked(Artefact(level, text.encode(), about, where))
@@ -84,19 +84,19 @@ _HOOKS_GET_TARGET = Version("3.7")
 
 
 class Runner:
-    """Mixin for Triton's functions: a launch that names an artefact runs that."""
+    """Mixin for Triton's JIT functions: a launch with an artefact runs the artefact."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._artefacts: dict[str, Artefact] = {}
-        """Those of launches so far, by the text that stands for them in Triton's key of kernels."""
+        """Artefacts of earlier launches, by their text in Triton's kernel cache key."""
         self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
-        """The text (``None``: as Triton does it), and the constants that a launch may leave out; by
+        """The text (``None``: a plain Triton launch) and the constants that a launch may omit, by
         keyword, value and number of positional arguments."""
         self._with_dump: Dumping | None = None
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        """``kernel[grid]``: as Triton's, with no call more on the way than theirs takes."""
+        """Return the launcher of ``grid``, with no more Python calls than Triton's own launcher."""
         run = super().run  # type: ignore[misc]
 
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class Runner:
         return launch
 
     def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        """Launch, or only compile; for ``triton.autotune`` and ``warmup``."""
+        """Launch or only compile; ``triton.autotune`` and ``warmup`` call this."""
         if DUMP in kwargs:
             return self._dumping(kwargs).run(*args, grid=grid, warmup=warmup, **kwargs)
         try:
@@ -120,7 +120,7 @@ class Runner:
             raise failed_config(error) from error
 
     def _dumping(self, kwargs: dict[str, Any]) -> Any:
-        """The kernel that takes ``dump_tensor``."""
+        """Return the variant of this kernel that takes ``dump_tensor``."""
         others = KEYWORDS.intersection(kwargs) - {DUMP}
         if others or self.is_gluon():  # type: ignore[attr-defined]
             expected = (
@@ -132,14 +132,14 @@ class Runner:
         return self._with_dump
 
     def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
-        """Replace the keyword that names an artefact by what Triton keeps kernels apart by."""
+        """Replace the artefact keyword by the text that separates kernels in Triton's cache."""
         keyword, *others = [name for name in kwargs if name in KEYWORDS]
         if others:
             raise InvalidArgument(self._named, "keywords", [keyword, *others], "one artefact")
         value = kwargs.pop(keyword)
         try:
             token, constants = self._known[keyword, value, positional]
-        except (KeyError, TypeError):  # a new one, or one that has no hash, which is told of
+        except (KeyError, TypeError):  # new, or not hashable; resolve() rejects wrong values
             token, constants = self._resolve(keyword, value, positional, kwargs)
         if token is not None:
             kwargs["ir_override"] = token
@@ -163,7 +163,7 @@ class Runner:
         declared = {parameter.name for parameter in self.params if parameter.is_constexpr}  # type: ignore[attr-defined]
         left_out = declared - given
         found = token, {n: v for n, v in artefact.constants().items() if n in left_out}
-        if not keyword.endswith("_src"):  # a text may come with other metadata the next time
+        if not keyword.endswith("_src"):  # the next launch may pass a text with other metadata
             self._known[keyword, value, positional] = found
         return found
 
@@ -197,7 +197,7 @@ class Runner:
         made_for = artefact.about.specialisation
         why = artefact.about.refusal(artefact.level, call, target.arch)
         if why is not None or made_for is None:
-            raise ArtefactRefused(self._named, artefact.where, why or "nothing is known of it")
+            raise ArtefactRefused(self._named, artefact.where, why or "it has no metadata")
         constants = {place: constexprs[place] for place in made_for.constants}
         kernel = build(self, artefact, made_for, constants, options, target, backend)
         cache[key] = kernel
@@ -206,7 +206,7 @@ class Runner:
 
 
 def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Constants of a call as trees; one without an exact text equals no other."""
+    """Return the constants of a call as trees; a constant without exact text equals no other."""
     trees = {}
     for place, value in constexprs.items():
         try:
@@ -222,14 +222,14 @@ class TritonRunner(Runner, triton.JITFunction):
 
 @functools.cache
 def _gluon_runner() -> type[Any]:
-    """The class for kernels in Gluon, which is imported where there is one."""
+    """Return the class for Gluon kernels; raises ``ImportError`` if Triton has no Gluon."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     return type("GluonRunner", (Runner, GluonJITFunction), {"__doc__": "A kernel in Gluon."})
 
 
 class InterpretedRunner(InterpretedFunction):
-    """A kernel that is interpreted: from its source alone."""
+    """An interpreted kernel, which only runs from its source."""
 
     def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Interpret, or do nothing if ``warmup``."""
@@ -237,8 +237,8 @@ class InterpretedRunner(InterpretedFunction):
         if named:
             raise InvalidArgument(
                 self.__name__, named[0], kwargs[named[0]],
-                "no artefact where kernels are interpreted (TRITON_INTERPRET=1): that would run "
-                "the source instead",
+                "no artefact, because interpreted kernels (TRITON_INTERPRET=1) run from their "
+                "source",
             )  # fmt: skip
         if DUMP in kwargs and DUMP not in self.arg_names:
             if not warmup:
@@ -251,10 +251,10 @@ class InterpretedRunner(InterpretedFunction):
 
 
 def jit(fn: Any = None, **options: Any) -> Any:
-    """Decorate a kernel so that it can run from an artefact; takes what ``triton.jit`` takes.
+    """Decorate a kernel so that it can run from an artefact; accepts the options of ``triton.jit``.
 
-    ``fn`` may also be a kernel that ``triton.jit`` or ``gluon.jit`` made. Without an artefact it is
-    launched as theirs is. Launch keywords, one at a time:
+    ``fn`` may also be a kernel that ``triton.jit`` or ``gluon.jit`` created. A launch without an
+    artefact is an ordinary Triton launch. A launch may pass one of these keywords:
 
     * ``artefact``: an :class:`Artefact`, as ``runner.load`` returns it;
     * ``ttir_dir``, ``ttgir_dir``, ``llir_dir``, ``ptx_dir``, ``cubin_dir``: a folder with
@@ -262,18 +262,19 @@ def jit(fn: Any = None, **options: Any) -> Any:
     * ``autotune_cubin_dir``: as ``cubin_dir``, for a ``triton.Config``;
     * ``ttir_src``, ``ttgir_src``, ``llir_src``, ``ptx_src``: text or path of a file, with
       ``metadata_json`` (dict, path, ``compiled.metadata`` or the compiled kernel itself);
-    * ``dump_tensor``: where :mod:`triton_dist.runner.language` stores to;
-    * ``toolchain``: compiled by another installed Triton, by its name in
-      ``TRITON_DIST_TOOLCHAINS``; ``None``: by this process's.
+    * ``dump_tensor``: the tensor that :mod:`triton_dist.runner.language` stores to;
+    * ``toolchain``: name in ``TRITON_DIST_TOOLCHAINS`` of another installed Triton that compiles
+      the kernel; ``None``: this process's Triton.
 
-    ``tl.constexpr`` arguments that a launch leaves out are the artefact's; those that it gives must
-    agree with it. ``num_warps`` and other options are always the artefact's. A folder is read once
-    in a process.
+    ``tl.constexpr`` arguments that a launch omits are taken from the artefact; arguments that it
+    passes must equal the artefact's. ``num_warps`` and other options are always the artefact's. A
+    folder is read once per process.
 
     Raises:
-        InvalidArgument: an unknown keyword of this kind, several, or one that is interpreted.
-        InvalidArtefact: at the launch; no such file, a damaged one, or one that does not compile.
-        ArtefactRefused: at the launch, before it; the artefact was made for other arguments.
+        InvalidArgument: an unknown artefact keyword, several keywords, or an interpreted kernel.
+        InvalidArtefact: at the launch, if the file is missing, damaged or does not compile.
+        ArtefactRefused: at the launch, if the artefact was compiled for other arguments; nothing
+            has run.
     """
     if fn is None:
         return functools.partial(jit, **options)
@@ -284,7 +285,7 @@ def jit(fn: Any = None, **options: Any) -> Any:
     elif callable(fn) and hasattr(fn, "__code__"):
         kernel = triton_dist_jit(fn, **options)
     else:
-        expected = "a function or a kernel; other decorators, such as triton.autotune, come above"
+        expected = "a function or a kernel; put other decorators, such as triton.autotune, above"
         raise InvalidArgument("runner.jit", "fn", fn, expected)
     if isinstance(kernel, InterpretedFunction):
         return InterpretedRunner(kernel.fn, **kernel.kwargs)
@@ -301,22 +302,22 @@ def jit(fn: Any = None, **options: Any) -> Any:
     )
 
 
-# `triton.autotune` goes on after what ptxas refuses; and among the cubins of a folder some may be
-# for other arguments, or half a file.
+# `triton.autotune` skips a config that raises PTXASError. Some cubins of a folder may be damaged or
+# compiled for other arguments.
 class RefusedConfig(ArtefactRefused, PTXASError):
-    """An ``ArtefactRefused``."""
+    """An ``ArtefactRefused`` after which ``triton.autotune`` continues."""
 
     __str__ = Exception.__str__
 
 
 class InvalidConfig(InvalidArtefact, PTXASError):
-    """An ``InvalidArtefact``."""
+    """An ``InvalidArtefact`` after which ``triton.autotune`` continues."""
 
     __str__ = Exception.__str__
 
 
 def failed_config(error: ArtefactRefused | InvalidArtefact) -> Exception:
-    """The same ``error``, and one after which ``triton.autotune`` goes on."""
+    """Return ``error`` as an exception after which ``triton.autotune`` continues."""
     if isinstance(error, ArtefactRefused):
         return RefusedConfig(error.kernel, error.where, error.why)
     return InvalidConfig(error.where, error.why)

@@ -1,4 +1,4 @@
-"""A name of scripts for triton-runner: ``@gluon_runner.jit``."""
+"""``@gluon_runner.jit``, which scripts for triton-runner import."""
 
 from __future__ import annotations
 

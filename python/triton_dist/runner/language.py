@@ -1,4 +1,4 @@
-"""Functions for kernels that write values of blocks out, to look at them after the launch.
+"""Functions that store values of blocks during a launch, for inspection after the launch.
 
 @runner.jit
 def kernel(x_ptr, n, BLOCK: tl.constexpr):
@@ -7,9 +7,9 @@ def kernel(x_ptr, n, BLOCK: tl.constexpr):
 
 kernel[grid](x, n, BLOCK=64, dump_tensor=torch.empty(64, device="cuda"))
 
-A launch with ``dump_tensor`` compiles the kernel with an argument more, which these functions find;
-in any other launch they are nothing. They are called in the kernel itself: functions that it calls
-have not got that argument.
+A launch with ``dump_tensor`` compiles the kernel with an additional argument. In other launches the
+functions generate no code. Call them in the kernel itself: functions that it calls do not have the
+argument.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from triton.language.core import TRITON_BUILTIN
 from triton_dist.errors import InvalidArgument
 
 DUMP = "dump_tensor"
-"""Launch keyword, and hidden argument, of the tensor that values are dumped into."""
+"""Name of the launch keyword and of the hidden kernel argument."""
 
 __all__ = ["dump", "dump_boundary", "dump_grids"]
 
 _interpreted: list[Any] = []
-"""``dump_tensor`` of the launch that is interpreted now."""
+"""``dump_tensor`` of the launch that is being interpreted."""
 
 
 @triton.jit
@@ -65,22 +65,21 @@ def _dump_grids(pointer, value, offset):
 
 
 def _in_kernels(function: Callable[..., None]) -> Callable[..., None]:
-    """Have Triton call ``function`` when it compiles a call of it."""
+    """Register ``function`` as a Triton builtin, which runs when a call of it is compiled."""
     setattr(function, TRITON_BUILTIN, True)
     return function
 
 
 @_in_kernels
 def dump(value: Any, offset: Any = 0, grid: Any = 0, _generator: Any = None) -> None:
-    """Store ``value`` to ``dump_tensor``, row by row, from element ``offset`` on.
+    """Store ``value`` in row-major order to ``dump_tensor``, starting at element ``offset``.
 
     Args:
-        grid: the program that does it, as a number or up to three; by default the first one. The
-            others store nothing.
+        grid: index of the program that stores, one to three numbers; default: the first program.
 
     Raises:
-        InvalidArgument: at the launch; in a function that the kernel calls, or more than three
-            numbers.
+        InvalidArgument: at the launch, if a function called by the kernel calls ``dump``, or if
+            ``grid`` has more than three numbers.
     """
     pointer = _pointer("dump", _generator)
     if pointer is not None:
@@ -93,7 +92,7 @@ def dump(value: Any, offset: Any = 0, grid: Any = 0, _generator: Any = None) -> 
 
 @_in_kernels
 def dump_boundary(value: Any, offset: Any = 0, _generator: Any = None) -> None:
-    """Do as :func:`dump` in the last program of the grid."""
+    """Store ``value`` like :func:`dump`, in the last program of the grid."""
     pointer = _pointer("dump_boundary", _generator)
     if pointer is not None:
         _call(_generator, _dump_boundary, pointer, value, offset)
@@ -101,18 +100,18 @@ def dump_boundary(value: Any, offset: Any = 0, _generator: Any = None) -> None:
 
 @_in_kernels
 def dump_grids(value: Any, offset: Any = 0, _generator: Any = None) -> None:
-    """Do as :func:`dump` in every program: of the blocks one after another, the last axis first."""
+    """Store ``value`` like :func:`dump` in every program, block after block, last axis fastest."""
     pointer = _pointer("dump_grids", _generator)
     if pointer is not None:
         _call(_generator, _dump_grids, pointer, value, offset)
 
 
 def _pointer(function: str, generator: Any) -> Any:
-    """``dump_tensor`` of the kernel that is compiled, or interpreted; ``None`` if there is none."""
+    """Return ``dump_tensor`` of the kernel that is compiled or interpreted, or ``None``."""
     if generator is None:
         return _interpreted[-1] if _interpreted else None
     if not generator.is_kernel:
-        expected = "the kernel itself: a function that it calls has not got dump_tensor"
+        expected = "the kernel itself: a function that it calls does not have dump_tensor"
         raise InvalidArgument(function, "caller", "a function of the kernel", expected)
     return generator.lscope.get(DUMP)
 
@@ -128,7 +127,7 @@ def _call(generator: Any, function: Any, *args: Any) -> None:
 
 
 class Dumping(triton.JITFunction):
-    """A kernel with one argument more: ``dump_tensor``, after all others."""
+    """A kernel with the additional last argument ``dump_tensor``."""
 
     def __init__(self, kernel: Any) -> None:
         fn = kernel.fn
@@ -152,7 +151,7 @@ class Dumping(triton.JITFunction):
         )
 
     def parse(self) -> ast.Module:
-        """The kernel's source, with the argument."""
+        """Return the syntax tree of the kernel with the additional argument."""
         tree: ast.Module = super().parse()
         (function,) = tree.body
         assert isinstance(function, ast.FunctionDef)
@@ -162,7 +161,7 @@ class Dumping(triton.JITFunction):
 
 
 def dumping(fn: Callable[..., None]) -> Callable[..., None]:
-    """Give ``fn``, a kernel that is to be interpreted, that argument too."""
+    """Add ``dump_tensor`` to ``fn``, a kernel that will be interpreted."""
 
     @functools.wraps(fn)
     def kernel(*args: Any, dump_tensor: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Names that scripts for triton-runner call, so that they run with the import changed."""
+"""Functions with the names of triton-runner: its scripts run after a change of the import."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import triton
 from triton_dist.runner.function import jit
 
 autotune = triton.autotune
-"""Stock Triton's: it works with ``autotune_cubin_dir``."""
+"""Triton's own ``autotune``, which works with ``autotune_cubin_dir``."""
 _replaced: dict[Any, Any] = {}
 
 
 def configure_jit_backend() -> None:
-    """Make ``triton.jit`` and ``gluon.jit`` mean ``runner.jit`` in this process, from now on.
+    """Replace ``triton.jit`` and ``gluon.jit`` by ``runner.jit`` in this process.
 
-    It changes Triton for everybody in the process. New code decorates with ``runner.jit`` instead.
+    This changes Triton for all code in the process. New code should use ``runner.jit`` directly.
     """
     from triton.experimental import gluon
 
@@ -38,20 +38,20 @@ def _decorator(original: Any) -> Any:
 
 
 def restore_jit_backend() -> None:
-    """Undo :func:`configure_jit_backend`; what was decorated meanwhile stays as it is."""
+    """Undo :func:`configure_jit_backend`; kernels decorated in the meantime are not changed."""
     while _replaced:
         module, original = _replaced.popitem()
         module.jit = original
 
 
 def configure_autotune_backend() -> None:
-    """Do nothing: ``triton.autotune`` works as it is."""
+    """Do nothing: ``triton.autotune`` works without configuration."""
 
 
 def restore_autotune_backend() -> None:
-    """Do nothing, as :func:`configure_autotune_backend` did."""
+    """Do nothing: :func:`configure_autotune_backend` changes nothing."""
 
 
 def get_file_dir(file: str) -> str:
-    """The folder of a script, by its ``__file__``."""
+    """Return the folder of a script, given its ``__file__``."""
     return os.path.dirname(os.path.abspath(file))

@@ -1,7 +1,7 @@
-"""Parts of a kernel's text at a level, to be compared: its layouts, its loops, and the rest.
+"""Split a kernel's text into layouts, loops and the rest, to compare two kernels.
 
-Each instruction belongs to the innermost loop that it is in. Names of values and registers, source
-lines and addresses say nothing about what runs, and are taken out.
+Each instruction belongs to its innermost loop. Names of values and registers, source lines and
+addresses are removed, because they do not affect execution.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 LAYOUTS, OUTSIDE = "layouts", "outside of loops"
 Line = tuple[str, str, str]
-"""A label (or an address) or nothing, an instruction, and the label that it may branch to."""
+"""A label, an address or an empty text; an instruction; the label that it may branch to."""
 
 _COMMENT = re.compile(r"//.*")
 _LABEL = re.compile(r"(\$?[\w.$]+):(?!:)\s*(.*)")
@@ -29,7 +29,7 @@ _VALUE = re.compile(r"%[\w-]+(?:[:#]\d+)?")
 
 @dataclass
 class Section:
-    """A part of a kernel: its lines, and how often each operation stands in it."""
+    """A part of a kernel: its lines, and the count of each operation."""
 
     lines: list[str] = field(default_factory=list)
     operations: Counter[str] = field(default_factory=Counter)
@@ -40,8 +40,10 @@ class Section:
 
 
 def sections(level: str, text: str) -> Mapping[str, Section]:
-    """Parts by name, ``layouts``, ``outside of loops``, ``loop 1``, ..., of a ``level`` of
-    ``LEVELS_WITH_SECTIONS``."""
+    """Return the parts of ``text`` by name: ``layouts``, ``outside of loops``, ``loop 1``, ...
+
+    ``level`` is one of ``LEVELS_WITH_SECTIONS``.
+    """
     return _SPLIT[level](text)
 
 
@@ -97,14 +99,14 @@ def _of_sass(text: str) -> dict[str, Section]:
         branch = _SASS_BRANCH.search(instruction)
         target = f"{int(branch[1], 16):x}" if branch else ""
         place = f"{int(address, 16):x}"
-        if instruction == "NOP" or target == place:  # padding behind the end
+        if instruction == "NOP" or target == place:  # padding after the end
             continue
         lines += [(place, "", ""), ("", instruction, target)]
     return _with_loops(lines, _SASS_REGISTER, r"\1")
 
 
 def _with_loops(lines: list[Line], register: re.Pattern[str], instead: str) -> dict[str, Section]:
-    """Sections of instructions in an order with labels: a loop is what a branch goes back over."""
+    """Return the sections of a listing with labels; a backward branch spans a loop."""
     places = {label: place for place, (label, _, _) in enumerate(lines) if label}
     ends: dict[int, int] = {}
     for place, (_, _, target) in enumerate(lines):

@@ -1,8 +1,8 @@
-"""Specialisations of kernels, and launches that fit them or do not.
+"""Specialisations of kernels, and the check whether a launch fits a specialisation.
 
-A kernel serves the launches that it was specialised for, and those that are more special: one that
-was made for pointers of any alignment serves aligned ones. :meth:`Specialisation.refusals` says,
-before anything is launched, why a launch is none of these.
+A kernel serves launches with its own specialisation or a stricter one: a kernel that was compiled
+for pointers of any alignment also serves aligned pointers. :meth:`Specialisation.refusals` returns,
+before the launch, why a launch does not fit.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
 
 CONSTANT = "constexpr"
-"""Type of an argument that is part of the code."""
+"""Type of an argument that is a compile-time constant."""
 DIVISIBILITY = "tt.divisibility"
 
 Place = tuple[int, ...]
-"""Index of an argument; after it, those of the tuples in it."""
+"""Index of an argument, followed by the indices in nested tuples."""
 
 
 @dataclass(frozen=True)
 class Specialisation:
-    """Types, constants and alignments of arguments: all that Triton makes a kernel for."""
+    """Types, constants and alignments of arguments: everything that Triton specialises on."""
 
     types: Mapping[str, Any]
-    """Type of each argument by its name: a text such as ``*fp16``, or a tuple of them."""
+    """Type of each argument by name: a text such as ``*fp16``, or a tuple of types."""
     constants: Mapping[Place, codec.Tree]
     attributes: Mapping[Place, Mapping[str, int]]
-    """Known of an argument at ``Place``: ``{"tt.divisibility": 16}``."""
+    """Attributes of the argument at ``Place``, such as ``{"tt.divisibility": 16}``."""
 
     @functools.cached_property
     def leaves(self) -> dict[Place, tuple[str, str]]:
-        """(name, type) of each argument that is no tuple; ``pair[0]`` for members of one."""
+        """Return (name, type) of each argument; members of a tuple are named ``pair[0]``."""
         named = list(self.types.items())
         return {place: leaf for i, one in enumerate(named) for place, leaf in _leaves((i,), *one)}
 
     def to_tree(self) -> codec.Tree:
-        """By name ``{"type": "*fp16", "tt.divisibility": 16}`` or ``{"constant": 64}``; of a tuple
-        a list of them."""
+        """Return ``{"type": "*fp16", "tt.divisibility": 16}`` or ``{"constant": 64}`` by name.
+
+        A tuple is a list of these.
+        """
         return {n: self._tree((i,), kind) for i, (n, kind) in enumerate(self.types.items())}
 
     def _tree(self, place: Place, kind: Any) -> codec.Tree:
@@ -55,10 +57,10 @@ class Specialisation:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, codec.Tree]) -> Specialisation:
-        """Read what ``to_tree`` wrote.
+        """Return the specialisation that ``to_tree`` wrote.
 
         Raises:
-            KeyError, TypeError, AttributeError: it did not.
+            KeyError, TypeError, AttributeError: ``tree`` has another format.
         """
         constants: dict[Place, codec.Tree] = {}
         attributes: dict[Place, dict[str, int]] = {}
@@ -78,15 +80,15 @@ class Specialisation:
         return cls(types, constants, attributes)
 
     def shown(self) -> dict[str, str]:
-        """By name what a person would say: ``*fp16, divisibility 16``; of a constant its value."""
+        """Return readable text by name: ``*fp16, divisibility 16``, or the value of a constant."""
         return {name: _shown(tree) for name, tree in self.to_tree().items()}
 
     def refusals(self, call: Specialisation) -> list[str]:
-        """Sentences on what a launch specialised as ``call`` has that a kernel made for this one
-        does not take; empty if it takes all."""
+        """Return why a kernel with this specialisation cannot serve a launch specialised as
+        ``call``; empty if it can."""
         if list(self.types) != list(call.types):
             return [
-                f"its arguments are ({', '.join(self.types)}), those of the function "
+                f"its arguments are ({', '.join(self.types)}), the function's arguments are "
                 f"({', '.join(call.types)})"
             ]
         places = [*self.leaves, *(place for place in call.leaves if place not in self.leaves)]
@@ -98,9 +100,9 @@ class Specialisation:
         if wanted == CONSTANT:
             own, given = self.constants.get(place), call.constants.get(place)
             if have != CONSTANT:
-                return f"it has {name} = {show(own)}, the call another value, of type {have}"
+                return f"it has {name} = {show(own)}, the call has another value of type {have}"
             differs = codec.text(own) != codec.text(given)
-            return f"it has {name} = {show(own)}, the call {show(given)}" if differs else ""
+            return f"it has {name} = {show(own)}, the call has {show(given)}" if differs else ""
         value: Any = call.constants.get(place)
         if have == CONSTANT and not (type(value) is int and _fits(value, wanted)):
             return f"it takes {name} as {wanted}, the call has the constant {show(value)}"
@@ -111,9 +113,9 @@ class Specialisation:
                 continue
             if call.attributes.get(place, {}).get(attribute) != needed:
                 if attribute != DIVISIBILITY:
-                    return f"it needs {attribute} = {needed} of {name}, which the call's has not"
+                    return f"it requires {attribute} = {needed} of {name}, the call's lacks it"
                 what = "at an address" if wanted.startswith("*") else "to be"
-                return f"it needs {name} {what} divisible by {needed}, that of the call is not"
+                return f"it requires {name} {what} divisible by {needed}, the call's is not"
         return ""
 
 
@@ -140,10 +142,10 @@ def _fits(value: int, kind: str) -> bool:
 
 
 def tree_of(value: Any) -> codec.Tree:
-    """A constant of a kernel as a tree of JSON; Triton's dtypes and kernels by their names.
+    """Return a constant of a kernel as a JSON tree; Triton's dtypes and kernels by their names.
 
     Raises:
-        TypeError: a value that has no exact text.
+        TypeError: the value has no exact text.
     """
     if isinstance(value, tl.constexpr):
         return tree_of(value.value)
@@ -157,10 +159,10 @@ def tree_of(value: Any) -> codec.Tree:
 
 
 def value_of(tree: codec.Tree) -> Any:
-    """The constant that ``tree_of`` wrote as ``tree``.
+    """Return the constant that ``tree_of`` wrote as ``tree``.
 
     Raises:
-        ValueError: it is of a kind that is only compared.
+        ValueError: the constant can only be compared, not restored.
     """
     match tree:
         case {"triton.dtype": str(name)}:
@@ -170,12 +172,12 @@ def value_of(tree: codec.Tree) -> Any:
         case {"float": str(text)}:
             return float(text)
         case dict() | list():
-            raise ValueError(f"{show(tree)} is only compared")
+            raise ValueError(f"{show(tree)} can only be compared")
     return tree
 
 
 def can_be_read(tree: codec.Tree) -> bool:
-    """True if ``value_of`` can."""
+    """Return whether ``value_of`` can restore ``tree``."""
     try:
         value_of(tree)
     except ValueError:

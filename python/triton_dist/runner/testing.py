@@ -1,4 +1,4 @@
-"""Names of scripts for triton-runner: stock Triton's."""
+"""Triton's own testing functions, under the module name that triton-runner's scripts import."""
 
 from triton.testing import Benchmark as Benchmark
 from triton.testing import Mark as Mark

@@ -1,8 +1,8 @@
-"""Kernels compiled by another installed Triton: ``kernel[grid](..., toolchain="3.8")``.
+"""Compile kernels with another installed Triton: ``kernel[grid](..., toolchain="3.8")``.
 
-A compiler's next version makes some kernels slower, and some faster. A process that has the other
-Triton first on its path compiles the kernel, for the architecture of this one's GPU, which it does
-not touch; what it made is an artefact, kept in ``TRITON_DIST_CACHE_DIR``, and runs here.
+A newer compiler makes some kernels faster and others slower. A separate process with the other
+Triton first on its path compiles the kernel for this process's GPU, without using the GPU. The
+resulting artefact is stored in ``TRITON_DIST_CACHE_DIR`` and runs in this process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LAST_LINES = 4
 
 
 class Toolchain(str):
-    """The name of a toolchain, which prints with the version of its Triton."""
+    """The name of a toolchain; its ``repr`` includes the version of its Triton."""
 
     __slots__ = ()
 
@@ -57,14 +57,14 @@ class Toolchain(str):
 def _version(folder: Path) -> str:
     source = (folder / _PACKAGE).read_text(encoding="utf-8")
     found = re.search(r"__version__ = ['\"](.+)['\"]", source)
-    return found[1] if found else "of no known version"
+    return found[1] if found else "of unknown version"
 
 
 def folder_of(name: Any) -> Path:
-    """The folder that has the Triton of that name.
+    """Return the folder of the Triton called ``name``.
 
     Raises:
-        InvalidArgument: there is none in ``TRITON_DIST_TOOLCHAINS``.
+        InvalidArgument: ``TRITON_DIST_TOOLCHAINS`` has no such name.
     """
     known = dict(knobs.toolchains.get())
     if name not in known:
@@ -81,18 +81,18 @@ def folder_of(name: Any) -> Path:
 def compiled(
     function: Any, name: str, call: Specialisation, options: Mapping[str, Any], arch: int
 ) -> Artefact:
-    """``function``, specialised as ``call``, from the toolchain called ``name``.
+    """Return ``function``, specialised as ``call`` and compiled by the toolchain called ``name``.
 
     Raises:
-        InvalidArgument: no such toolchain; a kernel that another process cannot import.
-        InvalidArtefact: that Triton cannot compile it, or tells of it what cannot be used.
-        CompileTimeout: it took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
-        KernelNotShipped: it was not compiled before, and compiling is forbidden.
+        InvalidArgument: unknown toolchain, or a kernel that another process cannot import.
+        InvalidArtefact: the toolchain cannot compile the kernel, or its metadata is not usable.
+        CompileTimeout: compilation took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
+        KernelNotShipped: the kernel is not in the cache, and compiling is forbidden.
     """
     folder = folder_of(name)
-    # By what another process finds the kernel.
+    # The other process imports the kernel by module and qualified name.
     if "<locals>" in function.fn.__qualname__:
-        expected = "a kernel of a module; another process cannot see one that a function defines"
+        expected = "a module-level kernel; another process cannot import a kernel in a function"
         raise InvalidArgument(function.__name__, "toolchain", function.fn.__qualname__, expected)
     file = inspect.getsourcefile(function.fn)
     request = {
@@ -113,7 +113,7 @@ def compiled(
         with tempfile.TemporaryDirectory(dir=kept.parent) as beside:
             made = Path(beside, "made")
             _compile_apart(function.__name__, folder, {**request, "out": str(made)})
-            with suppress(OSError):  # another rank was faster, and its folder is not empty
+            with suppress(OSError):  # another rank has already created the folder
                 made.rename(kept)
     return files.load(kept, function.__name__)
 
@@ -135,14 +135,14 @@ def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> Non
 
 
 def compile_here(request: Mapping[str, Any]) -> None:
-    """Do what ``compiled`` asks another process for."""
+    """Compile the kernel of a request of :func:`compiled`; runs in the other process."""
     target = GPUTarget("cuda", request["arch"], 32)
     without_gpu(target)
     function = _found(request["module"], request["file"], request["function"])
     made_for = Specialisation.from_tree(request["arguments"])
     unreadable = [tree for tree in made_for.constants.values() if not can_be_read(tree)]
     if unreadable:
-        raise ValueError(f"constants that another process cannot be given: {unreadable}")
+        raise ValueError(f"constants that cannot be passed to another process: {unreadable}")
     constants = {place: value_of(tree) for place, tree in made_for.constants.items()}
     attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
     source_class = triton_compat.source_class(function)
@@ -151,7 +151,7 @@ def compile_here(request: Mapping[str, Any]) -> None:
 
 
 def _found(module_name: str, file: str, function: str) -> Any:
-    """The kernel, without decorators that chose among its configs."""
+    """Return the kernel without decorators that select configs, such as ``triton.autotune``."""
     try:
         if module_name == "__main__":
             raise ImportError

@@ -1,4 +1,4 @@
-"""Names of scripts for triton-runner: the device, and sizes of what their kernels dump."""
+"""Functions that scripts for triton-runner import: the device, and sizes of dumped tensors."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import triton
 
 
 def get_active_torch_device() -> Any:
-    """The ``torch.device`` that Triton compiles for and launches on."""
+    """Return the ``torch.device`` that Triton compiles for and launches on."""
     return triton.runtime.driver.active.get_active_torch_device()
 
 
 def get_grid_dim(tensor_shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Number of blocks along each axis."""
+    """Return the number of blocks along each axis."""
     return tuple(map(triton.cdiv, tensor_shape, block_shape))
 
 
 def get_n_elements_with_grid(block_shape: Sequence[int], grid: Sequence[int]) -> int:
-    """Number of elements of the blocks of all programs, those beyond the end included."""
+    """Return the number of elements in the blocks of all programs, including padding."""
     return math.prod(block_shape) * math.prod(grid)
 
 
 def get_pad_n_elements(tensor: torch.Tensor, block_shape: Sequence[int]) -> int:
-    """Number of elements of ``tensor`` when each axis is filled up to whole blocks."""
+    """Return the number of elements of ``tensor`` with each axis padded to whole blocks."""
     return get_n_elements_with_grid(block_shape, get_grid_dim(tensor.shape, block_shape))
 
 
 def pad_2d_to_block_shape(tensor: torch.Tensor, block_shape: Sequence[int]) -> torch.Tensor:
-    """``tensor`` in float32, each axis filled up with zeros to whole blocks."""
+    """Return ``tensor`` in float32, with each axis zero-padded to whole blocks."""
     blocks = get_grid_dim(tensor.shape, block_shape)
     whole = [n * size for n, size in zip(blocks, block_shape, strict=True)]
     padded = tensor.new_zeros(whole, dtype=torch.float32)

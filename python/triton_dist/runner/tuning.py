@@ -1,4 +1,4 @@
-"""Tuning among kernels that were compiled before."""
+"""Config spaces of pre-compiled kernels and of toolchains."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from triton_dist.runner.toolchains import Toolchain
 def cubin_space(
     folder: str | os.PathLike[str], kernel: Any, name: str = "artefact"
 ) -> Callable[[], list[dict[str, Any]]]:
-    """A config space of all cubins of ``kernel`` in ``folder`` and the folders in it.
+    """Return a config space of all cubins of ``kernel`` in ``folder`` and its subfolders.
 
-    For ``tune.autotune``: it is read at the first tuning. Configs are ``{"artefact": artefact}``,
-    in the order of their paths; digests of the files are part of the configs, so files that are
-    overwritten, added or removed are tuned again, and a folder that moves is not.
+    ``tune.autotune`` reads the space at the first tuning. Configs are ``{"artefact": artefact}``,
+    ordered by path. Digests of the files are part of the configs: changed, added or removed files
+    are tuned again; a moved folder is not.
 
     Args:
-        folder: what ``triton-dist dump`` wrote, or folders of ``runner.export``.
+        folder: output of ``triton-dist dump``, or folders of ``runner.export``.
         kernel: the kernel, or its name.
         name: name of the tunable argument.
 
     Raises:
-        InvalidArgument: at the first tuning; ``folder`` has no such cubin.
-        InvalidArtefact: at the first tuning; one that is damaged.
+        InvalidArgument: at the first tuning, if ``folder`` has no such cubin.
+        InvalidArtefact: at the first tuning, if a cubin is damaged.
     """
     function = kernel if isinstance(kernel, str) else str(kernel.__name__)
 
     def space() -> list[dict[str, Any]]:
         paths = sorted(Path(folder).expanduser().rglob(f"{files.stem_of(function)}.cubin"))
         if not paths:
-            expected = f"a folder with {function}.cubin in it, or in folders in it"
+            expected = f"a folder with {function}.cubin in it or in its subfolders"
             raise InvalidArgument("runner.tuning.cubin_space", "folder", str(folder), expected)
         return [{name: files.load(path.parent, function)} for path in paths]
 
@@ -46,14 +46,15 @@ def cubin_space(
 def toolchain_space(
     configs: Iterable[Mapping[str, Any]], name: str = "toolchain"
 ) -> Callable[[], list[dict[str, Any]]]:
-    """A config space of ``configs``, each by this process's Triton and by every other one.
+    """Return a config space of ``configs``, each compiled by this process's Triton and by every
+    toolchain.
 
-    For ``tune.autotune``: ``TRITON_DIST_TOOLCHAINS`` is read at the first tuning. ``{name: None}``
-    is this process's; the others are in the order of the variable, and print with the version that
-    lies there, so that another one is tuned again.
+    ``TRITON_DIST_TOOLCHAINS`` is read at the first tuning. ``{name: None}`` is this process's
+    Triton; the toolchains follow in the order of the variable. Their texts include the version of
+    Triton, so a new version is tuned again.
 
     Raises:
-        InvalidArgument: at the first tuning; a folder that has no Triton.
+        InvalidArgument: at the first tuning, if a folder has no Triton.
     """
     every = [dict(config) for config in configs]
 

@@ -1,1 +1,1 @@
-"""Timelines of all ranks, on which the calls of ops carry the work that their cases say."""
+"""Timelines of all ranks, with the FLOPs and bytes of each op call."""

@@ -1,4 +1,4 @@
-"""Recording a region on this rank, and putting the ranks' recordings together."""
+"""Record a region on each rank, and merge the recordings of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOLS = ("torch", "proton")
 _PROTON = "hatchet"
 _WRITING_SECONDS = 600.0
 _READINGS = 5
-"""Meetings after which clocks are read; each may be late by some rank's scheduler."""
+"""Number of barriers after which clocks are read; preemption may delay any single reading."""
 
 
 @contextmanager
@@ -46,27 +46,30 @@ def group_profile(
     keep_merged_only: bool = False,
     compress: bool = True,
 ) -> Iterator[None]:
-    """Trace the region on every rank of ``group``, with calls of tuned functions as scopes.
+    """Context manager that traces a region on every rank of ``group``; collective if ``do_prof``.
 
-    A timeline that cannot be written at the end is a warning: the program goes on.
-    Each rank writes ``<folder>/<name>/rank-<r>.json.gz``; rank 0 then writes all ranks together, on
-    one clock, to ``<folder>/<name>_merged.json.gz``: for Perfetto, chrome://tracing and
-    ``triton-dist profile show``. Collective when ``do_prof``.
+    Calls of tuned functions are scopes. Each rank writes ``<folder>/<name>/rank-<r>.json.gz``.
+    Rank 0 merges the files on one clock into ``<folder>/<name>_merged.json.gz`` for Perfetto,
+    chrome://tracing and ``triton-dist profile show``. If a timeline cannot be written, a warning is
+    issued and the program continues.
 
     Args:
-        tool: ``"torch"``: torch's profiler. ``"proton"``: Triton's, on GPUs; what it writes is a
-            tree of scopes and kernels, ``….hatchet``, for ``proton-viewer``, and has no times of
-            day.
-        marks: show inside kernels of the calls what programs wait for, load, multiply, store and
-            push; not of those that tuning tries. For ``"torch"``.
-        merge_group: ``False``: do not put the ranks together.
-        keep_merged_only: remove the files of the ranks once they are together.
+        name: name of the timeline.
+        do_prof: ``False``: do nothing.
+        group: ranks to trace; default: all ranks.
+        folder: folder to write to.
+        tool: ``"torch"``: torch.profiler. ``"proton"``: Triton's profiler, GPUs only; it writes a
+            tree of scopes and kernels without timestamps (``….hatchet``) for ``proton-viewer``.
+        marks: also record the phases of kernel programs (wait, load, multiply, store, push), except
+            in candidates of a tuning. Requires ``"torch"``.
+        merge_group: ``False``: do not merge the timelines of the ranks.
+        keep_merged_only: remove the files of the ranks after merging.
         compress: ``False``: write ``.json``.
 
     Raises:
-        InvalidArgument: no such tool, or one that finds nothing on this process's device, or has
-            no marks; or, on every rank, some rank cannot write to ``folder``.
-        DeviceUnavailable: another profiler of this process keeps Proton from the driver.
+        InvalidArgument: ``tool`` is unknown, does not support this process's device, or does not
+            support marks. Also raised on every rank if some rank cannot write to ``folder``.
+        DeviceUnavailable: another profiler of this process blocks Proton.
     """
     if not do_prof:
         yield
@@ -89,7 +92,7 @@ def group_profile(
         with recording.on():
             yield
         failure = recording.failure
-    if os.getpid() != process:  # a fork that has left the region
+    if os.getpid() != process:  # a forked child that leaves the region
         return
     ranks.barrier("timelines are written", _WRITING_SECONDS)
     if ranks.is_leader and merge_group:
@@ -107,16 +110,17 @@ def group_profile(
 
 
 class Recording:
-    """This rank's recording by torch's profiler, from ``start`` to ``stop``, which writes it. A
-    fork has no part in it.
+    """A recording of this rank by torch's profiler, which ``stop`` writes to a file.
+
+    A forked child does not take part.
 
     Attributes:
-        scopes: of calls, for whoever observes these.
-        failure: why it is not written; empty: it is, or will be.
+        scopes: the scopes of calls.
+        failure: why the recording is not written; empty: no failure.
 
     Args:
-        clock_ns: from this host's clock to that of rank 0.
-        marks: with marks inside kernels.
+        clock_ns: offset in nanoseconds from this host's clock to the clock of rank 0.
+        marks: record marks inside kernels.
     """
 
     def __init__(self, file: Path, clock_ns: int = 0, marks: bool = False) -> None:
@@ -129,7 +133,7 @@ class Recording:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Record the region, also when it raises."""
+        """Context manager that records the region, and writes the recording even if it raises."""
         self.start()
         try:
             with self.scopes.on():
@@ -138,13 +142,13 @@ class Recording:
             self.stop()
 
     def start(self) -> None:
-        self._file.unlink(missing_ok=True)  # of an earlier recording
+        self._file.unlink(missing_ok=True)  # left by an earlier recording
         self._profile.__enter__()
         if self._marks is not None:
             self._marks.read_clock()
 
     def stop(self) -> None:
-        """Write what was recorded; on failure set ``failure``, as the program must go on."""
+        """Write the recording; set ``failure`` on an error, because the program must continue."""
         if os.getpid() == self._process:
             try:
                 device = current_device()
@@ -158,7 +162,7 @@ class Recording:
                 try:
                     content = trace.read(plain)
                 except ValueError as error:
-                    raise ValueError(f"torch wrote {plain}, which is no JSON ({error})") from error
+                    raise ValueError(f"torch wrote invalid JSON to {plain} ({error})") from error
                 plain.unlink()
                 trace.annotate(content, self.scopes.calls)
                 content[trace.SCOPE] = {
@@ -177,14 +181,14 @@ class Recording:
 
 
 def files_of_ranks(folder: Path, ending: str) -> list[tuple[int, Path]]:
-    """Files that ranks have written, each with its rank: by rank, then by age."""
+    """Return (rank, file) of all files that ranks have written, sorted by rank, then by age."""
     found = [(int(f.name.split(".")[0][5:]), f) for f in folder.glob(f"rank-*.{ending}")]
     found = [each for each in found if not each[1].name.endswith(".torch.json")]
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime_ns))
 
 
 def merge_files(files: Sequence[tuple[int, Path]], merged: Path) -> None:
-    """Put the files of ranks together."""
+    """Merge the files of ranks into ``merged``."""
     if merged.suffix == f".{_PROTON}":
         scopes.merge(files, merged)
     else:
@@ -202,12 +206,12 @@ def _agree_to_write(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
     for rank, refused in enumerate(ranks.all_gather("files of timelines", why)):
         if refused:
             folder = str(files[-1].parent)
-            expected = f"one that rank {ranks.named(rank)} can write to ({refused})"
+            expected = f"a folder that rank {ranks.named(rank)} can write to ({refused})"
             raise InvalidArgument("group_profile", "folder", folder, expected)
 
 
 def _clock_of(ranks: ProcessGroupRanks | SoloRank) -> int:
-    """Nanoseconds from this rank's clock to that of the first. Collective."""
+    """Return the offset in ns from this rank's clock to the first rank's clock. Collective."""
     readings = []
     for number in range(_READINGS):
         ranks.barrier(f"clock reading {number}")
@@ -218,15 +222,14 @@ def _clock_of(ranks: ProcessGroupRanks | SoloRank) -> int:
 
 ENDING = "json.gz"
 FAILED = ".failed"
-"""Ends the name of a file that says why a timeline is missing."""
+"""Suffix of the file with the reason why a timeline is missing."""
 
 
 class ProgramRecording:
-    """Recording of calls ``first`` up to ``last`` of tuned functions, not counting those inside
-    others; written at the last or, before that, at the end of the process.
+    """A recording of calls ``first`` to ``last`` of tuned functions; nested calls do not count.
 
-    The program goes on whatever fails here: ``failed`` is a file that then says what. A fork
-    records nothing.
+    It is written after call ``last`` or at the end of the process. On an error the reason is
+    written to the file ``failed``, and the program continues. A forked child records nothing.
     """
 
     def __init__(self, file: Path, first: int, last: int, marks: bool) -> None:
@@ -273,8 +276,8 @@ class ProgramRecording:
             with self._lock:
                 count, self._count = self._count, self._count + 1
                 if count == self._first:
-                    if torch.autograd._profiler_enabled():  # it would record nothing any more
-                        raise RuntimeError("the program uses torch's profiler itself at that time")
+                    if torch.autograd._profiler_enabled():  # torch has one profiler per process
+                        raise RuntimeError("the program itself uses torch's profiler at that time")
                     recording = Recording(self._file, marks=self._marks)
                     recording.start()
                     self._recording = recording
@@ -304,7 +307,7 @@ class ProgramRecording:
 
 
 def install() -> None:
-    """Record this process into the folder that ``TRITON_DIST_PROFILE_DIR`` names."""
+    """Start recording this process into the folder ``TRITON_DIST_PROFILE_DIR``."""
     folder = knobs.profile_dir.get()
     if folder is not None:
         first, last = knobs.profile_calls.get()

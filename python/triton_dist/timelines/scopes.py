@@ -1,4 +1,4 @@
-"""Scopes of a profiler around calls of tuned functions, and what each call had to do."""
+"""Open a profiler scope around each call of a tuned function, and record the call's work."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from triton_dist.timelines import trace
 Facts: TypeAlias = dict[str, Any]
 """Plain text and numbers about a call, by name."""
 Opened: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
-"""Makes of a scope's name and numbers the scope of a profiler."""
+"""Return a profiler scope, given its name and facts."""
 Marked: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Makes what is entered around a call whose kernels make marks."""
+"""Return the context manager for a call whose kernels make marks."""
 _NUMBERS = ("flops", "bytes", "link_bytes")
 
 
@@ -29,23 +29,23 @@ class Scopes:
     """Calls of tuned functions, each in a scope.
 
     Attributes:
-        calls: facts of each call, by the name of its scope: ``<op> <shape> #<number>``. Those of
-            calls without an OpInfo have the function alone.
+        calls: facts of each call, by scope name: ``<op> <shape> #<number>``. A call without an
+            OpInfo only has the function's name.
 
     Args:
-        ranged: also show them as ranges of NVTX, which other profilers read.
+        ranged: also open NVTX ranges, which other profilers read.
     """
 
     def __init__(self, opened: Opened, marked: Marked = nullcontext, ranged: bool = True) -> None:
         self.calls: dict[str, Facts] = {}
         self._opened, self._marked = opened, marked
         self._ranged = current_device().ranged if ranged else nullcontext
-        # Load all ops and ask the driver now, not in the first call.
+        # Import all ops and query the driver now instead of in the first call.
         _opinfos()
         device_peak()
 
     def on(self) -> AbstractContextManager[None]:
-        """Region in which calls are put into scopes."""
+        """Context manager in which calls open scopes."""
         return observed(self.around)
 
     @contextmanager
@@ -68,14 +68,16 @@ class Scopes:
 
 
 def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-    """Work of a call, by the op's OpInfo; without one, or for a call that the op is about to
-    refuse, the name alone."""
+    """Return the work of a call according to the op's OpInfo.
+
+    Without an OpInfo, or if the arguments are invalid, return only the name.
+    """
     info = _opinfos().get(id(tuned))
     if info is None:
         return {"op": tuned.__name__}
     try:
         shape, num_ranks, cost = info.cost_of(*args, **kwargs)
-    except Exception:  # the op says better what is wrong with the arguments
+    except Exception:  # invalid arguments: the op itself raises a better error
         return {"op": info.name}
     bounds = cost.bounds_ms(device_peak())
     return {
@@ -93,7 +95,7 @@ def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fa
 
 @functools.cache
 def _opinfos() -> dict[int, Any]:
-    # Here, so that what imports this starts without all ops.
+    # Imported here because it loads all ops.
     from triton_dist.testing.opinfo import OPINFOS
 
     return {id(info.op): info for info in OPINFOS.values()}
@@ -101,15 +103,15 @@ def _opinfos() -> dict[int, Any]:
 
 @contextmanager
 def recorded(file: Path) -> Iterator[None]:
-    """Record the region into ``file``.
+    """Context manager that records the region into ``file``.
 
     Raises:
-        InvalidArgument: this process has no GPU, whose kernels are all that Proton times.
-        DeviceUnavailable: the driver serves another profiler of this process.
+        InvalidArgument: this process has no GPU; Proton only times GPU kernels.
+        DeviceUnavailable: another profiler of this process uses the driver.
     """
     device = current_device()
     if device.name != "cuda":
-        expected = "'torch' on CPU ranks: Proton times kernels of GPUs alone"
+        expected = "'torch' on CPU ranks: Proton only times GPU kernels"
         raise InvalidArgument("group_profile", "tool", "proton", expected)
     import triton.profiler as proton
 
@@ -118,13 +120,13 @@ def recorded(file: Path) -> Iterator[None]:
         session = proton.start(str(file.with_suffix("")), data="tree")
     except RuntimeError as error:
         remedy = (
-            "The driver serves one profiler in a process, and torch's keeps its place once it was "
-            "used: record with Proton in a process that uses no other."
+            "The driver serves one profiler per process, and torch's profiler stays registered "
+            "after use: record with Proton in a process that uses no other profiler."
         )
-        raise DeviceUnavailable(device.name, f"Proton says: {error}", remedy) from error
+        raise DeviceUnavailable(device.name, f"Proton failed: {error}", remedy) from error
     scopes = Scopes(
         lambda name, numbers: proton.scope(name.rpartition(" #")[0], numbers),
-        ranged=False,  # Proton takes ranges of NVTX for scopes: each call would be in one of both
+        ranged=False,  # Proton turns NVTX ranges into scopes, which would duplicate each call
     )
     try:
         with scopes.on():
@@ -135,7 +137,7 @@ def recorded(file: Path) -> Iterator[None]:
 
 
 def merge(files: Sequence[tuple[int, Path]], merged: Path) -> None:
-    """One tree: each rank is a child of its root; devices are those of the first rank."""
+    """Merge the ranks' trees: each rank is a child of the root; devices are the first rank's."""
     children: list[Any] = []
     devices: Any = {}
     for rank, file in files:

@@ -1,4 +1,4 @@
-"""Time, rates and nearest bound of each op on a timeline."""
+"""Summarise the time, the rates and the limiting resource of each op on a timeline."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OpSummary:
-    """Calls of one op with one shape, in one program.
+    """The summary of all calls of one op with one shape in one program.
 
     Attributes:
-        run: which of the programs that a rank has run, from 0.
-        calls: of each rank, without those that tuned.
-        tuned_calls: left out of all else.
-        ms: of the slowest rank; the median of calls.
-        ms_by_rank: medians.
-        skew_us: from the first rank's begin to the last one's; the median of calls.
-        tflops, gbps, link_gbps: a rank's; ``None``: the op has no case.
-        bound: by which of its resources a call takes longest at their peaks.
-        limit_ms: so long.
-        marks: by name, the share of the time of all programs of its kernels, of all ranks and
-            calls; ``None``: marks were not asked for.
-        share: of that peak that was reached: ``limit_ms / ms``.
+        run: index of the program, if ranks have run several programs one after another.
+        calls: number of calls per rank, without calls that tuned.
+        tuned_calls: number of calls that tuned; they are excluded from all other attributes.
+        ms: time of the slowest rank in ms, median over calls.
+        ms_by_rank: median time of each rank in ms.
+        skew_us: time from the first rank's start to the last rank's start in us, median over calls.
+        tflops, gbps, link_gbps: rates of one rank; ``None``: the op has no OpInfo.
+        bound: the resource that takes longest for a call at its peak rate.
+        limit_ms: the time in ms that ``bound`` takes at its peak rate.
+        marks: share of the time of all kernel programs, by mark name, over all ranks and calls;
+            ``None``: recorded without marks.
+        share: reached share of the peak: ``limit_ms / ms``.
     """
 
     op: str
@@ -66,7 +66,7 @@ class OpSummary:
         return self._rate(self.link_bytes, 1e6)
 
     def tree(self) -> dict[str, Any]:
-        """All of it, by stable names."""
+        """Return all attributes as a JSON tree with stable names."""
         derived = ("tflops", "gbps", "link_gbps", "bound", "share")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -78,9 +78,9 @@ _OF_CASE = ("flops", "bytes", "link_bytes", "bounds_ms", "limit_ms")
 
 
 def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
-    """Each op and shape, the one that took longest in all first.
+    """Return a summary of each op and shape, sorted by total time, longest first.
 
-    The calls of a rank are taken in their order, as all ranks call alike.
+    Calls of different ranks are matched by their order, because all ranks make the same calls.
     """
     kinds: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
     for call in sorted(calls, key=lambda call: int(call["call"])):

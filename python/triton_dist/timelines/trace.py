@@ -1,4 +1,4 @@
-"""Chrome traces of ranks: the calls of ops in one, and all of them as one, on one clock."""
+"""Read, annotate and merge Chrome traces of ranks; a merged trace has one clock."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Trace: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
 
 SCOPE = "triton_dist"
-"""Name of a call's facts among the arguments of its event, and of a rank's in its trace."""
+"""Key of a call's facts in the arguments of its event, and of a rank's facts in its trace."""
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _MARK, _DEVICE_MARK = "user_annotation", "gpu_user_annotation"
 
 
-# A name, up to the end of its line or the key that follows it.
+# A name, up to the end of its line or the next key.
 _NAME = re.compile(r'("name": ")(.*)("(?:,\s*"pid":|,?$))', re.MULTILINE)
 _QUOTE = re.compile(r'(?<!\\)"')
 
 
 def read(file: Path) -> Trace:
-    """Read a trace. torch does not escape quotes in names of scopes and threads: do it here.
+    """Return a trace; escape quotes in names of scopes and threads, which torch does not escape.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the file is not JSON.
     """
     data = file.read_bytes()
     text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8", "replace")
@@ -43,13 +43,13 @@ def read(file: Path) -> Trace:
 
 
 def write(trace: Mapping[str, Any], file: Path) -> None:
-    """Write ``trace`` in one step, compressed if the name ends with ``.gz``."""
+    """Write ``trace`` atomically, compressed if the name ends in ``.gz``."""
     data = json.dumps(trace).encode()
     _files.write(file, gzip.compress(data) if file.suffix == ".gz" else data)
 
 
 class Span(NamedTuple):
-    """From when to when, in a trace's microseconds."""
+    """Start and end in microseconds of a trace."""
 
     event: Event
     begin: float
@@ -58,12 +58,11 @@ class Span(NamedTuple):
 
 
 def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
-    """Scopes of these names, by name, with the time that the device took for them.
+    """Return the device time span of each scope in ``names``.
 
-    A scope's work on the device is what its own thread launched meanwhile, as the profiler's
-    correlations say, and what the profiler itself puts under the scope's name there, which has the
-    driver's copies too: from the beginning of the first of it to the end of the last. Without any,
-    as on CPU ranks, it is the scope itself.
+    The span covers the kernels that the scope's thread launched (by the profiler's correlation
+    ids) and the device events that the profiler records under the scope's name, which include
+    copies. Without device events, as on CPU ranks, the span is the scope itself.
     """
     events: list[Event] = trace["traceEvents"]
     work: dict[Any, list[Event]] = {}
@@ -97,12 +96,12 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
 
 
 def title_of(facts: Mapping[str, Any]) -> str:
-    """Name of a call on a timeline."""
+    """Return the name of a call on a timeline."""
     return " ".join(filter(None, (facts["op"], facts.get("shape"))))
 
 
 def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the scopes of ``calls`` their facts and their ``spans``."""
+    """Add facts and ``spans`` to the scopes of ``calls``."""
     for name, (event, begin, end, on_device) in spans(trace, calls).items():
         number = int(name.rpartition("#")[2])
         device = {"begin_us": begin, "ms": (end - begin) / 1e3, "on_device": on_device}
@@ -114,11 +113,11 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
-    """Merge the traces of ranks, in this order, into one trace.
+    """Merge the traces of ranks, in this order, into one trace on the first rank's clock.
 
-    Its clock is the first rank's: a rank of the same host has the same, another's differs by the
-    ``clock_ns`` that its facts say. A rank's processes are kept apart by its name before their ids.
-    Calls of its second program, if several ran one after another, are of ``run`` 1, and so on.
+    Ranks of one host share a clock; other ranks are shifted by the ``clock_ns`` in their facts. The
+    ids of a rank's processes get the rank's name as a prefix. If a rank has run several programs
+    one after another, the calls of the second program have ``run`` 1, and so on.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []
@@ -148,17 +147,18 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
 
 
 def calls_of(trace: Trace) -> list[dict[str, Any]]:
-    """Facts of all calls of tuned functions in a merged trace."""
+    """Return the facts of all calls of tuned functions in a merged trace."""
     found = (event.get("args", {}).get(SCOPE) for event in trace["traceEvents"])
     return [facts for facts in found if facts is not None]
 
 
 def offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """Nanoseconds to be added to each rank's clock for that of the first.
+    """Return the nanoseconds to add to each rank's clock to get the first rank's clock.
+
+    Ranks of one host share a clock. For another host, return the median difference.
 
     Args:
-        readings: host of each rank, and its clock, read several times, each right after all ranks
-            had met. Ranks of one host share a clock. For another host it is the median difference.
+        readings: for each rank its host and several clock readings, each taken after a barrier.
     """
     host, first = readings[0]
     found = []

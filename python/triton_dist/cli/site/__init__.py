@@ -1,4 +1,4 @@
-"""A folder for ``PYTHONPATH``, by which ``triton-dist`` sees what a program compiles and calls."""
+"""A ``PYTHONPATH`` folder whose ``sitecustomize`` records what a program compiles and calls."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from triton_dist import knobs
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run ``command`` with ``variables`` and this folder first in ``PYTHONPATH``; its status."""
+    """Run ``command`` with ``variables`` and this folder first in ``PYTHONPATH``; return status."""
     known = knobs.environment()
     package = str(Path(triton_dist.__file__).parents[1])
     paths = [str(Path(__file__).parent), known.get("PYTHONPATH", ""), package]

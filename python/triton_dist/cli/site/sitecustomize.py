@@ -1,8 +1,8 @@
-"""Imported by Python when it starts, in programs that ``triton-dist dump`` and ``profile`` run.
+"""Hooks into programs that ``triton-dist dump`` and ``profile`` run; Python imports it at start.
 
-Waits until the program imports Triton, and then has each kernel that it compiles, or takes from
-Triton's cache, exported; or until it imports the tuner, and then has calls of tuned functions
-recorded. Programs that never do cost nothing.
+When the program imports Triton, ``dump`` exports each kernel that it compiles or loads from
+Triton's cache. When it imports the tuner, ``profile`` records calls of tuned functions. A program
+that imports neither runs unchanged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _NAME = "sitecustomize"
 
 
 class _After(MetaPathFinder):
-    """Finds nothing, but sees when a module is looked for, and calls ``then`` with it once it has
-    been imported."""
+    """A finder that calls ``then(module)`` after the module ``name`` has been imported."""
 
     def __init__(self, name: str, then: Callable[[Any], object]) -> None:
         self._name, self._then = name, then
@@ -36,7 +35,7 @@ class _After(MetaPathFinder):
             execute(module)
             try:
                 self._then(module)
-            except Exception as error:  # the program has to go on
+            except Exception as error:  # an error of the hook must not end the program
                 print(f"triton_dist: nothing is recorded: {error!r}", file=sys.stderr)
 
         spec.loader.exec_module = exec_module
@@ -51,7 +50,7 @@ def _dump_of(triton_knobs: Any) -> None:
 
 
 def _dump(**compiled: Any) -> None:
-    from triton_dist.runner.files import dump  # by now the program has loaded what it needs
+    from triton_dist.runner.files import dump  # imports Triton, which is loaded by now
 
     dump(**compiled)
 
@@ -63,7 +62,7 @@ def _record(_: Any) -> None:
 
 
 def _import_the_other() -> None:
-    """The environment's own module of this name, which this one hides."""
+    """Import the environment's own ``sitecustomize``, which this module hides."""
     own = sys.modules.pop(_NAME, None)
     here = str(Path(__file__).parent)
     sys.path[:] = [folder for folder in sys.path if folder != here]
