@@ -1,4 +1,4 @@
-"""Marks inside kernels on a timeline: a row for each program, beneath the calls of ops."""
+"""Add marks inside kernels to a timeline: one row per program, below the calls of ops."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from triton_dist.timelines import trace
 PROCESS = "marks in kernels"
 _CLOCK = "triton_dist: clock of marks"
 _READINGS = 5
-"""At the beginning, and at the end; the host's scheduler, or another rank, may be in between."""
+"""Number of clock readings at the start and at the end; preemption may disturb a single reading."""
 
 
 @contextmanager
 def compiled_with_marks() -> Iterator[None]:
-    """Have the kernels of a call compile with marks, which nobody reads; for the calls that are
-    recorded next."""
+    """Context manager that compiles the kernels of a call with marks, before recording starts.
+
+    The marks of this call are discarded.
+    """
     device, marks = current_device(), KernelMarks()
     with marks.around_call():
         yield
     if not device.is_capturing():
-        device.synchronize()  # later marks are of calls that are recorded
+        device.synchronize()  # marks after this belong to recorded calls
 
 
 class KernelMarks:
-    """Marks of a recording, and readings of the clock that they are by."""
+    """The marks of a recording, and readings of the clock that the marks use."""
 
     def __init__(self) -> None:
         device = current_device()
         self._marks = Marks(None if device.interprets else device.torch_device)
         self._readings: dict[str, ClockReading] = {}
-        ClockReading().nanoseconds()  # compiled now
+        ClockReading().nanoseconds()  # compile before recording
 
     def read_clock(self) -> None:
-        """Read it in scopes, whose place on the timeline the profiler knows."""
+        """Read the clock in profiler scopes, which relate it to the timeline."""
         for _ in range(_READINGS):
             name = f"{_CLOCK} #{len(self._readings)}"
             with torch.profiler.record_function(name):
@@ -49,7 +51,10 @@ class KernelMarks:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Have kernels make marks; not in a CUDA graph, which would go on making them."""
+        """Context manager in which kernels make marks.
+
+        Not used in CUDA graph capture: the graph would make marks at every replay.
+        """
         if current_device().is_capturing():
             yield
             return
@@ -57,10 +62,9 @@ class KernelMarks:
             yield
 
     def add_to(self, content: trace.Trace) -> None:
-        """Put the marks on this rank's timeline, and what they come to into the facts of its
-        calls."""
+        """Add the marks to this rank's timeline, and their shares to the facts of its calls."""
         marks, made = self._marks.read()
-        # The clock of marks at the timeline's 0, by the reading whose moment is known best.
+        # Offset of the marks' clock to the timeline, from the reading with the shortest scope.
         spans = trace.spans(content, self._readings)
         name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
         middle = (spans[name].begin + spans[name].end) / 2
@@ -77,8 +81,10 @@ class KernelMarks:
 
 
 def shares(marks: list[Mark]) -> dict[str, float]:
-    """By name, the share of the time of all programs, each from its first mark to its last. What is
-    marked within another mark counts for both."""
+    """Return each mark's share of the time of all programs, by name.
+
+    The time of a program is from its first mark to its last. A nested mark counts for both marks.
+    """
     rows: dict[tuple[int, int], tuple[int, int]] = {}
     spent = dict.fromkeys(NAMES, 0)
     for mark in marks:
