@@ -6,12 +6,13 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.architecture.source import PACKAGE
 from tests.architecture.test_names import NAMES
-from tests.docs.markdown import DOCS, REFERENCE, ROOT, anchors, headings, name, pages, prose
+from tests.docs.markdown import DOCS, REFERENCE, ROOT, anchors, name, pages, prose
 from triton_dist import errors, knobs
 from triton_dist.knobs import Knob
 
@@ -88,12 +89,9 @@ def public_names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def documented() -> set[str]:
-    """Names in backticks in headings of the reference."""
-    found = set()
-    for page in REFERENCE.rglob("*.md"):
-        for heading in headings(page):
-            found |= {word.rpartition(".")[2] for word in re.findall(r"`([\w.]+)`", heading)}
-    return found
+    """Return the names in backticks on the pages of the reference."""
+    text = "".join(prose(page) for page in REFERENCE.rglob("*.md"))
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
 
 
 def test_every_module_with_public_names_is_listed_here() -> None:
@@ -112,6 +110,24 @@ def test_every_module_with_public_names_is_listed_here() -> None:
 @pytest.mark.parametrize("public", public_names())
 def test_every_public_name_has_a_place_in_the_reference(public: str, documented: set[str]) -> None:
     assert public in documented
+
+
+def documents_itself(module: ModuleType, public: str) -> bool:
+    """Return whether a function or class has a docstring, or a text below its assignment."""
+    value = getattr(module, public)
+    value = getattr(value, "fn", value)  # of a tuned function or a kernel
+    home = inspect.getmodule(value)
+    if home is None or not (inspect.isfunction(value) or inspect.isclass(value)):
+        return True
+    below = rf'^{public}\b.* = .*\n"""'
+    return bool(inspect.getdoc(value) or re.search(below, inspect.getsource(home), re.MULTILINE))
+
+
+def test_every_public_function_and_class_has_a_docstring() -> None:
+    modules = [importlib.import_module(module) for module in PUBLIC_MODULES]
+    names = [(module, public) for module in modules for public in module.__all__]
+    names += [(importlib.import_module(m), each) for m, n in OTHER_NAMES.items() for each in n]
+    assert [public for module, public in names if not documents_itself(module, public)] == []
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.variable)
@@ -152,10 +168,9 @@ def test_every_option_of_a_test_script_is_documented(script: str, monkeypatch, c
     with pytest.raises(SystemExit):
         importlib.import_module(f"triton_dist.test.nvidia.{script}").get_args()
     options = set(re.findall(r"(?<!\w)--(?!no-|help)([\w-]+)", capsys.readouterr().out))
-    page = script.replace("test_all_gather", "test_allreduce")
-    page = page.replace("test_moe_reduce_ar", "test_moe_reduce_rs")
-    page = re.sub("test_tp_(attn|moe|e2e)", "test_tp_mlp", page)
-    text = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
+    page = (REFERENCE / "test-scripts.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    text = "".join(each for each in sections if re.match(rf"Common|.*`{script}\.py`", each))
     assert "case" in options
     assert sorted(option for option in options if not re.search(rf"\b{option}\b", text)) == []
 
