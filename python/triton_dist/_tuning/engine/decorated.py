@@ -76,7 +76,7 @@ class Decorated:
                     self.__module__ = module.__name__
                     return str(name)
         raise pickle.PicklingError(
-            f"{self!r} is no global of any module, so other processes cannot import it"
+            f"{self!r} is not a global of any module, so other processes cannot import it"
         )
 
     def __repr__(self) -> str:

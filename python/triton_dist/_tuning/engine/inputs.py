@@ -52,7 +52,7 @@ class Restorer:
                 self._tensors += found
 
     def keep(self) -> None:
-        """Copy the tensors."""
+        """Copy the tensors, and note the version counters of the other arguments."""
         self._copies = [elements(tensor).clone() for tensor in self._tensors]
         self._versions = [_version(tensor) for _, tensor in self._others]
 

@@ -89,7 +89,15 @@ class ContextualAutoTuner(Decorated):
         _all.add(self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the function. Tune its kernels when they meet a new key."""
+        """Call the function, and tune its kernels when they meet a new key.
+
+        Raises:
+            RankDisagreement: ranks launch different kernels, keys or configs.
+            TuningTimeout: a rank did not take part in the tuning.
+            TuningFrozen: there is no record, and ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some
+                rank.
+            NoValidConfig: every config of some kernel failed.
+        """
         if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
             return self._call_unsettled(args, kwargs)
         return self._watched(args, kwargs)
@@ -135,9 +143,8 @@ class ContextualAutoTuner(Decorated):
                 with self._untuned() as session:
                     return self._run(Call(self, outer, session), args, kwargs)
             with self._tuning:
-                if (
-                    self._settled_in is not self._default_group.WORLD
-                ):  # otherwise another thread has tuned it
+                # Another thread may have tuned the function while this thread waited.
+                if self._settled_in is not self._default_group.WORLD:
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
