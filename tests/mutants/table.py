@@ -190,7 +190,7 @@ MUTANTS = (
         _SUMMING,
         "_CHUNKS = range(1, MAX_CHUNKS + 1)",
         "_CHUNKS = range(0, MAX_CHUNKS + 2)",
-        ("tests/distributed/test_bad_input.py", *GEMM_RS),
+        ("tests/distributed/test_every_op.py", *GEMM_RS),
     ),
     Mutant(
         "row mask: the last row is stored",
