@@ -200,7 +200,7 @@ def _check_gathered(
         yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
         first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
         apart = own.data_ptr() + own.nbytes <= first or last <= own.data_ptr()
-        yield "gathered", "memory that overlaps this rank's rows", apart, "separate memory"
+        yield "gathered", "memory that overlaps the local rows", apart, "separate memory"
 
     try:
         refusal = first_refusal("ag_gemm", checks())
