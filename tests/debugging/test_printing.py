@@ -82,5 +82,5 @@ def test_a_print_says_who_prints_where_kernels_are_checked(capsys):
 
 
 def test_a_dump_needs_a_label():
-    with pytest.raises(InvalidArgument, match=r"dump: label is .*, expected a text"):
+    with pytest.raises(InvalidArgument, match=r"dump: label is .*, expected a string"):
         kernel_dumps_without_a_label[(1,)](1)

@@ -27,7 +27,7 @@ def test_whole_products_take_turns_with_tiles(spawn_ranks):
 def test_what_is_too_large_for_one_shot_is_said(spawn_ranks):
     for message in spawn_ranks(2, gemm_ar_ranks.too_large_for_one_shot):
         assert message.startswith("gemm_ar: algorithm is 'one_shot', expected ")
-        assert "an M of more than 2" in message
+        assert "M above 2" in message
 
 
 def test_what_is_too_large_for_packets_is_said(spawn_ranks):
