@@ -235,7 +235,7 @@ def functions_differ(me: Me) -> int:
     return chosen(name="other" if is_victim() else "op")
 
 
-@scenario("RankDisagreement", says=("depends on", "rank {victim}: source"))
+@scenario("RankDisagreement", says=("source code or settings of", "rank {victim}: source"))
 def sources_differ(me: Me) -> int:
     return chosen((lambda n: n) if is_victim() else (lambda n: None))
 
