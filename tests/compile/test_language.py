@@ -84,6 +84,4 @@ def test_a_dump_is_a_print_of_the_device(sm90):
 def test_a_scope_in_place_of_the_value_is_refused(sm90):
     with pytest.raises(CompilationError) as failed:
         compile_kernel(kernel_wait_with_a_scope, words(), grid=(1,))
-    assert "wait(ptr, count, value, guard=None): the int32 value to wait for" in causes(
-        failed.value
-    )
+    assert "wait(ptr, count, value, timeout_words=None): value is the int32" in causes(failed.value)
