@@ -265,5 +265,5 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         for rows in (4, 16, 1024, 4096):
             for layout in LAYOUTS:
                 for contiguous in (True, False):
-                    looks = ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
-                    yield looks, self.option[1]
+                    key = ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
+                    yield key, self.option[1]

@@ -49,7 +49,9 @@ from triton_dist.runtime.capabilities import has_links_between_all_gpus
 from triton_dist.runtime.device import current_device
 
 _DEFAULT_COMM_SMS = 16
-_CHUNKS, _COMM_SMS, _FEW = (range(1, most + 1) for most in (MAX_CHUNKS, MAX_COMM_SMS, 8))
+_CHUNKS, _COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)
+# Any positive int is valid; a test for membership of a range accepts the usual values faster.
+_USUAL_STREAMS = range(1, 9)
 _CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
 # Programs of an all-gather before the GEMM, and the bytes that one program moves at a time.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
@@ -88,7 +90,8 @@ class Call(OpCall):
         """Shard of this rank, [M_per_rank, K]."""
         if self.num_chunks not in _CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
-        if self.num_streams not in _FEW and not (is_int(self.num_streams) and self.num_streams > 0):
+        streams = self.num_streams
+        if streams not in _USUAL_STREAMS and not (is_int(streams) and streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         if self.method is not None:  # the default config has an algorithm too; ``method`` wins
             self.algorithm = ALGORITHMS.asked(self.method)
@@ -269,7 +272,7 @@ class FusedPush(_Tiled):
         return call.ctx.buffer.start_fused(rows, num_comm_sms, call.num_chunks)
 
 
-class _Whole(NamedAlgorithm[Call, Sizes]):
+class _GatherThenMultiply(NamedAlgorithm[Call, Sizes]):
     """Gather all shards, then call ``torch.matmul``.
 
     Shards are gathered into memory of the call instead of a slot of the context. Waiting for the
@@ -294,7 +297,7 @@ class _Whole(NamedAlgorithm[Call, Sizes]):
         """Return the product of all rows and B; called with at least two ranks."""
 
 
-class Serial(_Whole):
+class Serial(_GatherThenMultiply):
     """All-gather in one launch of our exchange, then ``torch.matmul``.
 
     Programs store the local shard into every peer's memory, set flags, and copy out what arrives
@@ -337,7 +340,7 @@ class Serial(_Whole):
         return gathering(own, call.ctx.num_ranks, shape, own.shape[0], call.gathered)
 
 
-class Collective(_Whole):
+class Collective(_GatherThenMultiply):
     """All-gather of the process group (NCCL; gloo on CPU ranks), then ``torch.matmul``."""
 
     name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
@@ -376,8 +379,8 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
         num_comm_sms = small_shape(shard_bytes).num_ctas
     elif not (is_int(num_comm_sms) and 1 <= num_comm_sms <= MAX_CTAS):
         raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
-    share = -(-shard_bytes // (num_comm_sms * num_chunks))
-    block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (share - 1).bit_length()))
+    part_bytes = -(-shard_bytes // (num_comm_sms * num_chunks))
+    block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (part_bytes - 1).bit_length()))
     return Shape(num_comm_sms, block_bytes, num_chunks)
 
 

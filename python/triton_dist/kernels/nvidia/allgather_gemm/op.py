@@ -11,8 +11,9 @@ Timeline of one call (W = 4, push):
     copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3 ───┘
 
 ``finish`` is one thread block. It releases the peers' shards and advances the epoch. A call needs
-no barrier, no flag reset and no copy of the local shard. In CUDA graphs, and after a different use
-of the slot, one more thread block before the GEMM waits until the peers have released the slot.
+no barrier, no flag reset and no copy of the local shard. In CUDA graphs, and unless the call
+directly follows another call with the context, one more thread block before the GEMM waits until
+the peers have released the slot.
 
 The lower bound is max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines
 use no SM. They share memory bandwidth, which a GEMM with K >= 4096 leaves free.

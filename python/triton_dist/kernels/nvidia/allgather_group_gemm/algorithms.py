@@ -160,8 +160,8 @@ class Arrivals(_Gathering):
         if gather == RING and sizes.num_ranks == 2:  # with two ranks, a ring equals the full mesh
             return False
         rows = most_rows(sizes.M) * sizes.topk / sizes.E
-        is_worth_it = num_groups == 1 or rows >= num_groups * _ROWS_OF_GROUP
-        return (is_worth_it or current_device().interprets) and fits_tiles(config, sizes)
+        has_full_tiles = num_groups == 1 or rows >= num_groups * _ROWS_OF_GROUP
+        return (has_full_tiles or current_device().interprets) and fits_tiles(config, sizes)
 
     def check(self, call: Call) -> None:
         if call.num_groups not in _GROUPS:
@@ -201,7 +201,7 @@ class Arrivals(_Gathering):
         return C, blocks, consumer(product)
 
 
-class _Whole(_Gathering):
+class _GatherThenMultiply(_Gathering):
     """Gather all shards, then multiply; only the map of routes overlaps with the all-gather."""
 
     gathers = (EXCHANGE, COLLECTIVE)
@@ -226,7 +226,7 @@ class _Whole(_Gathering):
             call.ctx.exchange.launch(call.exchange(), call.a.view(-1), out).compile()
 
 
-class Serial(_Whole):
+class Serial(_GatherThenMultiply):
     """Gather all rows, then run our grouped GEMM.
 
     For few rows, where the transfer is shorter than the cost of hiding it, and for few rows per
@@ -273,7 +273,7 @@ class Serial(_Whole):
         return C, blocks, consumer(grouped_product(rows, call.b, C, blocks, call.tiles))
 
 
-class Library(_Whole):
+class Library(_GatherThenMultiply):
     """torch's grouped GEMM, between two copies that sort the rows and restore their order."""
 
     name = "library"

@@ -167,8 +167,8 @@ class BySize(Algorithm[Call, Sizes]):
         return False
 
     def check(self, call: Call) -> None:
-        few = call.x.nbytes < TWO_SHOT_FROM
-        call.chosen = ALGORITHMS[OneShot.name if few else TwoShot.name]
+        is_small = call.x.nbytes < TWO_SHOT_FROM
+        call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
         call.chosen.check(call)
 
     def run(self, call: Call) -> torch.Tensor:

@@ -60,9 +60,9 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // row_bytes)
         self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
         rows = -(-max_M // self.num_ranks)  # rows that one rank owns
-        held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
-        self.exchanged_rows = min(max_M, held)
-        nbytes = held * whole_lines if self.num_ranks > 1 else 1
+        whole_rows = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
+        self.exchanged_rows = min(max_M, whole_rows)
+        nbytes = whole_rows * whole_lines if self.num_ranks > 1 else 1
         with self._allocating() as own:
             self._buffer = own(ReducedPartials(max_M, N, output_dtype, group, self.function))
             found = self.buffer.disagreements

@@ -115,10 +115,10 @@ class GroupedKey(NamedTuple):
             rows = "token" if len(A) == M else "route"
             return cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
 
-        looks = signature_of(B, A, B, topk_ids), current_device().torch_device
+        signature = signature_of(B, A, B, topk_ids), current_device().torch_device
         return accept(
             _ACCEPTED,
-            (*looks, order, activation),
+            (*signature, order, activation),
             "grouped_gemm",
             lambda: checks(A, B, topk_ids, order, activation),
             make,

@@ -49,8 +49,8 @@ class MoEReduceRSContext(MoESumContext):
         super().__init__(products)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
-        held = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
-        nbytes = bytes_of_parts(max(1, held) * N, dtype, self.num_ranks)
+        exchanged_rows = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
+        nbytes = bytes_of_parts(max(1, exchanged_rows) * N, dtype, self.num_ranks)
         with self._allocating() as own:
             self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found, name = self.buffer.disagreements, f"the exchange of {self.function}"
