@@ -1,18 +1,18 @@
-"""A tuned op beside the paths of the vendors at sizes that nobody picked.
+"""Compare a tuned op with the library paths at random row counts.
 
     scripts/python benchmarks/bench_any_m.py --op gemm_rs --layer llama-70b-gate-up --M-random 64
     scripts/python benchmarks/bench_any_m.py --op ag_gemm --bounds 20 --regret 8 --json any.json
     scripts/python benchmarks/bench_any_m.py --from-json any.json --png any.png
 
-M is random, log-uniform from 1 to --most, and also b - 1 to b + 2 for each end b of a range that
-shares a tuning. At each the tuned op and its peers are checked on fresh random data
-with outputs that held NaN, and timed in CUDA graphs: interleaved, cold L2, the slowest rank.
-With --limit so are the product and the transfers alone, which takes twice as long.
+M is drawn log-uniformly from 1 to --most. In addition, b - 1 to b + 2 are measured for each upper
+bound b of a range that shares a tuning. At each M, the tuned op and its baselines are checked on
+new random data with NaN-filled outputs, then timed in CUDA graphs: interleaved, cold L2, slowest
+rank. --limit also times the GEMM alone and the transfer alone, which doubles the time.
 
-A point where tuned is below 0.98 of the best peer is measured again, with four times the samples in
-new processes, and counts unless the 95 % interval of the ratio then holds 0.98. With --json every
-point is written at once, and the same command goes on with what is there. Under torchrun (as
-``launch.sh`` starts it) only one of the two passes is made: --again makes the second.
+A point below 0.98 of the best baseline is measured again, with four times the samples in new
+processes. It counts as behind unless the 95 % interval of the ratio contains 0.98. With --json,
+every point is written immediately, and the same command resumes. Under torchrun (as ``launch.sh``
+starts it) only one of the two passes runs: --again runs the second.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--M", type=parse_numbers, default=[], help="these besides")
     parser.add_argument("--M-random", type=int, default=64, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bounds", type=int, metavar="N", help="so many; default: all")
+    parser.add_argument("--bounds", type=int, metavar="N", help="number of bounds; default: all")
     parser.add_argument("--most", type=int, default=16384, help="the largest M")
     parser.add_argument("--regret", type=int, default=0, metavar="N", help="tune N points in full")
     parser.add_argument("--limit", action="store_true", help="time what bounds a call, too")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=15, help="samples of each candidate")
-    parser.add_argument("--minutes", type=float, help="begin no point after so many")
+    parser.add_argument("--minutes", type=float, help="start no point after this time")
     parser.add_argument("--json", type=Path, help="written at each point, and gone on with")
     parser.add_argument("--png", type=Path, help="file for a picture; needs matplotlib")
     parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")

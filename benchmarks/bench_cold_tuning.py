@@ -162,7 +162,7 @@ def main() -> None:
     A = rand_tensor([args.M // num_ranks, K], torch.bfloat16, device) * 0.1
     B = rand_tensor([N // num_ranks, K], torch.bfloat16, device).T
     with create_ag_gemm_context(args.M, N, K, torch.bfloat16, rank, num_ranks) as ctx:
-        ag_gemm.fn(A, B, ctx, **space()[0])  # process-wide set-up of Triton is nobody's
+        ag_gemm.fn(A, B, ctx, **space()[0])  # exclude the process-wide set-up of Triton
         serial_seconds, serial = tuned_serially(A, B, ctx)
         dist_print(
             f"{serial_seconds:.1f} s for {len(serial)} candidates in turn: each compiled, "

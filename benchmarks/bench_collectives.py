@@ -1,4 +1,4 @@
-"""All-reduce, reduce-scatter and all-gather beside the library's, eager and in CUDA graphs.
+"""Compare all-reduce, reduce-scatter and all-gather with NCCL, eager and in CUDA graphs.
 
     bash scripts/launch.sh benchmarks/bench_collectives.py --json collectives.json
     bash scripts/launch.sh benchmarks/bench_collectives.py --ops all_reduce --sizes 16K,64K,1M
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--scale", type=int, help="divide every size; default: 1, on CPU ranks 1024"
     )
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
-    parser.add_argument("--best", type=int, default=1, help="configs of each way, by the record")
+    parser.add_argument("--best", type=int, default=1, help="configs of each algorithm, best first")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
     parser.add_argument("--calls", type=int, default=1, help="in a sample, after one another")

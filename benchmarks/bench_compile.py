@@ -36,7 +36,7 @@ _NAP = 0.5e-3
 
 
 def launch(config: triton.Config) -> Launch:
-    """Of an [8192, 8192] x [8192, 7168] product in fp16."""
+    """Return the operands of an [8192, 8192] x [8192, 7168] GEMM in fp16."""
     a, b, c = (
         torch.empty(shape, dtype=torch.float16, device="meta")
         for shape in ((8192, 8192), (8192, 7168), (8192, 7168))

@@ -1,14 +1,14 @@
-"""What a tuned function costs when nothing is left to be tuned, and what a large space costs.
+"""Cost of a call of a tuned function once it is tuned, and cost of a large config space.
 
     scripts/python benchmarks/bench_dispatch.py --json dispatch.json --configs 10000
 
-Each number is the best of many repeats: what other processes take only ever adds. The overhead of a
-hit is what it takes beyond the plain call and one call of ``key_fn``; a guarded look-up, the least
-that a tuner could do, is measured next to it. A settled contextual call has no key: its overhead is
-too small by one ``key_fn``.
+Each number is the minimum of many repeats, because other processes only add time. The overhead of a
+hit is its time minus the plain call and one call of ``key_fn``. A guarded dictionary look-up, the
+minimum for any tuner, is measured too. A settled contextual call has no key, so its overhead is
+understated by one ``key_fn``.
 
-With ``--configs``, also the first call of a key: when its record, of so many configs, lies on the
-disk; and when it is tuned, all of them or 20, of a function that does nothing.
+With ``--configs N``, also the first call of a key of an empty function: with a record of N configs
+on disk, and with a tuning of all N configs or of 20.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def overhead(times: dict[str, float], algorithm: str) -> float:
 
 
 def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
-    """Milliseconds of the first call of a key, of a function with so many configs."""
+    """Return the milliseconds of the first call of a key of a function with ``configs`` configs."""
     space = [{"n": n} for n in range(configs)]
     tuned = autotune(space, key_fn, scope="rank")(function)
     few = autotune(space, key_fn, scope="rank", max_trials=20)(function)
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="What a hit of a tuned function costs.")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--number", type=int, default=5000)
-    parser.add_argument("--configs", type=int, help="also a space of so many")
+    parser.add_argument("--configs", type=int, help="also measure a space of this size")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
     times = measure(options.repeats, options.number)

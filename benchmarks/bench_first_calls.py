@@ -1,13 +1,12 @@
-"""Cost of first calls at sizes that nobody saw before, beside tuned ones, and where tuning is
-forbidden.
+"""Cost of first calls at new sizes: next to tuned sizes, and in frozen mode.
 
     bash scripts/launch.sh benchmarks/bench_first_calls.py --op gemm_rs --json first.json
     bash scripts/launch.sh benchmarks/bench_first_calls.py --layer Qwen2-72B --sizes 64 --seed 7
 
-Powers of two for which nothing ships are tuned in full, into a cache of the run's own. Then come
-random sizes, log-uniform, one of each range: once in frozen mode, where neighbours alone decide,
-and once as a program does. ``host`` is the time of the whole choice, compiling and measuring
-included; ``device`` that of all runs. What compiles for the first size is there for those after it.
+Powers of two without a shipped record are fully tuned, into a cache of this run. Then random sizes
+follow, log-uniform, one per range: first in frozen mode, where neighbours alone decide, then as in
+a normal program. ``host`` is the time of the whole choice, including compilation and measurement;
+``device`` is the time of all runs. Kernels compiled for one size are reused by the next.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
     parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
-    parser.add_argument("--sizes", type=int, default=64, help="so many random M")
+    parser.add_argument("--sizes", type=int, default=64, help="number of random M")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=16384, help="the largest M")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
@@ -104,7 +103,7 @@ class FirstCalls:
 
 
 def summary(calls: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each way to choose."""
+    """Return a line for each method of choosing."""
     algorithms: dict[str, list[dict[str, Any]]] = {}
     for call in calls:
         how = call["how"].split(" from ")[0]
@@ -117,7 +116,7 @@ def summary(calls: Sequence[dict[str, Any]]) -> list[str]:
             if times:
                 line += f", {name} {statistics.median(times):.1f} ms, at most {max(times):.1f}"
         if "own" in found[0]:
-            line += f", an own way at {sum(call['own'] for call in found) / len(found):.0%}"
+            line += f", our algorithm at {sum(call['own'] for call in found) / len(found):.0%}"
         lines.append(line)
     return lines
 
@@ -126,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     initialize_distributed()
     with tempfile.TemporaryDirectory() as folder:
-        shared = [folder]  # that of rank 0
+        shared = [folder]  # the folder of rank 0
         dist.broadcast_object_list(shared, 0)
         with environment_with(TRITON_DIST_CACHE_DIR=shared[0]):
             calls = FirstCalls(options).run()

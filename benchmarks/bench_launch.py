@@ -1,4 +1,4 @@
-"""Host time of one launch, by who launches: Triton, its autotuner, ours, and the runner.
+"""Host time of one launch by Triton, by its autotuner, by ours and by the runner.
 
     scripts/python benchmarks/bench_launch.py --json launch.json
 
@@ -99,7 +99,7 @@ def _autotuned(configs: list[triton.Config], kernel: Any = None) -> Any:
 
 
 def _check(calls: dict[str, Callable[[], Any]], a: Any, b: Any, c: Any) -> None:
-    """Raise if a kernel's result is wrong; where launches are recorded there is none."""
+    """Raise if a kernel's result is wrong; skip the check if launches are only recorded."""
     if a.device.type != "cuda":
         return
     for name, call in calls.items():
@@ -117,7 +117,7 @@ def microseconds(
     took: dict[str, list[float]] = {name: [] for name in calls}
     turns = list(calls.items())
     for _ in range(rounds):
-        turns.append(turns.pop(0))  # who comes after whom differs from round to round
+        turns.append(turns.pop(0))  # vary the order from round to round
         for name, call in turns:
             device.synchronize()
             begin = time.perf_counter()
@@ -166,7 +166,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description="Host time of one launch, by who launches.")
+    parser = argparse.ArgumentParser(description="Host time of one launch, by launcher.")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)

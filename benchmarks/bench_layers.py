@@ -1,21 +1,21 @@
-"""Tensor-parallel layers beside what torch brings for them, at the sizes of real blocks.
+"""Compare tensor-parallel layers with the layers that torch provides, at sizes of real models.
 
     bash scripts/launch.sh benchmarks/bench_layers.py --tokens 4096,1,16,64,128 --json layers.json
     bash scripts/launch.sh benchmarks/bench_layers.py --models tiny --tokens 16 --baselines nccl
 
 The layers are the feed-forward and the attention of a block with random weights. From 1024 tokens
-on they are sequence-parallel (prefill and training: one sequence), below with an all-reduce
-(decode: a token of each of so many sequences, which sees itself alone). ``forward`` is captured in
-a CUDA graph; ``both``, with the gradients of x and all weights, is not, and is for the first alone.
+on they are sequence-parallel (prefill and training: one sequence). Below, they use an all-reduce
+(decode: one token of each sequence). ``forward`` is captured in a CUDA graph. ``both`` includes the
+gradients of x and of all weights, is not captured, and is measured from 1024 tokens on.
 
-``ours_compiled`` is our layer by ``torch.compile(fullgraph=True)``, where a peer is compiled too:
-what lies between the products takes one kernel then, not several.
+``ours_compiled`` is our layer under ``torch.compile(fullgraph=True)``, to compare with compiled
+baselines: compilation fuses the work between the GEMMs into one kernel.
 
-Peers: ``nccl``: our layer on NCCL's collectives and cuBLAS, as Megatron has them, one by one;
-``async_tp``: the same in torch's functional collectives, compiled with its async tensor parallelism
-on; ``dtensor``: the stock module by ``torch.distributed.tensor.parallel``. A peer that does not run
-is reported with its error. Results are compared with those of ``nccl`` first. All are timed
-interleaved, with a cold cache; times are medians of the slowest rank.
+Baselines: ``nccl``: our layer on NCCL collectives and cuBLAS, in sequence, as in Megatron;
+``async_tp``: functional collectives, compiled with torch's async tensor parallelism; ``dtensor``:
+the stock module under ``torch.distributed.tensor.parallel``. A baseline that fails is reported with
+its error. Results are first compared with ``nccl``. All are timed interleaved, with a cold cache;
+times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--passes", type=names, default=["forward", "both"])
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, help="begin no point after so many")
+    parser.add_argument("--seconds", type=float, help="start no point after this time")
     parser.add_argument("--json", type=Path, help="written at each point")
     return parser.parse_args()
 
@@ -279,7 +279,7 @@ def point(
 
 
 def ratio(found: dict[str, Any]) -> float | None:
-    """Time of the best peer over that of our best."""
+    """Return the ratio of the best baseline's time to our best time."""
     ours = [ms for name, ms in found["ms"].items() if name in (OURS, COMPILED)]
     baselines = [ms for name, ms in found["ms"].items() if name not in (OURS, COMPILED)]
     return min(baselines) / min(ours) if baselines and ours else None

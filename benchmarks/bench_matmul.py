@@ -1,4 +1,4 @@
-"""Our ``matmul`` beside ``torch.matmul`` and a plain Triton kernel under ``triton.autotune``.
+"""Compare ``matmul`` with ``torch.matmul`` and a plain Triton kernel under ``triton.autotune``.
 
     scripts/python benchmarks/bench_matmul.py --json matmul.json
     scripts/python benchmarks/bench_matmul.py --shapes 4096,4096,4096 8192,7168,4096 --first 1

@@ -1,4 +1,4 @@
-"""Overlapped ops beside their peers and their limit, eager and in CUDA graphs, in one run.
+"""Compare overlapped ops with their baselines and their limit, eager and in CUDA graphs.
 
     bash scripts/launch.sh benchmarks/bench_overlap.py --json overlap.json --png overlap.png
     bash scripts/launch.sh benchmarks/bench_overlap.py --shapes 8192:28672:8192 --mode graph

@@ -4,11 +4,11 @@
 
 Without a name the three tables that need no GPU are printed.
 
-- ``racing``: ``search="racing"`` beside the usual "5 + 10" (every config 5 times untimed and 10
-  times timed, lowest mean wins) and an oracle, on a device whose clocks change during the tuning.
+- ``racing``: ``search="racing"``, the usual "5 + 10" (every config 5 times untimed and 10 times
+  timed, lowest mean wins) and an oracle, on a device whose clocks change during the tuning.
 - ``few``: searches that try 200 of many configs: random, ``search="surrogate"``, and Optuna's TPE
   where it is installed.
-- ``warm-start``: the tuning of a size whose neighbours are tuned, beside a full race at that size.
+- ``warm-start``: a tuning of a size with tuned neighbours, compared with a full race at this size.
 - ``matmul``: cold tunings of ``matmul`` on one GPU: surrogate over thousands of configs, and racing
   over the list that was made by hand.
 
@@ -172,7 +172,7 @@ class Device:
     """A device on which each config takes as long as some of its recorded runs, times its clocks.
 
     Attributes:
-        cost: time of all runs so far, relative to that of 15 runs of each config.
+        cost: time of all runs so far, relative to 15 runs of each config.
     """
 
     def __init__(self, space: Space, clocks: str, seed: int) -> None:
@@ -540,7 +540,7 @@ def recorded(folder: Path) -> list[Path]:
     """Return the recorded spaces of ``folder``.
 
     Raises:
-        SystemExit: there are none.
+        SystemExit: if there is no recorded space.
     """
     files = sorted(folder.glob("*_T4.json.gz"))
     if not files:

@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default="", help="only those whose name has this text")
     parser.add_argument(
         "--ranks", type=int, default=0,
-        help="more than there are GPUs, or CPU ranks where there are none: tries the commands, and "
+        help="more than there are GPUs, or CPU ranks without GPUs: tries the commands, and "
         "its times mean nothing; default: a rank on every GPU",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show the steps, run none")

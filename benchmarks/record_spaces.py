@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--op", choices=["matmul", *INFOS], default="matmul")
     parser.add_argument("--layer", help="N:K, or its name; default: the first")
     parser.add_argument("--M", type=parse_numbers, default=_SIZES)
-    parser.add_argument("--random", type=int, default=0, help="so many M more, log-uniform")
+    parser.add_argument("--random", type=int, default=0, help="number of further M, log-uniform")
     parser.add_argument("--seed", type=int, default=0, help="of the random M")
     parser.add_argument("--runs", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True)
@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _layer(name: str | None, info: OpInfo[Any] | None) -> Callable[[int], Any]:
-    """The shape with so many rows.
+    """Return the shape with ``rows`` rows.
 
     Raises:
         KeyError, ValueError: there is no such layer.
@@ -127,7 +127,7 @@ class Recorder:
                 yield M, self.info.arguments(operands, ctx)
 
     def _waves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | None]:
-        """Of each config; ``None`` where they are not known."""
+        """Return the waves of each config, ``None`` if unknown."""
         key, sizes = self.op.key_fn(*args, **kwargs), self.op.sizes
         assert sizes is not None, "an op without sizes has no neighbours"
         own = sizes.values(key)

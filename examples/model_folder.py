@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help="default: one that is removed at the end")
     parser.add_argument("--model", default="tiny", help=f"whose sizes: {', '.join(KNOWN)}")
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--vocab_size", type=int, help="default: that of the model")
+    parser.add_argument("--vocab_size", type=int, help="default: from the model")
     args = parser.parse_args()
     config = LlamaConfig.of(args.model)
     config = dataclasses.replace(

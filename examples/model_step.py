@@ -3,12 +3,12 @@
     bash scripts/launch.sh examples/model_step.py                 # on GPUs: fla-core's kernels
     bash scripts/launch.sh examples/model_step.py --kernels own   # the kernels below
 
-Every ``@triton.autotune`` kernel that the step launches, forward and backward, also those of a
-library that nobody here can edit, is timed where it runs: inside the step, on all ranks at once.
+Every ``@triton.autotune`` kernel that the step launches, forward and backward, is timed inside the
+step, on all ranks at the same time. This includes kernels of libraries, which cannot be edited.
 All ranks end with the same config for every kernel, and the next start finds them on disk.
 
-What the wrapped function must be: fit to be called again. It is, until all kernels are tuned. So
-the gradients are cleared in it and the optimizer steps outside of it.
+The wrapped function is called repeatedly until all kernels are tuned. It must therefore be
+repeatable: it clears the gradients, and the optimizer steps outside of it.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ KERNELS = {"own": own_ops, "fla": fla_ops}
 
 
 class Block(torch.nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each after a norm and with a residual."""
 
     def __init__(self, width: int, heads: int, ops: Ops) -> None:
         super().__init__()

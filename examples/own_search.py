@@ -1,4 +1,4 @@
-"""Tune with a search of one's own: here optuna's, which proposes and is told.
+"""Tune with your own search, here with Optuna's ask-and-tell interface.
 
     scripts/python examples/own_search.py
 

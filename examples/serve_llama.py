@@ -2,7 +2,7 @@
 
 Prompts are read at once (prefill), then each step decodes one token of every sequence. The step has
 the same shapes each time, as keys and values stay in a cache of fixed size: on GPUs it is captured
-in a CUDA graph and replayed. The tokens are compared with those of the same model on one rank.
+in a CUDA graph and replayed. The same model on one rank must produce the same tokens.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A small model with random weights learns to repeat a few sequences. Its blocks are shared out by one
 call of ``parallelize``: tokens are spread over the ranks, and so are the weights of attention and
-feed-forward. The same model on one rank is trained beside it, and losses are compared.
+feed-forward. The same model is trained on one rank, and the losses are compared.
 """
 
 from __future__ import annotations

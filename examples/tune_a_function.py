@@ -37,7 +37,7 @@ def check_fn(output: torch.Tensor, reference: torch.Tensor) -> bool:
     max_seconds=30,
 )
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: int) -> torch.Tensor:
-    """softmax(q @ k.T) @ v: q [queries, width], k and v [keys, width], by so many blocks of q."""
+    """softmax(q @ k.T) @ v: q [queries, width], k and v [keys, width], in blocks of q."""
     return torch.cat([torch.softmax(part @ k.T, dim=1) @ v for part in q.chunk(blocks)])
 
 

@@ -48,7 +48,7 @@ def main() -> None:
         left = (rank - 1) % num_ranks
         assert torch.equal(out, torch.full_like(out, left)), out
         dist_print(f"rank {rank} has what rank {left} sent", allowed_ranks="all", need_sync=True)
-        memory.barrier()  # nobody frees what a neighbour may still write to
+        memory.barrier()  # a neighbour may still write to this memory
     finalize_distributed()
 
 

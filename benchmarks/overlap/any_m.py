@@ -77,8 +77,8 @@ def is_low(each: Tree) -> bool:
 
 
 def summary(points: Sequence[Tree]) -> list[str]:
-    """Lines: how tuned stands beside the best peer in bands of M, and points that are behind."""
-    lines = [f"{'M':>14} {'points':>7} {'worst':>7} {'5th pct':>8} {'geomean':>8} {'own way':>8}"]
+    """Return lines that compare tuned with the best baseline by band of M, and points behind."""
+    lines = [f"{'M':>14} {'points':>7} {'worst':>7} {'5th pct':>8} {'geomean':>8} {'ours':>8}"]
     for low, high in (*_BANDS, (1, 1 << 62)):
         inside = [each for each in points if low <= each["M"] < high]
         if not inside:
@@ -99,7 +99,7 @@ def summary(points: Sequence[Tree]) -> list[str]:
     for name in ("host", "device") if first else ():
         times = sorted(each[name] for each in first)
         lines.append(
-            f"{len(first)} first calls of a range beside tuned ones, {name}: median "
+            f"{len(first)} first calls of a range next to tuned ones, {name}: median "
             f"{statistics.median(times):.1f} ms, worst {times[-1]:.1f} ms"
         )
     regrets = sorted(each["regret"] for each in points if "regret" in each)
@@ -139,7 +139,7 @@ def draw(tree: Tree, path: Path) -> None:
         )  # fmt: skip
     for own, marker in ((True, "o"), (False, "x")):
         there = [each for each in points if each["own"] is own]
-        label = "tuned, an own way" if own else "tuned, a library's way"
+        label = "tuned, our algorithm" if own else "tuned, library algorithm"
         panel.plot(
             [each["M"] for each in there], [each["ratio"] for each in there],
             marker, color="#1f5f99", markersize=4, linestyle="none", label=label,

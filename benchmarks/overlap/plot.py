@@ -140,7 +140,7 @@ def _colour(name: str, serial: str) -> str:
 
 
 def _spread(shapes: list[Tree], mode: str, name: str, over_limit: bool) -> list[list[float]]:
-    """From the end of each bar back and on to those of its 10th and 90th percentile."""
+    """Return the distances from the end of each bar to its 10th and 90th percentile."""
     back, on = [], []
     for tree in shapes:
         middle, unit = ratio(tree, mode, name, over_limit), _unit(tree, mode, over_limit)

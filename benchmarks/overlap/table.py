@@ -13,7 +13,8 @@ from triton_dist.test.utils import NO_TIMES
 from .workload import TUNED
 
 _WIDTH = 200
-"""Of the console: a launcher's output is no terminal, and 80 columns would fold every row."""
+"""Width of the console: the output of a launcher is not a terminal, and 80 columns wrap each
+row."""
 _LEGEND = """\
 limit: the larger of the GEMM alone and the fastest transfer alone. own: this package's fastest.
 x serial, x peer: how many times as fast as one part after the other, as the best of the peers.
@@ -114,6 +115,6 @@ def title(tree: Tree) -> str:
 
 
 def median(tree: Tree, name: str, mode: str) -> float | None:
-    """Of a row of a shape, in ms; ``None``: it failed."""
+    """Return the time of a row in ms, or ``None`` if it failed."""
     medians = {(row["name"], row["mode"]): row["median"] for row in tree["rows"]}
     return medians.get((name, mode))

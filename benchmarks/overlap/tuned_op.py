@@ -89,7 +89,7 @@ class TunedOp:
         return "own" if self.info.is_own(config) else "library"
 
     def _others(self) -> dict[str, Any]:
-        """Configs to measure beside the winner, best first by the record, by what they are called
+        """Configs to measure in addition to the winner, best first by the record, with their labels
         here."""
         space, record = self.info.op.config_space, self._record
         found = (space.find(trial.digest) for trial in _measured(record))
@@ -112,7 +112,7 @@ class TunedOp:
         return few
 
     def _best_of_each_algorithm(self, ranked: list[Any]) -> dict[str, Any]:
-        """So many of each way, the winner among them."""
+        """Number of configs of each algorithm, including the winner."""
         seen: dict[Hashable, int] = {}
         best = {}
         for config in ranked:

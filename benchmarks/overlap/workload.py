@@ -14,14 +14,14 @@ TUNED, TUNED_AGAIN = "tuned", "tuned, again"
 
 @dataclass(frozen=True)
 class Choice:
-    """How many candidates to measure, beside the peers and the winner."""
+    """Number of candidates to measure, in addition to the baselines and the winner."""
 
     best: int
     """So many of the others, the best by the record."""
     every: bool = False
     """All that are left after pruning, instead."""
     of_each_algorithm: bool = False
-    """So many of each way, the winner among them."""
+    """Number of configs of each algorithm, including the winner."""
 
 
 class Workload(Protocol):

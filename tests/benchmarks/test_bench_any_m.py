@@ -69,7 +69,7 @@ def test_the_summary_has_the_worst_and_says_which_are_behind():
     points += [found(4000, 1.0, 1.0, own=False, regret=0.05), found(5000, 1.0, 1.2, regret=0.01)]
     text = "\n".join(any_m.summary(points))
     assert "512-" in text
-    assert "1 first calls of a range beside tuned ones, device: median 20.5 ms" in text
+    assert "1 first calls of a range next to tuned ones, device: median 20.5 ms" in text
     assert "M = 2000: 0.9" in text
     assert "behind, before 0.890" in text
     assert "M = 4000" not in text
