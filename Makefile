@@ -1,8 +1,8 @@
-# One command an intent. `make check` is everything that must hold before a change goes in.
+# Development commands. `make check` must pass before a change is merged.
 
 .PHONY: check site format lint types test versions fresh stress chaos mutants debug-suite dist docs bench gpu gpu-report sanitize
 
-# The Python that scripts/setup_env.sh finds, or sets up.
+# The Python that scripts/setup_env.sh finds or installs.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
 
 check: lint types test
@@ -21,8 +21,8 @@ types:
 test:
 	bash scripts/test.sh
 
-# Kernels from every level, packs, and what is asked of Triton that it does not promise, with every Triton
-# that is supported, each in an environment of its own. `TESTS=` for the whole suite.
+# Test runner, packs and uses of private parts of Triton with each supported version of Triton, each in a
+# separate environment. `TESTS=` runs the whole suite.
 versions = $(patsubst constraints/triton-%.txt,%,$(wildcard constraints/triton-*.txt))
 versions: TESTS = tests/compile/test_runner.py tests/compile/test_packs.py tests/compile/test_compile_only.py \
 	tests/tuning/test_archives.py tests/tuning/test_packs.py tests/runtime/test_triton_compat.py
@@ -31,34 +31,34 @@ versions:
 		TRITON_VERSION=$$version bash scripts/test.sh $(TESTS) || failed="$$failed $$version"; \
 	done; if [ "$$failed" ]; then echo "failed with triton$$failed"; exit 1; fi
 
-# The two commands of the README in a fresh clone and an empty environment, for both kinds of torch.
-# TESTS=tests/runtime limits this to some tests.
+# Run the two commands of the README in a fresh clone and an empty environment, with torch for CUDA and
+# for CPU. TESTS=tests/runtime selects tests.
 fresh:
 	bash scripts/fresh.sh $(TESTS)
 
-# Thousands of kills of writers of tuning records, with the counts; and every tile of every kernel,
-# compiled for sm_90. Some minutes.
+# Kill writers of tuning records thousands of times and print counts; compile every tile of every kernel
+# for sm_90. Takes some minutes.
 stress:
 	bash scripts/test.sh tests/stress tests/compile -m stress -rP
 
-# Every way in which a distributed tuning can go wrong, on 2 and 4 ranks; some minutes.
+# Test all failures of distributed tuning on 2 and 4 ranks. Takes some minutes.
 chaos:
 	bash scripts/test.sh tests/distributed tests/tuning -m chaos -rP
 
-# Breaks one invariant after another and runs the tests that must notice; prints those that did not.
+# Mutation tests: break one invariant at a time, run the tests that must fail, and print tests that pass.
 mutants:
 	$(python) tests/mutants/run.py $(MUTANTS)
 
-# Tests that run kernels, file by file, without checks and under interp:race and interp:bounds: what
-# the checks report, and how much longer the tests take. Hours; TESTS=tests/kernels limits it.
+# Run each test file with kernels without checks and with interp:race and interp:bounds; print findings
+# and slowdown. Takes hours; TESTS=tests/kernels selects tests.
 debug-suite:
 	$(python) tests/debugging/suite.py $(TESTS)
 
-# The documentation's code blocks, links and completeness, and the examples; part of `test` too.
+# Test the documentation's code blocks, links and completeness, and the examples; `test` includes this.
 docs:
 	bash scripts/test.sh tests/docs tests/examples
 
-# The pages as a site in site/, with the API reference from docstrings.
+# Build the documentation in site/, with the API reference from docstrings.
 site:
 	PYTHONPATH=python $(python) -m mkdocs build --strict --quiet
 
@@ -68,16 +68,16 @@ bench:
 dist:
 	$(python) -m pip wheel --no-deps --wheel-dir dist .
 
-# On a host without GPUs the tests are listed as skipped, with the reason.
+# Run the GPU tests. On a host without GPUs they are skipped, with the reason.
 gpu:
 	bash scripts/test.sh --gpu
 
-# All that is measured on GPUs, the most valuable first, into the folder gpu-report; goes on with it.
+# Run all GPU measurements, most important first, and write them to gpu-report; resumes an earlier run.
 MINUTES = 60
 gpu-report:
 	bash scripts/python benchmarks/gpu_report.py --minutes $(MINUTES) --out gpu-report
 
-# A little of each op under compute-sanitizer, on two ranks, of one GPU if there is but one.
-# SANITIZE="--tools racecheck gemm_rs" limits it to a tool and an op.
+# Run small calls of each op under compute-sanitizer on two ranks, which share a single GPU if necessary.
+# SANITIZE="--tools racecheck gemm_rs" selects a tool and an op.
 sanitize:
 	bash scripts/python tests/sanitize/run.py $(SANITIZE)

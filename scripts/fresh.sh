@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The two commands of the README as a newcomer runs them: in a clone of the last commit, with nothing in
-# the environment but HOME, an empty folder, and PATH. Once with pip's default index, whose torch brings
-# CUDA (about 8 GB on disk), and once with a build for the CPU. Arguments go to scripts/test.sh.
+# Run the two commands of the README like a new user: in a clone of the last commit, with an empty HOME and
+# only PATH in the environment. Runs once with pip's default index, whose torch includes CUDA (about 8 GB
+# on disk), and once with a CPU build. Arguments are passed to scripts/test.sh.
 #
 #   bash scripts/fresh.sh
 #   bash scripts/fresh.sh tests/runtime
 #   KINDS=cpu bash scripts/fresh.sh
 #
-# The build for the CPU comes from PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, if set, else from torch's index.
+# The CPU build is taken from PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL if set, else from torch's index.
 set -euo pipefail
 
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -20,7 +20,7 @@ fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# bare COMMAND...: in the clone, with an empty environment.
+# bare COMMAND...: runs COMMAND in the clone with an empty environment.
 bare() {
     say "$*"
     (cd "$folder/clone" && time env -i HOME="$folder/home" PATH=/usr/bin:/bin "$@")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts one process per rank of a script, on the GPUs of this host or, without any, on CPU ranks.
+# Start one process per rank of a script, on the GPUs of this host or, without GPUs, on CPU ranks.
 set -euo pipefail
 
 usage() {
@@ -7,41 +7,41 @@ usage() {
 Usage: bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS OF SCRIPT]
        bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] -m MODULE [ARGUMENTS OF MODULE]
 
-Runs SCRIPT in one process per rank with torchrun. Uses the current python3 if it has all that is
-needed, else sets up .venv-triton-dist in the repository first. With NVIDIA GPUs there is one rank per
-GPU, or with --share-gpus more; without, 2 ranks on the CPU, where Triton's interpreter runs the same
-kernels.
+Runs SCRIPT in one process per rank with torchrun. Uses the current python3 if it meets all
+requirements; otherwise installs .venv-triton-dist in the repository first. With NVIDIA GPUs there is
+one rank per GPU, or more with --share-gpus. Without GPUs there are 2 CPU ranks, on which Triton's
+interpreter runs the kernels.
 
-SCRIPT is looked for as given; a bare name then in tests/ and python/triton_dist/test/*/. With -m
-MODULE each rank runs a module, as python -m does.
+SCRIPT is a path, or the name of a file in tests/ or python/triton_dist/test/*/. With -m MODULE each
+rank runs a module, like python -m.
 
   --nproc_per_node=N     ranks on this host (also --nproc_per_node N, --nproc-per-node)
-  --share-gpus           several ranks on each GPU where there are more ranks than GPUs; to see that
-                         programs are right, not how fast they are
-  --help                 this text
+  --share-gpus           put several ranks on each GPU if there are more ranks than GPUs; for
+                         correctness tests, not for measurements
+  --help                 print this text
 
-Options before SCRIPT that are not listed here go to torchrun: --max-restarts=1, --tee 3, ...
+Other options before SCRIPT are passed to torchrun: --max-restarts=1, --tee 3, ...
 
 Environment:
-  TRITON_DIST_DEVICE=cpu   CPU ranks although there are GPUs; cuda: fail if there are none
-  TRITON_DIST_SHARE_GPUS=1 as --share-gpus, where there are GPUs
+  TRITON_DIST_DEVICE=cpu   use CPU ranks even if there are GPUs; cuda: fail if there are no GPUs
+  TRITON_DIST_SHARE_GPUS=1 the same as --share-gpus, but ignored without GPUs
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-                           several hosts: run the same command on each, with its own NODE_RANK
+                           several hosts: run the command on each host with its own NODE_RANK
   TORCHRUN                 replaces torchrun; may be several words: "compute-sanitizer torchrun"
-  PYTHON                   the Python to use, or to make .venv-triton-dist with; left out if it does not run
-  TRITON_VERSION           an environment of its own with this version of Triton
-  PIP_EXTRA_INDEX_URL, ... pip's own, for when .venv-triton-dist is set up
+  PYTHON                   the Python to run, or to create .venv-triton-dist with; ignored if it fails
+  TRITON_VERSION           use a separate environment with this version of Triton
+  PIP_EXTRA_INDEX_URL, ... variables of pip, for the installation of .venv-triton-dist
 END
 }
 
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
 
-# Arguments: options of torchrun, then the script, then what belongs to the script.
+# Arguments: options of torchrun, the script, arguments of the script.
 
 nproc=${ARNOLD_WORKER_GPU:-}
 options=()
 share="" took=""
-is_path=1 # of what follows the options; a module or another program is not looked for
+is_path=1 # SCRIPT is a file, not a module or a program, and is searched for
 while (($# > 0)); do
     case $1 in
         -h | --help)
@@ -50,7 +50,7 @@ while (($# > 0)); do
             ;;
         --nproc_per_node=* | --nproc-per-node=*) nproc=${1#*=} ;;
         --nproc_per_node | --nproc-per-node)
-            (($# > 1)) || die "$1 needs a number of ranks after it"
+            (($# > 1)) || die "$1 requires a number of ranks"
             nproc=$2
             shift
             ;;
@@ -60,10 +60,10 @@ while (($# > 0)); do
             options+=("$1")
             ;;
         --standalone | --run-path | --run_path | --virtual-local-rank | --virtual_local_rank | --*=*) options+=("$1") ;;
-        -*) # every other option of torchrun takes a value
-            (($# > 1)) || die "$1 needs a value after it"
+        -*) # all other options of torchrun take a value
+            (($# > 1)) || die "$1 requires a value"
             options+=("$1" "$2")
-            took=" ($1 took $2 as its value)"
+            took=" ($2 was read as the value of $1)"
             shift
             ;;
         *) break ;;
@@ -71,16 +71,16 @@ while (($# > 0)); do
     shift
 done
 case $nproc in
-    '' | gpu | cpu | auto) ;; # the words are torchrun's
-    *[!0-9]* | 0*) die "--nproc_per_node=$nproc is no number of ranks: give 1 or more" ;;
+    '' | gpu | cpu | auto) ;; # torchrun accepts these words
+    *[!0-9]* | 0*) die "--nproc_per_node=$nproc is not a number of ranks: pass 1 or more" ;;
 esac
-read -r asked <<<"${TRITON_DIST_SHARE_GPUS:-}" # without the blanks around it
+read -r asked <<<"${TRITON_DIST_SHARE_GPUS:-}" # strips surrounding blanks
 case ${asked,,} in
     1 | true | on | yes) share=${share:-asked} ;;
     '' | 0 | false | off | no) ;;
     *) die "TRITON_DIST_SHARE_GPUS=$asked, expected 0 or 1" ;;
 esac
-(($# > 0)) || die "which script?$took See: bash scripts/launch.sh --help"
+(($# > 0)) || die "SCRIPT is missing$took. See: bash scripts/launch.sh --help"
 
 script=$1
 shift
@@ -91,9 +91,9 @@ if ((is_path)) && [[ ! -f $script ]]; then
         if [[ -f $candidate ]]; then found+=("$candidate"); fi
     done
     case ${#found[@]} in
-        0) die "$script: no such file here, in $ROOT/tests or in $ROOT/python/triton_dist/test/*" ;;
+        0) die "$script: no such file in this folder, in $ROOT/tests or in $ROOT/python/triton_dist/test/*" ;;
         1) script=${found[0]} ;;
-        *) die "$script: there are several, give the path: ${found[*]}" ;;
+        *) die "$script: several files match, pass the path: ${found[*]}" ;;
     esac
 fi
 
@@ -106,7 +106,7 @@ if [[ $DEVICE == cuda ]]; then
     if [[ $nproc =~ ^[0-9]+$ ]] && ((nproc > GPU_COUNT)); then
         if [[ -z $share ]]; then
             die "--nproc_per_node=$nproc, but there are $GPU_COUNT GPU(s) ($GPU_REASON); each rank needs its own." \
-                "With --share-gpus several ranks share a GPU, to see that a program is right"
+                "For correctness tests, --share-gpus lets several ranks share a GPU"
         fi
         ranks_per_gpu="up to $(((nproc + GPU_COUNT - 1) / GPU_COUNT))"
         export TRITON_DIST_SHARE_GPUS=1
@@ -128,7 +128,7 @@ else
     torchrun=("$PYTHON" "$ROOT/scripts/torchrun.py")
 fi
 
-# In a rank of another job: its variables would make this job take the port and the store of that job.
+# Started in a rank of another job: with its variables this job would use that job's port and store.
 if [[ -n ${LOCAL_RANK:-}${TORCHELASTIC_RUN_ID:-} && -z ${NNODES:-} && " ${options[*]}" != *" --nnodes"* ]]; then
     unset "${!TORCHELASTIC_@}" MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME
     unset WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
@@ -136,22 +136,22 @@ if [[ -n ${LOCAL_RANK:-}${TORCHELASTIC_RUN_ID:-} && -z ${NNODES:-} && " ${option
 fi
 nnodes=${NNODES:-${ARNOLD_WORKER_NUM:-1}}
 node_rank=${NODE_RANK:-${ARNOLD_ID:-0}}
-if [[ " ${options[*]}" != *" --nnodes"* ]]; then # with which torchrun has another number than this
+if [[ " ${options[*]}" != *" --nnodes"* ]]; then # the option overrides NNODES
     [[ $nnodes =~ ^([0-9]+:)?[1-9][0-9]*$ ]] || die "NNODES=$nnodes, expected the number of hosts"
-    last=$((${nnodes##*:} - 1)) # torchrun takes MIN:MAX too
+    last=$((${nnodes##*:} - 1)) # torchrun also accepts MIN:MAX
     if [[ ! $node_rank =~ ^[0-9]+$ ]] || ((10#$node_rank > last)); then
         die "NODE_RANK=$node_rank, expected 0 to $last: set NNODES, the number of hosts"
     fi
 fi
 master_port=${MASTER_PORT:-${ARNOLD_WORKER_0_PORT:-}}
-master_port=${master_port%%,*} # schedulers may hand out a list of ports
+master_port=${master_port%%,*} # schedulers may set a list of ports
 if [[ -z $master_port ]]; then
-    [[ $nnodes == 1 ]] || die "NNODES=$nnodes needs MASTER_PORT, the same free port on every host"
+    [[ $nnodes == 1 ]] || die "NNODES=$nnodes requires MASTER_PORT, an equal value on every host"
     master_port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 fi
 master_addr=${MASTER_ADDR:-${ARNOLD_WORKER_0_HOST:-}}
 if [[ -z $master_addr ]]; then
-    [[ $nnodes == 1 ]] || die "NNODES=$nnodes needs MASTER_ADDR, the address of the host with NODE_RANK=0"
+    [[ $nnodes == 1 ]] || die "NNODES=$nnodes requires MASTER_ADDR, the address of the host with NODE_RANK=0"
     master_addr=127.0.0.1
 fi
 

@@ -1,11 +1,11 @@
-"""What pyproject.toml asks for, listed, or checked against the Python that runs this.
+"""List the requirements in pyproject.toml, or check whether this Python meets them.
 
-    requirements.py list  [EXTRA ...]           the requirements, one a line
+    requirements.py list  [EXTRA ...]           print the requirements, one per line
     requirements.py check [--cuda] [EXTRA ...]  status 0 if all are met; else 1 and what is missing
-    requirements.py uv ARGUMENTS                run uv, which looks for packages where pip does
+    requirements.py uv ARGUMENTS                run uv with the package indexes of pip
 
-Runs in a Python that may have nothing installed, and imports none of what it looks for: torch alone
-takes over a second. ``--cuda`` asks for a torch that was built for CUDA.
+This Python may have no packages installed. Required packages are not imported, because torch alone
+takes over a second. ``--cuda`` requires a torch that was built for CUDA.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """The requirement strings of the package and of ``extras``."""
+    """Return the requirement strings of the package and of ``extras``."""
     return [item for name in ["dependencies", *extras] for item in _listed(name)]
 
 
 def _listed(name: str) -> list[str]:
-    """The strings of list ``name`` in pyproject.toml, by pattern: Python 3.10 reads no TOML."""
+    """Return the strings of list ``name`` in pyproject.toml; Python 3.10 has no TOML parser."""
     text = PYPROJECT.read_text(encoding="utf-8")
     block = re.search(rf"^{re.escape(name)} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     if block is None:
@@ -44,7 +44,7 @@ def _listed(name: str) -> list[str]:
 
 
 def problem(requirement: str) -> str | None:
-    """Why ``requirement`` is not met, or ``None``."""
+    """Return why ``requirement`` is not met, or ``None``."""
     from packaging.requirements import Requirement
 
     wanted = Requirement(requirement)
@@ -52,7 +52,7 @@ def problem(requirement: str) -> str | None:
     try:
         version = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
-        # Nightly builds and source trees may bring the module under another distribution's name.
+        # In nightly builds and source trees the distribution may have a different name.
         if importlib.util.find_spec(module) is None:
             return f"{wanted.name} is missing"
         version = importlib.import_module(module).__version__
@@ -62,7 +62,7 @@ def problem(requirement: str) -> str | None:
 
 
 def torch_lacks_cuda() -> bool:
-    """Reads torch/version.py, which says so, without importing torch."""
+    """Read the CUDA version from torch/version.py without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return True
@@ -70,7 +70,7 @@ def torch_lacks_cuda() -> bool:
 
 
 def check(extras: list[str], cuda: bool) -> list[str]:
-    """Everything that keeps this Python from running the package with ``extras``."""
+    """Return all reasons why this Python cannot run the package with ``extras``."""
     if not (3, 10) <= sys.version_info[:2] < (3, 14):
         return [f"Python {sys.version.split()[0]} is not 3.10 to 3.13"]
     if importlib.util.find_spec("packaging") is None:  # versions cannot be compared without it
@@ -92,12 +92,14 @@ UV = {
     "constraint": "UV_CONSTRAINT",
     "cert": "SSL_CERT_FILE",
 }
-"""Settings of pip, and the variables by which uv has them."""
+"""Settings of pip, and the corresponding variables of uv."""
 
 
 def run_uv(*arguments: str) -> NoReturn:
-    """Replace this process by uv, which looks for packages where pip does, by pip's files and
-    variables. Variables of uv that are set already stay."""
+    """Replace this process by uv with the package indexes of pip's configuration.
+
+    Variables of uv that are already set are not changed.
+    """
     pip = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(
         pip, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -108,7 +110,7 @@ def run_uv(*arguments: str) -> NoReturn:
         variable = os.environ.get(f"PIP_{name.upper().replace('-', '_')}", "")
         return variable or ast.literal_eval(in_files.get(name, "''"))
 
-    # As pip does, uv takes the best version of all indexes, not the first index that has any.
+    # Like pip, use the best version of all indexes instead of the first index with the package.
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for name, variable in UV.items():
         words = [os.path.abspath(w) if os.path.exists(w) else w for w in setting(name).split()]

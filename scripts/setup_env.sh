@@ -1,5 +1,5 @@
-# Sourced by the other scripts: which device this host has, and a Python that can run the package.
-# Nothing here writes to standard output; messages go to standard error.
+# Sourced by the other scripts. Detects the device of this host, and finds or installs a Python that can
+# run the package. Messages go to standard error; nothing is written to standard output.
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -12,7 +12,7 @@ die() {
     exit 2
 }
 
-# Sets GPU_COUNT, the GPUs that a process may use; HOST_HAS_GPU; and GPU_REASON, a sentence for people.
+# detect_gpus: sets GPU_COUNT, the number of usable GPUs; HOST_HAS_GPU; and GPU_REASON, for messages.
 detect_gpus() {
     GPU_COUNT=0 HOST_HAS_GPU=0
     local listed
@@ -24,7 +24,7 @@ detect_gpus() {
         GPU_REASON="nvidia-smi fails: ${listed%%$'\n'*}"
         return
     fi
-    GPU_COUNT=$(grep -c '^GPU ' <<<"$listed") || true # grep fails when it counts none
+    GPU_COUNT=$(grep -c '^GPU ' <<<"$listed") || true # grep fails if the count is 0
     GPU_REASON="nvidia-smi lists $GPU_COUNT GPU(s)"
     if ((GPU_COUNT > 0)); then HOST_HAS_GPU=1; fi
     if [[ $HOST_HAS_GPU == 1 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
@@ -36,8 +36,8 @@ detect_gpus() {
     fi
 }
 
-# choose_device: sets DEVICE (cuda, cpu) and DEVICE_REASON. The rule is in docs/how-to/cpu-ranks.md, "Which
-# kernels are interpreted".
+# choose_device: sets DEVICE (cuda, cpu) and DEVICE_REASON. docs/how-to/cpu-ranks.md, section "Which
+# kernels are interpreted", has the rule.
 choose_device() {
     detect_gpus
     local asked=${TRITON_DIST_DEVICE:-auto}
@@ -59,7 +59,7 @@ choose_device() {
 
 asks_to_interpret() { [[ ${TRITON_INTERPRET:-} =~ ^(1|[Tt]rue|TRUE|[Oo]n|ON|[Yy]es|YES)$ ]]; }
 
-# export_settings: exports what kernels on $DEVICE need.
+# export_settings: exports the variables that kernels on $DEVICE need.
 export_settings() {
     if [[ $DEVICE == cpu ]]; then
         export TRITON_DIST_DEVICE=cpu TRITON_INTERPRET=${TRITON_INTERPRET:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -69,21 +69,21 @@ export_settings() {
         say "ignoring TRITON_INTERPRET=$TRITON_INTERPRET, because TRITON_DIST_DEVICE=cuda"
         unset TRITON_INTERPRET
     fi
-    # One hardware queue: work starts in the order in which it was queued, over all streams. Producers
-    # (copies) are queued before the GEMM that waits for them, so they are never stuck behind it.
+    # One hardware queue: work of all streams starts in the order in which it was queued. Copies are
+    # queued before the GEMM that waits for them, so they cannot be blocked by it.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 }
 
-# use_python DEVICE [EXTRA]: find_python, then puts its programs on PATH and the package on PYTHONPATH.
+# use_python DEVICE [EXTRA]: calls find_python, then extends PATH and PYTHONPATH.
 use_python() {
     find_python "$@" || exit 1
     PATH=$(dirname -- "$PYTHON"):$PATH
     export PATH PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# find_python DEVICE [EXTRA]: sets PYTHON to one that has all that the package, and EXTRA (test, dev),
-# needs on DEVICE (cuda, cpu): $PYTHON or python3 if it does, else the one of $VENV, set up when needed.
-# With TRITON_VERSION the environment is one of its own, with that version of Triton.
+# find_python DEVICE [EXTRA]: sets PYTHON to a Python that meets the requirements of the package and of
+# EXTRA (test, dev) on DEVICE (cuda, cpu): $PYTHON or python3, else the Python of $VENV, which is
+# installed if needed. TRITON_VERSION selects a separate environment with this version of Triton.
 find_python() {
     local device=$1 extra=${2:-} asked=${PYTHON:-python3} missing
     local -a need=(${extra:+"$extra"})
@@ -91,12 +91,12 @@ find_python() {
     PAIR=$ROOT/constraints/triton-${TRITON_VERSION:-$DEFAULT_TRITON}.txt
     if [[ ! -f $PAIR ]]; then
         local -a known=("$ROOT"/constraints/triton-*.txt)
-        if [[ ! -f ${known[0]} ]]; then die "there is no constraints/ in $ROOT: this is not the whole repository"; fi
+        if [[ ! -f ${known[0]} ]]; then die "$ROOT has no folder constraints: clone the whole repository"; fi
         known=("${known[@]##*/triton-}")
         die "TRITON_VERSION=$TRITON_VERSION, expected one of: ${known[*]%.txt}"
     fi
     if [[ -n ${TRITON_VERSION:-} ]]; then
-        missing="TRITON_VERSION=$TRITON_VERSION asks for an environment of its own"
+        missing="TRITON_VERSION=$TRITON_VERSION requires a separate environment"
     elif ! command -v "$asked" >/dev/null; then
         missing="not found"
     elif missing=$("$asked" "$ROOT/scripts/requirements.py" check "${need[@]}" 2>/dev/null); then
@@ -105,9 +105,9 @@ find_python() {
     fi
     VENV=$ROOT/.venv-triton-dist${TRITON_VERSION:+-triton-$TRITON_VERSION}
     if [[ -L $VENV ]]; then
-        die "$VENV is a symbolic link, which set-up does not follow: remove the link. $(other_python)"
+        die "$VENV is a symbolic link, which is not supported: remove the link. $(other_python)"
     elif [[ -e $VENV && ! -f $VENV/$MARKER ]]; then
-        die "$VENV was not made by set-up, which leaves it alone: move it away. $(other_python)"
+        die "$VENV was not created by this script and is not changed: move it away. $(other_python)"
     fi
     if ! is_ready "$device" "$extra"; then
         say "not using $asked: ${missing:-it does not run}"
@@ -116,14 +116,14 @@ find_python() {
     PYTHON=$VENV/bin/python
 }
 
-# Each environment that set-up made has this file, which says for which torch (gpu, cpu). Set-up writes
-# into no other folder.
+# Marks an environment that this script created; its content is the kind of torch (gpu, cpu). The script
+# does not write to folders without this file.
 MARKER=.made-by-triton-dist
 
-# What an environment was made from: a change of any of it makes set-up run again.
+# stamp FLAVOUR: prints the inputs of an installation. If they change, the environment is installed again.
 stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/tested.txt" "$PAIR" | cksum) $ROOT"; }
 
-# is_ready DEVICE EXTRA: whether $VENV was set up for them, or for more.
+# is_ready DEVICE EXTRA: succeeds if $VENV was installed for DEVICE and at least EXTRA.
 is_ready() {
     local flavour extra
     local -a flavours=(gpu) extras=(dev)
@@ -142,11 +142,11 @@ is_ready() {
 
 runs() { "$1" -c '' 2>/dev/null; }
 
-# set_up DEVICE EXTRA: make $VENV with the first Python with which everything installs.
+# set_up DEVICE EXTRA: creates $VENV with the first Python for which the installation succeeds.
 set_up() {
     local base tried='' version found=0
     for base in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python3.10; do
-        # A command of that name may be a shim of a version manager that fails when it is run.
+        # The command may be a shim of a version manager, which fails if that version is not installed.
         version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
         if [[ " $tried" == *" $version "* ]]; then continue; fi
         tried+="$version "
@@ -155,23 +155,23 @@ set_up() {
         install_locked "$base" "$1" "$2" && return
     done
     if ((found == 0)); then
-        say "found no Python from 3.10 to 3.13, but: ${tried:-none}. Install one, or name it: PYTHON=/path/to/python3"
+        say "no Python from 3.10 to 3.13 found, only: ${tried:-none}. Install one, or set PYTHON=/path/to/python3"
     fi
     return 1
 }
 
-# install_locked BASE DEVICE EXTRA: one set-up of $VENV at a time; who waited finds it done.
+# install_locked BASE DEVICE EXTRA: runs install under a lock; a process that had to wait skips it.
 install_locked() {
     if [[ ! -e $VENV ]]; then
-        # Renamed, so that another set-up never sees the folder without the marker.
+        # Create and rename, so that other processes never see the folder without the marker.
         mkdir "$VENV.$$" && : >"$VENV.$$/$MARKER" || return 1
         mv -T "$VENV.$$" "$VENV" 2>/dev/null || rm -r "$VENV.$$"
     fi
     exec 9>"$VENV/.set-up-lock" || return 1
-    # The lock belongs to the open file, which this shell shares with the Python that takes it. It ends
-    # with this shell at the latest, so a set-up that was killed leaves no lock behind.
+    # The lock belongs to the open file, which this shell shares with the Python that takes the lock. It
+    # is released when this shell ends, even if the shell is killed.
     if ! "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
-        say "another run is setting up $VENV; waiting for it"
+        say "waiting for another process that installs $VENV"
         "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || return 1
     fi
     local status=0
@@ -180,49 +180,49 @@ install_locked() {
     return $status
 }
 
-# install BASE EXTRA: called with the lock held.
+# install BASE EXTRA: installs $VENV; the caller holds the lock.
 install() {
     local base=$1 extra=$2 flavour tool site problems begin=$SECONDS
     local -a wanted tools=(pip)
     flavour=$(cat "$VENV/$MARKER")
-    # Both count a torch of the other kind as installed, so torch for GPUs needs an empty environment.
+    # pip and uv treat a CPU build of torch as installed, so torch for GPUs needs an empty environment.
     if ! runs "$VENV/bin/python" || [[ $HOST_HAS_GPU == 1 && $flavour != gpu ]]; then
         find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up-lock ! -name "$MARKER" -exec rm -rf {} +
         flavour=cpu
         if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
         echo "$flavour" >"$VENV/$MARKER"
-        say "making $VENV with $("$base" --version)"
+        say "creating $VENV with $("$base" --version)"
     fi
     rm -f "$VENV"/.ready-*
-    # Not checked for in a Python that is there already: what most scripts do without.
+    # The extra "bench" is installed, but not required of an existing Python: few scripts use it.
     mapfile -t wanted < <("$base" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
     if command -v uv >/dev/null; then tools=(uv pip); fi
     for tool in "${tools[@]}"; do
-        # In one step, so that a torch and a triton are chosen that agree.
+        # A single command, so that the versions of torch and triton match.
         "install_with_$tool" "$base" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2 && break
         if [[ $tool == uv ]]; then
-            say "uv fails; trying pip"
+            say "uv failed; trying pip"
             continue
         fi
-        say "pip has to find all versions of constraints/tested.txt and ${PAIR#"$ROOT/"}, and a torch whose build" \
-            "demands no other triton. $(remedy)"
+        say "pip must find all versions of constraints/tested.txt and ${PAIR#"$ROOT/"}, and a build of torch that" \
+            "accepts this triton. $(remedy)"
         return 1
     done
     if [[ $flavour == gpu ]] && ! problems=$("$VENV/bin/python" "$ROOT/scripts/requirements.py" check --cuda); then
-        say "$tool chose what the GPUs of this host cannot use: $problems. $(remedy)"
+        say "$tool installed packages that the GPUs of this host cannot use: $problems. $(remedy)"
         return 1
     fi
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$ROOT/python" >"$site/triton_dist.pth"
-    # pip would compile all that it installs, half of its time. Each launch imports a fourth of that,
-    # compiled here; the rest is compiled by who imports it first.
+    # pip does not compile bytecode, which would take half of its time. A launch imports a quarter of the
+    # files: compile these now.
     env -u PYTHONDONTWRITEBYTECODE "$VENV/bin/python" -c \
         'import torch.distributed.run, triton_dist.kernels.nvidia' 2>/dev/null || true
     printf '#!/usr/bin/env bash\nexec %q -m triton_dist "$@"\n' "$VENV/bin/python" >"$VENV/bin/triton-dist"
     chmod +x "$VENV/bin/triton-dist"
     stamp "$flavour" >"$VENV/.ready-${extra:-run}"
-    say "set-up took $((SECONDS - begin)) s, by $tool"
+    say "installation with $tool took $((SECONDS - begin)) s"
 }
 
 # install_with_uv BASE ARGUMENTS OF PIP INSTALL...
@@ -238,11 +238,11 @@ install_with_pip() {
     local -a pip=("$VENV/bin/python" -m pip)
     if ! runs "$VENV/bin/python"; then
         if ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
-            say "$1 cannot make environments (on Debian and Ubuntu: apt install python3-venv)"
+            say "$1 cannot create environments (on Debian and Ubuntu: apt install python3-venv)"
             return 1
         fi
         "$1" -m venv "$VENV" || return 1
-    elif ! "${pip[@]}" --version >/dev/null 2>&1; then # an environment by uv
+    elif ! "${pip[@]}" --version >/dev/null 2>&1; then # uv creates environments without pip
         "$VENV/bin/python" -m ensurepip >/dev/null || return 1
     fi
     pip+=(install --disable-pip-version-check --no-input --no-compile)
@@ -251,7 +251,7 @@ install_with_pip() {
 }
 
 remedy() {
-    echo "Look at what 'python3 -m pip config list' and PIP_ variables add to pip's default index. $(other_python)"
+    echo "Check 'python3 -m pip config list' and PIP_ variables for other package indexes. $(other_python)"
 }
 
-other_python() { echo "Or name a Python that has torch and triton: PYTHON=/path/to/python3"; }
+other_python() { echo "Or set PYTHON=/path/to/python3, a Python with torch and triton"; }

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the whole test suite. Arguments go to pytest; a path selects as pytest's would.
+# Run the test suite. Arguments are passed to pytest; paths select tests.
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/runtime -k symmetric
-#   bash scripts/test.sh --gpu                     the tests that need NVIDIA GPUs, and only those
-#   TRITON_VERSION=3.6.0 bash scripts/test.sh      in an environment of its own, .venv-triton-dist-triton-3.6.0
+#   bash scripts/test.sh --gpu                     only the tests that require NVIDIA GPUs
+#   TRITON_VERSION=3.6.0 bash scripts/test.sh      use a separate environment, .venv-triton-dist-triton-3.6.0
 set -uo pipefail
 
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -26,17 +26,17 @@ print("Python", platform.python_version(), *(f"{name} {installed.version(name)}"
 
 if ((gpu)); then
     unset TRITON_INTERPRET
-    # Workers, too, have ranks that wait for one another on the same GPUs: these take turns.
+    # Ranks of several workers wait for each other on the same GPUs, which the driver time-slices.
     exec "$PYTHON" -m pytest -m "gpu and not stress" -n 5 --dist loadfile --no-loadscope-reorder \
         --durations=25 "${@:-tests}"
 fi
 
-# Where ranks connect, torch looks up the names of addresses. A name server that does not answer would
-# cost each start of ranks five seconds.
+# torch resolves the host names of addresses when ranks connect. An unreachable name server would delay
+# each start of ranks by 5 s.
 export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:1}"
 
-# Triton decides between interpreting and compiling when a kernel is decorated, so tests/compile has a
-# process of its own.
+# Triton decides between interpreting and compiling when a kernel is decorated, so tests/compile runs in
+# a separate process.
 interpreted=() compiled=() options=()
 for argument in "$@"; do
     case $argument in
@@ -49,14 +49,14 @@ if ((${#interpreted[@]} + ${#compiled[@]} == 0)); then
     interpreted=(tests --ignore=tests/compile) compiled=(tests/compile)
 fi
 
-# Hundreds of short processes import the package: each would compile it anew.
+# Hundreds of short processes import the package; without bytecode files each would compile it again.
 unset PYTHONDONTWRITEBYTECODE
 
 status=0
-# Two workers. A file's tests stay together, and files come in the order of tests/conftest.py. Long
-# runs are left out, unless an -m of the caller's, which comes later, asks for them.
+# Two workers. Tests of a file run on one worker, in the order of tests/conftest.py. Long tests are
+# excluded unless the caller passes -m, which overrides this option.
 run=("$PYTHON" -m pytest -m "not chaos and not stress" -n 2 --dist loadfile --no-loadscope-reorder)
-# note STATUS: a selection (-k, -m) may leave nothing in one of the two processes.
+# note STATUS: record a failure. Status 5 (no tests) is accepted with a selection (-k, -m).
 note() {
     if (($1 != 0 && !($1 == 5 && ${#options[@]} > 0))); then status=$1; fi
 }
@@ -65,7 +65,7 @@ finish() {
     if [[ -n $beside ]]; then kill "$beside" 2>/dev/null; fi
     rm -f "$report"
 }
-# In a subshell, which pytest replaces: so it can be ended by the number of the subshell.
+# exec replaces the subshell by pytest, so that killing the subshell's process id kills pytest.
 compile_only() {
     unset TRITON_INTERPRET
     exec nice -n 5 "${run[@]}" -o cache_dir=.pytest_cache/compile "${compiled[@]}" "${options[@]}"
@@ -81,16 +81,15 @@ elif ((${#compiled[@]} == 0)); then
     interpret
     note $?
 else
-    # Ranks that wait for one another leave the cores idle now and then: compiling goes on beside
-    # them, and after them on both cores. What it says comes in one piece, at the end, and what failed
-    # last is remembered apart.
+    # Waiting ranks leave cores idle, so the compile tests run concurrently. Their output is printed at
+    # the end, and their last failures have a separate pytest cache.
     report=$(mktemp)
     trap finish EXIT
     compile_only >"$report" 2>&1 &
     beside=$!
     interpret
     note $?
-    say "tests/compile, in a process of its own:"
+    say "tests/compile, in a separate process:"
     wait "$beside"
     note $?
     beside=""

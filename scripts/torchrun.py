@@ -1,7 +1,7 @@
-"""torchrun that ends with one line instead of torchrun's traceback.
+"""Run torchrun, but end with one line instead of torchrun's traceback.
 
-The line names the rank that failed, or the signal that ended the launcher. Errors of a rank stand
-above it; torchrun's own traceback would hide them.
+The line names the rank that failed, or the signal that ended the launcher. The rank's own error is
+printed above the line; torchrun's traceback would hide it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def end_by(number: int, _: FrameType | None = None) -> None:
-    """End with the status that a shell reports for a signal."""
+    """End the process with the status that a shell reports for a signal."""
     print(f"launch.sh: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
@@ -44,7 +44,7 @@ def start_whole(context: Any, start: Callable[[Any], None]) -> None:
 def main() -> int:
     """Run the command line; return the status of the rank that failed first, or 1 if a signal
     ended that rank."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # until torch, which takes seconds, sets its own
+    for number in (signal.SIGINT, signal.SIGTERM):  # torch takes seconds to install its handlers
         signal.signal(number, end_by)
     import logging
 
@@ -69,12 +69,12 @@ def main() -> int:
             if by_signal
             else f"ended with status {failure.exitcode}"
         )
-        # initialize_distributed() lets a rank write the exception that ends it; so does @record.
+        # initialize_distributed() and @record write the exception that ends a rank to a file.
         written = failure.error_file_data.get("message")
         if isinstance(written, dict):
             written = written.get("message")
         first_line = str(written or "<NONE>").partition("\n")[0]
-        said = "; what it said is above" if first_line == "<NONE>" else f": {first_line}"
+        said = "; its output is above" if first_line == "<NONE>" else f": {first_line}"
         print(f"launch.sh: rank {rank} {end}{said}", file=sys.stderr)
         return 1 if by_signal else failure.exitcode
     return 0

@@ -178,14 +178,14 @@ def test_a_driver_without_gpus_means_cpu(launch: Launcher, driver: str, said: st
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ([], {}, "which script? See"),
-        (["--bogus", "x.py"], {}, "which script? (--bogus took x.py as its value) See"),
-        (["missing.py"], {}, "missing.py: no such file here"),
+        ([], {}, "SCRIPT is missing. See"),
+        (["--bogus", "x.py"], {}, "SCRIPT is missing (x.py was read as the value of --bogus). See"),
+        (["missing.py"], {}, "missing.py: no such file in this folder"),
         (["no/such.py"], {}, "no/such.py: no such file"),
-        (["--nproc_per_node"], {}, "needs a number"),
-        (["--nproc_per_node=0", "script.py"], {}, "--nproc_per_node=0 is no number of ranks"),
-        (["--nproc-per-node", "abc", "script.py"], {}, "--nproc_per_node=abc is no number"),
-        (["--nproc_per_node=-1", "script.py"], {}, "give 1 or more"),
+        (["--nproc_per_node"], {}, "requires a number"),
+        (["--nproc_per_node=0", "script.py"], {}, "--nproc_per_node=0 is not a number of ranks"),
+        (["--nproc-per-node", "abc", "script.py"], {}, "--nproc_per_node=abc is not a number"),
+        (["--nproc_per_node=-1", "script.py"], {}, "pass 1 or more"),
         (["script.py"], {"TRITON_DIST_DEVICE": "cuda"}, "there is no GPU: there is no nvidia-smi"),
         (["script.py"], {"TRITON_DIST_DEVICE": "tpu"}, "expected auto, cuda or cpu"),
         (["script.py"], {"TRITON_DIST_SHARE_GPUS": "maybe"}, "=maybe, expected 0 or 1"),
@@ -193,8 +193,8 @@ def test_a_driver_without_gpus_means_cpu(launch: Launcher, driver: str, said: st
         (["script.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1, expected 0 to 0"),
         (["script.py"], {"NODE_RANK": "08", "NNODES": "8"}, "NODE_RANK=08, expected 0 to 7"),
         (["script.py"], {"NNODES": "two"}, "NNODES=two, expected the number of hosts"),
-        (["script.py"], {"NNODES": "2"}, "needs MASTER_PORT"),
-        (["script.py"], {"NNODES": "2", "MASTER_PORT": "1"}, "needs MASTER_ADDR"),
+        (["script.py"], {"NNODES": "2"}, "requires MASTER_PORT"),
+        (["script.py"], {"NNODES": "2", "MASTER_PORT": "1"}, "requires MASTER_ADDR"),
         (["--share-gpus", "script.py"], {}, "but ranks would be on the CPU, because there is no"),
     ],
 )
@@ -313,7 +313,7 @@ def test_a_host_without_a_fitting_python_is_told_so(
     launch.program("python3", "[[ $1 == -c ]] && echo 3.9 || exit 1")
     result = launch("script.py", PYTHON="python3")
     assert result.returncode == 1
-    assert "found no Python from 3.10 to 3.13, but: 3.9" in result.stderr
+    assert "no Python from 3.10 to 3.13 found, only: 3.9" in result.stderr
     assert "PYTHON=/path/to/python3" in result.stderr
     assert not (copy / ".venv-triton-dist").exists()
 
@@ -338,7 +338,7 @@ def test_where_a_bare_name_is_looked_for(
     place(copy, "python/triton_dist/test/other/test_other.py")
     result = launch("test_other.py")
     assert result.returncode == 2
-    assert "there are several, give the path" in result.stderr
+    assert "several files match, pass the path" in result.stderr
 
 
 def test_a_rank_that_ends_is_named_without_a_traceback_of_torchrun(launch: Launcher) -> None:
@@ -349,7 +349,7 @@ def test_a_rank_that_ends_is_named_without_a_traceback_of_torchrun(launch: Launc
     )
     result = launch("ends.py", TORCHRUN="")
     assert result.returncode == 2
-    said = "a mistake\nlaunch.sh: rank 0 ended with status 2; what it said is above\n"
+    said = "a mistake\nlaunch.sh: rank 0 ended with status 2; its output is above\n"
     assert result.stderr.endswith(said)
     assert "Traceback" not in result.stderr
 
@@ -392,4 +392,5 @@ def test_requirements_are_those_of_pyproject() -> None:
         capture_output=True, text=True, check=True,
     ).stdout.split("\n")[:-1]  # fmt: skip
     extras = project["optional-dependencies"]
-    assert listed == project["dependencies"] + extras["test"] + extras["dev"][1:]
+    included = extras["docs"] + extras["test"]
+    assert listed == project["dependencies"] + included + extras["dev"][2:]

@@ -98,10 +98,10 @@ def test_ranks_that_torchrun_starts_have_a_report_each(tmp_path, monkeypatch, ca
 def test_a_mode_that_would_find_nothing_is_refused_before_the_command(capfd, monkeypatch):
     monkeypatch.setattr(sanitizer, "find", lambda: None)
     for mode, said in {
-        "luck": "there is no such mode",
-        "gsan": "Nearest: TRITON_INTERPRET=1",
+        "luck": "no such mode",
+        "gsan": "Use instead: TRITON_INTERPRET=1",
         "memcheck": "pip install nvidia-cuda-sanitizer-api",
-        "interp,gsan": "these are interpreted",
+        "interp,gsan": "kernels are interpreted",
     }.items():
         assert main(["debug", mode, "--", "false"]) == 2
         assert said in capfd.readouterr().err

@@ -23,7 +23,7 @@ def comes_late(come: str) -> bool:
     """
     rank_status.start()
     Path(come).with_name(job_folder().name).touch()
-    stop = deadlock_check.DeadlockCheck(validators=False).start()
+    stop = deadlock_check.DeadlockCheck(raises=False).start()
     rank, device = dist.get_rank(), current_device()
     A = torch.full((SIZE, SIZE), rank + 1.0, dtype=torch.float16, device=device.torch_device)
     B = torch.eye(SIZE, dtype=torch.float16, device=device.torch_device)

@@ -33,7 +33,7 @@ def test_a_mode_is_refused_by_the_releases_in_which_it_finds_nothing(mode, relea
         return
     with pytest.raises(DebugModeRefused, match=f"TRITON_DIST_DEBUG={mode} is refused") as refused:
         modes.check([mode], place)
-    assert re.search("Nearest: (racecheck|TRITON_INTERPRET=1 .*interp)", str(refused.value))
+    assert re.search("Use instead: (racecheck|TRITON_INTERPRET=1 .*interp)", str(refused.value))
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_a_mode_is_refused_by_the_releases_in_which_it_finds_nothing(mode, relea
         (["interp"], GPU, "triton-dist debug interp -- COMMAND"),
         (["interp:bounds"], NOTHING, "TRITON_DIST_DEBUG=interp:bounds"),
         (["memcheck"], GPU, "triton-dist debug memcheck -- COMMAND"),
-        (["memcheck"], INTERPRETER, "these are interpreted. Nearest: .*=interp:bounds"),
-        (["assert"], NOTHING, "there is no GPU. Nearest: .*=interp$"),
-        (["consan", "fpsan"], GPU, "consan is on"),
-        (["interp:luck"], INTERPRETER, "no such mode. Nearest: one of interp, interp:bounds"),
-        (["interp", "fpsan"], INTERPRETER, "it is for compiled kernels"),
+        (["memcheck"], INTERPRETER, "kernels are interpreted. Use instead: .*=interp:bounds"),
+        (["assert"], NOTHING, "there is no GPU. Use instead: .*=interp$"),
+        (["consan", "fpsan"], GPU, "combined with consan"),
+        (["interp:luck"], INTERPRETER, "no such mode. Use instead: one of interp, interp:bounds"),
+        (["interp", "fpsan"], INTERPRETER, "it requires compiled kernels"),
         (["luck"], GPU, "no such mode"),
-        (["compile"], NOTHING, "would wait for ever. Nearest: triton_dist.testing.compile_only"),
-        (["attach"], GPU, "interpreted kernels only. Nearest: .*=interp:waits,attach"),
+        (["compile"], NOTHING, "would wait forever. Use instead: triton_dist.testing.compile_only"),
+        (["attach"], GPU, "interpreted kernels only. Use instead: .*=interp:waits,attach"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(words, runs, said):
@@ -85,7 +85,7 @@ def test_triton_is_told_and_so_is_the_reader(monkeypatch, capfd):
     assert (compilation.instrumentation_mode, triton.knobs.runtime.debug) == ("consan", True)
     assert capfd.readouterr().err == (
         "triton_dist: rank 0: debugging with consan, assert; TRITON_INSTRUMENTATION_MODE=consan "
-        "TRITON_DEBUG=1 TRITON_DIST_AUTOTUNE=0; times mean nothing\n"
+        "TRITON_DEBUG=1 TRITON_DIST_AUTOTUNE=0; times are not meaningful\n"
     )
 
 

@@ -16,7 +16,7 @@ SAID = {
     "load": (
         "program (1, 0, 0) of kernel_load",
         "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the farthest ends 4 "
-        "bytes (1 elements of fp32) behind its last element",
+        "bytes (1 elements of fp32) after its last element",
     ),
     "store": (
         "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest ends 4 bytes "
@@ -24,7 +24,7 @@ SAID = {
     ),
     "neighbour": ("store outside of bugs.one, memory of rank 0: 8 of 16 elements",),
     "epoch": (
-        "waits for bugs.flag[0] of rank 0 to reach 2, it is 1: nobody is left to set it",
+        "waits for bugs.flag[0] of rank 0 to reach 2, it is 1: no rank can set it any more",
         "last set by rank 0, program (0, 0, 0) of kernel_epoch",
     ),
     "reset": ("program (2, 0, 0) of kernel_reset",),
@@ -93,7 +93,7 @@ def test_a_wait_ends_by_what_others_told_since_it_began(as_of, ends, monkeypatch
     monkeypatch.setattr(bugs.deadlock_check, "QUIET_SECONDS", 2.0)
     this = {"pid": os.getpid(), "stands_since": 10.0, "as_of": 20.0}
     other = {"pid": os.getpid(), "stands_since": 1.0, "as_of": as_of}
-    assert bugs.deadlock_check._nobody_is_left({0: this, 1: other}) is ends
+    assert bugs.deadlock_check._is_deadlocked({0: this, 1: other}) is ends
 
 
 def test_bugs_between_ranks(two_ranks):
@@ -118,7 +118,7 @@ def test_bugs_between_ranks(two_ranks):
             f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}: waits for bugs.flag[0]"
             in text
         )
-        assert "rank 1: is in no wait of a kernel, but at " in text
+        assert "rank 1: is not waiting in a kernel, but is at " in text
         assert "in _from_leader" in text
     assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text
 

@@ -118,7 +118,7 @@ def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_rank
         stands = r"rank 1 \(process \d+\): is at [^\n]*bugs.py:\d+ in _from_leader"  # eventually
         said = asked_until(f"(?s){re.escape(f'{place}: {awaited}')}.*{stands}", name)
         assert "2 of 2 ranks answer" in said
-        assert "told: bugs.flag" not in said
+        assert "has set: bugs.flag" not in said
         first_hang.touch()
         differs = "ag_gemm, calls: rank 0: 2  rank 1: 1 <- differs"
         said = asked_until(f"(?s)ag_gemm[^\n]*which rank 1 sets.*{differs}", name)
@@ -148,7 +148,7 @@ def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
             time.sleep(0.01)
             said += capfd.readouterr().err
     assert signal.getsignal(rank_status.SIGNAL) is signal.SIG_DFL
-    assert "triton_dist: rank 0 was asked where the ranks stand\njob " in said
+    assert "triton_dist: rank 0 reports the status of all ranks\njob " in said
     assert ": 1 of 1 ranks answer\n" in said
     place = rf"rank 0 \(process {os.getpid()}\): is at {re.escape(__file__)}:\d+ in test_a_signal"
     assert re.search(place, said)

@@ -80,8 +80,8 @@ def test_what_several_processes_found_is_a_line_each():
         "Invalid __global__ write of size 4 bytes at kernel_push+… in push.py:12: 2 x rank-0",
         "Error: Race reported between Write access at kernel_sum+… in sum.py:8: 1 x rank-1",
         "Error: Target application terminated before first instrumented API call: 1 x rank-3",
-        "came to no end: 1 x rank-3",
-        "found, and not understood: see the report: 3 x rank-4",
+        "incomplete report: 1 x rank-3",
+        "findings in an unknown format: see the report: 3 x rank-4",
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_rank_is_right_if_it_says_so_and_nothing_was_reported():
     assert run.verdict(0, clean, said) == ""
     assert run.verdict(0, None, said) == ""
     assert "2 x Invalid __global__ write" in run.verdict(reports.FOUND, found, said)
-    assert "came to no end" in run.verdict(0, reports.report_of(""), said)
+    assert "incomplete report" in run.verdict(0, reports.report_of(""), said)
     assert run.verdict(1, clean, "Traceback\nKeyError: 3\n") == "exited with status 1: KeyError: 3"
     assert run.verdict(None, clean, said) == "did not end: 12 calls are right"
     assert run.verdict(None, clean, "") == "did not end"

@@ -180,7 +180,7 @@ def test_a_process_alone_traces_itself_and_keeps_what_is_asked_for(tmp_path):
 
 def test_tools_that_find_nothing_here_are_refused(tmp_path):
     for tool, marks, said in (
-        ("proton", False, "GPUs alone"),
+        ("proton", False, "only times GPU kernels"),
         ("nsys", False, "'torch' or 'proton'"),
         ("proton", True, "'torch', with marks=True"),
     ):
@@ -396,7 +396,7 @@ def test_quotes_in_names_are_escaped(tmp_path, between):
 def test_a_timeline_that_cannot_be_written_does_not_end_the_program(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(InvalidArgument, match="one that rank 0 can write to"),
+        pytest.raises(InvalidArgument, match="a folder that rank 0 can write to"),
         group_profile("region", folder=tmp_path / "file"),
     ):
         pytest.fail("the region must not run")
@@ -406,7 +406,10 @@ def test_a_timeline_that_cannot_be_written_does_not_end_the_program(tmp_path, mo
 
     monkeypatch.setattr(torch.autograd.profiler.profile, "export_chrome_trace", export)
     region = group_profile("region", folder=tmp_path, merge_group=False)
-    with pytest.warns(ArtefactWarning, match=r"rank-0.json.gz is not written: .*no JSON"), region:
+    with (
+        pytest.warns(ArtefactWarning, match=r"rank-0.json.gz is not written: .*invalid JSON"),
+        region,
+    ):
         torch.ones(2).sum()
     assert (tmp_path / "region" / "rank-0.torch.json").read_text() == "half a"
     with warnings.catch_warnings():
@@ -415,7 +418,7 @@ def test_a_timeline_that_cannot_be_written_does_not_end_the_program(tmp_path, mo
         for _ in range(3):
             with program.around(timeline_ranks.doubled, (torch.ones(2),), {}):
                 pass
-    assert "no JSON" in (tmp_path / "rank-0.1.json.gz.failed").read_text()
+    assert "invalid JSON" in (tmp_path / "rank-0.1.json.gz.failed").read_text()
 
 
 def test_a_program_that_profiles_itself_keeps_its_events(tmp_path):

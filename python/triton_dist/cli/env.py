@@ -43,7 +43,7 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    readonly_dirs = list(_from_leader(knobs.autotune_readonly_dirs.get))
+    readonly_dirs = list(_result_or_error(knobs.autotune_readonly_dirs.get))
     known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
     shown = {}
     for name, value in sorted(knobs.environment().items()):
@@ -64,14 +64,14 @@ def _run(arguments: argparse.Namespace) -> int:
             "system": platform.platform(),
             **{package: _version(package) for package in _PACKAGES},
         },
-        "device": _from_leader(_device),
-        "GPUs": _from_leader(_gpus),
-        "links": _from_leader(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
+        "device": _result_or_error(_device),
+        "GPUs": _result_or_error(_gpus),
+        "links": _result_or_error(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
         "variables": shown,
         "paths": {
             "cache": _path(knobs.cache_dir.get()),
             "read-only": [_path(folder) for folder in readonly_dirs],
-            "packs": [_path(place) for place in _from_leader(pack_places)],
+            "packs": [_path(place) for place in _result_or_error(pack_places)],
             "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
         },
     }
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _from_leader(of: Callable[[], Any]) -> Any:
+def _result_or_error(of: Callable[[], Any]) -> Any:
     """Return the result of ``of()``, or its error as text.
 
     An installation that is broken needs a report most, so no error may end the report.

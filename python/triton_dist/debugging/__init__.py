@@ -1,1 +1,1 @@
-"""Checks of kernels, status of ranks and the debugger: what ``TRITON_DIST_DEBUG`` turns on."""
+"""Debug modes (``TRITON_DIST_DEBUG``): checks of kernels, status of ranks, and the debugger."""

@@ -1,7 +1,7 @@
-"""Loads, stores and atomics of interpreted kernels, as those who check them see them.
+"""Report loads, stores and atomics of interpreted kernels to the checks.
 
-:func:`watch` puts itself around the interpreter's operations. A process in which nobody watches
-runs them as they are.
+:func:`watch` wraps the interpreter's memory operations. A process without checks runs the original
+operations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Access:
 
     Attributes:
         kind: ``"load"``, ``"store"`` or ``"atomic"``.
-        addresses: uint64, of any shape, each of one element.
-        mask: bool, which of them are accessed; of a shape that broadcasts to theirs.
+        addresses: uint64 addresses of the elements, of any shape.
+        mask: bool, broadcastable to ``addresses``: which elements are accessed.
         element: Triton's type of an element.
-        semantic: of an atomic: ``"acquire"``, ``"release"``, ``"acquire_release"``, ``"relaxed"``;
-            of a load: ``"volatile"`` or empty.
-        by_tma: a store that on GPUs goes on when the next instruction runs.
+        semantic: atomics: ``"acquire"``, ``"release"``, ``"acquire_release"`` or ``"relaxed"``;
+            loads: ``"volatile"`` or empty.
+        by_tma: on a GPU the store is asynchronous.
     """
 
     kind: str
@@ -43,22 +43,21 @@ class Access:
         return max(1, int(self.element.primitive_bitwidth) // 8)
 
     def touched(self) -> Any:
-        """Addresses that are accessed, in one dimension."""
+        """Return the accessed addresses as a one-dimensional array."""
         if self.mask is None:
             return np.ravel(self.addresses)
         return self.addresses[np.broadcast_to(self.mask, self.addresses.shape)]
 
 
 class Observer(Protocol):
-    """A check: ``before`` may raise, and nothing is then accessed; ``after`` of a load has what was
-    read."""
+    """A check. ``before`` may raise to prevent the access; ``after`` receives the loaded values."""
 
     def before(self, access: Access) -> None: ...
     def after(self, access: Access, values: Any) -> None: ...
 
 
 def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Let ``owner.name(...)`` call ``call(original, ...)``, until undone."""
+    """Make ``owner.name(...)`` call ``call(original, ...)``; return a function that undoes it."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -77,7 +76,7 @@ ALLOCATIONS = (
 
 
 def undo_all(undos: Sequence[Undo]) -> Undo:
-    """One for all, the last first."""
+    """Return a function that calls all ``undos``, the last first."""
 
     def undo() -> None:
         for each in reversed(undos):
@@ -87,8 +86,10 @@ def undo_all(undos: Sequence[Undo]) -> Undo:
 
 
 def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
-    """Tell ``observers`` of each operation of ``upstream``, the module
-    ``triton.runtime.interpreter``, until undone."""
+    """Report each memory operation to ``observers``; return a function that undoes this.
+
+    ``upstream`` is the module ``triton.runtime.interpreter``.
+    """
     builder = upstream.InterpreterBuilder
 
     def observed(access: Access, operate: Callable[[], Any]) -> Any:
@@ -123,13 +124,13 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         return observed(access, lambda: original(self, ptr, *rest))
 
     def of_block(kind: str, place: int) -> Callable[..., Any]:
-        """A descriptor's operation, whose indices are its argument number ``place``."""
+        """Wrap a descriptor operation; ``place`` is the position of its indices argument."""
 
         def copy(original: Any, self: Any, *args: Any, **named: Any) -> Any:
             desc = args[1] if kind == "atomic" else args[0]
             try:
                 pointers, mask = desc.materialize_pointers(args[place])
-            except AssertionError:  # an alignment that the operation itself explains
+            except AssertionError:  # misalignment, for which the operation itself raises an error
                 return original(self, *args, **named)
             mask, unused = _array(mask), _unused_rows(desc, args[place])
             if unused is None:
@@ -156,7 +157,10 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
 
 
 def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
-    """Bool, that broadcasts to the block: rows that ``dl.only_rows`` leaves out; None: none."""
+    """Return a bool array, broadcastable to the block, of rows that ``dl.only_rows`` leaves out.
+
+    ``None``: all rows are used.
+    """
     begin, end = getattr(desc, "rows", (0, 0))
     row = int(indices[0].data.item()) + np.arange(desc.block_shape[0])
     unused = (row < begin) | (row >= end)
@@ -166,16 +170,16 @@ def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
 
 
 def _array(mask: Any) -> Any:
-    """A mask is a handle, or an array before Triton 3.9."""
+    """Return a mask as an array; it is a handle from Triton 3.9 on."""
     return mask if mask is None or isinstance(mask, np.ndarray) else mask.data
 
 
 FLOATS, INTEGERS = 0x7FFB, 0x7BFB
-"""Two-byte patterns of uninitialised memory: a NaN in every floating-point type, a rare integer."""
+"""Two-byte patterns of uninitialised memory: NaN in all floating-point types; a rare integer."""
 
 
 def pattern(dtype: Any, floats: bool) -> Any:
-    """Return the pattern as one element of the numpy ``dtype``, which has two bytes or more."""
+    """Return the pattern as an element of the numpy ``dtype``, whose size is at least 2 bytes."""
     word = FLOATS if floats else INTEGERS
     return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
 

@@ -1,4 +1,4 @@
-"""Checks of the interpreter, turned on and off."""
+"""Turn checks of the interpreter on and off."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from triton_dist.runtime import interpreter
 
 
 def install(checks: Iterable[str]) -> Undo:
-    """Turn ``checks`` of kernels on, names of :data:`modes.CHECKS` and of modes that work here,
-    until undone.
+    """Turn on ``checks`` of kernels and return a function that turns them off.
 
-    The interpreter's patches must be applied.
+    The interpreter's patches must already be applied.
+
+    Args:
+        checks: names of :data:`modes.CHECKS`, or modes that work in the interpreter.
     """
     undos = [
         replace(upstream.InterpreterBuilder, "create_assert", _with_site),
@@ -35,7 +37,7 @@ def install(checks: Iterable[str]) -> Undo:
         observers.append(memory_checks.Uninitialised())
         undos.append(memory_checks.poison_empty())
     if "waits" in checks or "where" in checks:
-        waiting = DeadlockCheck(validators="waits" in checks, tells="where" in checks)
+        waiting = DeadlockCheck(raises="waits" in checks, publishes="where" in checks)
         observers.append(waiting)
         rank_status.start()
         undos += [rank_status.stop, waiting.start()]
@@ -57,7 +59,7 @@ def install(checks: Iterable[str]) -> Undo:
 
 @contextmanager
 def checking(*checks: str) -> Iterator[None]:
-    """Within: these checks are on."""
+    """Context manager that turns these checks on."""
     undo = install(checks)
     try:
         yield

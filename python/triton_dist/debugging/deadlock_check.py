@@ -1,9 +1,9 @@
-"""Waits of interpreted kernels that nobody is left to end, and where every rank stands.
+"""Detect deadlocks of interpreted kernels, and publish the status of each rank.
 
-Each rank tells the others of its host every quarter of a second what its programs wait for, whom
-they told, and at which line its main thread is: in a file, since whoever waits answers no message.
-A wait can never end once every rank waits in kernels, waits for the others in a collective, or has
-ended, and nothing has moved for ``QUIET_SECONDS``.
+Every 0.25 s each rank publishes which flags its programs wait for, which flags they have set, and
+the current line of its main thread. It writes a file, because a waiting rank cannot answer
+messages. A deadlock exists if every rank waits in kernels, waits in a collective, or has ended, and
+nothing has changed for ``QUIET_SECONDS``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from triton_dist.runtime.job import job_folder, made_folder, runs
 
 QUIET_SECONDS = 2.0
 _TELL_SECONDS = 0.25
-_FRESH_SECONDS = 0.5  # a program that waits looks again within milliseconds
+_FRESH_SECONDS = 0.5  # a waiting program polls again within milliseconds
 _MOST_TOLD = 64
 _COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
@@ -44,7 +44,7 @@ _OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
 
 def flag_at(address: int) -> str:
-    """``name[index] of rank r``: the same on every rank."""
+    """Return ``name[index] of rank r``, which is equal on every rank."""
     name = describe_address(address)
     return _OF_RANK.sub(r"\1\3\2", name) if " of rank " in name else f"{name} of rank {_rank()}"
 
@@ -54,69 +54,71 @@ def _rank() -> int:
 
 
 class DeadlockCheck:
-    """Notes of this rank, as an observer of accesses and of waits.
+    """The status of this rank, recorded from accesses and waits.
 
     Args:
-        judges: whether to raise where nobody is left to set a flag, or only to tell.
-        tells: whether somebody may ask where a rank that has no others stands.
+        raises: raise ``WaitNeverEnds`` in a deadlock instead of only publishing the status.
+        publishes: publish the status even in a world of one rank.
     """
 
-    def __init__(self, validators: bool = True, tells: bool = True) -> None:
-        self._validators, self._tells = validators, tells
+    def __init__(self, raises: bool = True, publishes: bool = True) -> None:
+        self._raises, self._publishes = raises, publishes
         self._waits: dict[int, dict[str, Any]] = {}  # by thread
-        self._from_leader: OrderedDict[str, str] = OrderedDict()
+        self._set_flags: OrderedDict[str, str] = OrderedDict()
         self._moved = self._judged = time.monotonic()
         self._host: FrameType | None = None
         self._host_since = time.monotonic()
         self._over = threading.Event()
 
     def start(self) -> Undo:
-        """Note, tell and judge, until undone."""
+        """Start recording, publishing and checking; return a function that stops it."""
         before, waits.on_look = waits.on_look, self.look
-        self._start_to_tell()
-        os.register_at_fork(after_in_child=self._start_to_tell)
+        self._start_publisher()
+        os.register_at_fork(after_in_child=self._start_publisher)
 
         def stop() -> None:
             waits.on_look = before
             self._over.set()
-            self._teller.join()
+            self._publisher.join()
 
         return stop
 
-    def _start_to_tell(self) -> None:
-        """A thread ends with a fork, and goes on in the child as another."""
+    def _start_publisher(self) -> None:
+        """Start the publishing thread; a forked child starts its own."""
         if not self._over.is_set():
             self._began = time.time()
-            self._teller = threading.Thread(
-                target=self._tell, name="triton_dist-debug", daemon=True
+            self._publisher = threading.Thread(
+                target=self._publish, name="triton_dist-debug", daemon=True
             )
-            self._teller.start()
+            self._publisher.start()
 
     def before(self, access: Access) -> None:
-        """Note a flag that is set."""
+        """Record a flag that is set."""
         if access.semantic == "release":
             for address in np.asarray(access.touched()).flat:
                 flag = flag_at(int(address))
-                self._from_leader[flag] = str(site())
-                self._from_leader.move_to_end(flag)
-            while len(self._from_leader) > _MOST_TOLD:
-                self._from_leader.popitem(last=False)
+                self._set_flags[flag] = str(site())
+                self._set_flags.move_to_end(flag)
+            while len(self._set_flags) > _MOST_TOLD:
+                self._set_flags.popitem(last=False)
 
     def after(self, access: Access, values: Any) -> None:
-        """Nothing: it does not matter what a flag was."""
+        """Do nothing: loaded values are irrelevant here."""
 
     def look(self, ptr: Any, seen: Any, value: Any, places: int, looks: int, overdue: bool) -> None:
-        """Note a look at a flag in vain, after ``looks`` of the same wait; the lowest of a block.
+        """Record an unsuccessful poll of a flag, after ``looks`` polls of this wait.
+
+        If the wait is for a block of flags, record the flag with the lowest value.
 
         Raises:
-            WaitNeverEnds: nobody is left to set it, or the wait is ``overdue``.
+            WaitNeverEnds: no rank can set the flag any more, or the wait is ``overdue``.
         """
         latest = int(np.argmin((seen - value).handle.data))
         address = int(ptr.handle.data.flat[latest])
         expected, found = int(value) >> places, int(seen.handle.data.flat[latest]) >> places
-        thread, now = threading.get_ident(), time.monotonic()  # it runs one program at a time
+        thread, now = threading.get_ident(), time.monotonic()  # a thread runs one program at a time
         wait = self._waits.get(thread)
-        # A wait may be for what the last one was for, at the same line: it is another all the same.
+        # A new wait may have the flag and the line of the previous wait.
         if (
             wait is None
             or looks == 0
@@ -126,12 +128,13 @@ class DeadlockCheck:
             wait = {"at": str(site()), "flag": flag_at(address), "address": address}
             wait |= {"expected": expected, "seen": found, "looked": now}
             wait["writer"] = rank_status.writer_of(address)
-            self._waits[thread], self._moved = wait, now  # whole, for the thread that tells
+            # Replaced as a whole, because the publishing thread reads it concurrently.
+            self._waits[thread], self._moved = wait, now
         wait["looked"] = now
-        if overdue or (self._validators and now - self._judged > _TELL_SECONDS):
+        if overdue or (self._raises and now - self._judged > _TELL_SECONDS):
             self._judged = now
             states = self._states()
-            if overdue or _nobody_is_left(states):
+            if overdue or _is_deadlocked(states):
                 message = _report(wait, states, overdue)
                 raise WaitNeverEnds(message, _rank(), wait["flag"], expected, found)
 
@@ -151,16 +154,16 @@ class DeadlockCheck:
             "as_of": now,
             "pid": os.getpid(),
             "waits": list(self._waits.values()),
-            "told": dict(self._from_leader),
+            "told": dict(self._set_flags),
             "host": line,
             "stands_since": self._moved if in_kernel else self._host_since if collective else None,
         }
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         path, answered = None, ""
         while not self._over.wait(_TELL_SECONDS):
-            if knobs.world_size.get() > 1 or self._tells:
-                with suppress(OSError, RuntimeError):  # or changed meanwhile: the next time
+            if knobs.world_size.get() > 1 or self._publishes:
+                with suppress(OSError, RuntimeError):  # a concurrent change: publish next time
                     folder, state = made_folder(), self._state()
                     path = folder / f"{_rank()}.json"
                     rank_status.write_state(path, state)
@@ -170,7 +173,7 @@ class DeadlockCheck:
                 path.unlink()
 
     def _states(self) -> dict[int, dict[str, Any] | None]:
-        """By rank of the world; ``None``: nothing is known of it."""
+        """Return the status by global rank; ``None``: unknown."""
         states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(knobs.world_size.get()))
         for rank in states:
             with suppress(OSError, ValueError):
@@ -181,7 +184,7 @@ class DeadlockCheck:
 
 
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
-    """True if a collective is waited for; and the innermost line outside of torch and of us."""
+    """Return whether the frame waits in a collective, and the innermost line of user code."""
     collective = False
     while frame is not None:
         file = frame.f_code.co_filename
@@ -196,9 +199,11 @@ def _is_gone(state: dict[str, Any]) -> bool:
     return not runs(state["pid"])
 
 
-def _nobody_is_left(states: dict[int, dict[str, Any] | None]) -> bool:
-    """True if all have been seen to stand still over the same ``QUIET_SECONDS``: what a rank told
-    before another one came to its wait may be over."""
+def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
+    """Return whether all ranks have been blocked during a common period of ``QUIET_SECONDS``.
+
+    Their status files have different ages, so each rank being blocked is not sufficient.
+    """
     since: list[float] = []
     until: list[float] = []
     for state in states.values():
@@ -213,25 +218,23 @@ def _nobody_is_left(states: dict[int, dict[str, Any] | None]) -> bool:
 
 
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
-    why = "after the limit of TRITON_DIST_WAIT_TIMEOUT" if overdue else "nobody is left to set it"
-    lines = [f"{wait['at']}: waits for {_awaited(wait)}: {why}. Where the ranks stand:"]
+    why = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
+    lines = [f"{wait['at']}: waits for {_awaited(wait)}: {why}. Status of the ranks:"]
     told = {flag: at for state in states.values() if state for flag, at in state["told"].items()}
     for rank, state in states.items():
         if state is None:
-            lines.append(f"  rank {rank}: nothing is known of it; it may be on another host")
+            lines.append(f"  rank {rank}: status unknown; the rank may be on another host")
         elif _is_gone(state):
             lines.append(f"  rank {rank}: has ended")
         elif not state["waits"]:
-            lines.append(f"  rank {rank}: is in no wait of a kernel, but at {state['host']}")
+            lines.append(f"  rank {rank}: is not waiting in a kernel, but is at {state['host']}")
         for each in (state or {}).get("waits", ()):
             teller = told.get(each["flag"])
-            last = f"last set by {teller}" if teller else "set by nobody"
+            last = f"last set by {teller}" if teller else "never set"
             lines.append(f"  {each['at']}: waits for {_awaited(each)}, {last}")
     awaited = {each["flag"] for state in states.values() if state for each in state["waits"]}
     others = [f"  {flag}: set by {at}" for flag, at in told.items() if flag not in awaited]
-    return "\n".join(
-        lines + ["Flags that were set and that nobody waits for:"] * bool(others) + others
-    )
+    return "\n".join(lines + ["Flags that were set but are not awaited:"] * bool(others) + others)
 
 
 def _awaited(wait: dict[str, Any]) -> str:

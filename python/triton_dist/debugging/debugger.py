@@ -1,7 +1,7 @@
-"""Stop a rank in pdb, at ``dl.breakpoint`` or in a kernel that waits.
+"""Stop a rank in pdb, at ``dl.breakpoint`` or in a waiting kernel.
 
 A stopped rank listens on a socket in the job's folder, to which ``triton-dist debug attach``
-connects. Deadlines of all ranks of the job are paused meanwhile.
+connects. While a rank is stopped, the deadlines of all ranks of the job are paused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _looked = 0.0
 
 
 def start() -> None:
-    """Let ``dl.breakpoint`` stop this process, and waits in kernels where one is asked to."""
+    """Enable ``dl.breakpoint``, and stops in waits of kernels on request."""
     global _active
     _active = True
 
@@ -45,12 +45,12 @@ def socket_of(folder: Path, rank: int) -> Path:
 
 
 def request_of(folder: Path, rank: int) -> Path:
-    """A file that asks a rank to stop, in the wait that it stands in or the next one."""
+    """Return the file whose existence requests that a rank stops in its current or next wait."""
     return folder / f"halt-{rank}"
 
 
 def stop_if_wanted(frame: FrameType) -> None:
-    """Stop at ``frame``; while candidates are tried, which a stop would time out, nothing stops."""
+    """Stop at ``frame``, except while a candidate runs, because the stop would time it out."""
     if _active and waits.limit_seconds() is None:
         rank, folder = knobs.rank.get(), made_folder()
         path = socket_of(folder, rank)
@@ -72,7 +72,7 @@ def stop_if_wanted(frame: FrameType) -> None:
 
 
 def stop_if_asked() -> None:
-    """Stop the kernel that waits here if somebody attaches to this rank."""
+    """Stop the waiting kernel if ``debug attach`` has requested it for this rank."""
     global _looked
     if not _active or time.monotonic() - _looked < _LOOK_SECONDS:
         return
@@ -86,8 +86,10 @@ def stop_if_asked() -> None:
 
 
 class RankPdb(pdb.Pdb):
-    """pdb whose terminal is a connection. Closing that, or ``q``, goes on as ``c`` does, and
-    forgets breakpoints."""
+    """A pdb whose terminal is a socket.
+
+    Closing the connection, or ``q``, continues the program and clears breakpoints.
+    """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self._connection = connection
@@ -97,7 +99,7 @@ class RankPdb(pdb.Pdb):
         self.prompt = f"(rank {rank}) "
 
     def stop_at(self, frame: FrameType) -> None:
-        """Talk about ``frame`` now; what is said then, such as ``n``, holds from there on."""
+        """Start the prompt at ``frame``; commands such as ``n`` continue from this frame."""
         self.reset()
         each: FrameType | None = frame
         while each is not None:
@@ -105,7 +107,7 @@ class RankPdb(pdb.Pdb):
             each = each.f_back
         self.interaction(frame, None)
         if not self._connection_is_closed:
-            sys.settrace(self.trace_dispatch)  # last: nothing of ours is to be stepped through
+            sys.settrace(self.trace_dispatch)  # last, so that pdb does not step through this code
 
     def interaction(self, *args: Any, **named: Any) -> None:
         with deadlines.paused():
@@ -116,7 +118,7 @@ class RankPdb(pdb.Pdb):
         if not self.breaks:
             self._connection_is_closed = True
             for each in (*reversed(self._files), self._connection):
-                with suppress(OSError):  # the other end may be gone
+                with suppress(OSError):  # the client may have disconnected
                     each.close()
         return result
 

@@ -1,4 +1,4 @@
-"""Errors of modes and checks of kernels."""
+"""Errors of debug modes and of kernel checks."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ from triton_dist.errors import TritonDistError, WaitTimeout
 
 
 class DebugModeRefused(TritonDistError, ValueError):
-    """A mode of ``TRITON_DIST_DEBUG`` that would find nothing here."""
+    """A mode of ``TRITON_DIST_DEBUG`` that could not find anything in this process."""
 
     def __init__(self, mode: str, reason: str, nearest: str) -> None:
-        super().__init__(f"TRITON_DIST_DEBUG={mode} is refused: {reason}. Nearest: {nearest}")
+        super().__init__(f"TRITON_DIST_DEBUG={mode} is refused: {reason}. Use instead: {nearest}")
 
 
 class NoSuchJob(TritonDistError, LookupError):
-    """No job of this host, or more than one, that ``triton-dist debug`` could mean."""
+    """No job on this host, or more than one job, matches ``triton-dist debug``."""
 
     def __init__(self, job: str | None, known: list[str]) -> None:
         there = (
-            f"there are {', '.join(known)}: say --job JOB"
+            f"the running jobs are {', '.join(known)}: select one with --job JOB"
             if known
-            else ("none that was started with TRITON_DIST_DEBUG=attach or where is on this host")
+            else ("no job on this host was started with TRITON_DIST_DEBUG=attach or where")
         )
-        super().__init__(f"job {job or 'to look into'}: {there}")
+        super().__init__(f"job {job or 'to inspect'}: {there}")
 
 
 class KernelFault(TritonDistError):
-    """A mistake in an interpreted kernel that a check found; the message begins with rank, program,
-    kernel and source line."""
+    """An error in an interpreted kernel that a check found.
+
+    The message begins with rank, program, kernel and source line.
+    """
 
 
 class OutOfBounds(KernelFault, IndexError):
-    """An access outside of the tensor or symmetric region that its pointer was made from."""
+    """An access outside of the tensor or symmetric region that its pointer belongs to."""
 
 
 class UninitialisedRead(KernelFault, ValueError):
-    """A load of memory that nobody wrote."""
+    """A load of memory that was never written."""
 
 
 class KernelAssertion(KernelFault, AssertionError):
-    """A ``tl.device_assert`` that does not hold."""
+    """A failed ``tl.device_assert``."""
 
 
 class DataRace(KernelFault):
-    """Two accesses of one address, one of them a write, that no flag brings into an order."""
+    """Two accesses of one address, at least one a write, that no flag orders."""
 
 
 class WaitNeverEnds(WaitTimeout):
-    """A wait of an interpreted kernel for a flag that nobody is left to set."""
+    """A wait of an interpreted kernel for a flag that no rank can set any more."""
 
     def __init__(self, message: str, rank: int, flag: str, expected: int, seen: int) -> None:
         self.rank, self.flag, self.expected, self.seen = rank, flag, expected, seen

@@ -1,15 +1,16 @@
-"""Checks of each load and store: within bounds, and not of memory that was never written.
+"""Check each load and store for out-of-bounds accesses and reads of uninitialised memory.
 
-**Bounds**: an access must stay within the tensor or region that its pointer was made from. An
-address does not tell that, since the next region usually follows directly. Therefore arrays of
-addresses carry their *origin*: they are of a class that numpy hands on from operand to result. A
-pointer that was read from memory, such as a peer's from a table, has the region of symmetric memory
-that it points into. Where neither is known, nothing is checked.
+**Bounds**: an access must stay within the tensor or region that its pointer belongs to. The address
+is not sufficient for this check, because the next region often follows directly. Therefore arrays
+of addresses store their *origin*: they are instances of an array subclass that numpy propagates
+from operands to results. The origin of a pointer that was loaded from memory, such as a peer's
+pointer, is the region of symmetric memory that it points into. Pointers without an origin are not
+checked.
 
 **Uninitialised reads**: while the check is on, the ``torch.empty`` family returns CPU tensors that
-are filled with a pattern, and a kernel that loads the pattern is refused. A copy of such memory has
-the pattern too. In floating-point types the pattern is a NaN that arithmetic never produces.
-One-byte integers have no value to spare and are not checked.
+are filled with a pattern. A load of the pattern raises an error, also after a copy. For
+floating-point types the pattern is a NaN that arithmetic never produces. One-byte types have no
+spare value and are not checked.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from triton_dist.runtime import addresses
 
 @dataclass(frozen=True)
 class Origin:
-    """Bytes ``begin`` to ``end`` of what a pointer was made from; ``what`` it is, for messages."""
+    """The memory range that a pointer belongs to; ``what`` describes it in messages."""
 
     begin: int
     end: int
@@ -46,7 +47,7 @@ class Origin:
 
 
 class Pointers(np.ndarray):
-    """An array of addresses that all have one origin."""
+    """An array of addresses with a common origin."""
 
     origin: Origin | None
 
@@ -67,7 +68,7 @@ def _origin_of(array: Any) -> Origin | None:
 
 
 def of_tensor(tensor: torch.Tensor) -> Origin:
-    """From the tensor's first element to its last: not the storage, of which it may be a part."""
+    """Return the range from the tensor's first to its last element, not its whole storage."""
     begin = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
@@ -80,14 +81,14 @@ def of_tensor(tensor: torch.Tensor) -> Origin:
 
 
 def _of_addresses(pointers: Any) -> Origin | None:
-    """The region of symmetric memory that all of ``pointers`` point into, if it is one."""
+    """Return the only region of symmetric memory that ``pointers`` point into, or ``None``."""
     regions = {addresses.region_at(int(address)) for address in np.asarray(pointers).flat}
     region = regions.pop() if len(regions) == 1 else None
     return None if region is None else Origin(*region)
 
 
 class Bounds:
-    """Refuses accesses outside of the origin of their pointers."""
+    """The check that raises for accesses outside of the origin of their pointers."""
 
     def before(self, access: Access) -> None:
         origin = _origin_of(access.addresses)
@@ -99,14 +100,14 @@ class Bounds:
             raise OutOfBounds(_message(site(), access, origin, touched[outside], touched.size))
 
     def after(self, access: Access, values: Any) -> None:
-        """Nothing: what is read does not matter."""
+        """Do nothing: loaded values are irrelevant here."""
 
 
 def _message(at: Site, access: Access, origin: Origin, outside: Any, of: int) -> str:
     size = access.itemsize
     before, behind = origin.begin - int(outside.min()), int(outside.max()) + size - origin.end
     far = max(before, behind)
-    side = "before its first element" if before > behind else "behind its last element"
+    side = "before its first element" if before > behind else "after its last element"
     names = [name for name, value in at.values.items() if _argument_is(value, origin)]
     owner = "" if " of rank " in origin.what else f", memory of rank {at.rank}"
     return (
@@ -121,8 +122,10 @@ def _argument_is(value: Any, origin: Origin) -> bool:
 
 
 def track_origins(upstream: Any) -> Undo:
-    """Let addresses in ``upstream``, the module ``triton.runtime.interpreter``, carry their
-    origin, until undone."""
+    """Make addresses in the interpreter store their origin; return a function that undoes this.
+
+    ``upstream`` is the module ``triton.runtime.interpreter``.
+    """
     builder = upstream.InterpreterBuilder
 
     def argument(original: Any, arg: Any) -> Any:
@@ -134,7 +137,7 @@ def track_origins(upstream: Any) -> Undo:
         return value
 
     def keeping(place: int) -> Callable[..., Any]:
-        """The result of what numpy does not hand the class on in; ``place`` of the operand."""
+        """Wrap an operation in which numpy drops the subclass of operand number ``place``."""
 
         def made(original: Any, self: Any, *args: Any) -> Any:
             result = original(self, *args)
@@ -166,10 +169,10 @@ def track_origins(upstream: Any) -> Undo:
 
 
 class Uninitialised:
-    """Refuses loads of the pattern."""
+    """The check that raises for loads of the pattern."""
 
     def before(self, access: Access) -> None:
-        """Nothing: it shows in what is read."""
+        """Do nothing: the check needs the loaded values."""
 
     def after(self, access: Access, values: Any) -> None:
         if access.kind != "load" or values is None or access.itemsize < 2:
@@ -181,13 +184,13 @@ class Uninitialised:
         if found.any():
             first = int(np.flatnonzero(found)[0])
             raise UninitialisedRead(
-                f"{site()}: {np.count_nonzero(found)} of {found.size} elements that are loaded "
-                f"were never written since torch.empty, the first at index {first} of the block"
+                f"{site()}: {np.count_nonzero(found)} of {found.size} loaded elements were never "
+                f"written since torch.empty, the first at index {first} of the block"
             )
 
 
 def poison_empty() -> Undo:
-    """Fill what the ``torch.empty`` family returns with the pattern, until undone."""
+    """Fill results of the ``torch.empty`` family with the pattern; return an undo function."""
 
     def poisoned(allocate: Any, *args: Any, **named: Any) -> Any:
         tensor = allocate(*args, **named)

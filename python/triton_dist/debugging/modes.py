@@ -1,7 +1,7 @@
-"""Modes of ``TRITON_DIST_DEBUG``: what each finds, where it can, and what it sets.
+"""The modes of ``TRITON_DIST_DEBUG``: what each finds, where it works, and what it sets.
 
-Triton takes any text as an instrumentation mode and ignores what its version lacks, so that a run
-finds nothing because nothing was looked for. Here a mode that could find nothing is refused.
+Triton accepts any text as an instrumentation mode and ignores unknown modes: a run then finds
+nothing because nothing was checked. This module refuses modes that could not find anything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
 CHECKS = ("bounds", "init", "waits", "race")
 """Checks of ``interp``."""
-_TELL = ("attach", "where")
-"""Modes that look for nothing, and answer who asks."""
+_INTERACTIVE = ("attach", "where")
+"""Modes that check nothing, but let the user inspect a running job."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
 _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
@@ -31,15 +31,15 @@ _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
 
 @dataclass(frozen=True)
 class Mode:
-    """One mode that works in compiled kernels.
+    """One mode for compiled kernels.
 
     Attributes:
-        finds: in a few words.
-        lacks: by release of Triton, such as ``"3.7"``, why the mode finds nothing there.
-        nearest: the mode of the interpreter that finds the most of it.
-        variables: what it sets for this process and its children.
-        tool: a tool of compute-sanitizer, around the process.
-        works: on what kernels run where it does something.
+        finds: what the mode finds, in a few words.
+        lacks: why the mode finds nothing, by release of Triton, such as ``"3.7"``.
+        nearest: the interpreter mode that finds the largest part of these errors.
+        variables: environment variables that the mode sets for this process and its children.
+        tool: the mode is a tool of compute-sanitizer, which starts the process.
+        works: the kinds of kernel execution in which the mode works.
     """
 
     finds: str
@@ -50,11 +50,11 @@ class Mode:
     works: tuple[str, ...] = (GPU,)
 
 
-_UNKNOWN = "Triton {} does not know it, and would ignore it"
-_FAILS = "of Triton {} it fails to compile every loop that is pipelined"
+_UNKNOWN = "Triton {} does not support it and would ignore it"
+_FAILS = "in Triton {} it fails to compile every pipelined loop"
 _FOREIGN = (
-    "it sees only memory of its own allocator, which symmetric memory is not taken from, and not "
-    "the inline assembly of packets"
+    "it only checks memory of its own allocator, and neither symmetric memory nor the inline "
+    "assembly of packets"
 )
 
 
@@ -67,20 +67,20 @@ def _instrumented(finds: str, name: str, nearest: str, lacks: Mapping[str, str])
 
 
 MODES: Mapping[str, Mode] = {
-    # Interpreted, assertions always hold a program up.
+    # Interpreted kernels always check assertions.
     "assert": Mode(
         "tl.device_assert, integer overflow",
         "interp",
         variables={_ASSERTIONS: "1"},
         works=(GPU, INTERPRETER),
     ),
-    "attach": Mode("what a person sees in pdb", "interp:waits,attach", works=(INTERPRETER,)),
+    "attach": Mode("nothing; it allows pdb", "interp:waits,attach", works=(INTERPRETER,)),
     "agree": Mode(
-        "ids of experts that ranks come to a call with unlike",
+        "expert ids that differ between ranks in one call",
         "agree",
         works=(GPU, INTERPRETER, NOTHING),
     ),
-    "where": Mode("where each rank stands", "where", works=(GPU, INTERPRETER, NOTHING)),
+    "where": Mode("the status of each rank", "where", works=(GPU, INTERPRETER, NOTHING)),
     "consan": _instrumented(
         "races on shared memory, barriers, asynchronous copies",
         "consan",
@@ -88,7 +88,7 @@ MODES: Mapping[str, Mode] = {
         _lacks(_FAILS, "3.7", "3.8"),
     ),
     "iisan": _instrumented(
-        "arguments of TMA that end in an illegal instruction",
+        "TMA arguments that cause an illegal instruction",
         "iisan",
         "interp:bounds",
         _lacks(_UNKNOWN, "3.6"),
@@ -103,7 +103,7 @@ MODES: Mapping[str, Mode] = {
         _lacks(_UNKNOWN, "3.6", "3.7") | _lacks(_FOREIGN, "3.8", "3.9"),
     ),
     "memcheck": Mode("accesses outside of allocations", "interp:bounds", tool=True),
-    "initcheck": Mode("reads of memory that nobody wrote", "interp:init", tool=True),
+    "initcheck": Mode("reads of memory that was never written", "interp:init", tool=True),
     "racecheck": Mode("races on shared memory", "interp", tool=True),
     "synccheck": Mode("barriers that not all threads reach", "interp:waits", tool=True),
 }
@@ -111,8 +111,11 @@ MODES: Mapping[str, Mode] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Facts that decide which modes can work: Triton's version, what runs kernels (one of
-    ``INTERPRETER``, ``GPU``, ``NOTHING``), and the tool that the process runs under."""
+    """The environment that decides which modes work.
+
+    It consists of Triton's version, what runs kernels (``INTERPRETER``, ``GPU`` or ``NOTHING``),
+    and the compute-sanitizer tool that the process runs under.
+    """
 
     version: Version
     runs: str
@@ -125,26 +128,26 @@ class Place:
 
 
 def _compiles() -> bool:
-    """True with a GPU, or a driver that stands for one."""
+    """Return whether kernels can be compiled: with a GPU, or with a driver that replaces it."""
     return torch.cuda.is_available() or triton.runtime.driver._active is not None
 
 
 _ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "compile": (
-        "kernels that are compiled and not run write nothing and set no flag, so a program would "
-        "go on with wrong values, and its ranks would wait for ever",
-        "triton_dist.testing.compile_only around the launches that you want to compile, and "
+        "kernels that are only compiled write nothing and set no flags: the program would "
+        "continue with wrong values, and its ranks would wait forever",
+        "triton_dist.testing.compile_only around the launches to compile, and "
         "`triton-dist dump --diff`",
     )
 }
-"""Words that one may look for here: why each is no mode, and what does it."""
+"""Words that users may expect to be modes, with the reason why not and a replacement."""
 
 
 def checks_of(words: Iterable[str]) -> tuple[str, ...]:
-    """The checks of the interpreter among ``words``, in the order of ``CHECKS``.
+    """Return the interpreter checks among ``words``, in the order of ``CHECKS``.
 
     Raises:
-        DebugModeRefused: a word is no mode.
+        DebugModeRefused: a word is not a mode.
     """
     words, wanted = set(words), set()
     for word in words:
@@ -155,17 +158,17 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
             raise DebugModeRefused(word, *_ELSEWHERE[word])
         if name != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
-            raise DebugModeRefused(word, "there is no such mode", f"one of {', '.join(known)}")
+            raise DebugModeRefused(word, "no such mode", f"one of {', '.join(known)}")
         wanted |= {check} if check else {*CHECKS}
     return tuple(check for check in CHECKS if check in wanted)
 
 
 def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
-    """The checks of the interpreter among ``words``, all of which can work at ``place``.
+    """Return the interpreter checks among ``words`` after checking all words against ``place``.
 
     Raises:
-        DebugModeRefused: a word is no mode, or one that would find nothing, with the reason and
-            the nearest that can.
+        DebugModeRefused: a word is not a mode, or the mode could not find anything; the message has
+            the reason and the nearest mode that works.
     """
     words = tuple(words)
     checks = checks_of(words)
@@ -173,7 +176,7 @@ def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
     if checks and place.runs != INTERPRETER:
         raise DebugModeRefused(
             "interp",
-            "kernels are not interpreted here, and Triton decides that when it is imported",
+            "kernels are not interpreted in this process; Triton decides this at its import",
             f"`triton-dist debug interp -- COMMAND`, or {_IN_INTERPRETER.format(','.join(words))}",
         )
     for word in words:
@@ -185,7 +188,7 @@ def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
             raise DebugModeRefused(word, "pdb steps through interpreted kernels only", nearest)
         if place.runs == INTERPRETER:
             raise DebugModeRefused(
-                word, "it is for compiled kernels; these are interpreted", nearest
+                word, "it requires compiled kernels, but kernels are interpreted", nearest
             )
         if release in mode.lacks:
             raise DebugModeRefused(word, mode.lacks[release], nearest)
@@ -194,11 +197,11 @@ def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
         if mode.tool and place.tool != word:
             command = f"`triton-dist debug {word} -- COMMAND`"
             raise DebugModeRefused(word, "compute-sanitizer starts the process", command)
-    one_of_a_kind = [word for word in words if _INSTRUMENTATION in MODES.get(word, _NONE).variables]
-    one_of_a_kind = one_of_a_kind or [word for word in words if MODES.get(word, _NONE).tool]
-    if len(one_of_a_kind) > 1:
+    exclusive = [word for word in words if _INSTRUMENTATION in MODES.get(word, _NONE).variables]
+    exclusive = exclusive or [word for word in words if MODES.get(word, _NONE).tool]
+    if len(exclusive) > 1:
         raise DebugModeRefused(
-            one_of_a_kind[1], f"{one_of_a_kind[0]} is on, and one excludes the other", "two runs"
+            exclusive[1], f"it cannot be combined with {exclusive[0]}", "two runs"
         )
     return checks
 
@@ -207,7 +210,7 @@ _NONE = Mode("", "")
 
 
 def nearest_of(word: str, runs: str) -> str:
-    """The mode that finds the most of what ``word`` does where kernels run so."""
+    """Return the mode that finds the largest part of ``word``'s errors, given what runs kernels."""
     nearest = MODES[word].nearest
     if nearest in MODES and runs == GPU:
         return nearest
@@ -215,8 +218,10 @@ def nearest_of(word: str, runs: str) -> str:
 
 
 def variables_of(words: Iterable[str]) -> dict[str, str]:
-    """Variables that modes of compiled kernels set. Nothing is tuned meanwhile: such kernels are
-    others, and their times would stay in the cache."""
+    """Return the variables that modes of compiled kernels set.
+
+    They turn tuning off: times of instrumented kernels must not get into the cache.
+    """
     set_by = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
     if any(MODES[word].tool or MODES[word].variables for word in words if word in MODES):
         set_by[knobs.autotune.variable] = "0"
@@ -225,22 +230,23 @@ def variables_of(words: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def activate() -> tuple[str, ...]:
-    """Turn on what ``TRITON_DIST_DEBUG`` asks for, say so once, and return what the interpreter is
-    to turn on; nothing is done where it is not set.
+    """Turn on the modes of ``TRITON_DIST_DEBUG``, print them once, and return interpreter checks.
+
+    Do nothing if the variable is not set.
 
     Raises:
-        DebugModeRefused: as :func:`check`.
+        DebugModeRefused: see :func:`check`.
     """
     words = knobs.debug.get()
     if not words:
         return ()
-    tell = tuple(word for word in _TELL if word in words)
+    tell = tuple(word for word in _INTERACTIVE if word in words)
     place = Place.here()
     checks = check(words, place)
     changed = variables_of(words) if place.runs == GPU else {}
     for variable, value in changed.items():
         knobs.put(variable, value)
-    # Triton reads these when it is imported, which was before.
+    # Triton has already read these variables at its import.
     if _INSTRUMENTATION in changed:
         triton.knobs.compilation.instrumentation_mode = changed[_INSTRUMENTATION]
     if _ASSERTIONS in changed:
@@ -249,7 +255,7 @@ def activate() -> tuple[str, ...]:
     sets = " ".join(f"{variable}={value}" for variable, value in changed.items())
     print(
         f"triton_dist: rank {knobs.rank.get()}: debugging with {', '.join(shown)}"
-        + (f"; {sets}; times mean nothing" if sets else ""),
+        + (f"; {sets}; times are not meaningful" if sets else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -258,7 +264,7 @@ def activate() -> tuple[str, ...]:
 
         rank_status.install_signal_handler()
         rank_status.start()
-        deadlock_check.DeadlockCheck(validators=False).start()
+        deadlock_check.DeadlockCheck(raises=False).start()
     return checks + tell
 
 
@@ -267,11 +273,11 @@ def install_interpreter() -> None:
     """Patch Triton's interpreter and turn on the checks of ``TRITON_DIST_DEBUG``, once per process.
 
     Raises:
-        DebugModeRefused: as :func:`check`.
+        DebugModeRefused: see :func:`check`.
     """
     interpreter.install()
     wanted = activate()
-    if wanted:  # the checks are slow to import, and most processes run without
+    if wanted:  # imported lazily, because the checks are slow to import and rarely used
         from triton_dist.debugging import checks
 
         checks.install(wanted)

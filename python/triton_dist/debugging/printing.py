@@ -1,4 +1,4 @@
-"""Text that interpreted kernels print: each line says which rank, program and line it is of."""
+"""Print from interpreted kernels, with rank, program and source line on each line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_dist.debugging.accesses import Undo, replace, undo_all
 from triton_dist.debugging.site import is_of_program, site
 from triton_dist.runtime.addresses import describe_address
 
-# The interpreter holds blocks of these as their bits.
+# The interpreter stores blocks of these types as bit patterns.
 _AS_BITS = {
     "bf16": torch.bfloat16,
     "fp8e4nv": torch.float8_e4m3fn,
@@ -28,21 +28,21 @@ _HEX: Any = {"int": hex}
 
 
 def dump(label: str, values: Iterable[Any]) -> None:
-    """Print ``values`` of the kernel that runs, each in a line, or below it if it is a matrix."""
+    """Print ``values`` of the running kernel, one per line; matrices start on a new line."""
     _print_all(label, [described(value) for value in values])
 
 
 def _print_all(label: str, texts: Iterable[str]) -> None:
     at = site()
     for text in texts:
-        # In one piece, so that ranks which share a terminal do not mix.
+        # A single write, so that lines of ranks do not interleave.
         sys.stdout.write(f"{at}: {label} {text}\n")
     sys.stdout.flush()
 
 
 def described(value: Any) -> str:
-    """Type, shape and elements of a value in a kernel; of pointers, where they point to."""
-    value = getattr(value, "value", value)  # of a constexpr
+    """Return type, shape and elements of a value; for pointers the names of their targets."""
+    value = getattr(value, "value", value)  # unwraps a constexpr
     if not isinstance(value, tl.tensor):
         return str(value)
     return _described(value.handle, [int(size) for size in value.shape])
@@ -67,7 +67,7 @@ def _described(handle: Any, shape: list[int]) -> str:
 
 
 def _numbers(block: Any, element: str) -> Any:
-    """The values of a block, of which the interpreter may hold the bits."""
+    """Return the values of a block, which the interpreter may store as bit patterns."""
     if element not in _AS_BITS:
         return block
     signed = torch.from_numpy(np.ascontiguousarray(block).view(f"i{block.itemsize}"))
@@ -75,8 +75,10 @@ def _numbers(block: Any, element: str) -> Any:
 
 
 def notify_ranks(upstream: Any) -> Undo:
-    """Let ``print`` and ``tl.device_print`` in kernels say who prints; of ``upstream``, the module
-    ``triton.runtime.interpreter``. Until undone."""
+    """Prefix output of ``print`` and ``tl.device_print`` in kernels with rank and program.
+
+    ``upstream`` is the module ``triton.runtime.interpreter``. Return a function that undoes this.
+    """
 
     def of_python(original: Any, *values: Any, **named: Any) -> None:
         if is_of_program(sys._getframe(2)) and (at := site()).kernel != "?":
@@ -90,7 +92,7 @@ def notify_ranks(upstream: Any) -> Undo:
             else _described(value, [] if value.data.size == 1 else [*value.data.shape])
             for value in values
         )
-        _print_all(prefix.strip(" :"), texts)  # Triton puts them there
+        _print_all(prefix.strip(" :"), texts)  # Triton adds blanks and a colon to the prefix
 
     return undo_all(
         [

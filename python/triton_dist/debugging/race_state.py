@@ -24,40 +24,40 @@ from triton_dist.runtime.job import made_folder
 
 _SHADOW = "~race"
 WHO, COUNT, LINE, STORED, LOADED, FIRST = 0, 1, 2, 3, 4, 5
-"""Columns: who stored (its number + 1), at which count, on which line, negative if by TMA; the
-program that stored last, and the one that loaded last; then, for each number, at which count it
-loaded, and what was released here."""
+"""Columns of a shadow row: actor of the last store (number + 1), its count, its line (negative for
+TMA); program of the last store; program of the last load; then for each actor its count at its last
+load and the clock released here."""
 
 
 def own_rank() -> int:
-    """Return this process's rank; 0 in a world of one, which may be given a rank of another."""
+    """Return this process's rank; 0 in a world of one, whatever the launcher's variables say."""
     return knobs.rank.get() % knobs.world_size.get()
 
 
 def number_of(copying: bool) -> int:
-    """Return the number of this rank's programs, or of its copy streams."""
+    """Return the actor number of this rank's programs, or of its copy streams."""
     return own_rank() + (knobs.world_size.get() if copying else 0)
 
 
-def how_many() -> int:
-    """Return how many numbers there are."""
+def num_actors() -> int:
+    """Return the number of actors."""
     return 2 * knobs.world_size.get()
 
 
 def name_of(number: int) -> str:
-    """Return what messages call a number."""
+    """Return the name of an actor in messages."""
     rank = number % knobs.world_size.get()
     return f"rank {rank}" if rank == number else f"a copy stream of rank {rank}"
 
 
 def _columns() -> int:
-    return FIRST + 2 * how_many()
+    return FIRST + 2 * num_actors()
 
 
 def with_shadows(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """``regions``, and beside each one a region for what is noted of its elements."""
+    """Return ``regions`` with a shadow region for each, which has one row per element."""
     shadows = {
         f"{name}{_SHADOW}": ((math.prod(shape), _columns()), torch.int32)
         for name, (shape, _) in regions.items()
@@ -66,7 +66,7 @@ def with_shadows(
 
 
 def noted(access: Access) -> list[tuple[str, Any, Any]]:
-    """(name, shadow, rows) of each region of symmetric memory that is accessed."""
+    """Return (name, shadow, rows) of each region of symmetric memory that is accessed."""
     if knobs.world_size.get() == 1:
         return []
     touched, found = np.asarray(access.touched()).view(np.int64), []
@@ -85,7 +85,7 @@ def noted(access: Access) -> list[tuple[str, Any, Any]]:
 
 
 def _shadow_of(begin: int, name: str) -> Any:
-    """The notes of the region that begins there: the next of its name, in the same allocation."""
+    """Return the shadow of the region at ``begin``, which follows it in the same allocation."""
     region, of, owner = name.partition(" of rank ")
     entry = addresses.next_named(begin, f"{region}{_SHADOW}{of}{owner}")
     if entry is None:
@@ -99,32 +99,31 @@ _instances = itertools.count()
 
 
 class Clocks:
-    """Knowledge of this rank: how many releases of each number came before.
+    """The vector clocks of this rank: the number of known releases of each actor.
 
     Attributes:
-        copying: file and line that queued the copy that this thread does; no line: it does none.
+        copying: file and line that queued the copy of this thread; no line: no copy is running.
     """
 
     def __init__(self) -> None:
         self.copying = _Copying()
-        self._clocks: dict[tuple[int, int], Any] = {}  # by number and size of the world: of a job
-        # Ranks begin checks alike; those of earlier ones have left their clocks in the folder.
+        self._clocks: dict[tuple[int, int], Any] = {}  # by actor and size of the world
+        # All ranks start checks in the same order; earlier checks have left files in the folder.
         self._instance = next(_instances)
         self._board: tuple[Any, Any] = (None, None)
 
     @property
     def own(self) -> int:
-        """Number of what this thread does."""
+        """Actor number of this thread."""
         return number_of(copying=bool(self.copying.line))
 
     @property
     def now(self) -> Any:
-        """Clock of what this thread does."""
+        """Clock of this thread's actor."""
         return self._clock_of(self.own)
 
     def move_on(self, copying: bool = False) -> Any:
-        """Return what this rank's programs, or its copy streams, know now; what they do from now on
-        is not part of it."""
+        """Return a copy of the clock of this rank's programs or copy streams, and advance it."""
         number = number_of(copying)
         clock = self._clock_of(number)
         known = clock.copy()
@@ -132,46 +131,47 @@ class Clocks:
         return known
 
     def learn(self, rows: Any) -> None:
-        """Take over what others knew, a row each."""
+        """Merge the clocks of other actors, one per row, into the clock of this thread's actor."""
         clock = self.now
         if rows.size:
             np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
 
     def publish(self) -> None:
-        """Let all ranks that ``learn`` the board know what this one knows."""
+        """Copy this rank's clock to the board, from which other ranks ``learn``."""
         self.board()[own_rank()] = self.move_on()
 
     def board(self) -> Any:
-        """Return a row of each rank, which all of this host map."""
+        """Return the board: a row per rank, in memory that all ranks of this host map."""
         size, folder = knobs.world_size.get(), made_folder()
         if self._board[0] != (folder, size):
             path = folder / f"clocks-{size}-{self._instance}"
             with path.open("ab") as file:
-                file.truncate(4 * size * how_many())
-            rows = np.memmap(path, np.int32, "r+", shape=(size, how_many()))
+                file.truncate(4 * size * num_actors())
+            rows = np.memmap(path, np.int32, "r+", shape=(size, num_actors()))
             self._board = (folder, size), rows
         return self._board[1]
 
     def _clock_of(self, number: int) -> Any:
         key = number, knobs.world_size.get()
         if key not in self._clocks:
-            clock = self._clocks[key] = np.zeros(how_many(), np.int32)
+            clock = self._clocks[key] = np.zeros(num_actors(), np.int32)
             clock[number] = 1
         return self._clocks[key]
 
 
 class _Copying(threading.local):
-    """File and line that queued what this thread does; no line: it is no copy stream's."""
+    """File and line that queued this thread's copy; no line: not a thread of a copy stream."""
 
     file = ""
     line = 0
 
 
 class ProgramOrder:
-    """Up to which of its rank's releases each program knows what other programs did.
+    """The order of programs of this rank: up to which release each program is synchronised.
 
-    All that came before the kernel is known to all. Then a flag says it: one that a program of the
-    same rank released, in any memory, or one of another rank that knew of it.
+    A program is synchronised with everything before its kernel. Later it synchronises through
+    flags: a flag that another program of the rank has released, or a flag of another rank that was
+    synchronised with that program.
     """
 
     def __init__(self) -> None:
@@ -180,14 +180,14 @@ class ProgramOrder:
         self._released: dict[int, int] = {}  # by address of the flag
 
     def begin(self, count: int) -> None:
-        """Begin a kernel, before which there were ``count`` releases."""
+        """Begin a kernel; ``count`` is the number of releases before it."""
         self._began = count
         self._known.clear()
         self._released.clear()
 
     @property
     def known(self) -> int:
-        """Count up to which the running program knows what others did."""
+        """Return the release up to which the running program is synchronised."""
         return self._known.get(current_program_number(), self._began)
 
     def learn(self, count: int) -> None:

@@ -1,18 +1,18 @@
-"""Data races between ranks on symmetric memory, by vector clocks.
+"""Detect data races between ranks on symmetric memory with vector clocks.
 
-Who is checked are the programs of each rank, which other ranks take for one, and its copy streams,
-which count as another. Each counts its releases, and knows of every other how many of its releases
-came before. A release (``notify``) writes down beside the flag what its rank knows; an acquire
-(``wait``) learns it; a collective lets all learn from all. A program knows what others of its rank
-did before the kernel, and what flags say. A copy knows what its rank knew when it was queued, and
-whoever joins the stream learns what that knows. Beside each element stands who last stored to it,
-and who loaded it, at which count: what is not known to have come before is a race, whatever was
-read.
+Each rank has two actors: its programs and its copy streams. An actor counts its releases and stores
+the number of known releases of every other actor. A release (``notify``) stores the clock in the
+shadow of the flag; an acquire (``wait``) merges it; a collective merges the clocks of all ranks.
+A program is synchronised with everything before its kernel, and with others through flags. A copy
+starts with the clock at which it was queued, and joining its stream merges its clock. The shadow of
+each element has the actors of its last store and loads, with their counts. An access that is not
+known to be ordered after these is a race, whatever value was read.
 
-A store through a descriptor is not part of a release before ``publish_tile``, as TMA goes on
-meanwhile; the end of the kernel completes it.
+A store through a descriptor becomes part of a release only after ``publish_tile`` or at the end of
+the kernel, because TMA stores are asynchronous.
 
-What torch does is not seen, but its collectives are: so there are races that this does not find.
+Accesses by torch are not checked, except that its collectives synchronise. Some races are
+therefore not found.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from triton_dist.runtime.interpreter_program import current_program_number
 from triton_dist.runtime.job import made_folder
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
-_UNPUBLISHED = 2**31 - 1  # a count that nobody knows
+_UNPUBLISHED = 2**31 - 1  # a count that no clock reaches
 _PROGRAM_BITS = 24
-# Those of them that this torch has. What tells one rank only is taken for telling all: too much is
-# known then, which gives no false alarm.
+# The collectives that this version of torch has. A collective that only informs one rank, such as
+# reduce, is treated as informing all: this misses races, but gives no false alarms.
 _COLLECTIVES = (
     "barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor",
     "all_gather_single", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor",
@@ -66,13 +66,15 @@ _WORDS = ("meet", "broadcast", "all_gather", "maximum", "barrier", "align", "lin
 
 
 _RELEASES = ("release", "acquire_release")
-_meant: list[str] | None = None  # races of calls that race on purpose
+_meant: list[str] | None = None  # expected races, of calls that race on purpose
 
 
 @contextmanager
 def expected() -> Iterator[list[str]]:
-    """Within: races that this rank finds go into the list that is given, and a call that races on
-    purpose goes on. Where the check is off the list stays empty."""
+    """Context manager that collects the races of this rank in a list instead of raising.
+
+    It is for calls that race on purpose. If the check is off, the list stays empty.
+    """
     global _meant
     before, _meant = _meant, []
     try:
@@ -82,7 +84,7 @@ def expected() -> Iterator[list[str]]:
 
 
 class Races:
-    """Refuses accesses of symmetric memory that race with those of another rank."""
+    """The check that raises for accesses of symmetric memory that race with another access."""
 
     def __init__(self) -> None:
         self._clocks = Clocks()
@@ -102,7 +104,7 @@ class Races:
             if late.any():
                 other, line = int(who[late][0]), int(shadow[rows, LINE][late][0])
                 said = f"{name_of(other)} stored at line {abs(line)}"
-                by_tma = " by TMA, of which a flag says nothing without publish_tile" * (line < 0)
+                by_tma = " by TMA, which a flag only orders after publish_tile" * (line < 0)
                 self._report(access, name, rows[late], said + by_tma)
             program = self._check_programs(access, name, shadow, rows)
             if access.kind == "load":
@@ -131,8 +133,10 @@ class Races:
             clock[own] += 1
 
     def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
-        """Refuse what races with another program of this rank; return what is noted of this
-        program, 0 of a copy."""
+        """Raise if the access races with another program of this rank.
+
+        Return the number to record for this program; 0 for a copy.
+        """
         if self._clocks.copying.line:
             return 0
         own, program, known = self._clocks.own, self._program(), self._order.known
@@ -152,7 +156,7 @@ class Races:
         return program
 
     def _program(self) -> int:
-        """Return what is noted of the running program."""
+        """Return the number to record for the running program."""
         return (self._clocks.own << _PROGRAM_BITS) + current_program_number() + 1
 
     def after(self, access: Access, values: Any) -> None:
@@ -166,16 +170,16 @@ class Races:
                 if kernel:
                     self._order.learn(int(released[:, own].max(initial=0)))
         elif access.semantic == "volatile":
-            # Packets say by themselves that they have come. Who stores notes it before: to look at
-            # the note before what came is read would be to miss a packet that comes in between.
+            # A packet contains its own flag. A store updates the shadow first, so reading the
+            # shadow before the packet would miss a packet that arrives in between.
             for _, shadow, rows in noted(access):
                 who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
                 known = (who >= 0) & (count < _UNPUBLISHED)
                 np.maximum.at(self._clocks.now, who[known], count[known])
-                self._order.learn(int(self._clocks.now[own]))  # of who stored that, nothing is told
+                self._order.learn(int(self._clocks.now[own]))  # packets do not record the program
 
     def publish(self) -> None:
-        """Complete what the running program has stored by TMA."""
+        """Complete the TMA stores of the running program."""
         self._complete(self._unpublished.pop(self._program(), ()))
 
     def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
@@ -186,13 +190,13 @@ class Races:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within: no other thread of this rank, and no other rank of the host, is."""
+        """Context manager that excludes other threads of this rank and other ranks of the host."""
         with self._turn, (made_folder() / "turn").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def track(self) -> Undo:
-        """Note what copy streams do, and what collectives bring into an order, until undone."""
+        """Track copy streams and collectives; return a function that undoes this."""
 
         def together(original: Any, *args: Any, **named: Any) -> Any:
             self._clocks.publish()
@@ -221,7 +225,7 @@ class Races:
             try:
                 original(*args)
             finally:
-                while self._unpublished:  # the kernel is done
+                while self._unpublished:  # the end of the kernel completes its stores
                     self._complete(self._unpublished.popitem()[1])
 
         def awaited(original: Any, flags: torch.Tensor, index: int, *rest: Any) -> None:
@@ -237,7 +241,7 @@ class Races:
         def copied(
             original: Any, stream: Any, destination: torch.Tensor, source: torch.Tensor
         ) -> None:
-            if destination.numel() == 1:  # a flag, which may be copied from another
+            if destination.numel() == 1:  # a flag, whose clock is copied too
                 accesses = [_of_flag(destination, 0, "release")]
             else:
                 accesses = [_of_rows(source, "load"), _of_rows(destination, "store")]
@@ -266,8 +270,8 @@ class Races:
         at = queued if copying.line else str(site())
         owner = "" if " of rank " in name else f" of rank {rank}"
         message = (
-            f"{at}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: no "
-            "flag, and no collective, says that it was before"
+            f"{at}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: "
+            "neither a flag nor a collective orders the two accesses"
         )
         if _meant is None:
             raise DataRace(message)

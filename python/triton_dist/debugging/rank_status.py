@@ -1,8 +1,8 @@
 """Status of the ranks of a job: what each rank publishes, and ``triton-dist debug where``.
 
-A client leaves a question in the job's folder. Each rank looks for questions every quarter of a
-second, on a thread that no kernel blocks, and writes its status. Flags and epochs are read from
-symmetric memory, including the peers', so that one rank that answers describes those that do not.
+A client writes a request file to the job's folder. Each rank checks for requests every 0.25 s on a
+thread that kernels do not block, and writes its status. A rank also reads flags and epochs from the
+peers' symmetric memory, so its status describes ranks that do not answer.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ class Region(Protocol):
 
 
 class Memory(Protocol):
-    """Symmetric memory that can say who has come how far."""
+    """Symmetric memory that reports the progress of ranks."""
 
     def status(self) -> dict[str, Any]:
-        """``name``; ``epochs``: by name of a counter, that of each rank (None: cannot be read);
-        ``late``: flags that are awaited, as ``flag``, ``expected``, ``seen``, ``writer``."""
+        """Return ``name``, ``epochs`` and ``late``.
+
+        ``epochs`` maps the name of a counter to its value on each rank (None: cannot be read).
+        ``late`` lists awaited flags, each with ``flag``, ``expected``, ``seen`` and ``writer``.
+        """
 
     def writer_of(self, address: int) -> int | None:
-        """Rank that sets the flag at ``address``; ``None``: no flag of this memory."""
+        """Return the rank that sets the flag at ``address``, or ``None`` for other addresses."""
 
 
 Read = Callable[[torch.Tensor], torch.Tensor | None]
@@ -63,14 +66,14 @@ Read = Callable[[torch.Tensor], torch.Tensor | None]
 
 @dataclass(eq=False)
 class Slots:
-    """A memory whose calls take turns with slots, each of which has an epoch.
+    """A memory whose calls alternate between slots, each with its own epoch.
 
     Attributes:
-        epochs: region of control words [slots, words], number ``word`` of which counts from bit
-            ``shift`` on.
-        begun: by slot, the calls that this rank's host has begun.
-        late: the flags that the use of a slot waits for in some epoch, and that are not there.
-        flags: of a slot, flags, and the rank that sets the one of an index.
+        epochs: region of control words [slots, words]; bits ``shift`` and above of word ``word``
+            are the epoch of a slot.
+        begun: number of calls that this rank's host has begun, by slot.
+        late: function that returns the awaited flags of a slot in an epoch that are not yet set.
+        flags: function that returns the flags of a slot, with the rank that sets each index.
     """
 
     epochs: Region
@@ -81,8 +84,11 @@ class Slots:
     flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
 
     def status(self) -> dict[str, Any]:
-        """See :class:`Memory`. In use is a slot of which more calls have begun than epochs are
-        over; that of a graph's replays is not known to be."""
+        """Return the status; see :class:`Memory`.
+
+        A slot is in use if more calls have begun than epochs have ended. Replays of a CUDA graph
+        are not counted.
+        """
         peek, peers = current_device().peek, self.epochs.peers
         lines = [peek(peer) for peer in peers]
         own = next(number for number, peer in enumerate(peers) if peer is self.epochs.local)
@@ -116,7 +122,7 @@ _memories: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 
 def start() -> None:
-    """Note launches, and memories that are made from now on."""
+    """Start recording launches and memories that are created from now on."""
     global _is_on
     _is_on = True
     hook = triton.knobs.runtime.launch_enter_hook
@@ -133,11 +139,11 @@ def stop() -> None:
 
 
 def add(memory: Memory) -> bool:
-    """Let ``memory`` be asked; False where nobody will ask."""
+    """Include ``memory`` in the status; return False if status is off."""
     if _is_on:
         _memories.add(memory)
         with suppress(Exception):
-            memory.status()  # now: what it needs for that may not be made beside a kernel
+            memory.status()  # allocates what it needs now, which is impossible during a kernel
     return _is_on
 
 
@@ -146,14 +152,14 @@ def note_launch(kernel: str, grid: tuple[int, ...]) -> None:
 
 
 def _note_compiled(metadata: Any) -> None:
-    with suppress(Exception):  # whatever a version has there, a launch must not fail for it
+    with suppress(Exception):  # private metadata of Triton: a change must not fail the launch
         _launches.append(str(metadata.data.get("name", "?")))
 
 
 def writer_of(address: int) -> int | None:
-    """Rank that sets the flag at ``address``, as far as a memory knows."""
+    """Return the rank that sets the flag at ``address``, or ``None`` if unknown."""
     for memory in list(_memories):
-        with suppress(Exception):  # it may be freed meanwhile
+        with suppress(Exception):  # the memory may be freed concurrently
             writer = memory.writer_of(address)
             if writer is not None:
                 return writer
@@ -161,14 +167,16 @@ def writer_of(address: int) -> int | None:
 
 
 def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
-    """Write ``state``, and what else is known, if there is a question other than ``answered``;
-    returns the last question."""
+    """Write the status if there is a request other than ``answered``; return the last request.
+
+    ``state`` is the part of the status that is also published without a request.
+    """
     try:
         question = (folder / "ask").read_text(encoding="utf-8")
     except OSError:
         return answered
     if question and question != answered:
-        # Frames of the main thread, those of Python and its libraries left out.
+        # Frames of the main thread without Python's own and its libraries' frames.
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines: list[str] = []
         while frame is not None and len(lines) < _MOST_FRAMES:
@@ -184,7 +192,7 @@ def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` to ``path`` in one step."""
+    """Write ``state`` to ``path`` atomically."""
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps(state), encoding="utf-8")
     new.replace(path)
@@ -193,24 +201,24 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 def _status_of(memory: Memory) -> dict[str, Any]:
     try:
         return memory.status()
-    except Exception as failure:  # the others' standing is worth as much
+    except Exception as failure:  # the status of the other memories is still useful
         return {"name": type(memory).__name__, "epochs": {}, "late": [], "failed": repr(failure)}
 
 
 SIGNAL = signal.SIGUSR2
-"""Sent to a rank, it lets that rank print where all stand. SIGUSR1 is what schedulers warn with,
-and what ``spawn_ranks`` asks for stacks with."""
+"""A rank that receives this signal prints the status of all ranks. SIGUSR1 is not available: job
+schedulers send it as a warning, and ``spawn_ranks`` requests stacks with it."""
 _LOOK_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
 _write_end = -1
 
 
 def install_signal_handler() -> None:
-    """Let ``SIGNAL`` print where the ranks of this job stand, on standard error of this process,
-    until :func:`remove_signal_handler`; nothing where the program has a use for that signal.
+    """Make ``SIGNAL`` print the status of the job's ranks on standard error of this process.
 
-    Python would run a handler between two lines of the main thread, which a hung rank does not come
-    to: faulthandler's writes at once, here into a pipe that a thread waits at.
+    Do nothing if the program already handles the signal; :func:`remove_signal_handler` undoes this.
+    Python runs a signal handler only between bytecodes of the main thread, which a hung rank does
+    not reach. faulthandler writes immediately: here into a pipe that a thread reads.
     """
     global _write_end
     if _write_end >= 0 or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
@@ -218,7 +226,7 @@ def install_signal_handler() -> None:
     read_end, _write_end = os.pipe()
     faulthandler.register(SIGNAL, file=_write_end, all_threads=False)
     threading.Thread(
-        target=_print_when_told, args=(read_end,), name="triton_dist-where", daemon=True
+        target=_print_on_signal, args=(read_end,), name="triton_dist-where", daemon=True
     ).start()
 
 
@@ -226,12 +234,12 @@ def remove_signal_handler() -> None:
     global _write_end
     if _write_end >= 0:
         faulthandler.unregister(SIGNAL)
-        os.close(_write_end)  # the thread reads the end, and ends
+        os.close(_write_end)  # the thread reads the end of the file and exits
         _write_end = -1
 
 
 def _start_in_child() -> None:
-    """The pipe of a fork's parent is not for the child to write to, nor has it the thread."""
+    """Replace the parent's pipe in a forked child, which does not have the reading thread."""
     if _write_end >= 0:
         remove_signal_handler()
         install_signal_handler()
@@ -240,10 +248,10 @@ def _start_in_child() -> None:
 os.register_at_fork(after_in_child=_start_in_child)
 
 
-def _print_when_told(read_end: int) -> None:
-    while os.read(read_end, 1 << 16):  # the stack of the main thread, which the report has
+def _print_on_signal(read_end: int) -> None:
+    while os.read(read_end, 1 << 16):  # discard the stack, which the report contains too
         print(
-            f"triton_dist: rank {knobs.rank.get()} was asked where the ranks stand\n"
+            f"triton_dist: rank {knobs.rank.get()} reports the status of all ranks\n"
             f"{report(made_folder())[0]}",
             file=sys.stderr,
             flush=True,
@@ -252,7 +260,7 @@ def _print_when_told(read_end: int) -> None:
 
 
 def report(folder: Path) -> tuple[str, int]:
-    """Ask the ranks whose place is ``folder``: what they say, and how many do."""
+    """Request the status of the ranks of ``folder``; return the text and the number of answers."""
     question = f"{os.getpid()} {time.monotonic()}"
     (folder / "ask").write_text(question, encoding="utf-8")
     states: dict[int, dict[str, Any]] = {}
@@ -293,8 +301,8 @@ def _of_rank(state: Mapping[str, Any], answers: bool) -> list[str]:
     for memory in state["memories"]:
         lines += [f"  a kernel of {memory['name']} waits for {_awaited(f)}" for f in memory["late"]]
         if "failed" in memory:
-            lines.append(f"  {memory['name']} cannot be looked into: {memory['failed']}")
-    lines += [f"  told: {flag} by {at}" for flag, at in list(state["told"].items())[-4:]]
+            lines.append(f"  {memory['name']} cannot be read: {memory['failed']}")
+    lines += [f"  has set: {flag} at {at}" for flag, at in list(state["told"].items())[-4:]]
     if state["launches"]:
         lines.append(f"  last launches: {', '.join(state['launches'])}")
     return lines + [f"  {line}" for line in state["stack"]]
@@ -307,7 +315,10 @@ def _awaited(wait: Mapping[str, Any]) -> str:
 
 
 def _of_memories(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Epochs of all ranks side by side; each as its rank sees it, or else as a peer does."""
+    """Return a line per counter with the epochs of all ranks.
+
+    An epoch is read by its own rank or, if that rank does not answer, by a peer.
+    """
     seen: dict[tuple[str, str], dict[int, int]] = {}
     for rank, answer in sorted(answers.items()):
         for memory in answer["memories"]:
@@ -318,8 +329,8 @@ def _of_memories(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
                         row[peer] = epoch
     lines = []
     for (name, counter), row in seen.items():
-        # The epoch of most ranks; if as many have another, the highest: a rank that is behind keeps
-        # the other ranks waiting.
+        # The most frequent epoch; on a tie the highest, because a rank that is behind makes the
+        # other ranks wait.
         counted = Counter(row.values())
         common = max(counted, key=lambda epoch: (counted[epoch], epoch), default=0)
         shown = "  ".join(
@@ -334,7 +345,7 @@ def folder_of(job: str | None, holds: str) -> Path:
     """Return the folder of ``job``, or of the only job that has a file matching ``holds``.
 
     Raises:
-        NoSuchJob: there is no such job, or ``job`` is ``None`` and there are several.
+        NoSuchJob: no job matches, or ``job`` is ``None`` and several jobs match.
     """
     found = job_folders(holds)
     if job is None and len(found) == 1:

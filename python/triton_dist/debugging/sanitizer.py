@@ -1,4 +1,4 @@
-"""compute-sanitizer: its place, its command line, and its report of one process."""
+"""Find compute-sanitizer, build its command line, and parse its reports."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from pathlib import Path
 from triton_dist import knobs
 
 TOOLS = ("memcheck", "racecheck")
-"""Accesses outside of what was allocated; races on shared memory. Not initcheck: it takes for
-unwritten what another process wrote, as every flag of a peer. What nobody wrote is NaN in tests."""
+"""Tools that the test suite runs: out-of-bounds accesses, and races on shared memory.
+
+initcheck is not included: it reports memory that another process wrote, such as each peer's flag,
+as uninitialised. Tests fill uninitialised memory with NaN instead.
+"""
 _LAUNCHERS = ("torchrun", "launch.sh", "torch.distributed.run")
-_PADDING = 4096  # bytes behind each allocation
+_PADDING = 4096  # bytes after each allocation
 FOUND = 88
-"""Exit status of a process of which something was reported."""
+"""Exit status of a process with findings."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
 _NAME = "compute-sanitizer"
 _SUMMARY = re.compile(
@@ -32,7 +35,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def missing() -> str:
-    """A sentence for those who have no compute-sanitizer."""
+    """Return the message for a host without compute-sanitizer."""
     return (
         f"{_NAME} is neither on PATH, nor in CUDA_HOME or /usr/local/cuda, nor in a wheel: "
         f"python3 -m pip install {_WHEELS[0]}, of the same major version as torch.version.cuda."
@@ -40,7 +43,7 @@ def missing() -> str:
 
 
 def find(environment: Mapping[str, str] | None = None) -> Path | None:
-    """The program: of PATH, else of CUDA, else of a wheel."""
+    """Return the path of the program: from PATH, the CUDA toolkit, or a wheel."""
     environment = knobs.environment() if environment is None else environment
     return next((path for path in _places(environment) if os.access(path, os.X_OK)), None)
 
@@ -61,9 +64,9 @@ def _places(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def command(program: Path, tool: str, log: Path) -> list[str]:
-    """Words before the command of a process.
+    """Return the words to put before the command of a process.
 
-    Only kernels of ours are looked at, by their names, which is much faster.
+    Only kernels of this package are checked, selected by name; this is much faster.
     """
     return [
         str(program), "--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND),
@@ -73,19 +76,21 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
 
 
 def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
-    """The same for a command and all that it starts, with its log in ``folder``."""
+    """Return the words for a command and all its child processes, with a log in ``folder``."""
     log = ["--log-file", str(folder / "process-%p.log")]
     return [*_command_of_any(program, tool), *log, "--target-processes", "all"]
 
 
 def starts_ranks(command: Sequence[str]) -> bool:
-    """True for torchrun, and for launch.sh, which starts it."""
+    """Return whether the command is torchrun, or launch.sh, which starts torchrun."""
     return any(Path(word).name in _LAUNCHERS for word in command)
 
 
 def python_of_ranks(program: Path, tool: str, folder: Path) -> Path:
-    """Write, into ``folder``, an interpreter for the ranks that torchrun starts: this one, under
-    the tool, with a log of each rank."""
+    """Write a script to ``folder`` that runs this Python under the tool; torchrun starts it.
+
+    Each rank gets its own log.
+    """
     words = [*_command_of_any(program, tool), "--target-processes", "application-only"]
     log = f'--log-file {shlex.quote(str(folder))}/rank-"$RANK".log'
     python = folder / "python"
@@ -97,7 +102,7 @@ def python_of_ranks(program: Path, tool: str, folder: Path) -> Path:
 
 
 def _command_of_any(program: Path, tool: str) -> list[str]:
-    # Else what lies behind a tensor is another one, and right for the tool.
+    # Without padding, an access past a tensor hits the next allocation, which the tool accepts.
     apart = ["--padding", str(_PADDING)] if tool == "memcheck" else []
     return [
         str(program), "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no",
@@ -107,12 +112,12 @@ def _command_of_any(program: Path, tool: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of the tool in one process.
+    """The findings of the tool in one process.
 
     Attributes:
-        count: of errors or hazards; ``None``: it came to no end.
-        kinds: what was found in which line of which kernel, without addresses, and how often each
-            was printed.
+        count: number of errors or hazards; ``None``: the report has no summary.
+        kinds: number of occurrences of each finding; a finding names kernel and line, without
+            addresses.
     """
 
     count: int | None
@@ -124,36 +129,37 @@ class Report:
 
     def __str__(self) -> str:
         if self.count is None:
-            return "; ".join(["came to no end", *self.kinds])
+            return "; ".join(["incomplete report", *self.kinds])
         found = (f"{times} x {kind}" for kind, times in self.kinds.items())
         return "; ".join([f"{self.count} found", *found])
 
 
 def report_of(text: str) -> Report:
-    """The report that a log file holds."""
+    """Parse the text of a log file."""
     summaries = _SUMMARY.findall(text)
     kinds = Counter(map(_kind, _findings(text)))
     return Report(int(summaries[-1]) if summaries else None, dict(kinds))
 
 
 def merged(reports: Mapping[str, Report]) -> list[str]:
-    """A line for each thing that was found, with how often in which process; ``reports``: by the
-    process's name."""
+    """Return a line for each finding with its count per process; ``reports`` is by process."""
     found: dict[str, list[str]] = {}
     for name, report in reports.items():
         kinds = dict(report.kinds)
         if report.count is None:
-            kinds["came to no end"] = 1
+            kinds["incomplete report"] = 1
         elif report.count and not kinds:
-            kinds["found, and not understood: see the report"] = report.count
+            kinds["findings in an unknown format: see the report"] = report.count
         for kind, times in kinds.items():
             found.setdefault(kind, []).append(f"{times} x {name}")
     return [f"{kind}: {', '.join(times)}" for kind, times in found.items()]
 
 
 def _findings(text: str) -> Iterator[str]:
-    """First lines of paragraphs, and where that was. In one, the lines after the first are
-    indented."""
+    """Yield each finding: the first line of its paragraph, and kernel and line of the access.
+
+    All lines of a paragraph after the first are indented.
+    """
     for paragraph in re.split(r"^========= *$", text, flags=re.MULTILINE):
         lines = [said for said in map(_said, paragraph.splitlines()) if said]
         first = next((line for line in lines if not line.startswith(_NO_FINDING)), None)
@@ -163,7 +169,7 @@ def _findings(text: str) -> Iterator[str]:
 
 
 def _said(line: str) -> str:
-    """Return what the tool says in a line; of another's line: nothing."""
+    """Return the tool's text in a line; empty for a line of another program."""
     prefix, _, said = line.partition("========= ")
     return "" if prefix else said.rstrip()
 

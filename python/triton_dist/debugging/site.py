@@ -1,4 +1,4 @@
-"""Place in a kernel's source that runs: for messages, so that looking it up may take its time."""
+"""Find the running line of an interpreted kernel, for messages; the search is slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton_dist.runtime import interpreter
 from triton_dist.runtime.interpreter_program import current_program
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Between a kernel's line and the operation: Triton, our runtime, and what kernels are made with.
+# Frames between a kernel's line and the operation: Triton, our runtime and language.
 _NOT_KERNELS = (
     str(Path(triton.__file__).parent),
     str(_PACKAGE / "runtime"),
@@ -27,7 +27,7 @@ _NOT_KERNELS = (
 )
 
 
-# What a program's own lines are not in.
+# Files that are not part of the user's program.
 _NOT_PROGRAMS = (
     *_NOT_KERNELS,
     str(Path(os.__file__).parent),
@@ -37,16 +37,16 @@ _NOT_PROGRAMS = (
 
 
 def is_of_program(frame: FrameType) -> bool:
-    """True for a line of the program or of a kernel, false for those of libraries."""
+    """Return whether a frame belongs to the program or a kernel, not to a library."""
     return not frame.f_code.co_filename.startswith(_NOT_PROGRAMS)
 
 
 @dataclass(frozen=True)
 class Site:
-    """The running program.
+    """The source line of the running kernel program.
 
     Attributes:
-        values: the kernel's arguments by name, as the interpreter holds them.
+        values: the kernel's arguments by name, in the interpreter's representation.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Site:
 
 
 def kernel_frame() -> FrameType | None:
-    """The innermost frame of a kernel on this thread's stack."""
+    """Return the innermost frame of a kernel on this thread's stack, or ``None``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNELS):
         frame = frame.f_back
@@ -69,7 +69,7 @@ def kernel_frame() -> FrameType | None:
 
 
 def site() -> Site:
-    """The innermost line of a kernel on this thread's stack, and the launch that it belongs to."""
+    """Return the innermost line of a kernel on this thread's stack, and its launch."""
     frame: FrameType | None = sys._getframe(1)
     file, line, kernel, values = "?", 0, "?", {}
     while frame is not None:
