@@ -266,7 +266,7 @@ def test_a_damaged_file_is_a_warning_without_a_line_of_code(run):
     status, _, err = run("list")
     assert status == 0
     assert err.startswith(f"triton-dist: tuning record {file} is not used: it is damaged (")
-    assert err.endswith(". Delete it, or write it anew\n")
+    assert err.endswith(". Delete it or replace it\n")
     assert file.read_text() == "{"
     status, _, err = run("show", str(file))
     assert status == 2

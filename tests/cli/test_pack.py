@@ -68,7 +68,7 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
         assert f"using the shipped record for none (interpreter) from {shipped}: " in line
     with pytest.raises(TuningFrozen, match=r"key 4 on cpu.*: no record"):
         tuned()(4)
-    with pytest.raises(TuningFrozen, match="version: that of the function was 1, is 2"):
+    with pytest.raises(TuningFrozen, match="version: the version of the function was 1, is 2"):
         tuned("2")(1)
     assert not Path(os.environ["TRITON_DIST_CACHE_DIR"]).exists()
 
@@ -78,8 +78,13 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
     [
         ("1", (3, 2, 1), None, "\n  used\n"),
         ("1", (3, 2, 1), prune, "\n  used, unless prune_fn drops the winner\n"),
-        ("2", (1, 2, 3), None, "\n  not used: version: that of the function was 1, is 2\n"),
-        (None, (1, 2, 3), None, "\n  not used: version: that of the function was 1, is not decla"),
+        ("2", (1, 2, 3), None, "\n  not used: version: the version of the function was 1, is 2\n"),
+        (
+            None,
+            (1, 2, 3),
+            None,
+            "\n  not used: version: the version of the function was 1, is not decla",
+        ),
         ("1", (9,), None, "\n  not used: config space: the winner {'n': "),
     ],
 )
@@ -281,7 +286,7 @@ def test_diff(run, model, tmp_path):
         "- ops.run 7 fake 5: {'n': 1} 1 ms",
         "+ ops.run 7 fake 9: {'n': 3} 1 ms",
         f"- kernel launcher {STUB[:12]}",
-        f"! kernel mm {MM[:12]}: other bytes under the same digest",
+        f"! kernel mm {MM[:12]}: different bytes under the same digest",
     ]
 
 

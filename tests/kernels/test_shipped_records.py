@@ -222,7 +222,7 @@ def drop_a_config(tree: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tree: tree.update(version="0"), "version: that of the function was 0, is "),
+        (lambda tree: tree.update(version="0"), "version: the version of the function was 0, is "),
         (drop_a_config, "config space: the winner .* is not in it"),
         (lambda tree: tree["groups"][0].update(hardware_group="cuda, other"), "no record"),
     ],

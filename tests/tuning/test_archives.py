@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "metadata that are none": (lambda: foreign_metadata("[]"), f"{OF_MM}.json", "not the metadata"),
     "a native module that is none": (
         lambda: consistent(STUB_FILE, b"import os"), STUB_FILE, "it is not a native module"),
-    "an edited winner": (lambda: rezipped(record_edited), RECORD, "checksum does not fit"),
+    "an edited winner": (lambda: rezipped(record_edited), RECORD, "checksum does not match"),
 }  # fmt: skip
 
 

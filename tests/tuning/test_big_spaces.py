@@ -96,7 +96,7 @@ def test_a_small_product_is_listed_in_the_order_of_itertools():
 def test_what_is_no_product_is_refused(parameters, where):
     with pytest.raises(InvalidArgument):
         Product(parameters, where)
-    with pytest.raises(InvalidArgument, match="keeps one of the first"):
+    with pytest.raises(InvalidArgument, match="keeps at least one of the first"):
         _ = Product({"a": range(3)}, lambda config: False).default
 
 

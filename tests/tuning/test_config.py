@@ -228,7 +228,9 @@ def test_values_that_only_print_alike_are_dropped_with_one_warning():
         {"x": torch.arange(5000).index_fill(0, torch.tensor([2500]), 0)},
     ]
     for values in ([{"x": Looks(1)}, {"x": Looks(2)}, {"x": Looks(3)}], tensors):
-        with pytest.warns(TuningWarning, match=r"values of x print like an earlier one") as caught:
+        with pytest.warns(
+            TuningWarning, match=r"values of x print like an earlier value"
+        ) as caught:
             assert len(ConfigSpace(values)) == 1
         assert len(caught) == 1
 

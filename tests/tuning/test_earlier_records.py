@@ -121,5 +121,5 @@ def test_the_table_has_every_record_of_the_folder():
 @pytest.mark.parametrize("name", RECORDS)
 def test_one_sentence_says_why_it_is_not_used(name, there):
     there(stored()[name])
-    with pytest.raises(TuningFrozen, match="source: not comparable, as an older version"):
+    with pytest.raises(TuningFrozen, match="source: not comparable, because an older version"):
         RECORDS[name][0]()

@@ -197,8 +197,8 @@ def test_nothing_differs_from_itself(one):
         ({"topology": {"world_size": "2"}}, "topology: world_size was 1, is 2", False),
         ({"policy": {"timing": "graph"}}, "policy: timing was events, is graph", False),
         ({"source": {"run": "5678"}}, "source: run changed", False),
-        ({"source": {"run": "1234", "f": "1"}}, "f is reached now and was not", False),
-        ({"source": {}}, "run was reached and is not now", False),
+        ({"source": {"run": "1234", "f": "1"}}, "f is reached now, but was not", False),
+        ({"source": {}}, "run was reached, but is not now", False),
         ({"space": "dcba"}, "config space: its digest was abcd, is dcba", False),
     ],
 )

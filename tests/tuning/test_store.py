@@ -416,11 +416,11 @@ def test_whatever_is_edited_in_a_record_is_noticed_but_not_its_layout(tmp_path):
     for _ in edits(tree):
         for edited in (json.dumps(tree), readable_json(tree)):
             path.write_text(edited)
-            with pytest.warns(CacheWarning, match="checksum does not fit|its schema is"):
+            with pytest.warns(CacheWarning, match="checksum does not match|its schema is"):
                 assert found(FileStore(tmp_path)) == []
     assert tree == json.loads(text)
     path.write_text(re.sub(r',\n  "checksum": ".*"\n', "\n", text))
-    with pytest.warns(CacheWarning, match="checksum does not fit"):
+    with pytest.warns(CacheWarning, match="checksum does not match"):
         assert found(FileStore(tmp_path)) == []
     path.write_text(json.dumps(tree, indent=8).replace("\n", "\r\n"))
     assert found(FileStore(tmp_path)) == [written]

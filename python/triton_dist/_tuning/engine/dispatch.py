@@ -333,7 +333,7 @@ class AutoTuner(Decorated):
                 space,
                 self.prune_fn,
                 self._hooks,
-                self.sizes and self.sizes.beside(fixed) if fixed else self.sizes,
+                self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
                 validator_of_whole(self.fallback_kind, fixed) if fixed else self.fallback_kind,
             )
         # Trials of an enclosing tuned function are not charged for the time of this tuning.

@@ -1,4 +1,4 @@
-"""Stores of tuning records."""
+"""Store tuning records, journals and logs: in memory, in folders, and in packs."""
 
 from triton_dist._tuning.store.beside import (
     Interrupted,

@@ -1,4 +1,4 @@
-"""Files beside records: interrupted tunings, and logs; for commands that clean up."""
+"""Find the journals and logs next to records, for commands that list and remove them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from triton_dist._tuning.values.outcome import UNREADABLE
 
 
 class Interrupted(NamedTuple):
-    """A tuning that was begun, and may be going on."""
+    """A tuning with a journal: it was interrupted or is running."""
 
     path: Path
-    """Path of its journal."""
+    """Path of the journal."""
     key: Key | None
-    """``None``: the journal does not say."""
+    """``None`` if the journal has no readable key."""
     tried: int
-    """Configs that an outcome is known of."""
+    """Number of configs with an outcome."""
     candidates: int = 0
-    """Number of configs that there are to try."""
+    """Number of configs to try."""
     best: float | None = None
     """Lowest median so far, in milliseconds."""
     seconds: float = 0.0
-    """Spent so far."""
+    """Tuning time so far, in seconds."""
     stuck: int = 0
-    """Configs that are not tried again, since a process did not come back from them."""
+    """Number of quarantined configs, in which a process did not return."""
 
 
 def interrupted(root: Path) -> Iterator[Interrupted]:
-    """The journals in the folders of ``root``. What cannot be read is left out."""
+    """Yield the tunings with journals in the folders of ``root``; skip unreadable folders."""
     for folder in _names_in(root):
         for name in _names_in(root / folder):
             if name.endswith(".journal"):
@@ -44,7 +44,7 @@ def interrupted(root: Path) -> Iterator[Interrupted]:
 
 
 def places(root: Path) -> set[Path]:
-    """Arguments for :func:`removable`: all that lies in the folders of ``root``."""
+    """Return the places of all files in the folders of ``root``, for :func:`removable`."""
     return {
         root / folder / name.partition(".")[0]
         for folder in _names_in(root)
@@ -54,7 +54,7 @@ def places(root: Path) -> set[Path]:
 
 
 def is_held(journal: Path) -> bool:
-    """True if a tuning that writes it is going on."""
+    """Return whether a running tuning holds the lock of ``journal``."""
     with suppress(OSError):
         file = open_regular(journal, os.O_RDONLY)
         try:
@@ -70,9 +70,10 @@ Kind = Literal["record", "journal", "log"]
 
 
 def removable(places: Collection[Path]) -> dict[Path, Kind]:
-    """Return the files of records that may be removed: of each place ``<place>.json`` and so on.
+    """Return the removable files of records, with their kinds.
 
-    They are the record, its journal and its logs; while a tuning is going on, the record alone.
+    For each place, these are the record ``<place>.json``, its journal and its logs. While a tuning
+    is running, only the record is removable.
 
     Raises:
         OSError: a folder cannot be read.
@@ -111,7 +112,7 @@ def _read(path: Path) -> Interrupted:
                     str(head[name]) for name in ("function", "key", "hardware_group")
                 )
                 found = Key(function, text, hardware, str(line.get("module", "")))
-                str(found)  # a text that is none is no key
+                str(found)  # raises if the key is malformed
                 key = found
             with suppress(*UNREADABLE):
                 named = head["candidates"]
@@ -131,5 +132,5 @@ def _read(path: Path) -> Interrupted:
 def _names_in(folder: Path) -> list[str]:
     try:
         return names_in(folder)
-    except OSError:  # a file beside the folders; or it is closed, which the store says
+    except OSError:  # not a folder, or not readable: the store warns
         return []

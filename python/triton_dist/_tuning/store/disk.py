@@ -1,8 +1,7 @@
-"""The few things that are asked of a disk, in a form that cannot hang or surprise.
+"""File operations that cannot block and that raise only :class:`OSError`.
 
-A shared folder may hold anything under a name of ours: a pipe, a link to a device, a folder. Only
-regular files are read and written. All else that goes wrong, whatever Python calls it, is an
-:class:`OSError`.
+In a shared folder, a file name of the tuner may belong to a pipe, a device or a folder. Only
+regular files are read and written.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ _FLAGS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 def expanded(path: Path) -> Path:
-    """``path`` with the user's home folder for ``~``; unchanged, so that it can be named, if none
-    is known. Then each use of it is refused."""
+    """Return ``path`` with ``~`` expanded.
+
+    If the home folder is unknown, return ``path`` unchanged; :func:`os_errors` then raises.
+    """
     try:
         return path.expanduser()
     except RuntimeError:
@@ -28,10 +29,13 @@ def expanded(path: Path) -> Path:
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """Within, ``path`` is used; a ``ValueError`` (a null byte, a letter that the file system's
-    encoding lacks) becomes an ``OSError``, and so does a home folder that nobody knows."""
+    """Context manager that converts errors about ``path`` to ``OSError``.
+
+    It converts a ``ValueError`` (a null byte, or a character outside the file system's encoding),
+    and raises if the home folder in ``path`` is unknown.
+    """
     if path.parts[:1] and path.parts[0].startswith("~"):
-        why = "nobody knows the home folder of this user; set HOME or TRITON_DIST_CACHE_DIR"
+        why = "the home folder of this user is unknown; set HOME or TRITON_DIST_CACHE_DIR"
         raise OSError(errno.EINVAL, why, str(path))
     try:
         yield
@@ -40,11 +44,10 @@ def os_errors(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A file descriptor of a regular file; does not wait for whoever is at the other end of a
-    pipe.
+    """Open a regular file and return its descriptor, without waiting for the writer of a pipe.
 
     Raises:
-        OSError: there is none, or something else lies there.
+        OSError: ``path`` cannot be opened, or is not a regular file.
     """
     with os_errors(path):
         file = os.open(path, flags | _FLAGS, 0o666)
@@ -66,7 +69,7 @@ def read_bytes(path: Path, largest: int = 1 << 28) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in ``folder``, sorted; none if there is no such folder. Raises ``OSError``."""
+    """Return the sorted names in ``folder``; empty if it does not exist. Raises ``OSError``."""
     try:
         with os_errors(folder):
             return sorted(os.listdir(folder))
@@ -75,6 +78,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(folder: Path) -> None:
-    """``folder`` with its parents, unless it is there. Raises ``OSError``."""
+    """Create ``folder`` and its parents if necessary. Raises ``OSError``."""
     with os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

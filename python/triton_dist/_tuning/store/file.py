@@ -1,16 +1,13 @@
-"""The user's own records, in a folder that any number of jobs and hosts may share.
+"""Store the user's records in a folder that jobs and hosts may share, on a local disk or NFS.
 
-What holds on a local disk and on NFS, and why:
-
-- A record is written to a temporary file in the same folder, flushed to the disk, and renamed over
-  the old one. A rename is one step, on an NFS server too: a reader needs no lock, and sees a record
-  whole or not at all. What :meth:`FileStore.put` returned from survives a crash.
-- The lock (``flock``, which Linux's NFS carries to the server) is not what makes a write whole. It
-  keeps a reader that sets a damaged file aside from taking away what a writer put there a moment
-  ago. So where locks do not work, or their holder is stopped, records are still written; only
-  damaged files stay where they are.
-- A temporary file is its writer's alone (made anew, with a random name). That of a writer that was
-  killed is removed by a later one when it is an hour old: hosts' clocks differ by less.
+- A record is written to a temporary file in the same folder, flushed, and renamed over the old
+  record. A rename is atomic, also on NFS: a reader needs no lock and never sees a partial record.
+  After :meth:`FileStore.put` returns, the record survives a crash.
+- The lock (``flock``, which Linux forwards to an NFS server) does not protect writes. It prevents a
+  reader that renames a damaged file from renaming a new record instead. Without working locks,
+  records are still written, but damaged files stay in place.
+- A temporary file has a random name and one writer. If its writer was killed, a later writer
+  removes the file after one hour, which is more than the clock difference between hosts.
 """
 
 from __future__ import annotations
@@ -35,13 +32,15 @@ _STALE_SECONDS = 3600.0
 
 
 class FileStore(ReadOnlyStore):
-    """Records under ``root``, which is made when something is written. No operation raises: what
-    the disk refuses is a miss or stays in memory, and a warning."""
+    """Records under ``root``, which is created at the first write.
+
+    No operation raises. If a file operation fails, warn; the lookup misses, or the record stays in
+    memory.
+    """
 
     def put(self, record: TuningRecord) -> str:
         path = self.path(record.key)
         try:
-            # In one step, and only by what has reached the disk.
             text = record_text(record)
             make_folder(path.parent)
             temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -67,7 +66,7 @@ class FileStore(ReadOnlyStore):
         return str(path)
 
     def _damaged(self, path: Path, reason: str) -> None:
-        """Rename the file, so that it is met once and can still be examined."""
+        """Rename the damaged file, to warn about it only once and keep it for inspection."""
         aside = path.with_name(path.name + ".damaged")
         kept = "It stays, because the folder cannot be locked: delete it"
         try:
@@ -88,8 +87,10 @@ class FileStore(ReadOnlyStore):
 
 
 def _is_damaged(path: Path) -> bool:
-    """True if it still is, now that the lock is held. A whole record under another's name is
-    too."""
+    """Return whether the file is damaged, checked again under the lock.
+
+    A record under the file name of another key also counts as damaged.
+    """
     try:
         key = read(path).key
     except (FileNotFoundError, NewerSchema):
@@ -101,7 +102,7 @@ def _is_damaged(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock; ``False`` where that cannot be had."""
+    """Context manager that holds the lock of ``folder``; yields whether locking succeeded."""
     lock = FileLock(folder / ".lock", timeout=_LOCK_SECONDS)
     try:
         lock.acquire(poll_interval=0.01)
@@ -115,11 +116,11 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Temporary files that killed writers left."""
+    """Remove temporary files left by killed writers."""
     for name in names_in(folder):
         if not (name.startswith(".") and name.endswith(".tmp")):
             continue
         temporary = folder / name
-        with suppress(OSError):  # another writer was faster
+        with suppress(OSError):  # another writer may have removed it
             if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
                 temporary.unlink()

@@ -1,16 +1,15 @@
-"""A tuning's progress, as lines of JSON beside the place of its record.
+"""Journal the progress of a tuning as lines of JSON, to resume it after an interruption.
 
     {"head": {...}, "module": "ops"}                   what is tuned: see the tuner
-    {"trying": "91c2..."}                              a config that is about to be run
-    {"spared": "91c2..."}                              it is not known, but ended no process
-    {"n": 0, "config": "91c2...", "asked": 10, ...}    what came of each request, in order
-    {"stuck": "04d1...", "head": "...", "failure": {}} a config that must not be tried again
-    {"finished": "77ab..."}                            the record that was about to be written
+    {"trying": "91c2..."}                              a config that is about to run
+    {"spared": "91c2..."}                              its run ended early for another reason
+    {"n": 0, "config": "91c2...", "asked": 10, ...}    outcome of each request, in order
+    {"stuck": "04d1...", "head": "...", "failure": {}} a quarantined config
+    {"finished": "77ab..."}                            the record that is about to be written
 
-Lines are only ever added, each by one write to a file opened for appending. The leader, which holds
-a lock on the file while it tunes, adds what it learnt; any rank may add that it is stuck, from its
-watchdog, which must not wait for a lock. A line that was cut off by the end of its writer is no
-JSON, and is passed over.
+The file is next to the record. Lines are only appended, each with one write. The leader locks the
+file while it tunes and appends outcomes. The watchdog of any rank may append a quarantined config
+without the lock. A line that a crash cut off is not valid JSON and is skipped.
 """
 
 from __future__ import annotations
@@ -30,15 +29,17 @@ from triton_dist._tuning.values import Entry, Failure, codec
 from triton_dist._tuning.values.outcome import UNREADABLE, outcome_tree, read_outcome
 
 _CRASHES = 2
-"""So many starts may end in a config before it is not tried any more."""
+"""Number of starts that must crash in a config before it is quarantined."""
 
 
 _journals: weakref.WeakSet[FileJournal] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """In a child of a fork, which would hold the lock as long as it lives: a start after the end of
-    its parent would find it held."""
+    """Close the inherited journals in a forked child.
+
+    Otherwise the child would hold the lock after the end of its parent.
+    """
     for journal in list(_journals):
         journal.leave()
 
@@ -47,13 +48,17 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class FileJournal:
-    """The journal of one key, at ``path``. What the disk refuses is not kept: nothing raises."""
+    """The journal of one key, at ``path``. No method raises if a file operation fails.
+
+    Args:
+        path: path of the journal.
+        module: module of the function, for messages.
+    """
 
     def __init__(self, path: Path, module: str = "") -> None:
-        """``module`` is where the function is, for people."""
         self.path, self._module = path, module
         self._file: int | None = None
-        """Open and locked while this process leads the tuning."""
+        """Descriptor of the locked file while this process leads the tuning."""
         self._disk: ThreadPoolExecutor | None = None
         self._syncing: Future[None] | None = None
         _journals.add(self)
@@ -83,7 +88,10 @@ class FileJournal:
         return True
 
     def begin(self, head: codec.Tree, record: str | None) -> Sequence[Entry]:
-        """Two jobs may tune the same key at once; the second one does so without a journal."""
+        """Lock the journal, and return the entries to resume from.
+
+        If another job is tuning the key, this job tunes without a journal.
+        """
         try:
             make_folder(self.path.parent)
             file = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -112,8 +120,11 @@ class FileJournal:
         self._add({"spared": config})
 
     def append(self, entry: Entry) -> None:
-        """Safe from the end of this process at once, and from that of the machine as soon as the
-        disk has it: measuring goes on meanwhile."""
+        """Append an outcome.
+
+        It survives a crash of the process immediately, and a crash of the host after an ``fsync``
+        in a second thread, which does not delay measurements.
+        """
         self._add(entry.to_tree())
         if self._file is not None and (self._syncing is None or self._syncing.done()):
             self._disk = self._disk or ThreadPoolExecutor(1, "triton_dist-journal")
@@ -124,8 +135,11 @@ class FileJournal:
         self._sync()
 
     def remove(self) -> None:
-        """By the leader; by another rank only if the file is of no leader's, that is, the rank has
-        a cache folder of its own. In a shared one the leader's record may not be there yet."""
+        """Remove the journal if this rank leads, or if no leader has written to the file.
+
+        The latter is the case if the rank has its own cache folder. In a shared folder, the record
+        of the leader may not be written yet.
+        """
         first = next(self._lines(), {})
         if self._file is not None or not isinstance(first.get("head"), dict):
             with suppress(OSError):
@@ -133,14 +147,14 @@ class FileJournal:
         self.close()
 
     def close(self) -> None:
-        """Let another process lead."""
+        """Flush and unlock the journal, which lets another process lead."""
         if self._file is not None:
             self._sync()
             os.close(self._file)
             self._file = None
 
     def leave(self) -> None:
-        """Close it without a word, in a process that does not lead the tuning."""
+        """Close the journal without flushing, in a process that does not lead the tuning."""
         if self._file is not None:
             os.close(self._file)
         self._file = self._disk = self._syncing = None
@@ -150,7 +164,7 @@ class FileJournal:
             return
         try:
             _write(self._file, line)
-        except OSError:  # a gap would be read as the end: nothing more is added
+        except OSError:  # a later line must not follow a gap
             self.close()
 
     def _sync(self) -> None:
@@ -162,7 +176,7 @@ class FileJournal:
                 os.fsync(self._file)
 
     def _crashed(self, head: codec.Tree) -> dict[str, Failure]:
-        """Configs in which the process ended again: once may be chance, and is tried again."""
+        """Return the configs in which several starts crashed; a single crash may be chance."""
         lines, times = self._lines(), dict[str, int]()
         if next(lines, {}).get("head") != head:
             return {}
@@ -172,7 +186,7 @@ class FileJournal:
                 times[config] = times.get(config, 0) + 1
             else:
                 times.pop(str(line.get("config", line.get("spared"))), None)
-        reason = "{} starts ended while it was tried, without a word"
+        reason = "{} starts ended without an error while they tried it"
         return {
             config: Failure("crashed", reason.format(ended))
             for config, ended in times.items()
@@ -180,7 +194,7 @@ class FileJournal:
         }
 
     def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:
-        """Outcomes to be told again; ``None`` if the journal is not about ``head``."""
+        """Return the entries to resume from; ``None`` if the journal has a different head."""
         lines = self._lines()
         if next(lines, {}).get("head") != head:
             return None
@@ -191,7 +205,7 @@ class FileJournal:
             with suppress(*UNREADABLE):
                 entry = Entry.from_tree(line)
                 if entry.n <= len(entries):
-                    # A line that comes again replaces itself and what followed it.
+                    # A repeated index replaces its entry and all later entries.
                     entries[entry.n :] = [entry]
         return entries
 
@@ -200,7 +214,7 @@ class FileJournal:
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a journal; none if it cannot be read."""
+    """Yield the JSON objects in the lines of a file; none if it cannot be read."""
     try:
         text = read_bytes(path).decode("utf-8", "replace")
     except OSError:
@@ -217,10 +231,7 @@ def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
 
 
 def _write(file: int, line: codec.Tree) -> None:
-    """Add one line.
-
-    It begins with a line feed: what comes before may have been cut off.
-    """
+    """Append one line. It starts with a line feed, because the previous line may be cut off."""
     data = b"\n" + json.dumps(line, allow_nan=False).encode() + b"\n"
     if os.write(file, data) != len(data):
-        raise OSError(f"only a part of {len(data)} bytes was written")
+        raise OSError(f"fewer than {len(data)} bytes were written")

@@ -1,4 +1,4 @@
-"""Several stores as one, from near to far: memory, the user's files, read-only folders."""
+"""Combine stores in order of precedence: memory, the user's files, read-only folders, packs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 
 
 class LayeredStore:
-    """Several stores as one: records are put into all layers, and found in the nearest first.
+    """Several stores as one. Records are put into all layers and found in the first layer first.
 
-    A record that cannot be used hides none that can: a stale one of the user's does not stand
-    before a valid one that was shipped.
+    ``find`` yields the records of all layers: a stale record of the user does not hide a valid
+    shipped record.
     """
 
     def __init__(self, layers: Sequence[Store]) -> None:
@@ -37,7 +37,7 @@ _WHERE = "memory"
 
 
 class MemoryStore:
-    """A dictionary. Each operation is one step of the interpreter, so threads need no lock."""
+    """Records in a dictionary. Its operations are atomic in CPython, so threads need no lock."""
 
     def __init__(self) -> None:
         self._records: dict[Key, TuningRecord] = {}

@@ -1,5 +1,7 @@
-"""JSON that a person reads: what fits on one line is on one line. And records in it, which are
-looked up without reading thousands of trials."""
+"""Read and write records as readable JSON, in which values are kept on one line if they fit.
+
+A record is looked up without parsing its thousands of trials: they are found by the layout.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ def record_text(record: TuningRecord) -> str:
 
 
 def with_checksum(tree: codec.Tree) -> str:
-    """Return the tree of a record as text, with a checksum of all of it in the last line."""
+    """Return the tree of a record as text, with a checksum of the whole text in the last line."""
     text = readable_json({name: part for name, part in tree.items() if name != "checksum"})
     return f'{text[:-3]}{_CHECKSUM.decode()}{_hash(text.encode())}"\n}}\n'
 
 
 def read_record(content: bytes) -> TuningRecord:
-    """Return the record in ``content``. If it is as it was written, its trials are not read yet.
+    """Return the record in ``content``. If the layout is unchanged, trials are parsed on demand.
 
     Raises:
-        NewerSchema: it is of a later version of triton_dist.
-        ValueError: it is no record, a damaged one, or an edited one.
+        NewerSchema: a later version of triton_dist wrote the record.
+        ValueError: ``content`` is not a record, or was damaged or edited.
     """
     text, mark, checksum = content.rpartition(_CHECKSUM)
     text += b"\n}\n"
@@ -43,14 +45,14 @@ def read_record(content: bytes) -> TuningRecord:
         return TuningRecord.unread(tree, _winner(tree, cut[1]), cut[1])
     tree = codec.loads(content)
     if not _is_as_written(tree):
-        raise ValueError("its checksum does not fit: it was edited, or is damaged")
+        raise ValueError("its checksum does not match: it was edited or is damaged")
     return TuningRecord.from_tree(tree)
 
 
 def _is_as_written(tree: Any) -> bool:
-    """Compare the checksum, which records have from schema 4 on. The layout does not count."""
+    """Compare the checksum, which records have from schema 4 on, whatever the layout."""
     if not isinstance(tree, dict) or tree.get("schema") not in range(1, SCHEMA + 1):
-        return True  # not ours to judge: the reader says what it is
+        return True  # the reader raises a specific error
     known = tree.pop("checksum", None)
     if known is None and tree["schema"] < SCHEMA:
         return True
@@ -61,7 +63,7 @@ def _is_as_written(tree: Any) -> bool:
 
 
 def _trials(content: bytes) -> tuple[bytes, bytes] | None:
-    """The text without its trials, and these; ``None`` if it is not laid out as it is here."""
+    """Return the text without trials, and the text of the trials; ``None`` for other layouts."""
     begin = content.find(_TRIALS)
     end = content.find(_END, begin)
     if not 0 <= begin < end:
@@ -71,7 +73,7 @@ def _trials(content: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _winner(tree: Any, trials: bytes) -> Any:
-    """The tree of the winner's trial. Raises ``ValueError``."""
+    """Return the tree of the winning trial. Raises ``ValueError``."""
     try:
         digest = str(tree["best"]["digest"])
     except UNREADABLE as error:
@@ -87,13 +89,15 @@ def _hash(text: bytes) -> str:
 
 
 def readable_json(tree: Any, width: int = 100) -> str:
-    """``tree`` as JSON with lines of at most ``width`` columns where a string allows it, newline at
-    the end."""
+    """Return ``tree`` as JSON that ends with a newline.
+
+    Lines have at most ``width`` columns, unless a string is longer.
+    """
     return _lines(tree, 0, 0, width) + "\n"
 
 
 def _lines(tree: Any, depth: int, before: int, width: int) -> str:
-    """``tree`` whose first line has ``before`` columns in front of it."""
+    """Return ``tree`` as JSON for a position with ``before`` columns in front of the first line."""
     flat = json.dumps(tree, allow_nan=False)
     if not isinstance(tree, (dict, list)) or not tree or before + len(flat) < width:
         return flat

@@ -1,4 +1,4 @@
-"""Logs of a tuning, in files beside its record: events for programs, lines for people."""
+"""Write the logs of a tuning next to its record: JSON events for programs, text for users."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _steps = logging.getLogger("triton_dist.contextual")
 
 
 class _Lines:
-    """The end of a text file, which is made at the first line. What the disk refuses is not
-    written, and nothing is from then on.
+    """A text file to append to, created at the first line. After an error, nothing is written.
 
     Args:
-        refused: called with the reason, once.
+        refused: called with the error, once.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class _Lines:
                     "a",
                     buffering=1,
                     encoding="utf-8",
-                    errors="backslashreplace",  # the name of a file may have bytes that are no text
+                    errors="backslashreplace",  # file names may contain undecodable bytes
                 )
             self._file.write(f"{line}\n")
         except OSError as error:
@@ -58,16 +57,16 @@ class _Lines:
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what is left of a line that the disk refused
+            with suppress(OSError):  # flushing the rest of a failed line fails again
                 file.close()
 
 
 class FileLog:
-    """Logs of the record at ``record``: ``<record>.log.jsonl`` has the leader's events,
-    ``<record>.rank-<r>.log`` the lines of rank r. Later tunings of the same key add to them.
+    """Logs of the record at ``record``.
 
-    Nothing raises. There is no warning either, since the record, which goes to the same folder, has
-    one.
+    ``<record>.log.jsonl`` has the events of the leader, ``<record>.rank-<r>.log`` the lines of rank
+    r. Later tunings of the key append. No method raises or warns: writing the record to the same
+    folder warns.
     """
 
     def __init__(self, record: Path, rank: int) -> None:
@@ -75,12 +74,12 @@ class FileLog:
         self._lines = _Lines(record.with_suffix(f".rank-{rank}.log"))
 
     def event(self, name: str, **facts: Any) -> None:
-        """One line of JSON."""
+        """Append an event as one line of JSON."""
         event = {"event": name, "time": _now(), **facts}
         self._events.add(json.dumps(event, default=str))
 
     def line(self, text: str) -> None:
-        """For a person who looks for what this rank did last."""
+        """Append a line of text that describes the current step of this rank."""
         self._lines.add(f"{_now()} {text}".replace("\n", "\n    "))
 
     def close(self) -> None:
@@ -89,8 +88,10 @@ class FileLog:
 
 
 def events_of(record: Path, winner: str) -> list[dict[str, Any]]:
-    """Events of the latest tuning that ended with the config ``winner`` (its digest), from its
-    begin to its end; none if the log beside ``record`` does not have it any more."""
+    """Return the events of the latest tuning won by ``winner``, a digest of a config.
+
+    The list is empty if the log of ``record`` does not have such a tuning.
+    """
     events: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for event in lines_of(record.with_suffix(".log.jsonl")):
@@ -107,11 +108,13 @@ def _now() -> str:
 
 
 class StepLog:
-    """Steps of a rank in contextual tunings, appended to ``path``. Nothing raises; that the disk
-    refuses it is a warning, once.
+    """Log of the steps of a rank in contextual tunings.
+
+    No method raises. If the file cannot be written, warn once.
 
     Args:
-        prints: ``say`` also prints, to standard error.
+        path: file to append to.
+        prints: ``say`` also prints to standard error.
     """
 
     def __init__(self, path: Path, prints: bool) -> None:
@@ -124,7 +127,7 @@ class StepLog:
 
     def say(self, text: str) -> None:
         self.line(text)
-        with suppress(OSError, ValueError):  # a handler of the user whose stream is closed
+        with suppress(OSError, ValueError):  # the stream of a user's handler may be closed
             _steps.info("%s", text)
         if self._prints:
             print_line(f"contextual_autotune: {text}")
@@ -134,7 +137,7 @@ class StepLog:
 
     def _refused(self, error: OSError) -> None:
         warn(
-            f"{self._path} cannot be written ({error}); TRITON_DIST_AUTOTUNE_LOG_DIR sets "
+            f"{self._path} cannot be written ({error}); set TRITON_DIST_AUTOTUNE_LOG_DIR to "
             "another folder",
             TuningWarning,
         )

@@ -1,7 +1,8 @@
-"""Records in packs: look them up, make packs of them, merge and compare packs.
+"""Look up records in packs; create, merge and compare packs.
 
-A pack is matched more loosely than a user's own record, so packs are looked up last, and only for a
-function of the same module. A file of records is read once, at the first lookup of its function.
+A record in a pack is matched more loosely than a user's own record. Packs are therefore searched
+last, and only for functions of the same module. A file of records is read once, at the first lookup
+of its function.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from triton_dist._tuning.values import (
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NoSuchFunction, PackRefused
 
-COLUMNS = 200  # a result on one line
+COLUMNS = 200  # enough for one result per line
 
 
 class PackStore:
@@ -59,7 +60,7 @@ class PackStore:
                 yield StoredRecord(record, where)
 
     def put(self, record: TuningRecord) -> str:
-        """Do nothing: ``triton-dist pack`` makes packs."""
+        """Do nothing: ``triton-dist pack`` creates packs."""
         return ""
 
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
@@ -83,7 +84,7 @@ class PackStore:
 
 
 def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Yield the name and the reader of each file of records: one, unless ``path`` is a pack."""
+    """Yield the name and a reader of each file of records in a pack or single file."""
     if path.suffix != SUFFIX:
         yield path.name, functools.partial(read_bytes, path, LARGEST_RECORDS)
     elif packed := opened(path):
@@ -117,7 +118,7 @@ def verified(path: Path) -> Pack:
     """Return the pack at ``path`` after reading and checking every file in it.
 
     Raises:
-        PackRefused: a file is damaged or foreign.
+        PackRefused: a file is damaged or does not belong to the pack.
         OSError: the pack cannot be read.
     """
     packed = Pack(path)
@@ -127,13 +128,14 @@ def verified(path: Path) -> Pack:
 
 
 def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
-    """Return the last record of each key, of the version that was tuned last.
+    """Return the latest record of each key, for the version that was tuned last.
 
-    A record that was tuned under settings, such as a debugging run, counts only where there is no
-    other.
+    A record tuned with environment settings, such as a debugging run, is used only if the key has
+    no other record.
 
     Args:
-        found: records of one function on one GPU model, at least one.
+        name: name of the function, for the error.
+        found: at least one record, all of one function on one GPU model.
 
     Raises:
         NoSuchFunction: the function declares no version.
@@ -144,7 +146,7 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
     if not version:
         raise NoSuchFunction(
             name,
-            "it declares no version, by which a shipped record could be matched",
+            "it declares no version, which shipped records require",
             "Decorate it with autotune(..., version='1'), and tune again",
         )
     return list({r.key: r for r in ordered if r.fingerprint.version == version}.values())
@@ -153,8 +155,8 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
 def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> list[TuningRecord]:
     """Return the records in ``found`` of the function of ``key``, with its present module name.
 
-    A record of another module belongs to the function if code, constants and version match. A pack
-    answers only the present name.
+    A record of another module belongs to the function if code, constants and version match. The
+    module name is replaced because a pack matches it exactly.
     """
     own = []
     for record, _ in found:
@@ -171,7 +173,7 @@ def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> li
 
 
 def contents_of(records: Iterable[TuningRecord]) -> Contents:
-    """Return a pack without kernels, of the latest records of each function and GPU model.
+    """Return a pack without kernels that has the latest records of each function and GPU model.
 
     Raises:
         NoSuchFunction: a function declares no version.
@@ -185,10 +187,10 @@ def contents_of(records: Iterable[TuningRecord]) -> Contents:
 
 
 def merged(packs: Sequence[Contents]) -> Contents:
-    """Return the union of ``packs``, the same in any order.
+    """Return the union of ``packs``, whatever their order.
 
-    Of a key in several packs, the latest result is kept. Kernels of one digest differ only by paths
-    in their metadata: the one with the smallest hashes is kept.
+    If a key is in several packs, the latest result is kept. Kernels with equal digests differ only
+    by paths in their metadata; the kernel with the smallest hashes is kept.
     """
     trees = [codec.loads(data.decode("ascii")) for each in packs for data in each.records.values()]
     kernels: dict[str, PackedKernel] = {}
@@ -198,7 +200,7 @@ def merged(packs: Sequence[Contents]) -> Contents:
 
 
 def differences(before: Pack, after: Pack) -> Iterator[str]:
-    """Yield a line for each result and each kernel that only one has, or that differs."""
+    """Yield a line for each result and each kernel that is in only one pack, or differs."""
     old, new = _results(before), _results(after)
     for key in sorted(old.keys() | new.keys()):
         if key not in new:
@@ -214,7 +216,7 @@ def differences(before: Pack, after: Pack) -> Iterator[str]:
             assert entry is not None
             yield f"{sign} kernel {entry.name} {digest[:12]}"
         elif one.files != other.files:
-            yield f"! kernel {one.name} {digest[:12]}: other bytes under the same digest"
+            yield f"! kernel {one.name} {digest[:12]}: different bytes under the same digest"
 
 
 def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]) -> Contents:

@@ -1,15 +1,14 @@
-"""Records in a folder that is looked into and never written, such as pre-tuned ones that are
-shipped.
+"""Read records from a folder without writing to it, such as a shared folder of tuned records.
 
-``<root>/autotune/<function name>/<digest of the key>-<place>.json``, one readable JSON file a
-record. The *place* stands for the function's module, signature and bound values, for settings of
-the environment, and for the schema: it says which record a new one replaces, not which one answers.
-So
+Each record is a readable JSON file:
+``<root>/autotune/<function name>/<digest of the key>-<place>.json``. The *place* is a digest of the
+module, signature and bound values of the function, of environment settings, and of the schema. It
+decides which record a new record replaces, but not which record is found:
 
-- a key is answered by every file with its digest; what a record depends on decides whether it can
-  be used. A module that was renamed finds what was tuned under its old name;
-- two functions of one name, two versions of triton_dist with different schemas, and a run with
-  debugging on and one without keep a file each and do not overwrite one another's.
+- A lookup considers every file with the digest of the key. The fingerprint of the record decides
+  whether it is valid. A renamed module finds records tuned under its old name.
+- Two functions of equal name have separate files. So do versions of triton_dist with different
+  schemas, and runs with and without debugging.
 """
 
 from __future__ import annotations
@@ -28,30 +27,33 @@ from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
 
 _OURS = re.compile(r"[0-9a-f]{32}(-.*)?\.json")
-"""The names of records: with the digest of the key, and the place."""
+"""File names of records: digest of the key, and place."""
 
 _LONGEST_NAME = 255
-"""Bytes, of a file or folder, on all file systems of Linux."""
+"""Maximum length of a file or folder name in bytes on Linux."""
 
 
 class ReadOnlyStore:
-    """Records under ``root``. No operation raises: what cannot be read is a miss, and a warning:
-    one for each damaged file, and one for all that the disk refuses."""
+    """Records under ``root``.
+
+    No operation raises. A file that cannot be read is a miss. Warn once for each damaged file, and
+    once for all files that the file system refuses to read.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = expanded(root) / "autotune"
         self._known: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
-        """Records of other keys than the one that is looked up, with the state of their files."""
+        """Records from :meth:`records_of`, by path, with the state of the file."""
         self._warned: set[Path] = set()
         self._refused: set[str] = set()
 
     def path(self, key: Key) -> Path:
-        """The file that a record of ``key`` is written to, whether or not it is there."""
+        """Return the path for a record of ``key``, whether or not the file exists."""
         place = codec.digest(SCHEMA, key.module, key.signature)[:8]
         return self.folder(key.function_name) / f"{key.digest}-{place}.json"
 
     def folder(self, function: str) -> Path:
-        """Folder of the records of functions of that name."""
+        """Return the folder of the records of all functions with this name."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", function)
         if len(name) > _LONGEST_NAME:
             name = f"{name[: _LONGEST_NAME - 9]}-{codec.digest(function)[:8]}"
@@ -64,7 +66,7 @@ class ReadOnlyStore:
                 yield StoredRecord(record, str(path))
 
     def put(self, record: TuningRecord) -> str:
-        """Nothing: the folder is somebody else's."""
+        """Do nothing: the folder is read-only."""
         return ""
 
     def records(self) -> Iterator[StoredRecord]:
@@ -76,8 +78,10 @@ class ReadOnlyStore:
         return (each for each in found if each.record.key.function == key.function)
 
     def _unchanged(self, path: Path) -> TuningRecord | None:
-        """The record in ``path``, read again only if the file is another one: a function may have
-        a hundred, which are looked at at each new key."""
+        """Return the record in ``path``; parse the file only if it changed.
+
+        Each new key reads all records of its function, which may be hundreds.
+        """
         try:
             found = path.stat()
         except OSError:
@@ -101,7 +105,7 @@ class ReadOnlyStore:
                 yield StoredRecord(record, str(path))
 
     def _candidates(self, key: Key) -> Iterator[Path]:
-        """The function's own place first, then the others, and last the name of schema 1."""
+        """Yield paths of records of ``key``: the own place, other places, then schema 1."""
         own = self.path(key)
         yield own
         for name in self._names_in(own.parent):
@@ -114,25 +118,25 @@ class ReadOnlyStore:
         try:
             return names_in(folder)
         except OSError as error:
-            # A file beside the folders of functions is none of ours.
+            # Ignore foreign files next to the folders of functions.
             if folder == self.root or not isinstance(error, NotADirectoryError):
                 self._refuse("read", folder, f"cannot be read: {error}")
             return []
 
     def _read(self, path: Path, key: Key | None = None) -> TuningRecord | None:
-        """The record in ``path``; ``None`` if there is none, or not one of ``key``."""
+        """Return the record in ``path``; ``None`` if it is missing, invalid or of another key."""
         try:
             record = read(path)
         except FileNotFoundError:
             return None
-        except NewerSchema as error:  # left where it is: the version that wrote it needs it
+        except NewerSchema as error:  # keep the file for the version that wrote it
             self._warn(path, f"is not used: {error}")
             return None
         except OSError as error:
             self._refuse("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
-            if _OURS.fullmatch(path.name):  # else somebody else's, and none of our business
+            if _OURS.fullmatch(path.name):  # ignore foreign files
                 self._damaged(path, f"it is damaged ({error!s})")
             return None
         if key is None or record.key == key:
@@ -143,18 +147,20 @@ class ReadOnlyStore:
         return None
 
     def _damaged(self, path: Path, reason: str) -> None:
-        """Called for a file that is no record, or not the one that its name says."""
-        self._warn(path, f"is not used: {reason}. Delete it, or write it anew")
+        """Handle a file that is not a record, or that has a record of another key."""
+        self._warn(path, f"is not used: {reason}. Delete it or replace it")
 
     def _warn(self, path: Path, what: str) -> None:
-        """Said once a file; a program may look it up for each of many keys and groups."""
+        """Warn once per file, which a program may look up for many keys and groups."""
         if path not in self._warned:
             self._warned.add(path)
             warn(f"tuning record {path} {what}", CacheWarning)
 
     def _refuse(self, use: str, path: Path, what: str) -> None:
-        """Said once for reading and once for writing, and not for both of one file: what is closed
-        is closed for every record."""
+        """Warn once about reading and once about writing, but not about both for one file.
+
+        The file system usually refuses all records of a folder. Further errors are only logged.
+        """
         if use in self._refused:
             logging.getLogger("triton_dist.cache").info("%s %s", path, what)
         else:
@@ -164,10 +170,11 @@ class ReadOnlyStore:
 
 
 def read(path: Path) -> TuningRecord:
-    """The record in ``path``.
+    """Return the record in ``path``.
 
     Raises:
-        NewerSchema, ValueError: it is none, or none that this version can read.
+        NewerSchema: a later version of triton_dist wrote the record.
+        ValueError: the file is not a valid record.
         OSError: the file cannot be read.
     """
     try:

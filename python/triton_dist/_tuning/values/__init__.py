@@ -1,11 +1,11 @@
-"""The tuner's data: frozen, comparable, free of torch, triton, files and clocks."""
+"""Immutable, comparable data of the tuner. Imports no torch or Triton; reads no files or clocks."""
 
 from triton_dist._tuning.values.config import (
     Config,
     ConfigSpace,
     FixedSpace,
     Pruned,
-    told_apart,
+    numbered,
 )
 from triton_dist._tuning.values.fingerprint import (
     DIFFERS,
@@ -81,7 +81,7 @@ __all__ = [
     "pack",
     "qualified_name",
     "to_hashable",
-    "told_apart",
+    "numbered",
     "unpack",
     "validity",
     "winner",

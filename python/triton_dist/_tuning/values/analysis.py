@@ -1,7 +1,7 @@
-"""Answers that a record gives about its space: what matters, what a choice costs, what changed.
+"""Analyse a record: which parameters matter, what each value costs, what changed between records.
 
-Everything is of the medians that were measured. A candidate that left early has few samples, so its
-median is rough: good enough for a picture of the space, not for choosing another winner.
+All results are computed from the measured medians. A candidate that was eliminated early has few
+samples, so its median is imprecise. It describes the space but cannot select another winner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_dist._tuning.values.record import Trial, TuningRecord
 from triton_dist._tuning.values.show import show
 
 ABSENT = "-"
-"""Shown for a parameter that a config does not have."""
+"""Value shown for a parameter that a config lacks."""
 
 
 class Timed(NamedTuple):
@@ -38,18 +38,18 @@ class Failed:
     kind: str
     count: int
     first: str
-    """Message of the first of them."""
+    """Message of the first failure."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Answers about one record."""
+    """Statistics of one record."""
 
     record: TuningRecord
 
     @cached_property
     def timed(self) -> tuple[Timed, ...]:
-        """All that was measured, the fastest first."""
+        """Measured trials, fastest first."""
         found = [
             Timed(trial, parameters(trial.config), trial.outcome.median, trial.outcome.samples)
             for trial in self.record.trials
@@ -59,13 +59,13 @@ class Analysis:
 
     @cached_property
     def winner(self) -> Timed:
-        """The record's best, which is not always the one with the lowest median."""
+        """The winning trial of the record. It may not have the lowest median."""
         best = self.record.best.digest
         return next(each for each in self.timed if each.trial.digest == best)
 
     @cached_property
     def pruned(self) -> tuple[tuple[str, str], ...]:
-        """Configs that were not tried, each with the reason."""
+        """Pruned configs, each with the reason."""
         outcomes = ((trial, trial.outcome) for trial in self.record.trials)
         return tuple(
             (str(trial), each.message)
@@ -75,7 +75,7 @@ class Analysis:
 
     @cached_property
     def failed(self) -> tuple[Failed, ...]:
-        """Failures of configs that were tried, by kind, the most frequent first."""
+        """Failures of configs that were not pruned, by kind, most frequent first."""
         kinds: dict[str, list[str]] = {}
         for trial in self.record.trials:
             if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":
@@ -85,30 +85,34 @@ class Analysis:
 
     @cached_property
     def varying(self) -> tuple[str, ...]:
-        """Parameters that have several values among what was measured."""
+        """Parameters with several values among the measured configs."""
         return tuple(name for name in self._names if len(self.values(name)) > 1)
 
     @property
     def fixed(self) -> dict[str, str]:
-        """The other parameters, with their one value."""
+        """Parameters that do not vary, with their value."""
         return {name: self.values(name)[0] for name in self._names if name not in self.varying}
 
     def values(self, name: str) -> list[str]:
-        """Values that a parameter has among what was measured, in their order."""
+        """Return the sorted values of a parameter among the measured configs."""
         return sorted({each.parameters.get(name, ABSENT) for each in self.timed}, key=_order)
 
     def ratio(self, ms: float) -> float:
-        """``ms`` over the median of the winner."""
+        """Return ``ms`` divided by the median of the winner."""
         return ms / max(self.winner.ms, _LEAST)
 
     def within(self, share: float) -> int:
-        """Number of configs at most that share slower than the winner: a flat space has many."""
+        """Return how many configs are at most ``share`` slower than the winner.
+
+        A flat space has many such configs.
+        """
         return sum(self.ratio(each.ms) <= 1 + share for each in self.timed)
 
     def importance(self, name: str) -> float:
-        """Share of the variance of log time that a parameter explains alone, less what chance does.
+        """Return the share of the variance of log time that a parameter explains alone.
 
-        The shares do not add up to one: what is left is how parameters work together.
+        The share that chance explains is subtracted. Shares do not add up to one: interactions
+        between parameters explain the rest.
         """
         groups = self._groups(name)
         logs = [math.log(max(ms, _LEAST)) for times in groups.values() for ms in times]
@@ -124,17 +128,20 @@ class Analysis:
         return max(0.0, between / len(logs) / total - by_chance)
 
     def ranked(self) -> list[tuple[str, float]]:
-        """Varying parameters with their importance, the most important first."""
+        """Return the varying parameters with their importance, most important first."""
         found = [(name, self.importance(name)) for name in self.varying]
         return sorted(found, key=lambda each: -each[1])
 
     def price(self, name: str) -> dict[str, float]:
-        """Loss from fixing a parameter at each of its values and choosing the others well: time of
-        the fastest config that has the value over that of the winner, less one."""
+        """Return the slowdown caused by fixing a parameter at each of its values.
+
+        The slowdown is the time of the fastest config with the value, divided by the time of the
+        winner, minus one.
+        """
         return {value: self.ratio(min(times)) - 1 for value, times in self._groups(name).items()}
 
     def always_failed(self) -> list[tuple[str, str, int]]:
-        """Values with which nothing could be measured: parameter, value, number of failures."""
+        """Return parameter, value and number of failures for values that never succeeded."""
         tried: dict[tuple[str, str], int] = {}
         for trial in self.record.trials:
             if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":
@@ -168,14 +175,14 @@ class Changes:
 
     @property
     def facts(self) -> list[str]:
-        """A sentence for each thing that the results depend on and that changed."""
+        """One sentence for each changed dependency of the results."""
         old, new = self.before.record, self.after.record
         key = [] if old.key.text == new.key.text else [f"key: it was {old.key}, is {new.key}"]
         return key + old.fingerprint.diff(new.fingerprint)
 
     @cached_property
     def common(self) -> tuple[tuple[Timed, Timed], ...]:
-        """Configs that both measured."""
+        """Pairs of trials of the configs that both records measured."""
         then = {each.trial.digest: each for each in self.before.timed}
         return tuple(
             (then[now.trial.digest], now) for now in self.after.timed if now.trial.digest in then
@@ -183,13 +190,13 @@ class Changes:
 
     @property
     def gone(self) -> list[Trial]:
-        """Configs that only the older one tried."""
-        return _others(self.before.record, self.after.record)
+        """Configs that only the older record tried."""
+        return _only_in_first(self.before.record, self.after.record)
 
     @property
     def new(self) -> list[Trial]:
-        """Configs that only the newer one tried."""
-        return _others(self.after.record, self.before.record)
+        """Configs that only the newer record tried."""
+        return _only_in_first(self.after.record, self.before.record)
 
     @property
     def same_winner(self) -> bool:
@@ -197,18 +204,20 @@ class Changes:
 
     @property
     def ratio(self) -> float:
-        """Time of the newer winner over that of the older."""
+        """Time of the newer winner divided by the time of the older winner."""
         return self.before.ratio(self.after.winner.ms)
 
     @property
     def older_winner_now(self) -> float | None:
-        """Time of the older winner in the newer record over that of its winner."""
+        """Time of the older winner in the newer record, divided by the time of its winner."""
         return elsewhere(self.before, self.after)
 
     @property
     def correlation(self) -> float | None:
-        """Rank correlation of the common configs' medians: 1 if their order is the same; ``None``
-        for fewer than three."""
+        """Rank correlation of the medians of common configs; 1 if their order is equal.
+
+        ``None`` for fewer than three configs, or if all medians of a record are equal.
+        """
         if len(self.common) < 3:
             return None
         ranks = [_ranks([pair[side].ms for pair in self.common]) for side in (0, 1)]
@@ -218,15 +227,20 @@ class Changes:
 
 
 def elsewhere(of: Analysis, at: Analysis) -> float | None:
-    """Time of the winner of one record in another, over that of the other's winner; ``None`` if it
-    was not measured there."""
+    """Return the slowdown of the winner of ``of`` in ``at``, relative to the winner of ``at``.
+
+    ``None`` if ``at`` did not measure that config.
+    """
     digest = of.winner.trial.digest
     return next((at.ratio(each.ms) for each in at.timed if each.trial.digest == digest), None)
 
 
 def parameters(config: Tree) -> dict[str, str]:
-    """The names and values of a config as they would be typed; those in a ``triton.Config`` stand
-    for it. Where a name comes twice the later has its argument's before it."""
+    """Return the names and values of a config as Python source.
+
+    A ``triton.Config`` is replaced by its parameters. If a name occurs twice, the second occurrence
+    is prefixed with the name of its argument.
+    """
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, dict) and "triton.Config" in value:
@@ -240,16 +254,16 @@ def parameters(config: Tree) -> dict[str, str]:
 
 
 def shown(values: Mapping[str, str], names: Iterable[str]) -> str:
-    """``BLOCK=64 num_warps=4``: some of the parameters of a config."""
+    """Return some parameters of a config as text, such as ``BLOCK=64 num_warps=4``."""
     return " ".join(f"{name}={values[name]}" for name in names if name in values)
 
 
 _LEAST = 1e-9
-"""Milliseconds that are taken for a time that is none, after a clock was set back."""
+"""Milliseconds used for a time that is not positive because a clock was set back."""
 
 
 def _order(value: str) -> tuple[int, float, str]:
-    """Numbers in their order, then all else by its text."""
+    """Return a sort key: numbers first, in numeric order, then other values by text."""
     try:
         return 0, float(value), value
     except ValueError:
@@ -257,13 +271,13 @@ def _order(value: str) -> tuple[int, float, str]:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """The place of each among the values; equal ones share the mean of theirs."""
+    """Return the rank of each value; equal values share their mean rank."""
     places: dict[float, list[int]] = {}
     for place, value in enumerate(sorted(values)):
         places.setdefault(value, []).append(place)
     return [statistics.fmean(places[value]) for value in values]
 
 
-def _others(one: TuningRecord, other: TuningRecord) -> list[Trial]:
+def _only_in_first(one: TuningRecord, other: TuningRecord) -> list[Trial]:
     known = {trial.digest for trial in other.trials}
     return [trial for trial in one.trials if trial.digest not in known]

@@ -1,12 +1,12 @@
-"""Python values as JSON trees: exact, canonical and readable, so that they can name a cache entry.
+"""Encode Python values as exact, canonical and readable JSON trees, which can name a cache entry.
 
-``None``, ``bool``, ``int``, ``str``, finite ``float`` and ``list`` are themselves; all else is an
-object whose first name says what it is: ``{"tuple": [1, 2]}``, ``{"dtype": "torch.float16"}``. So a
-tuple is never taken for a list, nor ``True`` for ``1``. Two kinds are written as the Python values
-that they equal: ``torch.Size`` as a tuple, numpy scalars as Python scalars.
+``None``, ``bool``, ``int``, ``str``, finite ``float`` and ``list`` are encoded as JSON values. Any
+other value is an object whose first name is its type: ``{"tuple": [1, 2]}``,
+``{"dtype": "torch.float16"}``. Thus tuples differ from lists, and ``True`` from ``1``. A
+``torch.Size`` is encoded as a tuple, and a numpy scalar as a Python scalar.
 
-torch and triton are recognised by shape and never imported. Trees are not made values again: what
-is looked up is compared by its text or digest.
+torch and Triton are recognised by attributes and never imported. There is no decoder: lookups
+compare texts or digests.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collections.abc import Callable
 from typing import Any
 
 Tree = Any
-"""A value that ``json`` reads and writes."""
+"""A value that ``json`` can read and write."""
 
 
 def encode(value: object, binding: bool = True) -> Tree:
-    """``value`` as a tree.
+    """Return ``value`` as a tree.
 
     Args:
-        binding: what functions bind counts too, besides their code. ``False`` is for values of a
-            config: there a ``functools.partial`` is what it calls with what it gives. Elsewhere it
-            has no text, so that who asks looks at the code in it.
+        binding: include the values that functions bind, in addition to their code. ``False`` is for
+            values of a config: a ``functools.partial`` is then encoded as its function and
+            arguments. Otherwise a partial raises, and the caller follows the code in it.
 
     Raises:
-        TypeError: a value that has no exact and stable text; says which.
+        TypeError: ``value`` contains a value without an exact and stable text.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -42,7 +42,7 @@ def encode(value: object, binding: bool = True) -> Tree:
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}  # type: ignore[arg-type]
     if isinstance(value, enum.Enum):
-        # A Flag's combination has no name of its own, its value always does.
+        # A combination of flags has no name, but always has a value.
         return {
             "enum": _name_of(kind),
             "value" if isinstance(value, enum.Flag) else "name": encode(value.value)
@@ -93,7 +93,7 @@ def encode(value: object, binding: bool = True) -> Tree:
 
 
 def is_exact(value: object, binding: bool = True) -> bool:
-    """True if ``value`` has a tree, which no other value has; ``binding`` as of :func:`encode`."""
+    """Return whether :func:`encode` accepts ``value``."""
     try:
         encode(value, binding)
     except TypeError:
@@ -102,35 +102,35 @@ def is_exact(value: object, binding: bool = True) -> bool:
 
 
 def loads(content: str | bytes) -> Tree:
-    """The tree in a text of JSON, whose numbers are numbers: no NaN, and nothing infinite.
+    """Parse JSON; reject NaN and infinite numbers.
 
     Raises:
-        ValueError: it is none; one that is nested too deeply among them.
+        ValueError: ``content`` is not valid, is nested too deeply, or does not fit into memory.
     """
     try:
         return json.loads(content, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except MemoryError as error:
-        raise ValueError("it does not fit into the memory") from error
+        raise ValueError("it does not fit into memory") from error
 
 
 def _finite(written: str) -> float:
     value = float(written)
     if not math.isfinite(value):
-        raise ValueError(f"it has {written} in it, which is no number")
+        raise ValueError(f"it contains {written}, which is not a finite number")
     return value
 
 
 def text(tree: Tree) -> str:
-    """The one text of ``tree``: compact JSON, ASCII, in the order that the tree has."""
+    """Return ``tree`` as compact ASCII JSON, in the order of the tree."""
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
 
 def digest(*trees: Tree) -> str:
-    """Hash of trees, 32 hexadecimal characters.
+    """Return a hash of trees, 32 hexadecimal characters.
 
-    The order of an object's names does not count, nor the module of a class or function: renaming a
+    The order of names in an object and the modules of classes and functions are ignored: renaming a
     file changes no digest.
     """
     canonical = json.dumps(
@@ -140,7 +140,7 @@ def digest(*trees: Tree) -> str:
 
 
 def is_triton_config(value: object) -> bool:
-    """True if ``value`` has the shape of a ``triton.Config``."""
+    """Return whether ``value`` has the attributes of a ``triton.Config``."""
     return (
         not isinstance(value, type)
         and isinstance(getattr(value, "kwargs", None), dict)
@@ -150,7 +150,7 @@ def is_triton_config(value: object) -> bool:
 
 
 def is_triton_kernel(value: object) -> bool:
-    """True for what ``triton.jit`` makes of a function."""
+    """Return whether ``value`` is a result of ``triton.jit``."""
     is_of_triton = type(value).__module__.startswith("triton.")
     return is_of_triton and isinstance(getattr(value, "fn", None), types.FunctionType)
 
@@ -160,7 +160,7 @@ _OF_TRITON = frozenset({"dtype", "pointer_type", "block_type"})
 
 
 def _range(value: range) -> list[int]:
-    """Start, stop and step; of equal ranges the same."""
+    """Return start, stop and step, normalised: equal ranges give equal results."""
     if len(value) < 2:
         return [value[0], value[0] + 1, 1] if value else [0, 0, 1]
     return [value.start, value[-1] + value.step, value.step]
@@ -177,15 +177,17 @@ def _encode_tuple(value: tuple[Any, ...], inner: Callable[[object], Tree]) -> Tr
 
 
 def _encode_triton_config(value: Any, inner: Callable[[object], Tree]) -> Tree:
-    """Meta-parameters, then options. ``None`` options are left out: newer Triton versions add
-    some."""
+    """Encode meta-parameters, then options.
+
+    Options that are ``None`` are left out, because newer Triton versions add some.
+    """
     options = {name: option for name, option in sorted(vars(value).items()) if option is not None}
     meta = {str(name): inner(item) for name, item in options.pop("kwargs").items()}
     return {"triton.Config": meta} | {name: inner(option) for name, option in options.items()}
 
 
 def _encode_function(value: Any, binding: bool) -> Tree:
-    """Its name; one that was made inside another function, also a digest of code and closure."""
+    """Encode a function by its name; add a digest of code and closure if it is not global."""
     tree = {"function": _name_of(value)}
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
@@ -196,7 +198,10 @@ def _encode_function(value: Any, binding: bool) -> Tree:
 
 
 def _constants(code: types.CodeType) -> Tree:
-    """Constants of a code object and those inside it; a set's ``repr`` differs by process."""
+    """Return the constants of a code object and its inner code objects.
+
+    Sets are sorted, because the ``repr`` of a set differs between processes.
+    """
     return [
         [each.co_code.hex(), _constants(each), list(each.co_names)]
         if isinstance(each, types.CodeType)

@@ -1,4 +1,4 @@
-"""One candidate (:class:`Config`) and all of them (:class:`ConfigSpace`)."""
+"""Define a candidate (:class:`Config`) and the set of all candidates (:class:`ConfigSpace`)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Config(Mapping[str, Any]):
     """Keyword arguments of the tuned function: an immutable map from name to value.
 
     A value may be anything: a ``triton.Config``, an enum, a bool, a string, an int, a dtype.
-    Reading a name that is not in the map falls through to the one ``triton.Config`` in it, to its
-    meta-parameters and then its options, so ``config["BLOCK_SIZE_M"]`` and ``config["num_stages"]``
-    work. Iteration and ``**config`` see the map alone.
+    If a name is not in the map and the map has exactly one ``triton.Config``, the name is read from
+    its meta-parameters and then its options: ``config["BLOCK_SIZE_M"]`` and
+    ``config["num_stages"]`` work. Iteration and ``**config`` use only the map.
 
-    Equal configs have equal digests, whatever the order of their names. Of functions in it, such as
-    a ``pre_hook``, the code counts: what they bind may differ by rank, and is a constant in the
-    fingerprint. Of a ``functools.partial`` the arguments count as well.
+    Equal configs have equal digests; the order of names does not count. The digest covers the code
+    of functions, such as a ``pre_hook``, and the arguments of a ``functools.partial``. It does not
+    cover values that functions bind: these may differ by rank and are constants in the fingerprint.
 
     Args:
-        number: tells it from others that differ in what their functions bind alone.
+        number: distinguishes configs that differ only in the values that their functions bind.
     """
 
     def __init__(self, values: Mapping[str, Any], number: int = 1) -> None:
@@ -67,13 +67,17 @@ class Config(Mapping[str, Any]):
         return show_config(self.tree)
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments for a call, for the callee to keep: a function that changes its
-        ``triton.Config`` changes no other call's."""
+        """Return the keyword arguments for a call.
+
+        Each call gets its own copy of a ``triton.Config``, which the called function may change.
+        """
         return {name: _own(value) for name, value in self._values.items()}
 
     def functions(self) -> Iterator[Callable[..., Any]]:
-        """The functions in it (values, those of Triton kernels, and pre-hooks of a
-        ``triton.Config``): their source counts too."""
+        """Yield the functions whose source the result depends on.
+
+        These are values, functions of Triton kernels, and pre-hooks of a ``triton.Config``.
+        """
         for each in _parts(self._values.values()):
             if isinstance(each, types.FunctionType):
                 yield each
@@ -81,7 +85,7 @@ class Config(Mapping[str, Any]):
                 yield each.fn
 
     def classes(self) -> Iterator[type]:
-        """The classes in it, and those of its enums and dataclasses: their source counts too."""
+        """Yield classes among the values, and classes of enums and dataclasses among them."""
         for each in _parts(self._values.values()):
             if isinstance(each, type):
                 yield each
@@ -90,7 +94,7 @@ class Config(Mapping[str, Any]):
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
-    """All that is in ``values``: in containers, and in a ``triton.Config``."""
+    """Yield ``values`` and, recursively, the contents of containers and ``triton.Config``."""
     for value in values:
         if codec.is_triton_config(value):
             yield from _parts(vars(value).values())
@@ -108,12 +112,12 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def show_config(tree: codec.Tree) -> str:
-    """The tree of a config as it would be typed."""
+    """Return the tree of a config as Python source."""
     return "{" + ", ".join(f"{name!r}: {show(value)}" for name, value in tree.items()) + "}"
 
 
 def _own(value: Any) -> Any:
-    """A ``triton.Config`` is mutable: everyone gets a copy. Its ``pre_hook`` is shared."""
+    """Copy a ``triton.Config``, which is mutable; its ``pre_hook`` is shared."""
     if not codec.is_triton_config(value):
         return value
     own = copy.copy(value)
@@ -128,38 +132,38 @@ def _encode(name: str, value: object) -> codec.Tree:
         if codec.is_triton_config(value):
             _check_parts(name, value)
         shown = repr(value)
-        if " at 0x" in shown:  # the default repr: another text in each process
+        if " at 0x" in shown:  # the default repr, which differs between processes
             raise InvalidArgument(
                 "autotune",
                 f"config_space value {name!r}",
                 value,
                 "a value with a stable text: a number, string, enum, tuple, frozen dataclass, "
                 "triton.Config, function, functools.partial of these, or an object whose repr "
-                "tells it from all others",
+                "differs from the repr of all other values",
             ) from error
         return {"object": shown}
 
 
 def _check_parts(name: str, config: Any) -> None:
-    """Name the part of a ``triton.Config`` that has no text."""
+    """Raise an error that names the part of a ``triton.Config`` without a stable text."""
     for part, value in {**vars(config), **config.kwargs}.items():
         if part != "kwargs":
             _encode(f"{name}: {part}", value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two values of equal text are one; where they cannot be compared they are not."""
+    """Return whether two values of equal text are equal; false if they cannot be compared."""
     if one is other or codec.is_exact(one, binding=False):
         return True
     try:
         equal = one == other
-        return bool(equal.all() if hasattr(equal, "all") else equal)  # of tensors, each element
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # tensors: all elements
     except Exception:
         return False
 
 
-def told_apart(configs: Iterable[Config]) -> list[Config]:
-    """``configs``, numbered where several differ in what their functions bind alone."""
+def numbered(configs: Iterable[Config]) -> list[Config]:
+    """Number the ``configs`` that differ only in the values that their functions bind."""
     known: dict[str, Config] = {}
     result = []
     for config in configs:
@@ -172,7 +176,7 @@ def told_apart(configs: Iterable[Config]) -> list[Config]:
 
 
 def _bound(config: Config) -> list[Any]:
-    """The functions in it with what they bind; themselves, where that has no text."""
+    """Encode the functions in ``config`` with bound values; keep functions without a text."""
     return [codec.encode(f) if codec.is_exact(f) else f for f in config.functions()]
 
 
@@ -193,13 +197,13 @@ def _as_config(candidate: Any) -> Config:
 
 
 class ConfigSpace(Sequence[Config]):
-    """All candidates, in the order of preference: the first is the default.
+    """All candidates in order of preference; the first is the default.
 
-    Evaluated when first looked at, never at import, so that importing a module of kernels touches
-    no GPU. Duplicates are dropped; of those that only print alike there is a warning.
+    The space is evaluated at first use, not at import, so importing a kernel module touches no GPU.
+    Duplicates are dropped. Unequal configs with equal texts are dropped with a warning.
 
     Args:
-        source: list of dicts, or a callable without arguments that returns one.
+        source: list of dicts, or a callable without arguments that returns such a list.
     """
 
     def __init__(
@@ -220,15 +224,15 @@ class ConfigSpace(Sequence[Config]):
             raise InvalidArgument("autotune", "the result of config_space", candidates, expected)
         configs: dict[str, Config] = {}
         alike: list[str] = []
-        for config in told_apart(map(_as_config, candidates)):
+        for config in numbered(map(_as_config, candidates)):
             first = configs.setdefault(config.digest, config)
             if first is not config:
                 alike += [name for name in config if not _same(config[name], first[name])]
         if alike:
             warn(
                 f"config_space: {len(alike)} values of {', '.join(sorted(set(alike)))} print like "
-                "an earlier one and are not equal to it; their configs are dropped. Give such "
-                "objects a repr that tells them apart, or use a number or a name for them",
+                "an earlier value but are not equal to it; their configs are dropped. Give these "
+                "objects distinct reprs, or use a number or a name instead",
                 TuningWarning,
             )
         return tuple(configs.values())
@@ -244,7 +248,7 @@ class ConfigSpace(Sequence[Config]):
 
     @property
     def default(self) -> Config:
-        """The config that is used where nothing is tuned."""
+        """The config used without tuning."""
         return self._configs[0]
 
     @functools.cached_property
@@ -252,40 +256,40 @@ class ConfigSpace(Sequence[Config]):
         return {config.digest: place for place, config in enumerate(self._configs)}
 
     def place(self, config: Config) -> int:
-        """The place of ``config``, which is in it."""
+        """Return the index of ``config``, which must be in the space."""
         return self._place_of[config.digest]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Every name that some config sets."""
+        """All names that any config sets."""
         return frozenset(name for config in self._configs for name in config)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Changes with any config and with their order, which breaks ties."""
+        """Digest of the configs and of their order, which breaks ties."""
         return codec.digest([config.digest for config in self._configs])
 
     @functools.cached_property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """Those in its configs, each once."""
+        """Functions in the configs, without duplicates."""
         return tuple(dict.fromkeys(f for config in self._configs for f in config.functions()))
 
     @functools.cached_property
     def classes(self) -> tuple[type, ...]:
-        """The same for classes."""
+        """Classes in the configs, without duplicates."""
         return tuple(dict.fromkeys(c for config in self._configs for c in config.classes()))
 
     def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
-        """The config with this digest, if it is in the space.
+        """Return the config with this digest; ``None`` if it is not in the space.
 
         Args:
-            tree: of the config: a space that is not listed finds it by that alone.
+            tree: tree of the config, which an unlisted space needs for the lookup.
         """
         place = self._place_of.get(config_digest)
         return None if place is None else self._configs[place]
 
     def without(self, fixed: Config) -> ConfigSpace:
-        """The space that is left when the caller gives these values."""
+        """Return the space that remains when the caller passes the values in ``fixed``."""
         return FixedSpace(self, fixed)
 
     def prune(
@@ -294,8 +298,7 @@ class ConfigSpace(Sequence[Config]):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Any, list[Pruned]]:
-        """The configs that ``prune_fn(config, *args, **kwargs)`` keeps, and the others with the
-        reason."""
+        """Return the configs that ``prune_fn(config, *args, **kwargs)`` keeps, and the pruned."""
         if prune_fn is None:
             return list(self._configs), []
         kept: list[Config] = []
@@ -309,9 +312,9 @@ class ConfigSpace(Sequence[Config]):
 
 
 class FixedSpace(ConfigSpace):
-    """The rest of ``space`` when the caller gives some values: its configs without these names.
+    """The configs of ``space`` without the names that the caller passes.
 
-    ``prune_fn`` still sees whole configs.
+    ``prune_fn`` still gets whole configs.
     """
 
     def __init__(self, space: ConfigSpace, fixed: Config) -> None:
@@ -332,16 +335,15 @@ class FixedSpace(ConfigSpace):
 
 
 def validator_of_whole(validator: Callable[..., object], fixed: Config) -> Callable[..., object]:
-    """``prune_fn`` or ``fallback_fn`` about configs without the names in ``fixed``: it still sees
-    whole ones."""
+    """Wrap ``prune_fn`` or ``fallback_fn`` to add ``fixed`` to each config that it gets."""
 
     @functools.wraps(validator)
-    def of_rest(config: Config, /, *args: Any, **kwargs: Any) -> object:
+    def with_fixed(config: Config, /, *args: Any, **kwargs: Any) -> object:
         return validator(Config({**config, **fixed}), *args, **kwargs)
 
-    return of_rest
+    return with_fixed
 
 
 def reason_of(prune_fn: Callable[..., object] | None) -> str:
-    """Reason for which a config is not kept."""
+    """Return the reason recorded for a config that ``prune_fn`` rejects."""
     return f"{getattr(prune_fn, '__name__', repr(prune_fn))} dropped it"

@@ -1,4 +1,4 @@
-"""Facts that a tuning result depends on besides its key, and which of them may change."""
+"""Define the facts that a tuning result depends on, apart from its key, and compare them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from packaging.version import InvalidVersion, Version
 
 
 class Difference(NamedTuple):
-    """One thing that changed."""
+    """One changed fact."""
 
     sentence: str
     patch_level: bool
-    """A version whose ``major.minor`` (of a driver: branch) is the same: tolerated, unless
-    versions are checked strictly."""
+    """True if only the patch level of a version differs: ``major.minor``, or the branch of a
+    driver, is equal. Tolerated unless versions are checked strictly."""
     constant: str = ""
-    """The name of a value that the code reads or binds; the statement is not reported besides."""
+    """Name of the constant that changed; its statement is then not reported in addition."""
 
 
 DIFFERS = "differs by rank"
-"""Reason for which a constant that a function binds does not count."""
+"""Reason recorded for a bound constant that is not compared."""
 
 _OWN_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
-"""Default of all supported versions of Triton; set wherever kernels are compiled."""
+"""Setting that triton_dist makes wherever it compiles kernels; the default of Triton."""
 
 _CONSTANTS = ("literal", "bound", "uncounted")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts as text, by group. ``source`` has a digest for each function that is reached."""
+    """Facts as text, by group. ``source`` has digests of the statements that the code runs."""
 
     hardware: Mapping[str, str]
     software: Mapping[str, str]
@@ -41,16 +41,16 @@ class Fingerprint:
     space: str
     """Digest of the config space."""
     version: str = ""
-    """Version that the function's author declares; empty: none."""
+    """Version declared by the author of the function; empty if not declared."""
     literal: Mapping[str, str] = field(default_factory=dict)
-    """Globals that the code reads and whose values stand in the source."""
+    """Globals that the code reads and whose values are literals in the source."""
     bound: Mapping[str, str] = field(default_factory=dict)
-    """Values that functions were given when they were made, and that all ranks hold alike."""
+    """Values that functions bind, such as closure cells, and that are equal on all ranks."""
     uncounted: Mapping[str, str] = field(default_factory=dict)
-    """Constants that are not compared, and why."""
+    """Constants that are not compared, each with the reason."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
-        """Differences between what was recorded here and ``now``."""
+        """Yield the differences between this recorded fingerprint and ``now``."""
         constants = list(self._compare_constants(now))
         named = {each.constant for each in constants}
         for group in fields(self):
@@ -61,7 +61,7 @@ class Fingerprint:
                 old, new = before.get(name), after.get(name)
                 if old != new and not (group.name == "source" and name.rpartition(":")[2] in named):
                     patch_level = (group.name == "software" and _same_release(old, new, 2)) or (
-                        name == "driver" and _same_release(old, new, 1)  # 550.54 and 550.90 are one
+                        name == "driver" and _same_release(old, new, 1)  # 550.54 equals 550.90
                     )
                     yield Difference(_sentence(group.name, name, old, new), patch_level)
         yield from constants
@@ -74,19 +74,21 @@ class Fingerprint:
             )
 
     def diff(self, now: Fingerprint) -> list[str]:
-        """A sentence for each difference, naming the field and both values."""
+        """Return one sentence per difference, which names the field and both values."""
         return [difference.sentence for difference in self.compare(now)]
 
     @property
     def settings(self) -> str:
-        """Variables that are set and change code or its speed, such as ``CUDA_LAUNCH_BLOCKING=1``,
-        separated by ``", "``; without the one that triton_dist sets itself."""
+        """Environment settings that change code or its speed, such as ``CUDA_LAUNCH_BLOCKING=1``.
+
+        Separated by ``", "``. The setting that triton_dist makes itself is left out.
+        """
         given = self.software.get("settings", "").split(", ")
         return ", ".join(each for each in given if each != _OWN_SETTING)
 
     @property
     def constants(self) -> dict[str, str]:
-        """All that count."""
+        """All constants that are compared."""
         return {**self.literal, **self.bound}
 
     def _compare_constants(self, now: Fingerprint) -> Iterator[Difference]:
@@ -100,7 +102,7 @@ class Fingerprint:
     def _compare_version(self, now: Fingerprint) -> Iterator[Difference]:
         if self.version != now.version:
             old, new = (each.version or "not declared" for each in (self, now))
-            yield Difference(f"version: that of the function was {old}, is {new}", False)
+            yield Difference(f"version: the version of the function was {old}, is {new}", False)
 
 
 class OlderFingerprint(Fingerprint):
@@ -112,16 +114,17 @@ class OlderFingerprint(Fingerprint):
             if not (of_code or difference.constant):
                 yield difference
         yield Difference(
-            "source: not comparable, as an older version of triton_dist wrote the record", False
+            "source: not comparable, because an older version of triton_dist wrote the record",
+            False,
         )
 
 
 class ShippedFingerprint(Fingerprint):
-    """Facts that a shipped result depends on: the hardware and topology that it names, and the
-    version that the function's author declares.
+    """Facts that a shipped result depends on: hardware, topology, and the declared version.
 
-    Versions of software, code and config space are not compared: who ships a result vouches for it
-    until the declared version changes. ``software`` says what it was found with, for people.
+    Software versions, code and config space are not compared. The author of the function vouches
+    for the result until the declared version changes. ``software`` records the versions used for
+    tuning, for information only.
     """
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
@@ -134,8 +137,11 @@ class ShippedFingerprint(Fingerprint):
 
 
 def agreed(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """Each rank's fingerprint, in the order of ranks, without bound constants that ranks hold
-    differently: these are noted as uncounted, alike on all ranks."""
+    """Return the fingerprint of each rank after agreement on bound constants.
+
+    A bound constant that differs between ranks becomes uncounted on all ranks. The order of ranks
+    is kept.
+    """
     bound = {name for each in fingerprints for name in each.bound}
     held = [each.constants for each in fingerprints]
     alike = {
@@ -160,9 +166,9 @@ def agreed(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
 def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
     if group == "source":
         if old is None:
-            return f"source: {name} is reached now and was not"
+            return f"source: {name} is reached now, but was not"
         if new is None:
-            return f"source: {name} was reached and is not now"
+            return f"source: {name} was reached, but is not now"
         return f"source: {name} changed"
     if group == "constant":
         return f"constant: {name} was {old or 'not read'}, is {new or 'not read'}"
@@ -172,7 +178,7 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
 
 
 def _same_release(old: str | None, new: str | None, parts: int) -> bool:
-    """True if the first ``parts`` numbers agree; builds such as ``+cpu`` do not count."""
+    """Return whether the first ``parts`` numbers are equal; builds such as ``+cpu`` are ignored."""
     if old is None or new is None:
         return False
     try:

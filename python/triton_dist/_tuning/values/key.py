@@ -1,4 +1,4 @@
-"""The key by which a tuning result is looked up, and two functions to make keys."""
+"""Define the key that identifies a tuning result, and two helper functions for ``key_fn``."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from triton_dist.errors import InvalidArgument
 
 
 class Origin(NamedTuple):
-    """The function that a key is of."""
+    """Identity of the tuned function."""
 
     function: str
-    """Its qualified name, without the module: renaming a file changes no key."""
+    """Qualified name without the module: renaming a file changes no key."""
     module: str = ""
-    """Place of its definition: a module's importable name, a script's path."""
+    """Importable name of the defining module, or path of the script."""
     signature: str = ""
-    """Its parameters and what is tuned: tells functions of one name in one module apart."""
+    """Parameters and tuned names: distinguishes functions of equal name in one module."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
-        """The origin of ``function``, some of whose arguments, ``tunables``, are chosen."""
+        """Return the origin of ``function``, whose parameters ``tunables`` are tuned."""
         try:
             parameters = list(inspect.signature(function).parameters)
-        except (TypeError, ValueError):  # a builtin does not tell
+        except (TypeError, ValueError):  # builtins have no signature
             parameters = []
         signature = f"({', '.join(parameters)}) tunes {', '.join(sorted(tunables))}"
         module = _module_name(original(function).__module__)
         return cls(qualified_name(function), module, signature)
 
     def of_several(self, which: str) -> Origin:
-        """The origin of one of several functions of this name; ``which`` tells them apart."""
+        """Return the origin of one of several functions of this name, identified by ``which``."""
         return self._replace(signature=f"{self.signature}, {which}")
 
 
 def original(function: Any) -> Any:
-    """The function inside wrappers and partials, or the object that is called like one."""
+    """Return the function inside wrappers and partials, or the callable object."""
     inner = inspect.unwrap(function)
     return original(inner.func) if isinstance(inner, functools.partial) else inner
 
 
 def qualified_name(function: Any) -> str:
-    """Name of the function inside, without its module; of an object, its class's."""
+    """Return the name of the inner function without its module; for an object, of its class."""
     named = original(function)
     name: str = getattr(named, "__qualname__", type(named).__qualname__)
     return name
@@ -61,20 +61,20 @@ def qualified_name(function: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Key:
-    """Function, what its ``key_fn`` returned, and the hardware that tuned together.
+    """Function, result of its ``key_fn``, and hardware of the group of ranks.
 
-    What else a result depends on (source, versions, config space) is in the
-    :class:`~triton_dist._tuning.values.fingerprint.Fingerprint` inside the record, so that a
-    mismatch can be explained. So is the function's code: a record that was made when its file had
-    another name answers the key as well. ``module`` and ``signature``, and the modules of classes
-    in ``text``, are therefore not compared. The former only say which record a new one replaces, so
-    that two functions of one name keep theirs.
+    The other dependencies (source, versions, config space) are in the
+    :class:`~triton_dist._tuning.values.fingerprint.Fingerprint` of the record, which can explain a
+    mismatch. The fingerprint also covers the code, so a record stays valid when its file is
+    renamed. Therefore ``module``, ``signature`` and the modules of classes in ``text`` are not
+    compared. ``module`` and ``signature`` decide which record a new record replaces: two functions
+    of equal name keep separate records.
     """
 
     function: str
-    """Qualified name, without the module."""
+    """Qualified name without the module."""
     text: str
-    """The result of ``key_fn``, as :func:`codec.text` writes it."""
+    """Result of ``key_fn`` as written by :func:`codec.text`."""
     hardware: str
     module: str = ""
     signature: str = ""
@@ -87,10 +87,10 @@ class Key:
 
     @classmethod
     def of(cls, origin: Origin | str, value: object, hardware: str) -> Key:
-        """The key of a ``key_fn`` result.
+        """Return the key for ``value``, a result of ``key_fn``.
 
         Raises:
-            InvalidArgument: a value that has no exact text, such as a tensor.
+            InvalidArgument: ``value`` contains a value without an exact text, such as a tensor.
         """
         function, module, signature = Origin(origin) if isinstance(origin, str) else origin
         try:
@@ -101,56 +101,58 @@ class Key:
                 "the result of key_fn",
                 value,
                 f"a hashable value of numbers, strings, enums, dtypes, tuples, frozen dataclasses "
-                f"({error}); to_hashable(tensor) makes one from a tensor",
+                f"({error}); to_hashable(tensor) returns such a value for a tensor",
             ) from error
 
     def under(self, found: Fingerprint) -> Key:
-        """This key where a tuning depends on ``found``: functions of one factory, which bind other
-        values, keep a record each, and so do runs under other settings."""
+        """Return this key with the bound values and settings of ``found`` in its signature.
+
+        Functions from one factory with different bound values then have separate records. So do
+        runs with different environment settings.
+        """
         about = self.signature
         if found.bound:
             about += "; binds " + ", ".join(
                 f"{n}={text}" for n, text in sorted(found.bound.items())
             )
         if found.settings:
-            # A path may be another one at each start, and would leave a file each time.
+            # A path may change at each start, and each start would then leave a file.
             about += "; under " + re.sub(r"=[^,]*/[^,]*", "=(a path)", found.settings)
         return replace(self, signature=about)
 
     @cached_property
     def digest(self) -> str:
-        """The same for equal keys; begins the name of the record's file."""
+        """Digest, equal for equal keys; the file name of the record begins with it."""
         return codec.digest(self.function, json.loads(self.text), self.hardware)
 
     @property
     def full_name(self) -> str:
-        """Module and function, for people."""
+        """Module and function, for messages."""
         return f"{self.module}.{self.function}" if self.module else self.function
 
     @property
     def in_schema_1(self) -> Key:
-        """The key that records of schema 1 have, whose function was ``module.qualname``."""
+        """The key in records of schema 1, whose function is ``module.qualname``."""
         return Key(self.full_name, self.text, self.hardware)
 
     @property
     def schema_1_digest(self) -> str:
-        """The name of such a record's file."""
+        """File name of a record of schema 1."""
         return codec.digest(self.full_name, self.text, self.hardware)
 
     @property
     def function_name(self) -> str:
-        """The last part of the function's name; names the record's folder."""
+        """Last part of the qualified name; the folder of the record is named after it."""
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
-        """As it would be typed; after it, the names that the caller gave a value for."""
+        """Return the key as Python source, followed by tunable values that the caller passed."""
         tree, given = json.loads(self.text), self.given
         return show(tree) if given is None else f"{show(tree['tuple'][0])} {given[0]}"
 
     @property
     def given(self) -> tuple[str, str] | None:
-        """For a call that gave a value for tunable names: ``with {...}``, and the digest of these
-        values as a config."""
+        """``with {...}`` and the digest of the values, if the caller passed tunable values."""
         match json.loads(self.text):
             case {"tuple": [_, str(given), str(digest)]} if given.startswith("with {"):
                 return given, digest
@@ -158,7 +160,7 @@ class Key:
 
 
 def _module_name(name: str) -> str:
-    """``name``, but of a program that runs as ``__main__`` the name or path that it has on disk."""
+    """Return ``name``; for ``__main__``, the importable name or the path of the program."""
     if name != "__main__":
         return name
     program = sys.modules["__main__"]
@@ -167,11 +169,13 @@ def _module_name(name: str) -> str:
 
 
 def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
-    """``(shape, strides, dtype)`` of a tensor: the usual part of a key; ``None`` for ``None``, an
-    optional tensor that is not there.
+    """Return ``(shape, strides, dtype)`` of a tensor, the usual part of a key.
+
+    Args:
+        tensor: a tensor, or ``None`` for an absent optional tensor, which returns ``None``.
 
     Raises:
-        InvalidArgument: it is something else.
+        InvalidArgument: ``tensor`` is neither a tensor nor ``None``.
     """
     if tensor is None:
         return None
@@ -182,23 +186,27 @@ def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any] | N
 
 
 def bucket(n: int, half_steps_from: int | None = None) -> int:
-    """``n`` rounded up to the next power of two; 0 stays 0.
+    """Round ``n`` up to a power of two; 0 stays 0.
 
-    In a ``key_fn`` for a size that varies from call to call (tokens in a batch), so that one tuning
-    serves a whole range: ``bucket(M)`` is 4096 for M from 2049 to 4096.
+    Use it in a ``key_fn`` for a size that varies between calls, such as tokens in a batch. One
+    tuning then serves a range: ``bucket(M)`` is 4096 for M from 2049 to 4096.
 
     Args:
-        half_steps_from: for sizes above this one, 3/4 of a power of two has a bucket too: 3072 for
-            2049 to 3072. Where a tuning for 4096 serves 2100 badly, at the price of more tunings.
+        n: the size, an int, 0 or more.
+        half_steps_from: above this size, also use 3/4 of powers of two: 3072 for 2049 to 3072. This
+            costs more tunings. Use it if the config for 4096 is slow for 2100.
+
+    Returns:
+        The largest size in the range of ``n``.
 
     Raises:
-        InvalidArgument: ``n`` is negative, or no int.
+        InvalidArgument: ``n`` is negative or not an int.
     """
     try:
         rounded = 1 << (n - 1).bit_length() if n != 0 else 0
     except (AttributeError, TypeError):
         number: Any = n
-        if isinstance(number, numbers.Integral):  # of numpy, without bit_length
+        if isinstance(number, numbers.Integral):  # a numpy integer has no bit_length
             return bucket(int(number), half_steps_from)
         rounded = None
     if rounded is None or n < 0:

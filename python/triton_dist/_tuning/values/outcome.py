@@ -1,4 +1,4 @@
-"""Outcome of trying one config: a measurement or a failure, never ``inf`` and never ``None``."""
+"""Define the outcome of trying one config: a measurement or a failure."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Measurement:
     """Samples of one config."""
 
     samples: tuple[float, ...]
-    """Milliseconds, in the order in which they were taken."""
+    """Latencies in milliseconds, in the order of measurement."""
     warmup: int
-    """Untimed runs before them."""
+    """Number of untimed runs before the samples."""
     reduction: Reduction = "none"
-    """``maximum``: each sample is that of the rank that was slowest in it."""
+    """``maximum``: each sample is the maximum over all ranks."""
 
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError("a measurement needs at least one sample")
         if not all(math.isfinite(sample) for sample in self.samples):
-            raise ValueError(f"a measurement's samples are times, got {self.samples}")
+            raise ValueError(f"samples must be finite times, got {self.samples}")
 
     @property
     def median(self) -> float:
-        """Milliseconds."""
+        """Median of the samples in milliseconds."""
         return statistics.median(self.samples)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason for which a config cannot be used."""
+    """Reason why a config cannot be used."""
 
     kind: FailureKind
     message: str
@@ -59,11 +59,11 @@ class Failure:
 Outcome = Measurement | Failure
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions of reading a tree that is not as it was written."""
+"""Exceptions that reading a malformed tree may raise."""
 
 
 def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
-    """Outcome of a config that was measured again: all samples, or a failure at any time."""
+    """Merge two outcomes of one config: return all samples, or a failure if there is one."""
     if earlier is None or isinstance(later, Failure):
         return later
     if isinstance(earlier, Failure):
@@ -72,45 +72,45 @@ def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
 
 
 def outcome_tree(outcome: Outcome) -> dict[str, Any]:
-    """For JSON; the median is for the eye."""
+    """Return ``outcome`` as a JSON tree. The median ``ms`` is only for human readers."""
     if isinstance(outcome, Failure):
         return {"failure": dict(vars(outcome))}
     return {"ms": outcome.median, **vars(outcome), "samples": list(outcome.samples)}
 
 
 def read_number(value: Any) -> float:
-    """A number of a tree. Raises ``ValueError``, or ``TypeError``, for all else."""
+    """Return a finite number from a tree. Raises ``ValueError`` or ``TypeError``."""
     if isinstance(value, str) or not math.isfinite(number := float(value)):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a finite number")
     return number
 
 
 def read_outcome(tree: Mapping[str, Any]) -> Outcome:
-    """Reads what :func:`outcome_tree` wrote. Raises one of :data:`UNREADABLE`."""
+    """Read a tree written by :func:`outcome_tree`. Raises one of :data:`UNREADABLE`."""
     if "failure" in tree:
         failure = Failure(**tree["failure"])
         if failure.kind not in FAILURE_KINDS:
-            raise ValueError(f"no failure is of kind {failure.kind!r}")
+            raise ValueError(f"a failure has the unknown kind {failure.kind!r}")
         if not isinstance(failure.message, str) or type(failure.rank) not in (int, type(None)):
             raise ValueError(f"a failure has message {failure.message!r}, rank {failure.rank!r}")
         return failure
     if tree["reduction"] not in _REDUCTIONS:
-        raise ValueError(f"no measurement's reduction is {tree['reduction']!r}")
+        raise ValueError(f"a measurement has the unknown reduction {tree['reduction']!r}")
     samples = tuple(map(read_number, tree["samples"]))
     return Measurement(samples, int(tree["warmup"]), tree["reduction"])
 
 
 class ByRank(NamedTuple):
-    """Times of one config; a number for each rank, in the order of ranks."""
+    """Times of one config, per rank and in the order of ranks."""
 
     ms: tuple[float, ...]
-    """Median of the rank's own samples."""
+    """Median of the samples of each rank, in milliseconds."""
     slowest: tuple[int, ...]
-    """Number of samples in which the rank was the slowest; of equals the lowest rank."""
+    """Number of samples in which each rank was the slowest; ties count for the lowest rank."""
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[float]]) -> ByRank:
-        """``samples`` in the order in which they were taken, by rank."""
+        """Summarise ``samples``: one sequence per rank, in the order of measurement."""
         rounds = list(zip(*samples, strict=True))
         slowest = [round_.index(max(round_)) for round_ in rounds]
         medians = (round(statistics.median(own), 6) for own in samples)
@@ -124,7 +124,7 @@ class ByRank(NamedTuple):
         return {"ms": list(self.ms), "slowest": list(self.slowest)}
 
     def __str__(self) -> str:
-        """The slowest rank and the span of the medians, in words."""
+        """Return a sentence with the slowest rank and the range of the medians."""
         worst = max(range(len(self.slowest)), key=self.slowest.__getitem__)
         low, high = (pick(range(len(self.ms)), key=self.ms.__getitem__) for pick in (min, max))
         return (
@@ -136,10 +136,10 @@ class ByRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Measure ``config`` with so many timed samples, now.
+    """Request of a search to measure ``config`` with ``samples`` timed samples next.
 
-    A config may be asked for again: its samples are put together, and all but measuring (prepare,
-    first run, check) is done at the first request alone.
+    A search may request a config repeatedly. The samples are then merged. Preparation, first run
+    and check happen only at the first request.
     """
 
     config: Config
@@ -147,7 +147,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError(f"a request for {self.samples} samples measures nothing")
+            raise ValueError(f"a request needs at least 1 sample, got {self.samples}")
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ class Entry:
     """Outcome of the n-th request of a tuning."""
 
     n: int
-    """From 0."""
+    """Index of the request, from 0."""
     config: str
-    """Its digest."""
+    """Digest of the config."""
     samples: int
-    """Number of samples that were asked for."""
+    """Number of requested samples."""
     outcome: Outcome
     seconds: float
-    """Since the tuning began, without the time between an interruption and the next start."""
+    """Seconds since the tuning began, without pauses between an interruption and the next start."""
 
     def to_tree(self) -> dict[str, Any]:
         asked = {"n": self.n, "config": self.config, "asked": self.samples}
@@ -170,7 +170,7 @@ class Entry:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
-        """Reads what :meth:`to_tree` wrote. Raises one of :data:`outcome.UNREADABLE`."""
+        """Read a tree written by :meth:`to_tree`. Raises one of :data:`outcome.UNREADABLE`."""
         return cls(
             int(tree["n"]),
             str(tree["config"]),

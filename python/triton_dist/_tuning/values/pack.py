@@ -1,8 +1,8 @@
-"""The JSON tree of the records of one function on one GPU model, as packs hold it.
+"""Convert the records of one function on one GPU model to the JSON tree in a pack, and back.
 
 Each result has its key, the measured sizes, the winner with its median, the number of other
-configs measured, and the medians of the best of them, to warm-start neighbouring sizes. Configs and
-facts that results share are written once, so hundreds of results fit into a readable file.
+measured configs, and the medians of the best other configs, for warm starts at neighbouring sizes.
+Configs and facts that results share are written once: hundreds of results fit a readable file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _NEAR, _NEAR_BEST = 8, 1.25
 
 
 def pack(records: Sequence[TuningRecord]) -> codec.Tree:
-    """Return the tree of ``records``: at least one, with different keys, of one function, version
-    and GPU model."""
+    """Return the tree of ``records``.
+
+    Args:
+        records: at least one record. All have different keys and belong to one function, version
+            and GPU model.
+    """
     key, found = records[0].key, records[0].fingerprint
     facts = key.function, key.module, found.version, found.hardware.get("gpu")
     about = dict(zip(_ABOUT, facts, strict=True))
@@ -38,10 +42,10 @@ def pack(records: Sequence[TuningRecord]) -> codec.Tree:
 
 
 def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
-    """Return the union of ``trees`` of one function, version and GPU model, the same in any order.
+    """Return the union of ``trees`` of one function, version and GPU model.
 
-    Of a key in several trees, the latest result is kept; of one day, the one with the largest
-    digest.
+    The order of ``trees`` has no effect. If a key is in several trees, the latest result is kept;
+    among results of one day, the result with the largest digest.
     """
     about = {name: trees[0][name] for name in _ABOUT}
     found: dict[tuple[str, str], _Result] = {}
@@ -52,12 +56,12 @@ def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
 
 @dataclass(frozen=True)
 class _Result:
-    """A result, with the facts that it shares with others and the configs that it names."""
+    """A result, the facts that it shares with other results, and the configs that it names."""
 
     common: dict[str, codec.Tree]
     result: dict[str, codec.Tree]
     configs: dict[str, codec.Tree]
-    """By the first digits of their digests."""
+    """Configs by the first digits of their digests."""
 
     @classmethod
     def of(cls, record: TuningRecord) -> _Result:
@@ -128,24 +132,24 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
 
     Raises:
         NewerSchema: a later version of triton_dist wrote the tree.
-        ValueError: the tree is damaged or something else.
+        ValueError: the tree is damaged or is not a pack.
     """
     if not isinstance(tree, dict) or type(tree.get("pack")) is not int:
-        raise ValueError("it is no pack of tuning records")
+        raise ValueError("it is not a pack of tuning records")
     if tree["pack"] > PACK_FORMAT:
         raise NewerSchema(tree["pack"], PACK_FORMAT)
     try:
         fits = "checksum" not in tree or tree["checksum"] == _checksum(tree)
     except RecursionError:
         fits = False
-    if not fits:  # packs of earlier versions have none
-        raise ValueError("its checksum does not fit: it was edited, or is damaged")
+    if not fits:  # packs of earlier versions have no checksum
+        raise ValueError("its checksum does not match: it was edited or is damaged")
     try:
         # Results share most configs: hash each config once.
         digests = {name: codec.digest(config) for name, config in tree["configs"].items()}
         for name, digest in digests.items():
             if digest[:_DIGITS] != name:
-                raise ValueError(f"the digest of config {name} does not fit")
+                raise ValueError(f"the digest of config {name} does not match")
         for group in tree["groups"]:
             for result in group["results"]:
                 yield _record(tree, group, result, digests)
@@ -160,7 +164,7 @@ def _record(
     digests: Mapping[str, str],
 ) -> TuningRecord:
     configs, best = tree["configs"], float(result["ms"])
-    # A winner may be slower than others within noise: clamp them, so that it stays the fastest.
+    # A winner may be slower than other configs within noise: clamp them to keep it the fastest.
     medians = {name: max(float(ms), best) for name, ms in result.get("near", {}).items()}
     measured = {result["config"]: best, **medians}
     fingerprint = ShippedFingerprint(

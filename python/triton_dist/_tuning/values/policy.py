@@ -1,4 +1,4 @@
-"""The way in which candidates are measured, and how many: part of what a result depends on."""
+"""Define how candidates are measured and how many are tried. A result depends on this policy."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from dataclasses import dataclass
 from triton_dist._tuning.values.product import Candidates, Unlisted
 
 EFFORTS = {"quick": 50, "normal": 200, "max": 1000}
-"""Candidates that a search tries which cannot try all, by the name of an effort."""
+"""Number of candidates that a model-based search tries, by effort."""
 LISTING = ("racing", "exhaustive")
 """Searches that try every candidate."""
 _RACED = 1.5
-"""``search="auto"``: times ``tries``, so many candidates are raced; of more a model says which."""
+"""``search="auto"`` races up to this multiple of ``tries``; a model selects from more."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The numbers of a tuning.
+    """The parameters of a tuning.
 
-    A result found under another policy is another result: a winner of eager launches is not the
-    winner in a graph, and the best of three candidates not the best of all.
+    A result is valid only for its policy: the winner of eager launches may lose in a CUDA graph,
+    and the best of three candidates may not be the best of all.
     """
 
     warmup: int = 3
-    """Untimed runs before the samples of each request, besides the one run to the end that every
-    candidate begins with."""
+    """Untimed runs before the samples of each request, in addition to the first, synchronised run
+    of each candidate."""
     repeat: int = 10
-    """Timed runs of each candidate; when they race, of each finalist in the final, at most."""
+    """Timed runs of each candidate; in a race, maximum timed runs of each finalist."""
     doubt: int = 0
-    """In a race, so many more runs of finalists that noise does not tell apart. No fact of a
-    result, which it makes surer but not another."""
+    """Additional timed runs, in a race, of finalists whose difference is within noise. Not part of
+    the fingerprint: it changes the certainty of a result, not its meaning."""
     rounds: tuple[int, ...] = (1, 2, 5)
-    """In a race, samples that a candidate has after each round before the final."""
+    """Samples per candidate, in a race, after each round before the final."""
     timing: str = "events"
-    """``events``: the device's own timer around each run. ``graph``: the same around replays of
-    each candidate, captured."""
+    """``events``: device timer around each run. ``graph``: device timer around replays of a CUDA
+    graph of each candidate."""
     flush: bool = True
-    """True if the last-level cache is evicted before each run."""
+    """Evict the last-level cache before each run."""
     search: str = "exhaustive"
     indifference: float = 0.01
-    """Relative difference in time that nobody minds: within it the earliest config is preferred."""
+    """Largest relative difference in time within which the earliest config may be preferred."""
     max_seconds: float | None = None
-    """No new candidate is begun after that; the first always is."""
+    """Time after which no new candidate starts; the first candidate always starts."""
     max_trials: int | None = None
-    """At most so many candidates are tried, however often each."""
+    """Maximum number of candidates tried, whatever the number of requests for each."""
     tries: int | None = None
-    """Candidates that are tried where a model says which; ``max_trials`` are the most."""
+    """Number of candidates tried if a model selects them, limited by ``max_trials``."""
 
     @property
     def untimed(self) -> int:
-        """Runs of a config before those that a request asks for; a graph is captured in one."""
+        """Untimed runs of a config before the requested samples, including a graph capture."""
         return self.warmup + (self.timing == "graph")
 
     def models(self, candidates: Candidates) -> bool:
-        """True if a model of what was measured says what to try: there are many candidates."""
+        """Return whether a model of the measurements selects the candidates to try."""
         many = isinstance(candidates, Unlisted) or len(candidates) > _RACED * (self.tries or 0)
         return self.search == "surrogate" or (self.search == "auto" and many)
 
     def most_tried(self, number: int) -> int:
-        """Candidates of so many that are tried, at most, where not all are."""
+        """Return the maximum number of candidates tried out of ``number``."""
         return min(number, self.tries or number, self.max_trials or number)
 
     @classmethod
@@ -74,16 +74,16 @@ class Policy:
         max_trials: int | None = None,
         effort: str = "normal",
     ) -> Policy:
-        """The numbers for a device: the one place that says how often a candidate runs.
+        """Return the policy for a device. All numbers of runs are decided here.
 
-        A racing candidate has no warm-up but its run to the end, which comes right before its first
-        sample: compiled and loaded it is by then, and caches are evicted before each sample anyway.
-        A captured graph is replayed once untimed, since its first launch uploads it.
+        A racing candidate needs no warm-up: its first run, directly before the first sample, has
+        compiled and loaded it, and caches are evicted before each sample. A captured graph is
+        replayed once untimed, because its first launch uploads it.
 
-        On CPU ranks a run takes 10 to 100 ms in the interpreter and no user minds which config
-        wins: few runs. Nor does one sample show a clear loser there: processes share the cores. Nor
-        on a GPU that ranks share (``alternates``), where a run takes as long and its time says how
-        often it waited for a turn; nor is a graph of use then, or on a CPU.
+        CPU ranks use few runs: a run takes 10 to 100 ms in the interpreter, and the winner does not
+        matter. One sample does not identify a slow candidate, because processes share the cores. A
+        GPU that ranks share (``alternates``) has the same limits: a time mainly shows how often the
+        rank waited for the tuning lock. Neither case uses graphs.
         """
         in_turn, cpu = search == "exhaustive", device == "cpu"
         timing = "events" if cpu or alternates else timing
@@ -104,6 +104,6 @@ class Policy:
         )
 
     def facts(self) -> Mapping[str, str]:
-        """All fields that are set and matter, as text; part of the fingerprint."""
+        """Return the fields that are part of the fingerprint, as text."""
         facts = {name: value for name, value in vars(self).items() if name != "doubt"}
         return {name: str(value) for name, value in facts.items() if value is not None}

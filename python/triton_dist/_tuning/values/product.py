@@ -1,4 +1,7 @@
-"""A config space that is never listed: every combination of values that a rule keeps."""
+"""Define a config space of all combinations of parameter values that satisfy a constraint.
+
+Combinations are built on demand and never stored, so a space of a million configs is cheap.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,29 @@ from triton_dist._tuning.values.config import (
 from triton_dist.errors import InvalidArgument
 
 Point = tuple[int, ...]
-"""Place of the value of each parameter among its values."""
+"""Index of the value of each parameter among its values."""
 _LISTED = 2000
-"""Combinations up to which a product is listed like any other space."""
-_LOOKED_AT = 1_000_000
-"""Combinations that are looked at, at most, for the first that is kept."""
+"""Maximum number of combinations of a product that is listed like any other space."""
+_MOST_CHECKED = 1_000_000
+"""Maximum number of combinations checked to find the default."""
 
 
 class Product(ConfigSpace):
-    """Every combination of values of some parameters, of which nothing is listed.
+    """All combinations of parameter values for which ``where`` is true.
 
-    A config is made when it is asked for, so a space of a million takes no more memory, and no more
-    time to look one up, than one of a hundred. The first combination that ``where`` keeps, in the
-    order of :func:`itertools.product`, is the default.
+    Configs are built on demand, so memory and lookup time do not grow with the number of
+    combinations. The default is the first combination that ``where`` keeps, in the order of
+    :func:`itertools.product`.
 
     Args:
-        parameters: values by name of a parameter. Their order is that of preference, and numbers
-            are near one another by their size wherever they stand.
-        where: called with a dict of values by name, truthy keeps it. Cheap: it is asked often.
+        parameters: values by parameter name, in order of preference. A model-based search treats
+            numbers as ordered by size, whatever their position.
+        where: called with a dict of values by name; a true result keeps the combination. It is
+            called often, so it must be cheap.
 
     Raises:
-        InvalidArgument: there is no parameter, or one without values, with one value twice, or
-            whose values are one thing that cannot be listed.
+        InvalidArgument: there is no parameter, or a parameter has no values, duplicate values, or
+            values that are not iterable.
     """
 
     def __init__(
@@ -59,18 +63,18 @@ class Product(ConfigSpace):
         self._places = {name: _places(name, values) for name, values in self.values.items()}
 
     def __len__(self) -> int:
-        """Number of combinations, of which ``where`` keeps some."""
+        """Return the number of combinations, including combinations that ``where`` rejects."""
         return math.prod(map(len, self.values.values()))
 
     @property
     def is_listed(self) -> bool:
-        """True if there are so few combinations that all can be tried."""
+        """True if there are few enough combinations to list and try all."""
         return len(self) <= _LISTED
 
     def __getitem__(self, index: Any) -> Any:
-        """The combination at this place, whether or not ``where`` keeps it."""
+        """Return the combination at this index, whether or not ``where`` keeps it."""
         if not isinstance(index, int) or not -len(self) <= index < len(self):
-            raise IndexError(f"{index!r} is no place of a space of {len(self)} combinations")
+            raise IndexError(f"{index!r} is not an index into {len(self)} combinations")
         index, point = index % len(self), []
         for values in reversed(self.values.values()):
             index, place = divmod(index, len(values))
@@ -88,11 +92,11 @@ class Product(ConfigSpace):
         return {name: values[place] for (name, values), place in pairs}
 
     def has(self, point: Point) -> bool:
-        """True if ``where`` keeps it."""
+        """Return whether ``where`` keeps the combination."""
         return self.where is None or bool(self.where(self.value(point)))
 
     def point(self, config: Config) -> Point | None:
-        """The place of ``config``; ``None`` if it is no combination."""
+        """Return the indices of ``config``; ``None`` if it is not a combination."""
         return self._point(config.tree)
 
     def _point(self, tree: codec.Tree) -> Point | None:
@@ -104,7 +108,7 @@ class Product(ConfigSpace):
     def place(self, config: Config) -> int:
         point = self.point(config)
         if point is None:
-            raise LookupError(f"{config} is no combination of this product")
+            raise LookupError(f"{config} is not a combination of this product")
         place = 0
         for values, each in zip(self.values.values(), point, strict=True):
             place = place * len(values) + each
@@ -119,11 +123,12 @@ class Product(ConfigSpace):
 
     @functools.cached_property
     def default(self) -> Config:
-        for values in itertools.islice(self._raw(), _LOOKED_AT):
+        for values in itertools.islice(self._raw(), _MOST_CHECKED):
             if self.where is None or self.where(values):
                 return Config(values)
-        looked_at = f"one that keeps one of the first {min(len(self), _LOOKED_AT)} combinations"
-        raise InvalidArgument("Product", "where", self.where, looked_at)
+        checked = min(len(self), _MOST_CHECKED)
+        expected = f"a function that keeps at least one of the first {checked} combinations"
+        raise InvalidArgument("Product", "where", self.where, expected)
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
@@ -156,8 +161,11 @@ class Product(ConfigSpace):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
-        """As of any space, of a product of few; else ``prune_fn`` is asked later, about those
-        configs alone that somebody wants to measure."""
+        """Prune a listed product like any other space.
+
+        For a larger product, return :class:`Unlisted`, which calls ``prune_fn`` only for configs
+        that the search selects.
+        """
         if self.is_listed:
             return super().prune(prune_fn, args, kwargs)
         return Unlisted(self, prune_fn, args, kwargs), []
@@ -173,7 +181,7 @@ class Product(ConfigSpace):
 
 
 class _Rest(Product):
-    """The rest of a product when the caller gives some values; ``prune_fn`` sees whole configs."""
+    """A product without the names that the caller passes; ``prune_fn`` still gets whole configs."""
 
     def __init__(
         self,
@@ -196,11 +204,10 @@ class _Rest(Product):
 
 
 class Unlisted:
-    """Candidates of a call that are too many to be listed: those of a product that ``prune_fn``
-    keeps, which is asked about each when somebody wants it.
+    """Candidates of a call that are too many to list; ``prune_fn`` is called on demand.
 
     Attributes:
-        dropped: number of configs that were not kept, by reason.
+        dropped: number of rejected configs, by reason.
     """
 
     def __init__(
@@ -215,14 +222,17 @@ class Unlisted:
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Number of combinations, of which some are kept."""
+        """Return the number of combinations, including rejected combinations."""
         return len(self.product)
 
     def __contains__(self, config: object) -> bool:
         return isinstance(config, Config) and config in self.product and self._keeps(config)
 
     def config(self, point: Point) -> Config | None:
-        """The config there, which ``where`` keeps; ``None`` if ``prune_fn`` does not."""
+        """Return the config at ``point``; ``None`` if ``prune_fn`` rejects it.
+
+        ``where`` must keep the combination at ``point``.
+        """
         config = self.product.config(point)
         if self._keeps(config):
             return config
@@ -244,11 +254,11 @@ def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _places(name: str, values: Sequence[Any]) -> dict[str, int]:
-    """Place of each value of a parameter, by its text."""
+    """Return the index of each value of a parameter, by the text of the value."""
     places = {
         codec.text(Config({name: value}).tree[name]): place for place, value in enumerate(values)
     }
     if len(places) < max(len(values), 1):
-        wanted = "values, each once, that print differently"
+        wanted = "at least one value, and no two values with equal text"
         raise InvalidArgument("Product", f"parameters[{name!r}]", values, wanted)
     return places

@@ -1,4 +1,4 @@
-"""The result of one tuning: everything that was tried, and the winner."""
+"""Define the record of one tuning: all trials and the winner. Check whether it is still valid."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from triton_dist._tuning.values.winner import could_win, winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
 SCHEMA = 4
-"""Raised whenever a reader of the previous one would misread a record; older records are read too.
-2: the function's module is no part of its name. 3: constants are recorded apart from the code that
-reads them. 4: a checksum, and digests of statements."""
+"""Version of the record format; older records can be read. Increase it when an older reader would
+misread a record. 2: the function name does not include the module. 3: constants are recorded apart
+from the code. 4: a checksum, and digests of statements."""
 
 
-_NOT_ALWAYS = ("version", "literal", "bound", "uncounted")
-"""Parts of the fingerprint that not every function has."""
+_OPTIONAL = ("version", "literal", "bound", "uncounted")
+"""Parts of the fingerprint that are written only if they are not empty."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One config and what came of it. The config is text here: the live one has the same digest."""
+    """One config, as a tree, and its outcome. The :class:`Config` has an equal digest."""
 
     digest: str
     config: codec.Tree
@@ -56,26 +56,26 @@ class Trial:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """A finished tuning, as it is kept in memory and on disk."""
+    """A finished tuning, stored in memory and on disk."""
 
     key: Key
     fingerprint: Fingerprint
     trials: tuple[Trial, ...]
     timestamp: str
-    """Time at which it was finished, UTC, ISO 8601."""
+    """End of the tuning, UTC, ISO 8601."""
     seconds: float
-    """Duration of the tuning."""
+    """Duration of the tuning in seconds."""
     warm_started_from: str = ""
-    """Source of the results that left few candidates to be tried, or none; else empty."""
+    """Source of the records for a warm start; empty without a warm start."""
     at: tuple[int, ...] = ()
-    """Sizes of the call that was measured; empty if those of the key, which end its range."""
+    """Sizes of the measured call; empty if they are the sizes in the key, which end its range."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Number of configs that were not tried and are too many to be listed, by reason."""
+    """Number of pruned configs of an unlisted space, by reason."""
     by_rank: Mapping[str, ByRank] = field(default_factory=dict)
-    """Times of each rank, by digest of the configs that were measured most often."""
+    """Times per rank of the configs with the most samples, by digest of the config."""
 
     def __getattr__(self, name: str) -> Any:
-        """The trials of a record that was read without them."""
+        """Read the trials of a record from :meth:`unread` at first use."""
         unread = self.__dict__.get("_unread")
         if name != "trials" or unread is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -85,11 +85,13 @@ class TuningRecord:
 
     @cached_property
     def best(self) -> Trial:
-        """The trial that wins, by the rule of :func:`~triton_dist._tuning.values.winner.winner`
-        with the indifference of the policy that it was found under.
+        """The winning trial.
+
+        :func:`~triton_dist._tuning.values.winner.winner` selects it with the indifference of the
+        recorded policy.
 
         Raises:
-            NoValidConfig: every config failed; holds each cause.
+            NoValidConfig: all configs failed. The error has the cause for each config.
         """
         indifference = float(self.fingerprint.policy.get("indifference", 0.0))
         index = winner([trial.outcome for trial in self.trials], indifference)
@@ -100,7 +102,7 @@ class TuningRecord:
         return self.trials[index]
 
     def _chosen(self, digest: str) -> Trial:
-        """The winner that was written down, by the rule of that time."""
+        """Return the recorded winner. An earlier version may have used a different rule."""
         best = self.best
         if best.digest == digest:
             return best
@@ -113,13 +115,15 @@ class TuningRecord:
 
     @property
     def shipped(self) -> bool:
-        """True if it is the short form of a record: the winner alone, to be matched loosely."""
+        """True for a record from a pack, which has few trials and a loose fingerprint."""
         return isinstance(self.fingerprint, ShippedFingerprint)
 
     @property
     def digest(self) -> str:
-        """Tells this tuning from any other, of the same key too: when it ended, how long it took to
-        the nanosecond, and in what."""
+        """Digest that identifies this tuning among all tunings of the key.
+
+        It covers the end time, the duration to the nanosecond, and the winner.
+        """
         best = self.best
         milliseconds = outcome_tree(best.outcome)["ms"]
         return codec.digest(
@@ -127,7 +131,7 @@ class TuningRecord:
         )
 
     def to_tree(self) -> codec.Tree:
-        """For a file: in an order in which a person wants to read it."""
+        """Return the tree for a file, with the most interesting parts first."""
         best = self.best
         return {
             "schema": 3 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
@@ -163,17 +167,17 @@ class TuningRecord:
             "fingerprint": {
                 name: facts if isinstance(facts, str) else dict(facts)
                 for name, facts in vars(self.fingerprint).items()
-                if name not in _NOT_ALWAYS or facts
+                if name not in _OPTIONAL or facts
             },
         }
 
     @classmethod
     def from_tree(cls, tree: codec.Tree) -> TuningRecord:
-        """The record that :meth:`to_tree` wrote.
+        """Return the record in a tree written by :meth:`to_tree`.
 
         Raises:
-            NewerSchema: it is of a later version of triton_dist, and may be whole.
-            ValueError: anything else; says what is wrong with it.
+            NewerSchema: a later version of triton_dist wrote the tree, which may be undamaged.
+            ValueError: the tree is malformed, for the reason in the message.
         """
         tree = _upgraded(tree)
         try:
@@ -185,11 +189,12 @@ class TuningRecord:
 
     @classmethod
     def unread(cls, tree: codec.Tree, best: codec.Tree, trials: bytes) -> TuningRecord:
-        """The same, of a tree without its trials, whose text is read when somebody asks for them.
+        """Return a record whose trials are parsed at first use. Raises like :meth:`from_tree`.
 
         Args:
-            best: the tree of the winner's trial.
-            trials: JSON, known to be what :meth:`to_tree` wrote.
+            tree: tree of the record without trials.
+            best: tree of the winning trial.
+            trials: JSON text of the trials. The caller has verified its checksum.
         """
         tree, record = _upgraded(tree), object.__new__(cls)
         try:
@@ -201,15 +206,15 @@ class TuningRecord:
 
 
 class StoredRecord(NamedTuple):
-    """A record as a store gives it."""
+    """A record returned by a store."""
 
     record: TuningRecord
     where: str
-    """Its file, or ``"memory"``."""
+    """Path of its file, or ``"memory"``."""
 
 
 def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
-    """``tree`` as the current schema has it."""
+    """Convert ``tree`` to the current schema."""
     if not isinstance(tree, dict):
         raise ValueError("it is not a JSON object")
     schema = tree.get("schema")
@@ -221,8 +226,11 @@ def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
 
 
 def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
-    """Its function was ``module.qualname``, which cannot be taken apart here (see
-    :attr:`Key.in_schema_1`), and its digests of configs had the modules of classes in them."""
+    """Recompute the digests of configs, which included the modules of classes in schema 1.
+
+    The function of schema 1, ``module.qualname``, cannot be split here; see
+    :attr:`Key.in_schema_1`.
+    """
     try:
         trials = [trial | {"digest": codec.digest(trial["values"])} for trial in tree["trials"]]
         now = {
@@ -242,7 +250,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         module=str(tree["module"]),
         signature=str(tree["signature"]),
     )
-    str(key)  # what cannot be shown is no key
+    str(key)  # raises if the key is malformed
     return {
         "key": key,
         "fingerprint": _read_fingerprint(tree["fingerprint"], tree["schema"]),
@@ -264,7 +272,7 @@ def _wrong(error: Exception) -> ValueError:
 def _read_trial(tree: Mapping[str, Any]) -> Trial:
     config = tree["values"]
     if codec.digest(config) != tree["digest"]:
-        raise ValueError(f"the digest of config {show_config(config)} does not fit")
+        raise ValueError(f"the digest of config {show_config(config)} does not match")
     return Trial(tree["digest"], config, read_outcome(tree))
 
 
@@ -274,33 +282,33 @@ def _read_fingerprint(tree: Mapping[str, Any], schema: int) -> Fingerprint:
         is_text = name in ("space", "version")
         texts = (facts,) if is_text else (*facts, *facts.values()) if type(facts) is dict else (0,)
         if not all(isinstance(each, str) for each in texts):
-            raise ValueError(f"its fingerprint has {name} {facts!r}")
+            raise ValueError(f"its fingerprint has the malformed entry {name} = {facts!r}")
     return fingerprint
 
 
 @dataclass(frozen=True)
 class Validity:
-    """Judgement on a record. Each sentence names the field, what was recorded and what is now."""
+    """Validity of a record. Each sentence names a field, its recorded and its present value."""
 
     reasons: tuple[str, ...]
-    """Reasons for not using it; empty if it is used."""
+    """Differences that make the record unusable; empty if it is valid."""
     tolerated: tuple[str, ...] = ()
-    """Differences that are accepted: patch levels, unless versions are checked strictly."""
+    """Accepted differences: patch levels, unless versions are checked strictly."""
 
 
 def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict: bool) -> Validity:
-    """Judge ``record`` for a function that depends on ``now`` and chooses from ``space``.
+    """Return whether ``record`` is valid for fingerprint ``now`` and config space ``space``.
 
-    What is compared is the fingerprint's to say: of a shipped record less than of a user's own.
+    The class of the recorded fingerprint decides what is compared. A shipped record compares less
+    than a user's own record.
 
     Args:
-        strict: a difference at patch level counts too (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
+        strict: reject differences at patch level (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
     """
     found = list(differences(record.fingerprint, now))
     reasons = [d.sentence for d in found if strict or not d.patch_level]
     tolerated = [d.sentence for d in found if not strict and d.patch_level]
-    # Of one's own record, equal spaces have equal digests: this guards against edited ones. That of
-    # a shipped record may have changed.
+    # A shipped record does not compare the space. Other records fail here only if they were edited.
     best = record.best
     if not reasons and space.find(best.digest, best.config) is None:
         reasons = [f"config space: the winner {best} is not in it"]
@@ -308,14 +316,14 @@ def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict:
 
 
 _INTERPRETER = " (interpreter)"
-"""Ends the name of a GPU, or of none, whose kernels are interpreted."""
+"""Suffix of the hardware name if kernels are interpreted."""
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
     """Yield the differences worth reporting.
 
-    If kernels were interpreted then and are not now, or the other way round, or if the GPU differs,
-    only that is reported. Driver, libraries, code and config space may differ for that one reason.
+    If the GPU or the use of the interpreter differs, yield only that difference. It may be the
+    cause of all others: driver, libraries, code and config space.
     """
     was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
     if was == is_:

@@ -1,4 +1,4 @@
-"""Trees as a person would type the values: ``(8192, torch.float16)``."""
+"""Show encoded values as Python source, such as ``(8192, torch.float16)``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from triton_dist._tuning.values.codec import Tree
 
 
 def said(error: BaseException) -> str:
-    """Type and message of an exception; of one whose message cannot be had, why."""
+    """Return type and message of an exception, also if its ``__str__`` raises."""
     try:
         message = str(error)
     except Exception as failure:
@@ -15,7 +15,7 @@ def said(error: BaseException) -> str:
 
 
 def show(tree: Tree) -> str:
-    """The tree of :func:`codec.encode` as Python source."""
+    """Return a tree from :func:`codec.encode` as Python source."""
     if isinstance(tree, list):
         return f"[{_comma(tree)}]"
     if not isinstance(tree, dict) or not tree:

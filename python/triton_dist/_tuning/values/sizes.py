@@ -1,8 +1,8 @@
-"""Sizes in a key: what is learned at one of them serves those beside it.
+"""Handle the sizes in a key, which let a tuning serve a range and warm-start neighbouring keys.
 
-``sizes=("M",)`` names arguments of the function, or fields of a named tuple that ``key_fn``
-returns. A tuning serves a range of them (:func:`fine_bucket`); keys that differ in sizes alone are
-*a family*, and a new one begins with what its relatives learned.
+``sizes=("M",)`` names parameters of the function, or fields of a named tuple that ``key_fn``
+returns. A tuning serves a range of sizes (:func:`fine_bucket`). Keys that differ only in sizes are
+a *family*: the tuning of a new key is warm-started from records of its family.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Rounding = Callable[[int], int]
 WavesFn = Callable[[Any, Config], float | None]
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Path = tuple[int, ...]
-"""Place of a size in a key: its place in the tuple that is at that place in …"""
+"""Path of a size in a key of nested tuples: the index at each level."""
 
 
 def fine_bucket(n: int) -> int:
-    """The largest size of the range of ``n``; 0 stays 0.
+    """Return the largest size in the range of ``n``; 0 stays 0.
 
-    Ranges end where tiles do. Up to 16 they end at powers of two, then at multiples of a step that
-    grows with ``n``: 16 up to 128, 32 up to 2048, 128 up to 8192, and 1/32 to 1/64 of ``n``
-    above. So near to one another that tiles and waves of a kernel are as full at the
-    beginning of a range as at its end. The multiples of 32 in it are a range of their own, and the
-    other sizes one that ends before the last of them: libraries have other kernels for multiples of
-    32, and another time (cuBLAS: 443 us for 1408 rows, 421 for 1406 and 1410, on an H200). A server
-    sees 296 ranges up to 16384.
+    Ranges end at tile boundaries. Up to 16 they end at powers of two, above at multiples of a step:
+    16 up to 128, 32 up to 2048, 128 up to 8192, and 1/32 to 1/64 of ``n`` above. Ranges are narrow
+    enough to keep tiles and waves about equally full within a range.
+
+    Multiples of 32 form a separate range from the other sizes, because libraries use different
+    kernels for them (cuBLAS on an H200: 443 us for 1408 rows, 421 us for 1406 and 1410 rows). There
+    are 296 ranges up to 16384.
 
     Raises:
-        InvalidArgument: ``n`` is negative, or no int.
+        InvalidArgument: ``n`` is negative or not an int.
     """
     size = _integer(n)
     if size is None or size < 0:
@@ -61,9 +61,10 @@ class Sizes:
     """The sizes in the keys of one function.
 
     Args:
-        rounding: by the name of each size, what gives the end of its range.
-        waves_fn: as of ``tune.autotune``.
-        are_added: they are arguments, which stand in the key beside what ``key_fn`` returns.
+        function: name of the function, for messages.
+        rounding: for each size name, the function that returns the largest size of a range.
+        waves_fn: ``waves_fn`` of ``tune.autotune``.
+        are_added: the sizes are parameters of the function, added to the result of ``key_fn``.
     """
 
     def __init__(
@@ -77,21 +78,21 @@ class Sizes:
         self._may_be_twice = are_added
 
     def range_of(self, key: Any) -> Any:
-        """``key`` with each size at the end of its range.
+        """Return ``key`` with each size replaced by the largest size of its range.
 
         Raises:
-            InvalidArgument: a size is no int or negative, or the key has no field of that name.
+            InvalidArgument: a size is negative or not an int, or the key lacks a size.
         """
         names = [name for _, name, _ in self._fields(key)]
         if self._may_be_twice and len(names) > len(self.rounding):
             twice = ", ".join(name for name in self.rounding if names.count(name) > 1)
             warn(
-                f"{self.function}: {twice} is an argument, which sizes= adds to the key, and a "
-                "field of what key_fn returns as well. So the key holds it twice, and the exact "
-                "size chooses no config within a range. Leave it out of what key_fn returns.",
+                f"{self.function}: {twice} is both an argument, which sizes= adds to the key, and "
+                "a field of the result of key_fn. The key contains it twice, so the exact size "
+                "does not choose the config within a range. Remove it from the result of key_fn.",
                 TuningWarning,
             )
-            self._may_be_twice = False  # said once
+            self._may_be_twice = False  # warn once
         missing = self.rounding.keys() - set(names)
         if missing:
             expected = f"a named tuple with the fields {', '.join(sorted(self.rounding))}, of sizes"
@@ -99,16 +100,18 @@ class Sizes:
         return self._with(key, self._end)
 
     def values(self, key: Any) -> tuple[int, ...]:
-        """The sizes in ``key``."""
+        """Return the sizes in ``key``."""
         return tuple(operator.index(value) for _, _, value in self._fields(key))
 
     def family(self, key: Any) -> Family:
-        """The relatives of ``key``, a result of ``key_fn``."""
+        """Return the family of ``key``, a result of ``key_fn``."""
         return Family(list(self._fields(key)), key, self.rounding)
 
-    def beside(self, fixed: Config) -> Sizes:
-        """The same where the caller gives some values: ``waves_fn`` still sees the result of
-        ``key_fn`` itself, and whole configs."""
+    def with_fixed(self, fixed: Config) -> Sizes:
+        """Return the sizes for calls that pass the values ``fixed`` of a config.
+
+        ``waves_fn`` still gets the result of ``key_fn`` itself and whole configs.
+        """
         waves_fn = self._waves_fn
         if waves_fn is None:
             return self
@@ -119,11 +122,11 @@ class Sizes:
         return Sizes(self.function, self.rounding, waves)
 
     def waves(self, key: Any, config: Config, sizes: Sequence[int]) -> float | None:
-        """Waves of ``config`` at ``sizes``, in a key that is else ``key``; ``None``: not known.
+        """Return the waves of ``config`` for ``key`` with ``sizes``; ``None`` if not known.
 
         Raises:
-            InvalidArgument: ``waves_fn`` returned something else than that.
-            Exception: of ``waves_fn``.
+            InvalidArgument: ``waves_fn`` returned neither a number of waves nor ``None``.
+            Exception: raised by ``waves_fn``.
         """
         if self._waves_fn is None:
             return None
@@ -132,12 +135,12 @@ class Sizes:
         if waves is None:
             return None
         if isinstance(waves, bool) or not isinstance(waves, (int, float)) or not 0 <= waves < 1e12:
-            expected = f"a number, not negative, or None; for {config}"
+            expected = f"a number, 0 or more, or None; for {config}"
             raise InvalidArgument(self.function, "the result of waves_fn", waves, expected)
         return float(waves)
 
     def _with(self, key: Any, new: Callable[[str, Any], int]) -> Any:
-        """``key`` with each size made ``new(name, size)``, in their order."""
+        """Return ``key`` with each size replaced by ``new(name, size)``, in order."""
         if not isinstance(key, tuple):
             return key
         names = getattr(key, "_fields", None)
@@ -156,12 +159,12 @@ class Sizes:
         rounded = self.rounding[name](size)
         end = _integer(rounded)
         if end is None or end < size:
-            expected = f"an int from {size} on, the last size of its range"
+            expected = f"an int, {size} or more, the largest size of its range"
             raise InvalidArgument(self.function, f"{size} rounded, size {name}", rounded, expected)
         return end
 
     def _fields(self, key: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[Path, str, Any]]:
-        """Place, name and value of each size in ``key``."""
+        """Yield path, name and value of each size in ``key``."""
         if not isinstance(key, tuple):
             return
         names = getattr(key, "_fields", [""] * len(key))
@@ -173,10 +176,10 @@ class Sizes:
 
 
 class Family:
-    """Keys that differ from one in sizes alone.
+    """The keys that differ from a given key only in sizes.
 
     Attributes:
-        sizes: those of that one.
+        sizes: sizes of the given key.
     """
 
     def __init__(
@@ -189,23 +192,28 @@ class Family:
         self._others = _cut(codec.text(codec.encode(key)), self._paths)[1]
 
     def sizes_of(self, record: Key) -> tuple[int, ...] | None:
-        """The sizes in the key of a record; ``None`` if it is no relative."""
+        """Return the sizes in the key of a record; ``None`` if it is not in the family."""
         try:
             sizes, others = _cut(record.text, self._paths)
-        except (LookupError, TypeError, AttributeError):  # keys were others once
+        except (LookupError, TypeError, AttributeError):  # from an earlier key_fn
             return None
         fits = others == self._others and all(type(size) is int for size in sizes)
         return sizes if fits else None
 
     def are_apart(self, ends: Sequence[int]) -> bool:
-        """Tell whether ``ends``, of ranges, are of a kind of their own, such as multiples of 32:
-        those just below are in another range."""
+        """Return whether the size just below each of ``ends`` is in a different range.
+
+        This is true for a range of special sizes, such as multiples of 32.
+        """
         pairs = zip(self._rounding, ends, strict=True)
         return all(end < 2 or _rounded(each, end - 1) not in (end, None) for each, end in pairs)
 
     def holds(self, ends: Sequence[int], at: Sequence[int]) -> bool:
-        """Tell whether a record of the ranges up to ``ends`` that was measured ``at`` these sizes,
-        or at the ends, is one still: the rounding may have been another then."""
+        """Return whether the sizes ``at`` still round to ``ends``.
+
+        The rounding may have changed since a record for ``ends`` was measured at the sizes ``at``.
+        If ``at`` is empty, the record was measured at ``ends``.
+        """
         if not at:
             return True
         if len(at) != len(ends):
@@ -213,13 +221,13 @@ class Family:
         return [_rounded(*each) for each in zip(self._rounding, at, strict=True)] == [*ends]
 
     def show(self, sizes: Sequence[int]) -> str:
-        """``M=512``"""
+        """Return ``sizes`` with their names, such as ``M=512``."""
         return ", ".join(f"{name}={size}" for name, size in zip(self._names, sizes, strict=True))
 
 
-@functools.lru_cache(maxsize=4096)  # a first call asks this of every record of its function
+@functools.lru_cache(maxsize=4096)  # a first call does this for every record of its function
 def _cut(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
-    """The sizes at ``paths`` of a key's text, and a digest of all else."""
+    """Return the sizes at ``paths`` in the text of a key, and a digest of the other parts."""
     tree, sizes = json.loads(text), []
     for path in paths:
         items = functools.reduce(lambda node, step: _items(node)[step], path[:-1], tree)
@@ -229,15 +237,17 @@ def _cut(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
 
 
 def _integer(value: Any) -> int | None:
-    """Return ``value`` as an ``int`` if it is an integer, of numpy too; else ``None``."""
+    """Return ``value`` as an ``int`` if it is a Python or numpy integer, else ``None``."""
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         return operator.index(value)
     return None
 
 
 def _rounded(rounding: Rounding, size: int) -> int | None:
-    """The end of the range of a size that nobody called, for which a rounding need not be made;
-    ``None``: it is not."""
+    """Return the largest size in the range of ``size``; ``None`` if ``rounding`` raises.
+
+    A user's rounding may not support sizes that no call has used.
+    """
     try:
         return rounding(size)
     except Exception:
@@ -245,8 +255,11 @@ def _rounded(rounding: Rounding, size: int) -> int | None:
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Distance of sizes from one another: in doublings, of that which differs most. Infinite from
-    none to some: where nothing is to be done, all configs are as fast."""
+    """Return the distance of sizes in doublings, the maximum over all sizes.
+
+    The distance between 0 and a positive size is infinite: with no work, all configs are equally
+    fast.
+    """
     pairs = list(zip(one, other, strict=True))
     if any((a == 0) != (b == 0) for a, b in pairs):
         return math.inf
@@ -259,13 +272,15 @@ def sized_key(
     rounding: Mapping[str, Rounding],
     waves_fn: WavesFn | None = None,
 ) -> tuple[Callable[..., Any], Sizes | None]:
-    """The ``key_fn`` of a function whose sizes have these names, and the sizes; none, if it has
-    none. Names that all are parameters of ``function`` are added to its keys."""
+    """Return the ``key_fn`` with sizes, and the sizes; ``None`` if ``rounding`` is empty.
+
+    If all names in ``rounding`` are parameters of ``function``, the arguments are added to the key.
+    """
     if not rounding:
         return key_fn, None
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin does not tell
+    except (TypeError, ValueError):  # builtins have no signature
         parameters = {}  # type: ignore[assignment]
     are_added = all(name in parameters for name in rounding)
     if are_added:
@@ -276,7 +291,7 @@ def sized_key(
 def _with_arguments(
     function: Callable[..., Any], key_fn: Callable[..., Any], names: Sequence[str]
 ) -> Callable[..., Any]:
-    """``key_fn`` whose key has the arguments ``names`` of ``function`` as sizes beside it."""
+    """Return a function that adds the arguments ``names`` as sizes to the result of ``key_fn``."""
     parameters = inspect.signature(function).parameters
     by_place = [name for name, each in parameters.items() if each.kind in _BY_PLACE]
     places = [
@@ -299,5 +314,5 @@ def _with_arguments(
 
 
 def _items(tree: Any) -> Any:
-    """The items of a tuple in the tree of a key."""
+    """Return the items of a tuple in the tree of a key."""
     return tree["items"] if "items" in tree else tree["tuple"]

@@ -1,9 +1,9 @@
-"""The winner of several outcomes: one rule, for the record and for every search.
+"""Select the winner of several outcomes, with one rule for records and for all searches.
 
-Clocks and temperature drift while candidates are measured, by more than candidates differ. A search
-that measures them in turn takes the n-th sample of each at about the same time, in the n-th *lap*.
-What the samples of a lap have in common is caused by the device; it is estimated and removed. Where
-samples were not taken in turn, laps have nothing in common, and nothing is removed.
+Clock and temperature drift during a measurement can exceed the differences between candidates. A
+search that alternates between candidates takes the n-th sample of each at about the same time, in
+the n-th *round*. The common deviation of all samples of a round is caused by the device, so it is
+estimated and removed. Without alternation there is no common deviation, and nothing is removed.
 """
 
 from __future__ import annotations
@@ -16,39 +16,46 @@ from typing import NamedTuple
 from triton_dist._tuning.values.outcome import Measurement, Outcome
 
 _PASSES = 4
-_DEVIATIONS = 1.4826  # median absolute deviations in a standard deviation
+_DEVIATIONS = 1.4826  # standard deviation of a normal distribution / median absolute deviation
 
 
 class Levels(NamedTuple):
-    """Several candidates, each without what its laps have in common."""
+    """Latencies of several candidates, without the common deviation of each round."""
 
     level: list[float]
-    """Milliseconds of each in a typical lap."""
+    """Milliseconds of each candidate in a typical round."""
     noise: float
-    """Standard deviation of a sample, milliseconds; that of most samples, whatever their tails."""
+    """Robust standard deviation of a sample in milliseconds; outliers have little effect."""
 
     def doubt(self, first: int, second: int) -> float:
-        """Standard error of the difference of two levels, from so many samples each."""
+        """Return the standard error of the difference of two levels.
+
+        Args:
+            first: number of samples of one candidate.
+            second: number of samples of the other candidate.
+        """
         return self.noise * math.sqrt(1 / first + 1 / second)
 
 
 def typical(samples: Sequence[float]) -> float:
-    """Mean of the middle half.
+    """Return the mean of the middle half of the samples.
 
-    Three and more samples bear one that is late by any time, as a median does; of a device that is
-    in either of two states, where a median jumps from one to the other, it is about the mean.
+    Like the median, it ignores one outlier among three or more samples. If the device alternates
+    between two states, it stays near the mean, while a median jumps between the states.
     """
     ordered, cut = sorted(samples), round(len(samples) / 4)
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 def levels(samples: Sequence[Sequence[float]]) -> Levels:
-    """Level of each candidate from its ``samples``, the n-th of which was taken in lap n.
+    """Estimate the level of each candidate and the common deviation of each round.
 
-    Levels and laps are, in turn, what the other leaves of the samples.
+    Alternate between the two: levels are typical samples after subtracting the round deviations,
+    and round deviations are medians after subtracting the levels.
 
     Args:
-        samples: milliseconds, of candidates that are about as fast; at least one of each.
+        samples: milliseconds of candidates of similar speed, at least one sample per candidate. The
+            n-th sample was taken in round n.
     """
     common = [0.0] * max(map(len, samples))
     for _ in range(_PASSES):
@@ -68,35 +75,33 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
         for own, mine in zip(samples, level, strict=True)
         for time, round_ in zip(own, common, strict=False)
     ]
-    # Laps took their share of the differences; of two candidates, half.
+    # The round deviations absorb a share of the noise: half of it with two candidates.
     taken = len(samples) / max(len(samples) - 1, 1)
     return Levels(level, _DEVIATIONS * statistics.median(left) * math.sqrt(taken))
 
 
 _CLOCKS = 0.1
-"""Relative difference of medians that drifting clocks alone may make."""
+"""Relative difference of medians that clock drift alone can cause."""
 _MOST = 16
-"""So many of the fastest are compared lap by lap."""
+"""Maximum number of fastest candidates that are compared round by round."""
 _WIDTH = 0.5
-"""Width of the zone, in standard errors of the difference of two candidates."""
+"""Width of the indifference zone, in standard errors of the difference of two candidates."""
 
 
 def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
-    """Index of the outcome that wins; ``None`` if all are failures.
+    """Return the index of the winning outcome; ``None`` if all are failures.
 
-    The fastest by what its samples are without the drift that all have in common
-    (:func:`~triton_dist._tuning.values.winner.levels`); of those that noise does not tell from it,
-    the earliest. This zone is as wide as the noise, half a standard error of the difference, and
-    never wider than ``indifference``: a difference that was measured is not given away, and one
-    that was not decides nothing.
+    Drift is removed from the samples (:func:`~triton_dist._tuning.values.winner.levels`). The
+    winner is the earliest outcome within a zone above the fastest level. The zone is half a
+    standard error of the difference, and at most ``indifference``. Thus a measured difference
+    decides, and noise does not.
 
-    A search that drops losers early leaves some with few samples. Those with fewer than half as
-    many as the most measured one do not count: their times say little, and the search had its
-    reason to drop them.
+    Outcomes with fewer than half of the maximum number of samples are ignored: the search
+    eliminated them early, and their times are imprecise.
 
     Args:
-        outcomes: in the order of the config space, whose author put the preferred ones first.
-        indifference: a relative difference in time that nobody minds, such as 0.01; 0 for none.
+        outcomes: outcomes in the order of the config space, preferred configs first.
+        indifference: negligible relative difference in time, such as 0.01; 0 for none.
 
     Raises:
         ValueError: ``indifference`` is not in [0, 1).
@@ -105,7 +110,7 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     if not medians:
         return None
     lowest = min(medians.values())
-    limit = lowest + _CLOCKS * abs(lowest)  # a clock that was set back: less than nothing
+    limit = lowest + _CLOCKS * abs(lowest)  # negative if a clock was set back
     near = sorted(index for index, median in medians.items() if median <= limit)
     near = sorted(sorted(near, key=medians.__getitem__)[:_MOST])
     samples = [outcomes[index].samples for index in near]  # type: ignore[union-attr]
@@ -120,8 +125,10 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
 
 
 def could_win(outcomes: Sequence[Outcome], index: int, indifference: float) -> bool:
-    """True if earlier versions of :func:`winner` may have chosen ``outcomes[index]``: its median is
-    within ``indifference`` of the lowest. Raises like it."""
+    """Return whether earlier versions of :func:`winner` may have selected ``outcomes[index]``.
+
+    This is true if its median is within ``indifference`` of the lowest. Raises like :func:`winner`.
+    """
     medians = _in_the_running(outcomes, indifference)
     if index not in medians:
         return False
@@ -130,7 +137,7 @@ def could_win(outcomes: Sequence[Outcome], index: int, indifference: float) -> b
 
 
 def _in_the_running(outcomes: Sequence[Outcome], indifference: float) -> dict[int, float]:
-    """Medians of those with enough samples to count, by index."""
+    """Return the medians of the outcomes with enough samples, by index."""
     if not 0 <= indifference < 1:
         raise ValueError(f"indifference is {indifference}, expected a number in [0, 1)")
     most = max((len(each.samples) for each in outcomes if isinstance(each, Measurement)), default=0)

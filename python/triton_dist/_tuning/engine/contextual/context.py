@@ -40,7 +40,7 @@ from triton_dist._tuning.values import (
     Trial,
     TuningRecord,
     codec,
-    told_apart,
+    numbered,
     validity,
 )
 from triton_dist._tuning.values.outcome import Reduction
@@ -515,7 +515,7 @@ class _OwnConfigs:
             pruned = prune()
         except Exception as error:
             self.failure = error
-        configs = told_apart(map(as_config, tuner.configs))
+        configs = numbered(map(as_config, tuner.configs))
         pairs = list(zip(configs, tuner.configs, strict=True))
         known = {id(live): config for config, live in pairs}
         self.space = ConfigSpace(configs)
