@@ -91,7 +91,7 @@ def test_waiting_for_a_clock(monkeypatch):
     def without():
         raise FileNotFoundError("nvidia-smi")
 
-    with pytest.warns(TritonDistWarning, match="does not tell the SM clock: nvidia-smi"):
+    with pytest.warns(TritonDistWarning, match="does not report the SM clock: nvidia-smi"):
         assert not profiling._wait("cuda:0", without, 10)
 
 

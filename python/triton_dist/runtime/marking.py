@@ -1,8 +1,8 @@
-"""Marks inside kernels: whether kernels make them now, and where these go.
+"""Marks inside kernels: whether kernels make marks, and the buffer that receives the marks.
 
-A compiled kernel has either no trace of its marks, or the address of this process's buffer in its
-code. Triton's key of compiled kernels has the compiler's options in it, and among those the names
-of what instruments kernels: there, a name for the buffer tells the two apart.
+A compiled kernel either contains no marks, or contains the address of this process's buffer as a
+constant. Triton's cache key includes the names of instrumentation modes, so a mode name for the
+buffer separates the two variants.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 import triton
 
 NAMES = ("wait", "load", "mma", "store", "push")
-"""Words of marks; compiled kernels say the place in here."""
+"""Names of marks; compiled kernels store the index in this tuple."""
 MOST = 1 << 18
-"""Marks that are kept; further ones are only counted."""
+"""Maximum number of stored marks; further marks are only counted."""
 HEAD, WORDS = 4, 3
-"""int64 of the buffer before the first mark, of which the first counts; and of a mark: begin, end,
-and what ``Mark.of_words`` takes apart."""
+"""Number of int64 words before the first mark (word 0 counts marks), and per mark: begin, end,
+and a packed word that ``Mark.of_words`` decodes."""
 _PREFIX = "triton_dist-marks-"
 _CODE = 1
-"""Another one when what compiled kernels do at a mark changes: no cached one is of the other."""
+"""Version of the code that kernels run at a mark; a change invalidates cached kernels."""
 
 
 class Mark(NamedTuple):
-    """Time that a program, or four of its warps, took for one thing, by the device's clock."""
+    """A time span of a program, or of four of its warps, on the device's clock."""
 
     name: str
     program: int
     group: int
-    """Number of the four warps."""
+    """Index of the group of four warps."""
     begin_ns: int
     end_ns: int
 
@@ -44,10 +44,10 @@ class Mark(NamedTuple):
 
 
 class Marks:
-    """Memory of ``device`` into which kernels that are launched ``on`` it write; or, interpreted, a
-    list (``None``).
+    """The buffer of ``device`` for marks of kernels; for interpreted kernels (``None``) a list.
 
-    One at a time in a process. Its memory stays for good, as a kernel has the address.
+    A process has one at a time. Its memory is never freed, because compiled kernels contain its
+    address.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -62,14 +62,14 @@ class Marks:
         return 0 if self._buffer is None else self._buffer.data_ptr()
 
     def add(self, mark: Mark) -> None:
-        """From an interpreted kernel."""
+        """Add a mark of an interpreted kernel."""
         self._count += 1
         if len(self._listed) < MOST:
             self._listed.append(mark)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within, kernels that are launched make marks; may be entered again within."""
+        """Context manager in which launched kernels make marks; reentrant."""
         _state.change(self, wanted=1)
         try:
             yield
@@ -77,7 +77,7 @@ class Marks:
             _state.change(self, wanted=-1)
 
     def read(self) -> tuple[list[Mark], int]:
-        """The marks, once the device is done, and how many were made."""
+        """Wait for the device; return the stored marks and the number of marks that were made."""
         if self._buffer is None:
             return list(self._listed), self._count
         count = int(self._buffer[0])
@@ -86,13 +86,13 @@ class Marks:
 
 
 class _State:
-    """State of the process, not of a thread: a kernel that one compiles is another's too."""
+    """The state of the process; not per thread, because threads share compiled kernels."""
 
     def __init__(self) -> None:
         self.marks: Marks | None = None
         self._lock = threading.Lock()
         self._latest: Marks | None = None
-        self._wanted = self._unwanted = 0  # regions that threads are in
+        self._wanted = self._unwanted = 0  # number of active regions of all threads
 
     def change(self, marks: Marks | None = None, wanted: int = 0, unwanted: int = 0) -> None:
         with self._lock:
@@ -112,13 +112,13 @@ _state = _State()
 
 
 def current() -> Marks | None:
-    """Return where marks go now; ``None``: nobody wants them."""
+    """Return the active buffer; ``None``: kernels make no marks."""
     return _state.marks
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Within, no kernel makes marks: candidates are tried."""
+    """Context manager in which no kernel makes marks; the tuner uses it for candidates."""
     _state.change(unwanted=1)
     try:
         yield

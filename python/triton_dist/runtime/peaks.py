@@ -1,8 +1,8 @@
-"""Datasheet peaks of known GPUs, for limits and for pruning, and the network links of this host.
+"""Datasheet peaks of known GPUs and of this host's network, used for limits and for pruning.
 
-Dense rates, without sparsity. A matrix product on random data reaches about 0.8 of the 16-bit rate
-on H200 (790 of 989 TFLOP/s, measured), a copy 0.9 of the memory bandwidth, and a copy engine 0.88
-of a link.
+Rates are dense, without sparsity. On H200, a matrix product on random data reaches 0.8 of the
+16-bit rate (790 of 989 TFLOP/s, measured), a copy 0.9 of the memory bandwidth, and a copy engine
+0.88 of the link bandwidth.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from triton_dist.runtime.device.cuda import CudaDevice
 
 @dataclass(frozen=True)
 class Peak:
-    """One GPU's peaks."""
+    """The peaks of one GPU."""
 
     tflops: float
     """16-bit matrix TFLOP/s."""
     memory_gbps: float
     """Device memory GB/s."""
     link_gbps: float
-    """GB/s to its peers on the host, one direction."""
+    """GB/s to other GPUs of the host, one direction."""
     sms: int
 
 
@@ -41,7 +41,7 @@ RELATIVE_RATE = {
     torch.float8_e4m3fn: 2.0,
     torch.float8_e5m2: 2.0,
 }
-"""Matrix rates relative to the 16-bit one; fp32 operands are multiplied as tf32."""
+"""Matrix rates relative to the 16-bit rate; fp32 operands are multiplied as tf32."""
 _PCIE_GEN4_X16 = 32.0
 _BY_NAME = {
     "A100": Peak(312.0, 2039.0, 300.0, 108),
@@ -58,11 +58,10 @@ _BY_CAPABILITY = {8: "A100", 9: "H100", 10: "B200"}
 
 @functools.cache
 def device_peak(index: int | None = None) -> Peak:
-    """Peaks of this process's GPU, or of the one with CUDA ordinal ``index``; on CPU ranks those of
-    H200, so that pruning acts as it would there.
+    """Return the peaks of this process's GPU, or of the GPU with CUDA ordinal ``index``.
 
-    A GPU that is not listed is taken for the listed one of its compute capability, scaled by its
-    number of SMs, behind PCIe.
+    CPU ranks get the peaks of an H200, so that pruning behaves as on that GPU. For an unlisted GPU,
+    scale a listed GPU of its compute capability by the number of SMs, and assume PCIe links.
     """
     device = current_device()
     if device.name != "cuda":
@@ -72,7 +71,7 @@ def device_peak(index: int | None = None) -> Peak:
     facts = device.facts()
     fitting = [name for name in _BY_NAME if name in facts["gpu"]]
     if fitting:
-        return _BY_NAME[max(fitting, key=len)]  # the longest: "H200" must not be taken for "H20"
+        return _BY_NAME[max(fitting, key=len)]  # the longest match: "H20" is a prefix of "H200"
     alike = _BY_NAME[_BY_CAPABILITY.get(int(facts["capability"].split(".")[0]), "A100")]
     sms = int(facts["sms"])
     return Peak(
@@ -81,16 +80,16 @@ def device_peak(index: int | None = None) -> Peak:
 
 
 def get_dram_gbps(device: torch.device | str | int | None = None) -> float:
-    """Peak bandwidth of a GPU's memory in GB/s; default: of this process's GPU."""
+    """Return the peak memory bandwidth of a GPU in GB/s; default: this process's GPU."""
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return device_peak(index).memory_gbps
 
 
 def get_tensorcore_tflops(dtype: torch.dtype) -> float:
-    """Peak dense matrix rate of this process's GPU in TFLOP/s.
+    """Return the peak dense matrix rate of this process's GPU in TFLOP/s.
 
     Raises:
-        InvalidArgument: a dtype that matrix units do not multiply.
+        InvalidArgument: matrix units do not support ``dtype``.
     """
     if dtype not in RELATIVE_RATE:
         known = ", ".join(map(str, RELATIVE_RATE))
@@ -99,7 +98,7 @@ def get_tensorcore_tflops(dtype: torch.dtype) -> float:
 
 
 def get_intranode_max_speed_gbps() -> float:
-    """Peak bandwidth from this GPU to its peers on the host, one direction, in GB/s."""
+    """Return the peak bandwidth from this GPU to other GPUs of the host, one direction, in GB/s."""
     here = current_device()
     if here.name != "cuda":
         return 0.0  # CPU ranks share memory
@@ -112,10 +111,13 @@ _SYSTEM = Path("/sys/class")
 
 
 def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
-    """Bandwidth to other hosts for each GPU of this one, one direction, in GB/s.
+    """Return the network bandwidth per GPU of this host, one direction, in GB/s.
 
-    The fastest adapters count, InfiniBand ones if there are any, and are shared evenly. 0.0 where
-    the system tells no speed. ``system``: where it lists them.
+    The bandwidth of the fastest adapters (InfiniBand if present) is divided by the number of GPUs.
+    0.0 if the system reports no speed.
+
+    Args:
+        system: folder in which the system lists adapters.
     """
     rates = _infiniband(system / "infiniband") or _ethernet(system / "net")
     fastest = [rate for rate in rates if rate == max(rates)]
@@ -123,19 +125,19 @@ def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
 
 
 def _infiniband(folder: Path) -> list[float]:
-    """Gbit/s of each port, written as ``400 Gb/sec (4X NDR)``."""
+    """Return the Gbit/s of each port; the file contains ``400 Gb/sec (4X NDR)``."""
     found = (re.match(r"[\d.]+", _text(file)) for file in folder.glob("*/ports/*/rate"))
     return [float(rate.group()) for rate in found if rate is not None]
 
 
 def _ethernet(folder: Path) -> list[float]:
-    """Gbit/s of each adapter that is hardware, written in Mbit/s; -1 if it is down."""
+    """Return the Gbit/s of each hardware adapter; the file has Mbit/s, or -1 for "down"."""
     adapters = (path.parent for path in folder.glob("*/device"))
     speeds = (_text(adapter / "speed") for adapter in adapters)
     return [int(speed) / 1e3 for speed in speeds if speed.isdigit()]
 
 
 def _text(file: Path) -> str:
-    with suppress(OSError):  # an adapter that is down may refuse to tell
+    with suppress(OSError):  # reading the speed of an adapter that is down may fail
         return file.read_text().strip()
     return ""

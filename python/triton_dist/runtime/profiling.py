@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def perf_func(func: Callable[[], T], iters: int, warmup_iters: int) -> tuple[T, float]:
-    """Mean time of back-to-back calls on this rank.
+    """Return the last output and the mean time in ms of back-to-back calls on this rank.
 
-    One timed region around all ``iters`` calls after ``warmup_iters`` untimed ones, caches warm:
-    the steady state. Returns the last output and the milliseconds of one call.
+    One timed region contains all ``iters`` calls, after ``warmup_iters`` untimed calls. Caches are
+    warm.
 
     Raises:
         InvalidArgument: ``iters`` is below 1.
@@ -47,9 +47,9 @@ def perf_func(func: Callable[[], T], iters: int, warmup_iters: int) -> tuple[T, 
 def perf_func_with_l2_reset(
     func: Callable[[], T], iters: int, warmup_iters: int
 ) -> tuple[T, float]:
-    """Mean time of calls on this rank, each after the last-level cache was flushed.
+    """Return the last output and the mean time in ms of calls on this rank with a cold L2 cache.
 
-    Only the calls are timed. Returns the last output and the milliseconds of one call.
+    The last-level cache is flushed before each call; only the calls are timed.
 
     Raises:
         InvalidArgument: ``iters`` is below 1.
@@ -74,13 +74,13 @@ def _refuse_none(function: str, iters: int) -> None:
 
 
 def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:
-    """torch's profiler of this rank, with shapes; without ``do_prof`` nothing, as ``None``."""
-    # Of one cycle all is kept anyway; without saying so, torch 2.11 warns.
+    """Return torch's profiler with shapes, or a null context without ``do_prof``."""
+    # acc_events only matters for several cycles, but torch 2.11 warns without it.
     return torch.profiler.profile(record_shapes=True, acc_events=True) if do_prof else nullcontext()
 
 
 def timeline_profile() -> torch.autograd.profiler.profile:
-    """Part that torch's profiler stands on. That one imports torch's compiler as it starts: 2 s."""
+    """Return the profiler below ``torch.profiler``, which imports torch's compiler (2 s)."""
     _end_forks_without_destructors()
     device = "cuda" if torch.cuda.is_available() else None
     return torch.autograd.profiler.profile(use_device=device, use_kineto=True, acc_events=True)
@@ -92,14 +92,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
 def wait_until_max_gpu_clock_or_warning(
     device_id: int | None = None, timeout_sec: float = 10
 ) -> bool:
-    """Wait until the GPU's SMs run at their top clock; whether they do.
+    """Wait until the GPU's SMs run at their maximum clock; return whether they do.
 
-    Unless ``TRITON_DIST_WAIT_GPU_CLOCK`` is set nothing is waited for, and ``True`` returned: a GPU
-    that is not held in its performance mode slows down while it waits. On CPU ranks the same.
+    Unless ``TRITON_DIST_WAIT_GPU_CLOCK`` is set, and on CPU ranks, return ``True`` without waiting:
+    an idle GPU whose clocks are not locked would reduce its clock during the wait.
 
     Args:
         device_id: CUDA ordinal; default: this process's GPU.
-        timeout_sec: seconds after which a warning says how far it came.
+        timeout_sec: time limit in seconds, after which a warning reports the clock.
     """
     device = current_device()
     if not knobs.wait_gpu_clock.get() or device.name != "cuda":
@@ -111,19 +111,19 @@ def wait_until_max_gpu_clock_or_warning(
 
 
 def _wait(name: str, read: Callable[[], tuple[int, int]], seconds: float) -> bool:
-    """``read`` gives the present clock and the top one, in MHz."""
+    """Wait for the maximum clock; ``read`` returns the present and the maximum clock in MHz."""
     end, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         try:
             now, top = read()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            return _warn(f"{name}: nvidia-smi does not tell the SM clock: {error}")
+            return _warn(f"{name}: nvidia-smi does not report the SM clock: {error}")
         if now >= top:
             return True
         if time.monotonic() + pause > end:
             return _warn(
-                f"{name}: the SM clock is {now} MHz after {seconds} s, its top is {top} MHz; times "
-                "that are measured now are too long. Other work, heat or a power limit holds it."
+                f"{name}: the SM clock is {now} MHz after {seconds} s, its maximum is {top} MHz; "
+                "measured times will be too long. Check other processes, heat and the power limit."
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -144,10 +144,10 @@ def _megahertz(uuid: str) -> tuple[int, int]:
 
 @functools.cache
 def _end_forks_without_destructors() -> None:
-    """Let forks of this process end without the destructors of libraries.
+    """Make forked children of this process exit without destructors of libraries.
 
-    torch's profiler keeps a thread, which a fork does not have. The destructor of the profiler
-    waits for that thread, so a fork would hang at its end, or abort (torch 2.13).
+    The destructor of torch's profiler waits for a thread that a forked child does not have, so the
+    child would hang at its exit, or abort (torch 2.13).
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "on_exit"):  # not glibc
@@ -155,6 +155,6 @@ def _end_forks_without_destructors() -> None:
 
     def arrange() -> None:
         libc.on_exit(libc._exit, None)  # called with the exit status
-        libc.__cxa_atexit(libc.fflush, None, None)  # before that: the last one comes first
+        libc.__cxa_atexit(libc.fflush, None, None)  # runs first: handlers run in reverse order
 
     os.register_at_fork(after_in_child=arrange)

@@ -1,4 +1,4 @@
-"""Seeds, states of the random number generators, and random operands."""
+"""Seed random number generators, save and restore their states, and create random operands."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ Size = int | Callable[[], int]
 
 
 def init_seed(seed: int = 0) -> None:
-    """Seed Python, numpy and torch, and let fp32 products be fp32: no TF32, no 16-bit
-    accumulation."""
+    """Seed Python, NumPy and torch, and disable TF32 and 16-bit accumulation in products."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -28,11 +27,11 @@ def init_seed(seed: int = 0) -> None:
 
 
 class RandomState:
-    """The states of the random number generators that a call may draw from.
+    """The states of the random number generators that a call may use.
 
     These are torch's generators of the CPU and of each GPU, each ``torch.Generator`` among
-    ``values``, and the global ones of Python and NumPy. CUDA is not initialised for this. While
-    the current stream is captured, generators of GPUs cannot be read, and are left alone.
+    ``values``, and the global generators of Python and NumPy. CUDA is not initialised for this.
+    GPU generators cannot be read during a capture of the current stream and are skipped then.
     """
 
     def __init__(self, values: Any = (), torch_only: bool = False) -> None:
@@ -46,7 +45,7 @@ class RandomState:
         self._numpy = None if torch_only else np.random.get_state(legacy=False)
 
     def rewind(self, numpy: bool = True) -> None:
-        """Set the generators to these states. NumPy's takes 60 µs, the others together 5."""
+        """Restore the states. This takes 60 µs for NumPy and 5 µs for all other generators."""
         for generator, state in self._torch:
             generator.set_state(state)
         if self._python is not None:
@@ -55,7 +54,7 @@ class RandomState:
             np.random.set_state(self._numpy)
 
     def has_moved(self) -> bool:
-        """True if torch's generators are in other states now."""
+        """Return whether the states of torch's generators have changed."""
         return any(not torch.equal(each.get_state(), state) for each, state in self._torch)
 
 
@@ -72,12 +71,15 @@ def _generators(value: Any) -> Iterator[torch.Generator]:
 def rand_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """Uniform in [-1, 1) for floating dtypes, over the dtype's range for integers.
+    """Return uniform random values: in [-1, 1) for floating dtypes, else over the dtype's range.
 
-    ``device``: default: the one that this process runs kernels on.
+    Args:
+        shape: shape of the tensor.
+        dtype: a floating or integer dtype.
+        device: device of the tensor; default: the device that this process runs kernels on.
 
     Raises:
-        InvalidArgument: ``dtype`` is neither.
+        InvalidArgument: ``dtype`` is neither a floating nor an integer dtype.
     """
     if not isinstance(dtype, torch.dtype) or dtype == torch.bool or dtype.is_complex:
         raise InvalidArgument("rand_tensor", "dtype", dtype, "a floating or integer torch.dtype")
@@ -91,12 +93,12 @@ def rand_tensor(
 def generate_data(
     configs: Iterable[Sequence[Any] | None],
 ) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """Operands without end: at each step a tensor for each entry of ``configs``, ``None`` for
-    ``None``.
+    """Yield random operands forever: in each step a tensor per entry of ``configs``.
 
-    An entry is (shape, dtype, (scale, offset)), and a device if it is not this process's. Values
-    are uniform in [-scale, scale) + offset. The shape is a size, several, or a function that gives
-    it; a size may be a function too, so that each step has its own.
+    An entry is ``None``, which yields ``None``, or (shape, dtype, (scale, offset)) with an optional
+    device. Values are uniform in [-scale, scale) + offset. The shape is a size, a sequence of
+    sizes, or a function that returns the shape; a size may also be a function. Functions are called
+    in each step.
     """
     entries = list(configs)
     while True:

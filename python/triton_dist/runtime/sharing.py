@@ -1,9 +1,8 @@
-"""Ranks that share a GPU: how many, and which GPU each has.
+"""Assign ranks to shared GPUs.
 
-Where a launch asks for it (``launch.sh --share-gpus``) and there are fewer GPUs than ranks, each
-GPU has several. The driver gives each process the whole GPU in turn, so kernels of one make
-progress while those of another wait for them; but times mean little, and NCCL takes one rank a GPU
-only.
+With ``launch.sh --share-gpus``, several ranks share a GPU if there are fewer GPUs than ranks. The
+driver time-slices the GPU between processes, so a kernel makes progress while a kernel of another
+rank waits for it. Times are not meaningful, and NCCL supports only one rank per GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +13,20 @@ from triton_dist import knobs
 
 
 def ranks_per_gpu() -> int:
-    """Ranks of this host that take turns on a GPU, at most: the same on all of them. 1: each has
-    its own, or sharing was not asked for."""
+    """Return the maximum number of ranks per GPU of this host, which is equal on all ranks.
+
+    1: each rank has its own GPU, or sharing was not requested.
+    """
     if not knobs.share_gpus.get():
         return 1
     return -(-knobs.local_world_size.get() // max(1, torch.cuda.device_count()))
 
 
 def gpu_of(local_rank: int) -> int:
-    """CUDA ordinal of a rank's GPU, past the last one if there are too few; neighbours share."""
+    """Return the CUDA ordinal of a rank's GPU; neighbouring ranks share a GPU.
+
+    Without sharing, the ordinal may exceed the last GPU.
+    """
     if ranks_per_gpu() == 1:
         return local_rank
     return local_rank * torch.cuda.device_count() // knobs.local_world_size.get()

@@ -14,10 +14,10 @@ _FAKES = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """True if a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
+    """Return whether a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
 
-    That is so under ``FakeTensorMode``, ``torch.export``, ``make_fx``, ``torch.jit.trace`` and
-    ``torch.fx``, and for tensors that are fake or on the meta device.
+    This is the case under ``FakeTensorMode``, ``torch.export``, ``make_fx``, ``torch.jit.trace``
+    and ``torch.fx``, and for fake tensors and tensors on the meta device.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
@@ -37,10 +37,10 @@ def _is_fake(value: Any) -> bool:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, of which, and of what it calls, ``torch.compile`` traces nothing.
+    """Return ``function`` such that ``torch.compile`` traces neither it nor its callees.
 
-    ``torch.compiler.disable`` imports torch._dynamo, which takes a second. Until something else has
-    imported that, nothing can be traced, and ``function`` is called as it is.
+    ``torch.compiler.disable`` imports torch._dynamo, which takes a second. Before another import of
+    torch._dynamo nothing can be traced, and ``function`` is called directly.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Compiling kernels in other processes, into Triton's disk cache, where this one then finds
-them."""
+"""Compile kernels in other processes into Triton's disk cache, where this process finds them."""
 
 from triton_dist.runtime.compiling.pool import CompilePool
 

@@ -1,4 +1,4 @@
-"""The tuner's side of the processes that compile."""
+"""Start and query the processes that compile kernels for the tuner."""
 
 from __future__ import annotations
 
@@ -20,40 +20,43 @@ from triton_dist.runtime.compiling import server
 from triton_dist.runtime.compiling.kernels import Kernel, kernels_of
 from triton_dist.runtime.compiling.server import Job, Verdict
 
-_PATIENCE = 0.9  # of the limit, at which other ranks give this one up
-_MOST_WORKERS = 16  # each takes some hundred megabytes
+_PATIENCE = 0.9  # share of the time limit after which other ranks give up on this rank
+_MOST_WORKERS = 16  # each takes several hundred MB
 _POLL_SECONDS = 0.2
 
 
 class CompilePool:
-    """Compiles kernels ahead, in processes that end with :meth:`close`; starts none before
-    :meth:`begin`. Where no process can be started, :meth:`wait` compiles."""
+    """Processes that compile kernels ahead, from :meth:`begin` to :meth:`close`.
+
+    If no process can be started, :meth:`wait` compiles in this process.
+    """
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
         self._begun: set[str] = set()
         self._known: dict[str, Verdict] = {}
         self._servers: dict[Connection, int] = {}
-        """By what they say their verdicts through, the processes that compile."""
+        """Process ids of the compiling processes, by the connection for their verdicts."""
         self._whose: dict[str, Connection] = {}
-        """By kernel, the connection that the verdict on it comes through."""
+        """The connection for the verdict on a kernel, by digest."""
         self._seconds = knobs.compile_timeout.get()
 
     @property
     def cache(self) -> str:
-        """Host and folder of Triton's disk cache: ranks with the same find one another's
-        kernels."""
+        """Return host and folder of Triton's disk cache; equal values mean a shared cache."""
         return f"{platform.node()}:{os.path.realpath(triton.knobs.cache.dir)}"
 
     def missing(self, prepare: Callable[[], object]) -> list[str]:
-        """Digests of the kernels that ``prepare`` would compile; none is compiled."""
+        """Return the digests of the kernels that ``prepare`` would compile, without compiling."""
         found = kernels_of(prepare)
         self._kernels.update(found)
         return list(found)
 
     def begin(self, digests: Sequence[str], sharers: int) -> None:
-        """Compile these, in this order, as many at a time as this rank's part of the processors;
-        of those that were begun before, whatever is left goes on beside them."""
+        """Compile these kernels in this order, in parallel on this rank's share of the cores.
+
+        Kernels of earlier calls that are not finished continue concurrently.
+        """
         digests = [each for each in digests if each not in self._begun]
         self._begun.update(digests)
         if not digests:
@@ -62,8 +65,8 @@ class CompilePool:
         workers = max(1, min(part, len(digests), _MOST_WORKERS))
         job = Job({each: self._kernels[each] for each in digests}, workers, self._seconds)
         own, others = multiprocessing.Pipe()
-        with warnings.catch_warnings(), suppress(OSError):  # no process, or no memory, to be had
-            # Python warns of forking where there are threads; the server knows what it must not do.
+        with warnings.catch_warnings(), suppress(OSError):  # out of processes or memory
+            # Python warns about a fork with threads; the server does not touch their state.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
             if pid == 0:
@@ -73,11 +76,11 @@ class CompilePool:
         others.close()
 
     def wait(self, digest: str) -> None:
-        """Until that kernel is in the cache; one that no other process can have is compiled here.
+        """Wait until the kernel is in the cache; compile it here if no process is compiling it.
 
         Raises:
-            CandidateFailed: it does not compile.
-            CompileTimeout: it took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
+            CandidateFailed: the kernel does not compile.
+            CompileTimeout: compilation took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
         """
         if digest not in self._begun:
             return
@@ -90,18 +93,21 @@ class CompilePool:
             raise CandidateFailed(verdict.text)
 
     def _verdict(self, digest: str) -> Verdict | None:
-        """``None``: there is no other process that would tell."""
+        """Return the verdict on a kernel; ``None``: no other process compiles it."""
         deadline = time.monotonic() + _PATIENCE * self._seconds
         while digest not in self._known and self._whose.get(digest) in self._servers:
             if time.monotonic() > deadline:
                 return Verdict(digest, "timeout")
-            # Take the verdicts that come soon.
+            # Receive the verdicts that are available.
             for verdicts in multiprocessing.connection.wait(list(self._servers), _POLL_SECONDS):
                 assert isinstance(verdicts, Connection)
                 try:
                     verdict: Verdict = verdicts.recv()
                     self._known[verdict.digest] = verdict
-                except (EOFError, ConnectionError):  # it is gone: what is left, the caller compiles
+                except (
+                    EOFError,
+                    ConnectionError,
+                ):  # the process died: the caller compiles the rest
                     self._end(verdicts)
         return self._known.get(digest)
 
@@ -113,14 +119,14 @@ class CompilePool:
         return Verdict(digest, "compiled")
 
     def close(self) -> None:
-        """End the processes, whatever they are at. Idempotent."""
+        """End the processes, even while they compile. Idempotent."""
         for verdicts in list(self._servers):
             self._end(verdicts)
 
     def _end(self, verdicts: Connection) -> None:
         process = self._servers.pop(verdicts)
-        verdicts.close()  # it ends its children, then itself
-        with suppress(ChildProcessError):  # another thread waited for any child
+        verdicts.close()  # the process then ends its children and itself
+        with suppress(ChildProcessError):  # another thread may have waited for any child
             deadline = time.monotonic() + _POLL_SECONDS
             while os.waitpid(process, os.WNOHANG) == (0, 0):
                 if time.monotonic() > deadline:

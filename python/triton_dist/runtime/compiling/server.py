@@ -1,15 +1,15 @@
-"""The process that compiles.
+"""The process that compiles kernels.
 
-It is forked from the rank, so it has at once what the kernels need, which takes seconds to import,
-and forks a child for each kernel: a compiler that crashes or hangs takes nobody with it, and the
-rank, which launches and measures meanwhile, gives its interpreter lock to nobody.
+It is forked from the rank, so it does not repeat imports, which take seconds. It forks a child for
+each kernel: a compiler that crashes or hangs affects only this child, and compilation does not hold
+the GIL of the rank, which launches and measures at the same time.
 
-A process with CUDA may fork as long as the child leaves CUDA and all that belongs to other threads
-alone, as the workers of ``torch.utils.data.DataLoader`` do. So nothing of the rank is freed here,
-and the only way out is ``os._exit``.
+A process with CUDA may fork if the child uses neither CUDA nor state of other threads, like the
+workers of ``torch.utils.data.DataLoader``. Therefore the child frees no objects of the rank, and it
+ends only with ``os._exit``.
 
-Verdicts go to a connection. The process ends, and its children with it, when all kernels are done
-or the other end is closed.
+Verdicts are sent over a connection. The process and its children end when all kernels are done or
+the other end of the connection is closed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Job:
     kernels: Mapping[str, Kernel]
     """By digest, in the order in which they are needed."""
     workers: int
-    """So many at a time."""
+    """Number of kernels to compile in parallel."""
     seconds: float
-    """Longest time for one kernel."""
+    """Time limit for one kernel in seconds."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Child:
     pid: int
     pidfd: int
     said: IO[bytes]
-    """Its output, its exception last."""
+    """The child's output, which ends with its exception."""
     deadline: float
 
 
@@ -70,7 +70,7 @@ class _Server:
         self._waiting = deque(job.kernels.items())
         self._children: dict[int, _Child] = {}
         self._events = selectors.DefaultSelector()
-        self._events.register(verdicts, selectors.EVENT_READ)  # readable: its other end is closed
+        self._events.register(verdicts, selectors.EVENT_READ)  # readable if the other end is closed
 
     def serve(self) -> None:
         try:
@@ -136,26 +136,26 @@ class _Server:
 
 
 def main(job: Job, verdicts: int) -> NoReturn:
-    """Serve, in a process that was just forked.
+    """Compile the kernels of ``job``; runs in a process that was just forked.
 
     Args:
-        verdicts: the descriptor of the connection that they go to.
+        verdicts: file descriptor of the connection for verdicts.
     """
     try:
-        gc.disable()  # what it finds may belong to CUDA
+        gc.disable()  # finalisers may call CUDA
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the rank to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.nice(10)  # the processors are the rank's whenever it wants them
-        # A rank that ends must leave no socket, lock or file open in this process.
+        os.nice(10)  # the rank has priority
+        # Close all inherited descriptors: sockets, locks and files of a rank must not outlive it.
         nothing = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # what the compiler prints goes to a file of each child
+        for standard in (0, 1, 2):  # each child redirects the compiler's output to a file
             os.dup2(nothing, standard)
         for open_one in map(int, os.listdir("/proc/self/fd")):
             if open_one > 2 and open_one != verdicts:
-                with suppress(OSError):  # the listing's own
+                with suppress(OSError):  # the descriptor of the directory listing itself
                     os.close(open_one)
-        with suppress(BrokenPipeError):  # nobody is interested any more
+        with suppress(BrokenPipeError):  # the rank has closed the connection
             _Server(job, Connection(verdicts)).serve()
     finally:
         os._exit(0)
