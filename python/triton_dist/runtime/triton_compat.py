@@ -1,7 +1,6 @@
-"""Every difference between Triton versions that triton_dist meets, each with the version and the
-reason.
+"""Differences between the supported Triton versions, each with the version and the reason.
 
-What only the interpreter gets wrong is mended in :mod:`triton_dist.runtime.interpreter`.
+Faults of the interpreter only are fixed in :mod:`triton_dist.runtime.interpreter`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from triton_dist.errors import DeviceUnavailable, UnsupportedVersion
 
 
 class HostDriver(DriverBase):
-    """A Triton driver of a process that launches no kernel on a GPU."""
+    """A Triton driver for a process that launches no kernel on a GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         super().__init__()
@@ -54,26 +53,26 @@ class HostDriver(DriverBase):
 
 
 SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
-_NEWER_TORCH = "Install a torch that brings such a triton, 2.10 or later: pip install 'torch>=2.10'"
+_NEWER_TORCH = "Install torch 2.10 or later, which includes triton 3.6: pip install 'torch>=2.10'"
 
 
 @functools.cache
 def triton_version() -> Version:
-    """The version of the imported Triton, without a local part such as ``+git1234``."""
+    """Return the version of the imported Triton, without a local part such as ``+git1234``."""
     return Version(Version(triton.__version__).base_version)
 
 
 @functools.cache
 def check_versions() -> None:
-    """Raise :class:`UnsupportedVersion` unless torch and triton are in ``SUPPORTED``.
+    """Raise :class:`UnsupportedVersion` unless torch and triton match ``SUPPORTED``.
 
     Called at first use, not at import; only success is cached. A pre-release or local build
-    (``2.11.0a0+git``, ``2.13.0+cpu``) counts as the release that it leads to.
+    (``2.11.0a0+git``, ``2.13.0+cpu``) counts as its release.
     """
     for package, found in (("torch", torch.__version__), ("triton", triton.__version__)):
         release = Version(Version(str(found)).base_version)
         if release not in SpecifierSet(SUPPORTED[package]):
-            # Builds of torch for GPUs demand one triton: another one beside them would not do.
+            # GPU builds of torch require one exact triton, so suggest a newer torch instead.
             is_old = package == "triton" and release < Version("3.6")
             remedy = _NEWER_TORCH if is_old else ""
             raise UnsupportedVersion(package, str(found), SUPPORTED[package], remedy)
@@ -85,7 +84,7 @@ _VARIABLES = (
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of everything that can change generated code or its speed; part of the
+    """Return versions of everything that can change generated code or its speed, for the
     fingerprint."""
     try:
         own = metadata.version("triton_dist")
@@ -101,10 +100,10 @@ def software_versions() -> dict[str, str]:
 
 
 def _settings() -> str:
-    """Variables that are set and change generated code or its speed: those that Triton compiles
-    anew for, and a few more."""
+    """Return the set environment variables that change generated code or its speed. These are
+    Triton's cache-invalidating variables, ``_VARIABLES`` and the interpreter's checks."""
     found: dict[str, str] = {}
-    with suppress(ImportError):  # a name inside of Triton
+    with suppress(ImportError):  # an internal name of Triton
         from triton._C.libtriton import get_cache_invalidating_env_vars
 
         found.update(get_cache_invalidating_env_vars())
@@ -116,12 +115,13 @@ def _settings() -> str:
 
 
 def is_interpreting() -> bool:
-    """True if a kernel that is decorated now would be interpreted: Triton's own switch."""
+    """Return True if a kernel decorated now would be interpreted (Triton's
+    ``TRITON_INTERPRET``)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def no_device_for_kernels() -> DeviceUnavailable:
-    """The error of a kernel that is to be compiled where no GPU is."""
+    """Return the error for a kernel that needs compilation on a host without a GPU."""
     return DeviceUnavailable(
         "cuda",
         "there is no GPU, and kernels are not interpreted",
@@ -132,8 +132,8 @@ def no_device_for_kernels() -> DeviceUnavailable:
 
 @functools.cache
 def explain_missing_driver() -> None:
-    """Make Triton, where it finds no GPU, raise an error that says what to do; its own is "0 active
-    drivers ([]). There should only be one.", in 3.6 to 3.9."""
+    """Replace Triton's error for a missing GPU by an error with instructions. Triton 3.6 to 3.9
+    raise "0 active drivers ([]). There should only be one."."""
     module = importlib.import_module("triton.runtime.driver")
     create = getattr(module, "_create_driver", None)
     if create is None:
@@ -151,48 +151,45 @@ def explain_missing_driver() -> None:
 
 
 def pin_defaults() -> None:
-    """Fix Triton defaults that differ between supported versions, unless the user chose.
+    """Fix Triton defaults that differ between supported versions, unless the user has set them.
 
-    Triton 3.9 warns at each process's first compile that the default of floating-point fusion
-    (``a * b + c`` in one rounding) turns off in 3.10. It is on in 3.6 to 3.9; fixed here, so that
-    results and timings do not change with the next version and the warning does not come.
+    Floating-point fusion (``a * b + c`` with one rounding) is on in Triton 3.6 to 3.9 and off in
+    3.10; 3.9 warns about it at each process's first compilation. Setting it keeps results and
+    timings equal across versions and avoids the warning.
     """
     if not knobs.is_set("TRITON_DEFAULT_FP_FUSION"):
         knobs.put("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def has_allocator() -> bool:
-    """True if ``triton.set_allocator`` was called in this thread's context.
-
-    Triton has a setter and no getter; the context variable behind it is the same in 3.6 to 3.9.
-    """
+    """Return True if ``triton.set_allocator`` was called in this thread's context. Triton has no
+    getter. The internal context variable is the same in 3.6 to 3.9."""
     from triton.runtime import _allocation
 
     return _allocation._allocator.get() is not _allocation._NULL_ALLOCATOR
 
 
 def compilation() -> Mapping[str, Any]:
-    """Local names of the ``triton.compile`` that this thread is in, ``src``, ``target`` and
-    ``options`` among them; empty outside of one.
+    """Return the local variables of this thread's running ``triton.compile``; empty if none runs.
 
-    Triton tells a cache manager no more than a key. What is behind it are local names, the same in
-    3.6 to 3.9; they are read for messages and manifests alone.
+    Includes ``src``, ``target`` and ``options``. Triton passes only a key to a cache manager, so
+    the frame is read. The names are the same in 3.6 to 3.9 and are used for messages and manifests
+    only.
     """
     return _locals_of(triton.compiler.compiler.compile)
 
 
 def module_source() -> str:
-    """C source of the native module that this thread looks up or builds; empty where that cannot
-    be seen.
+    """Return the C source of the native module that this thread looks up or builds, or "".
 
-    Triton's own key of it depends on whether the host has the command ``file``
-    (``platform.architecture``), so a module that is built on one host is not found on another.
+    Triton's key of a module depends on whether the host has the command ``file``
+    (``platform.architecture``), so a module built on one host is not found on another.
     """
     return str(_locals_of(triton.runtime.build.compile_module_from_src).get("src", ""))
 
 
 def _locals_of(function: Any) -> Mapping[str, Any]:
-    """Local names of the innermost call of ``function`` on this thread; empty if there is none."""
+    """Return the local variables of this thread's innermost call of ``function``; empty if none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -200,15 +197,15 @@ def _locals_of(function: Any) -> Mapping[str, Any]:
 
 
 def has_loaded_kernels() -> bool:
-    """True if Triton has launched or loaded a kernel on a GPU: it has loaded what does so."""
+    """Return True if Triton's CUDA utilities are loaded: it has loaded or launched a kernel."""
     from triton.backends.nvidia.driver import CudaUtils
 
     return hasattr(CudaUtils, "instance")
 
 
 def source_class(function: Any) -> Any:
-    """The class that Triton compiles ``function`` from, a kernel: Gluon's have one of their own,
-    which is imported only where there is such a kernel."""
+    """Return the class from which Triton compiles the kernel ``function``. Gluon's class is
+    imported only for a Gluon kernel."""
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -218,10 +215,8 @@ def source_class(function: Any) -> Any:
 
 @functools.cache
 def has_gluon_for_hopper() -> bool:
-    """True if Triton has the Gluon calls for TMA, barriers in shared memory and warpgroup products.
-
-    3.6 to 3.9 have; Gluon is experimental, so it is looked at.
-    """
+    """Return True if Triton has the Gluon calls for TMA, shared-memory barriers and warpgroup MMA.
+    Triton 3.6 to 3.9 have them. Gluon is experimental, so check for each name."""
     try:
         from triton.experimental.gluon.language import warp_specialize  # noqa: F401
         from triton.experimental.gluon.language.nvidia import hopper
@@ -231,7 +226,7 @@ def has_gluon_for_hopper() -> bool:
 
 
 def compiles_for_hopper() -> bool:
-    """True if a kernel that is launched now would be compiled for compute capability 9.x."""
+    """Return True if a kernel launched now would be compiled for compute capability 9.x."""
     if is_interpreting():
         return False
     try:
@@ -242,8 +237,8 @@ def compiles_for_hopper() -> bool:
 
 
 def gluon_tma_copies() -> tuple[Any, Any]:
-    """(load, store) of a tile by TMA in Gluon: ``async_load`` and ``async_store``, in Triton 3.6
-    ``async_copy_global_to_shared`` and ``async_copy_shared_to_global``."""
+    """Return Gluon's functions (load, store) for a tile by TMA. Triton 3.6 has other names for
+    them."""
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     if hasattr(tma, "async_load"):

@@ -1,4 +1,4 @@
-"""Symmetric memory: the same named regions on every rank, each mapped by all ranks."""
+"""Symmetric memory: equal named regions on every rank, each mapped by all ranks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def allocate(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     group: Group = None,
 ) -> SymmetricMemory:
-    """Allocate zero-filled symmetric memory, one allocation cut into named regions. Collective.
+    """Allocate zero-filled symmetric memory and divide it into named regions. Collective.
 
     Args:
-        name: says in errors whose memory it is.
-        regions: shape and dtype of each region; the same on all ranks.
-        group: whose ranks share it; default: the world, or this process alone.
+        name: name of the memory in error messages.
+        regions: shape and dtype of each region; equal on all ranks.
+        group: the ranks; default: the world, or this process alone.
 
     Raises:
-        InvalidArgument: a region is no shape and dtype.
-        RankDisagreement: ranks ask for different regions.
-        SymmetricMemoryFull: on every rank, when some rank has too little memory.
-        DeviceUnavailable: on every rank, when ranks that share a GPU cannot share its memory.
+        InvalidArgument: a region is not a shape and a dtype.
+        RankDisagreement: ranks request different regions.
+        SymmetricMemoryFull: on every rank, if any rank has too little memory.
+        DeviceUnavailable: on every rank, if ranks that share a GPU cannot share its memory.
     """
     layout = Layout.of(name, regions_of(regions))
     device = current_device()
     group = process_group_of(group)
-    # Inference tensors could not be written to outside of inference mode, nor by copy threads.
+    # Inference tensors cannot be written outside of inference mode or by copy threads.
     with torch.inference_mode(False):
         if group is None or dist.get_world_size(group) == 1:
             return SoloSymmetricMemory(layout, device.torch_device)
@@ -58,5 +58,5 @@ def allocate(
 def regions_of(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Regions to allocate for those that are asked for: checks of kernels add their notes."""
+    """Return the regions to allocate. Checks of kernels replace this to add regions."""
     return regions

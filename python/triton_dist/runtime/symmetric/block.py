@@ -1,4 +1,4 @@
-"""Symmetric memory as its users see it, and its implementation for a single rank."""
+"""Interface of symmetric memory, and its implementation for a single rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from triton_dist.errors import InvalidArgument, SymmetricMemoryFull
 from triton_dist.runtime import addresses
 
-# Regions start on their own 512 bytes: more than TMA (16) and a cache line (128) ask for, and flags
-# of different regions never share a line.
+# Regions are aligned to 512 bytes: more than TMA (16) and a cache line (128) require. Flags of
+# different regions never share a cache line.
 _ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of the named regions in one allocation of ``nbytes`` bytes."""
+    """Offsets of the named regions in one allocation of ``nbytes`` bytes."""
 
     name: str
     nbytes: int
@@ -56,11 +56,12 @@ def _checked(region: str, asked: Any) -> tuple[tuple[int, ...], torch.dtype]:
 
 @dataclass(frozen=True)
 class Region:
-    """One named piece, of the same shape and dtype on every rank.
+    """A named region with equal shape and dtype on every rank.
 
-    ``local`` is this rank's; ``peers[r]`` is rank r's, mapped here (``peers[rank]`` is ``local``);
-    ``pointers`` is an int64 tensor [world size] on the device with the address of each, for
-    kernels.
+    Attributes:
+        local: this rank's tensor.
+        peers: the tensor of each rank, mapped here; ``peers[rank]`` is ``local``.
+        pointers: int64 [world size] on the device, the address of each rank's tensor, for kernels.
     """
 
     name: str
@@ -98,10 +99,10 @@ class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
 
     @abstractmethod
     def barrier(self) -> None:
-        """All ranks have got here, on their current streams."""
+        """Wait until all ranks have reached this barrier on their current streams."""
 
     def free(self) -> None:
-        """Drop the memory; idempotent. Tensors taken from it must not be used any more."""
+        """Free the memory; idempotent. Tensors taken from it must not be used afterwards."""
         for region in self._regions.values():
             for peer in region.peers:
                 addresses.forget(peer.data_ptr())
@@ -125,4 +126,4 @@ class SoloSymmetricMemory(SymmetricMemory):
         super().__init__(layout, 0, [block])
 
     def barrier(self) -> None:
-        """One rank: always there."""
+        """Return immediately: there is a single rank."""

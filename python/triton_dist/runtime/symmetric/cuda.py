@@ -1,6 +1,6 @@
 """Symmetric memory on GPUs of one host, by ``torch.distributed._symmetric_memory``.
 
-Multicast is never used: peers are read and written through their mapped addresses over NVLink.
+Multicast is not used: kernels access peers through mapped addresses over NVLink.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CudaSymmetricMemory(SymmetricMemory):
             reason = str(failure)
         else:
             reason = ""
-        # The rendezvous below would hang if some rank did not come, so the ranks agree first.
+        # The rendezvous below would hang if a rank did not join, so all ranks agree first.
         asked = ranks.all_gather("symmetric allocation", (layout.describe(), reason))
         if len({layouts for layouts, _ in asked}) > 1:
             raise RankDisagreement(
@@ -63,14 +63,14 @@ class CudaSymmetricMemory(SymmetricMemory):
         self._handle = None
 
 
-@functools.cache  # a call may ask it
+@functools.cache  # called in each call of an op
 def has_operator(name: str) -> bool:
-    """Tell whether this torch has ``torch.ops.symm_mem.<name>``."""
+    """Return whether this torch has ``torch.ops.symm_mem.<name>``."""
     return hasattr(torch.ops.symm_mem, name)
 
 
 def group_name(group: dist.ProcessGroup | None) -> Any:
-    """The name by which operators know ``group``, which may use symmetric memory from now on."""
+    """Return the name of ``group`` for operators, and enable symmetric memory for it."""
     name = (group or dist.distributed_c10d._get_default_group()).group_name
     _enable(name)
     return name
@@ -78,7 +78,6 @@ def group_name(group: dist.ProcessGroup | None) -> Any:
 
 @functools.cache
 def _enable(name: Any) -> None:
-    """Let a group use symmetric memory, which torch before 2.11 has to be told; since then it is
-    needless, and deprecated."""
+    """Enable symmetric memory for a group. Required before torch 2.11, deprecated since."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         symm_mem.enable_symm_mem_for_group(name)

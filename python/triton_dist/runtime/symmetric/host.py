@@ -1,8 +1,7 @@
 """Symmetric memory of CPU ranks on one host: POSIX shared memory that every rank maps.
 
-Each rank's block is an unnamed file in /dev/shm (``O_TMPFILE``), opened by the others through
-``/proc/<pid>/fd/<n>``. It never has a name, so a run that is killed at any point leaves nothing
-behind.
+Each rank's block is an unnamed file in /dev/shm (``O_TMPFILE``), which other ranks open through
+``/proc/<pid>/fd/<n>``. A killed run leaves no file.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class HostSymmetricMemory(SymmetricMemory):
                         f"{layout.name}, rank {self._ranks.named(rank)}, {SHARED_MEMORY}",
                         layout.nbytes,
                         available,
-                        "Make it larger (mount -o remount,size=…, docker run --shm-size=…) or use "
-                        "a smaller context.",
+                        f"Enlarge {SHARED_MEMORY} (mount -o remount,size=…, docker run "
+                        "--shm-size=…) or use a smaller context.",
                     )
             blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for _, pid, fd, _ in asked]
             self._ranks.barrier("symmetric memory is mapped")
@@ -55,11 +54,8 @@ class HostSymmetricMemory(SymmetricMemory):
 
 
 def _reserve(fd: int, nbytes: int) -> int | None:
-    """Allocate the file's pages now, so that a full /dev/shm is an error here and not a SIGBUS
-    later.
-
-    Returns ``None``, or the bytes that are available when there are too few.
-    """
+    """Allocate the file's pages now, so that a full /dev/shm raises here and not SIGBUS later.
+    Returns ``None``, or the number of available bytes if they are too few."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError:
@@ -70,7 +66,7 @@ def _reserve(fd: int, nbytes: int) -> int | None:
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
-    """The file as a uint8 tensor; the tensor keeps the mapping alive."""
+    """Return the file as a uint8 tensor, which keeps the mapping alive."""
     fd = os.open(path, os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Leases of a rank's memory: the owner sees when no other process uses it any more.
+"""Leases of a rank's memory, which show the owner when no other process uses it.
 
-A file without a name (memfd) stands for the memory. Each process that uses the memory holds a
-shared lock of the file, which it opened through ``/proc/<pid>/fd/<n>``; when it is done, or ends
-however it may, the lock is gone. Nobody has to answer, so nobody waits, for a rank that died
-neither.
+A file without a name (memfd) represents the memory. Each process that uses the memory holds a
+shared lock of the file, which it opens through ``/proc/<pid>/fd/<n>``. The kernel releases the lock
+when the process closes the file or ends in any way. The owner needs no message and never waits,
+even if a rank has died.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 
 class LeaseOffer(NamedTuple):
-    """Place at which other processes find the file."""
+    """Process and file descriptor through which other processes open the file."""
 
     pid: int
     fd: int
 
 
 class OwnLease:
-    """The file of this process's memory; ``give_back`` is called when it ends."""
+    """The file of this process's memory; ``give_back`` is called when the lease ends."""
 
     def __init__(self, give_back: Callable[[], object]) -> None:
         self._give_back = give_back
@@ -30,7 +30,7 @@ class OwnLease:
         self.offer = LeaseOffer(os.getpid(), self._fd)
 
     def end(self) -> bool:
-        """Give the memory back, unless some process still uses it; whether it was."""
+        """Release the memory unless a process still uses it, and return whether it was released."""
         if os.getpid() != self.offer.pid:  # a fork owns nothing
             return True
         try:
@@ -43,10 +43,10 @@ class OwnLease:
 
 
 class HeldLease:
-    """The right to use another process's memory, until it is closed.
+    """Shared lock on another process's memory, held until it is closed.
 
     Raises:
-        OSError: the other process cannot be reached through ``/proc``.
+        OSError: the other process is not accessible through ``/proc``.
     """
 
     def __init__(self, offer: LeaseOffer) -> None:
@@ -54,7 +54,7 @@ class HeldLease:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a fork may have the file open too
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # explicitly: a fork may have the file open too
         os.close(self._fd)
 
 
@@ -62,13 +62,13 @@ _retired: list[OwnLease] = []
 
 
 def retire(lease: OwnLease) -> None:
-    """End ``lease``: now, or when ``end_retired`` finds that nobody uses its memory any more."""
+    """End ``lease`` now, or in ``end_retired`` when no process uses its memory any more."""
     _retired.append(lease)
     end_retired()
 
 
 def end_retired() -> None:
-    """End all retired leases that can be ended."""
+    """End all retired leases that are no longer in use."""
     _retired[:] = [lease for lease in _retired if not lease.end()]
 
 

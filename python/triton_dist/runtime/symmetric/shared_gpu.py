@@ -1,6 +1,7 @@
-"""Symmetric memory of ranks some of which are on one GPU: each maps the others' by CUDA IPC.
+"""Symmetric memory of ranks that share GPUs: each rank maps the others' memory by CUDA IPC.
 
-torch's own refuses two ranks on a GPU. Between GPUs the same works where they reach one another.
+torch's symmetric memory rejects two ranks on a GPU. CUDA IPC also works between GPUs with peer
+access.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class _Offer(NamedTuple):
     lease: LeaseOffer = LeaseOffer(0, 0)
     refusal: str = ""
     free: int | None = None
-    """Bytes that are free, where too few are."""
+    """Free bytes, if they are too few."""
 
 
 class SharedGpuSymmetricMemory(SymmetricMemory):
-    """Memory of the driver, of which every rank has a block.
+    """A block of driver memory for every rank.
 
-    A rank that frees it closes what it has open of the others. Its own block goes when they have
-    closed that too, or have ended: then, or at the next allocation.
+    ``free`` closes the mapped blocks of other ranks. The rank's own block is released when all
+    other ranks have closed it or ended: immediately, or at the next allocation.
     """
 
     def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -48,14 +49,14 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
             by_rank = {self._ranks.named(rank): what for rank, what in enumerate(asked)}
             raise RankDisagreement("symmetric regions", by_rank)
         cuda_ipc.use_gpu(device.index)
-        lease.end_retired()  # all ranks are here, so all have closed what they freed before
+        lease.end_retired()  # all ranks are here, so all have closed the memory they freed before
         with ExitStack() as undone:
             self._own = 0
             offers = self._ranks.all_gather("shared GPU memory", self._offer(layout.nbytes, undone))
             _raise_refusal(layout, offers, self._ranks)
-            closing = undone.enter_context(ExitStack())  # before the own block is given back
+            closing = undone.enter_context(ExitStack())  # closes before the own block is released
             addresses, refusal = self._open(offers, closing)
-            # Blocks are zero before any rank is told that it may use them.
+            # Every rank has zeroed its block before this step, so all may use them afterwards.
             refusals = self._ranks.all_gather("shared GPU memory is mapped", refusal)
             for rank, refusal in enumerate(refusals):
                 if refusal:
@@ -63,15 +64,15 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
                         str(device),
                         f"rank {self._ranks.named(rank)} cannot map the memory of another rank: "
                         f"{refusal}",
-                        "Start all ranks in one container, as one user, or one rank per GPU.",
+                        "Start all ranks in one container as one user, or start one rank per GPU.",
                     )
             self._release = weakref.finalize(self, _release, undone.pop_all(), os.getpid())
-        self._release.atexit = False  # the driver cleans up after a process, also a killed one
+        self._release.atexit = False  # the driver frees memory of a process that ends or is killed
         blocks = [_tensor(address, layout.nbytes, device) for address in addresses]
         super().__init__(layout, self._ranks.rank, blocks)
 
     def _offer(self, nbytes: int, undone: ExitStack) -> _Offer:
-        """Allocate this rank's block, and what others need to map it."""
+        """Allocate this rank's block and return what other ranks need to map it."""
         try:
             self._own = _allocate(nbytes)
         except MemoryError as failure:
@@ -94,7 +95,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         return _Offer(handle, leased.offer)
 
     def _open(self, offers: Sequence[_Offer], closing: ExitStack) -> tuple[list[int], str]:
-        """Addresses of all blocks, and why there are none."""
+        """Return the addresses of all blocks and "", or no addresses and the reason."""
         addresses = []
         for rank, offer in enumerate(offers):
             if rank == self._ranks.rank:
@@ -105,12 +106,12 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
                 address = cuda_ipc.open_(offer.handle)
             except (OSError, RuntimeError, MemoryError) as failure:
                 return [], str(failure)
-            closing.callback(cuda_ipc.close, address)  # before the lease is: last in, first out
+            closing.callback(cuda_ipc.close, address)  # before the lease: last in, first out
             addresses.append(address)
         return addresses, ""
 
     def barrier(self) -> None:
-        """As of the others; the host waits too."""
+        """Wait for all ranks' current streams. Blocks the host."""
         current_device().synchronize()
         self._ranks.barrier(f"barrier of {self.name}")
 
@@ -121,13 +122,13 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
 
 
 def _release(mapped: ExitStack, pid: int) -> None:
-    """Give back what is mapped, once the GPU has done all that is queued."""
+    """Unmap and release memory after all queued work of the GPU."""
     if os.getpid() != pid:  # a fork has mapped nothing
         return
     try:
         current_device().synchronize(_QUEUE_SECONDS)
     except (TimeoutError, RuntimeError):
-        return  # a kernel waits for a rank that has ended, or failed: the process has to end too
+        return  # a kernel failed or waits for a rank that has ended: the driver frees at exit
     mapped.close()
 
 
@@ -135,7 +136,7 @@ def _allocate(nbytes: int) -> int:
     try:
         return cuda_ipc.allocate(nbytes)
     except MemoryError:
-        torch.cuda.empty_cache()  # torch keeps what it does not use
+        torch.cuda.empty_cache()  # torch caches freed memory
         return cuda_ipc.allocate(nbytes)
 
 
@@ -154,12 +155,12 @@ def _raise_refusal(
             raise DeviceUnavailable(
                 "cuda",
                 f"rank {ranks.named(rank)} cannot share memory: {offer.refusal}",
-                "CUDA IPC needs Linux, and a driver and container that allow it; or start one rank "
-                "per GPU.",
+                "Use Linux with a driver and container that allow CUDA IPC, or start one rank per "
+                "GPU.",
             )
 
 
 def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The bytes at ``address`` as a tensor of ``device``, wherever they lie; owns nothing."""
+    """Return the bytes at ``address`` as a tensor of ``device`` that does not own them."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
