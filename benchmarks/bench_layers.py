@@ -188,7 +188,7 @@ class Candidates:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor once its collective has ended: that of DTensor is not waited for until it is
+    """Return the tensor after its collective has ended. DTensor does not wait until the tensor is
     used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor

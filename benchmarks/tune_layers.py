@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def every_range(most: int = _MOST) -> list[int]:
     """A size of each range up to ``most``, the largest first, which compile what the others need
     too; before them powers of two. Of ranges with multiples of 32 their end, of others the middle,
-    from which no size is far, or what is beside it: at multiples of 16 libraries may have kernels
+    from which no size is far, or the size next to it: at multiples of 16 libraries may have kernels
     that they have nowhere else."""
     ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)})
     middles = [(below + 1 + end) // 2 for below, end in itertools.pairwise([0, *ends])]

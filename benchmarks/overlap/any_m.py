@@ -29,7 +29,7 @@ def random_sizes(number: int, most: int, seed: int) -> list[int]:
 
 
 def bounds(most: int, number: int | None, seed: int) -> list[int]:
-    """b - 1, b, b + 1 and b + 2 of each bound b of a range up to ``most``, or of so many of them,
+    """Return b - 1 to b + 2 of each bound b of a range up to ``most``, or of ``number`` of them,
     drawn at random."""
     ends, n = [], 1
     while n <= most:

@@ -184,8 +184,8 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     args, kwargs = info.arguments(stress.operands(load.max_rows), stress.ctx)
     left, _ = info.op.config_space.prune(info.op.prune_fn, args, kwargs)
     # Those that use the memory of the context.
-    vendors = {method.value for method in LibraryAlgorithm}
-    own = [config for config in left if config["algorithm"] not in vendors]
+    library_runs = {method.value for method in LibraryAlgorithm}
+    own = [config for config in left if config["algorithm"] not in library_runs]
     stress.shared.shuffle(own)
     algorithms = {info.algorithm(config): config for config in own}
     ordered = list(dict.fromkeys([*algorithms.values(), *own]))

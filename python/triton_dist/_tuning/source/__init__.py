@@ -50,7 +50,7 @@ def source_of(
 
 
 def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
-    """The function as records name it: name, module, signature, number among those of one name."""
+    """Return the identity of a function in records: name, module, signature, number."""
     origin, inner = Origin.of(function, tunables), function_in(original(function))
     if inner is None:
         return origin

@@ -64,7 +64,7 @@ class Libraries:
         return top not in self._own and self._has_file(file)
 
     def imported(self, name: str) -> types.ModuleType | None:
-        """Import a module; ``None`` for a library's, and if there is none."""
+        """Import a module of the project; return ``None`` for libraries and missing modules."""
         try:
             return None if self.has_module(name) else importlib.import_module(name)
         except (Exception, SystemExit):  # of a module that cannot run here

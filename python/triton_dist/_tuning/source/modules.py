@@ -348,7 +348,7 @@ class File:
         return code in self._set_of_codes
 
     def ordinal(self, code: types.CodeType) -> int:
-        """Return how many definitions before that of ``code`` have its dotted name."""
+        """Return how many definitions before ``code`` have the same dotted name."""
         place = code.co_firstlineno, code.co_name
         known = [(name, x, (x.co_firstlineno, x.co_name)) for name, x in self._codes]
         path = next(name for name, _, each in known if each == place)

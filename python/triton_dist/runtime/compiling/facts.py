@@ -85,7 +85,7 @@ def _arguments(source: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Its ``repr``, but that of a function, kernel or object, which has an address in it."""
+    """Return the ``repr`` of a value, without the address of a function, kernel or object."""
     named = getattr(value, "__name__", None)
     text = str(named) if callable(value) and named else repr(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)[:_LONGEST]

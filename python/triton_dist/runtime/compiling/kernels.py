@@ -1,4 +1,4 @@
-"""Kernels as values: found without compiling them, compiled by whoever has the time."""
+"""Kernels as values, so that another process can compile them ahead."""
 
 from __future__ import annotations
 

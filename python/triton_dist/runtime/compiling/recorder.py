@@ -47,8 +47,8 @@ class Recorder:
             triton.knobs.compilation.listener = self._before
 
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
-        """Triton compiled a kernel, or found it; one that ``runner`` made is none that Triton would
-        look for."""
+        """Called after Triton compiles a kernel or loads it from its cache. Skip kernels built by
+        ``runner``."""
         try:
             compilation = triton_compat.compilation()
             if compilation:
@@ -64,7 +64,7 @@ class Recorder:
     def write(
         self, digest: str, name: str, facts: Mapping[str, str], paths: Mapping[str, Path]
     ) -> None:
-        """Never raises: who launches is not to fail because somebody records."""
+        """Write a kernel to the folder. Never raises, so that recording cannot fail a launch."""
         try:
             files = {each: path.read_bytes() for each, path in paths.items()}
             kernels = {digest: PackedKernel(name, facts, files)}

@@ -155,8 +155,8 @@ class CudaDevice:
         return cuda_copies.Peeks(self.torch_device)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """Copy on the host of what is there now, made beside whatever runs; ``None``: it cannot
-        be."""
+        """Return a host copy of the current values, made in parallel with running kernels, or
+        ``None`` if that is impossible."""
         return self._peeks.read(words)
 
     def sleep(self, cycles: int) -> None:
@@ -291,8 +291,7 @@ class CudaTimer:
 
 
 def _manner() -> str:
-    """Text that tells this process's use of a GPU from that of one rank a GPU, for which results
-    are."""
+    """Return a suffix for the hardware name if this process does not own its GPU alone."""
     if is_interpreting():
         return " (interpreter)"
     ranks = ranks_per_gpu()
@@ -301,8 +300,8 @@ def _manner() -> str:
 
 @functools.cache
 def _driver_version() -> str:
-    """Version of the installed driver, such as ``550.54.15``; where the kernel does not show it,
-    that of CUDA that it supports, as ``major.minor``."""
+    """Return the version of the installed driver, such as ``550.54.15``. If the kernel module does
+    not report it, return the CUDA version that the driver supports, as ``major.minor``."""
     with suppress(OSError):
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+\d)\s", _DRIVER_FILE.read_text())
         if found is not None:
@@ -314,10 +313,8 @@ def _driver_version() -> str:
 
 @functools.cache
 def _peer_access() -> str:
-    """Reach of the host's GPUs into one another's memory: ``full mesh of 4``, ``6 of 12 pairs``, or
-    ``none``.
-
-    NVLink is not told from PCIe here, but a host whose GPUs are joined differently is.
+    """Return which GPUs of the host access one another's memory: ``full mesh of 4``, ``6 of 12
+    pairs``, or ``none``. NVLink and PCIe are not distinguished.
     """
     count = torch.cuda.device_count()
     pairs = list(itertools.permutations(range(count), 2))

@@ -82,8 +82,10 @@ def arguments(name: str, *values: Any) -> tuple[Any, ...]:
 
 
 def check(status: int, what: str) -> None:
-    """Raise ``RuntimeError`` with the error's name and ``what`` was asked, unless it is 0;
-    ``MemoryError``, which is none, if memory is what was missing."""
+    """Raise ``RuntimeError`` with the error name and ``what`` unless ``status`` is 0.
+
+    Raise ``MemoryError`` (not a ``RuntimeError``) if the driver is out of memory.
+    """
     if status == OUT_OF_MEMORY:
         raise MemoryError(f"the CUDA driver refused to {what}: out of memory")
     if status != 0:

@@ -27,10 +27,10 @@ _MISSING = object()
 
 
 class RepeatedLaunch:
-    """A compiled kernel and its parameters; ``varying`` names the pointers that change.
+    """Pre-built launch of a compiled kernel; ``varying`` names the pointers that change.
 
-    Parameters are those of the kernel's signature that are no constants (``parameters``), then the
-    addresses of two scratch buffers: so in Triton 3.6 to 3.9.
+    The parameters are the arguments that are not constants (``parameters``), then the addresses of
+    two scratch buffers, as in Triton 3.6 to 3.9.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class RepeatedLaunch:
         self._name = metadata.name
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on ``stream`` with ``addresses`` for ``varying``, whose alignment to 16 bytes must
-        be that of the tensors that the kernel was compiled for."""
+        """Launch on ``stream`` with ``addresses`` for ``varying``. Their 16-byte alignment must
+        match the tensors for which the kernel was compiled."""
         for cell, address in zip(self._varying, addresses, strict=True):
             cell.value = address
         self._stream.value = stream

@@ -123,7 +123,7 @@ def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUn
             (
                 place.is_mps,
                 f"rank {named(rank)} uses its GPU through MPS, where kernels that wait for one "
-                "another may take each other's multiprocessors for ever",
+                "another may take each other's multiprocessors forever",
                 "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
             ),
         )

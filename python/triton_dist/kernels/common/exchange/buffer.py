@@ -192,7 +192,7 @@ def lengths_of(exchange: Exchange) -> Lengths:
 
 
 def plan_of(num_ranks: int, shape: Shape, x: torch.Tensor, num_chunks: int = 1) -> Plan:
-    """Return the kernel argument ``plan`` of an exchange of elements like those of x."""
+    """Return the kernel argument ``plan`` of an exchange of tensors like x."""
     lanes = triton.next_power_of_2(num_ranks)
     return Plan(num_ranks, lanes, shape.block_bytes // x.element_size(), num_chunks)
 

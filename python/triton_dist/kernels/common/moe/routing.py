@@ -7,7 +7,7 @@ Terms:
 * row: index of a route after sorting by expert.
 * source: a rank that provides tokens; tokens are numbered by source. The *position* of a source is
   its index in the order of arrival: this rank, rank + 1, rank + 2, …
-* group: a range of positions. Tiles of a group precede those of the next group.
+* group: a range of positions. Tiles of a group precede the tiles of the next group.
 * run: the consecutive tiles of one expert in one group.
 
 The host reads no counts. Buffers have the size for the worst routing, and the number of tiles is in
@@ -16,7 +16,7 @@ equal maps.
 
 Routes are cut into chunks of one source each, in order of arrival, and chunks into blocks. In the
 first launch each program counts a few experts in one chunk: in total, and before each block. In the
-second launch one program per block places its routes after those of smaller experts, earlier
+second launch one program per block places its routes after the routes of smaller experts, earlier
 chunks, blocks and routes. One program per expert writes the tiles of the expert. The rows of an
 expert are in order of arrival. When a group has arrived, the first ``arrived // block_m`` tiles of
 an expert are complete, so only its very last tile is partial.

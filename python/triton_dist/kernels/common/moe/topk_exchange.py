@@ -2,7 +2,7 @@
 
 The serial algorithm stores the sums over choices, launches the exchange, and loads them again. For
 few tokens the second launch dominates. Here the sending loop adds the choices, in the order and
-with the rounding of ``topk_sum.py``, so the result equals that of the serial algorithm bit by bit.
+with the rounding of ``topk_sum.py``, so the result is bitwise equal to the serial algorithm.
 Flags and slots follow ``exchange/protocol.py``, with one chunk. A block is some columns of one
 token, so that a program loads the ids and weights of a token once.
 """

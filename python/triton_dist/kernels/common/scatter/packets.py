@@ -9,7 +9,7 @@ the program begins the next one, and only C is stored.
                                     the last line of a row may be partly unused
 
 Partials are rounded to the output's dtype, including this rank's, and added in fp32 in rank order.
-The result equals that of ``exchanged_gemm`` bit by bit.
+The result is bitwise equal to ``exchanged_gemm``.
 
 *No deadlock.* On all ranks, programs of the same number have the same tiles in the same order, and
 send a tile before they wait for it. Consider the waiting programs with the smallest number, and

@@ -39,7 +39,7 @@ from triton_dist.kernels.common.scatter.partials import (
 # Elements of all partials that are loaded at a time: with 8 warps and 2 bytes, 64 registers per
 # thread.
 _READ_AT_ONCE = 32768
-# Index of a word of a slot's line, after those of ``slots/epochs.py``.
+# Index of a word of a slot's line, after the words of ``slots/epochs.py``.
 BEGUN = tl.constexpr(12)
 # Decision of a program whether it may wait.
 STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
