@@ -239,12 +239,12 @@ class Package:
         self.fresh()
         return self._explain(*options, function=function)
 
-    def explain_files(self) -> tuple[int, str]:
+    def explain_files(self, function: str = "run") -> tuple[int, str]:
         """What it says when it imports nothing."""
         self.forget()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(validator, "OURS", set())
-            result = self._explain()
+            result = self._explain(function=function)
         assert f"{self.name}.{self.module}" not in sys.modules
         return result
 
@@ -535,6 +535,17 @@ def test_a_tuned_method_depends_on_its_class(package, mutation):
     assert status == 1
     assert re.search(f"  not used: {statement('class Layer(Base):')}", said)
     assert package.call("Layer.forward") == 1
+
+
+def test_the_space_of_a_tuned_method_counts_by_value(package):
+    package.call("Layer.forward")
+    package.edit(
+        'autotune([{"n": 1}], key_fn=lambda self', "autotune([dict(n=1)], key_fn=lambda self"
+    )
+    status, said = package.explain(function="Layer.forward")
+    assert (status, "  used\n" in said) == (0, True), said
+    assert "  not compared: its code is the same" in package.explain_files("Layer.forward")[1]
+    assert package.call("Layer.forward") == 0
 
 
 def test_the_tables_are_as_large_as_they_are_said_to_be():

@@ -337,12 +337,7 @@ class File:
         if code not in self._set_of_codes and (around := self.around(code.co_firstlineno)):
             # A notebook compiles each statement by itself, and without the imports before it
             # calls of functions in modules have other instructions.
-            with _parsing, uncollected():
-                leaves = [x for x, _ in _leaves(ast.parse("".join(self.lines)).body)]
-            nodes, flags = (
-                [x for x in leaves if x.end_lineno == around.end],
-                code.co_flags & _FUTURE,
-            )
+            nodes, flags = [x for x, _ in self._trees(around.line)], code.co_flags & _FUTURE
             alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
             self._set_of_codes |= {each for _, each in with_inner(alone)}
         return code in self._set_of_codes
@@ -383,6 +378,17 @@ class File:
         with _parsing, uncollected():
             nodes = sorted(inside(ast.parse("".join(self.lines)), ""), key=_place)
             return [self._statement(node, (), _first_line(node)) for node in nodes]
+
+    def without_tuner(self, line: int) -> Statement:
+        """Return the statement around ``line`` without the tuner's decorators of the function that
+        begins there."""
+        return self._statement(*self._trees(line)[0], line)
+
+    def _trees(self, line: int) -> list[tuple[ast.stmt, tuple[Any, ...]]]:
+        """Return the syntax trees of the statements that include ``line``, with conditions."""
+        with _parsing, uncollected():
+            leaves = [*_leaves(ast.parse("".join(self.lines)).body)]
+            return [x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno]
 
 
 def _place(node: Any) -> tuple[int, int]:

@@ -101,9 +101,10 @@ class Slice:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         function = function_in(original(value))
         file, around = (None, None) if function is None else _place_of(function)
-        # The arguments of the tuner's decorators count by value.
-        if file and around and function and around.defines == function.__qualname__:
-            self._tuned[around] = file.definition(function.__code__) or around
+        # The tuned function is the first root: hooks may be in the same statement. The arguments of
+        # its tuner decorators count by value.
+        if file and around and function and around not in self._tuned:
+            self._tuned[around] = file.without_tuner(function.__code__.co_firstlineno)
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)

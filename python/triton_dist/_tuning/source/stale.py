@@ -39,7 +39,7 @@ class _Files:
     """Source files of modules, found without importing these."""
 
     def __init__(self, module: str, function: str) -> None:
-        path = Path(module).absolute()
+        self._function, path = function, Path(module).absolute()
         self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
         if module.endswith(".py"):
             parts, root = [path.stem], path.parent
@@ -87,10 +87,11 @@ class _Files:
         found = file.definitions(lambda x, _: x == name) if inner else file.of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
-        if new:  # a recorded digest may leave out the tuner's decorators
-            lines = {each.line for each in new}
-            alone = {x.line: x.digest for x in file.definitions(lambda _, line: line in lines)}
-            new = [each for each in new if alone.get(each.line) not in recorded]
+        own = file.definitions(lambda x, _: x == self._function) if new else []
+        for line in [each.line for each in own]:
+            # The record may have the statement around the function without the tuner's decorators.
+            is_same = file.without_tuner(line).digest in recorded
+            new = [x for x in new if not (is_same and x.line <= line <= x.end)]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
         for each in new if not inner or len(new) == len(now) else ():
