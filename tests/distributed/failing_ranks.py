@@ -19,7 +19,7 @@ from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist import tune
 from triton_dist._tuning.values import Failure
 from triton_dist.kernels.common.gemm import sharded as sharded_gemm
-from triton_dist.kernels.common.gemm import units
+from triton_dist.kernels.common.gemm import work_items
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia import ag_gemm
@@ -69,7 +69,7 @@ def _data_without_flag() -> None:
 
 
 def _consumer_does_not_wait() -> None:
-    sharded_gemm.wait_for_rows = units.wait_for_chunk = lambda *_: 0
+    sharded_gemm.wait_for_rows = work_items.wait_for_chunk = lambda *_: 0
 
 
 def _epoch_stands_still() -> None:

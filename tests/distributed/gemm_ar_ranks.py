@@ -75,7 +75,7 @@ def whole_alternating(rounds: int) -> int:
     if not has_symmetric:
         error = str(refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **SYMMETRIC)))
         assert "symmetric_collective" in error
-        assert "a GPU for each rank" in error
+        assert "one GPU per rank" in error
     return calls.finish()
 
 

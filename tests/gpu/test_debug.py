@@ -8,9 +8,9 @@ import time
 
 import pytest
 import torch
-from tests.debugging.test_standing import asked_until, named
 
 from tests.debugging.late_rank import comes_late
+from tests.debugging.test_rank_status import asked_until, named
 from triton_dist.testing import spawn_ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.gpu]

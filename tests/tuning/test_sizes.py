@@ -784,7 +784,7 @@ def test_a_size_by_keyword_behind_others_by_place():
 
 def test_a_size_that_key_fn_returns_beside_the_argument_is_said_once_where_it_is_called():
     step = autotune(NS, lambda M: Pair(M, 7), scope="rank", sizes=("M",))(lambda M, n: n)
-    with pytest.warns(TuningWarning, match="M is an argument, which sizes= adds") as said:
+    with pytest.warns(TuningWarning, match="M is both an argument, which sizes= adds") as said:
         step(500)
     assert [Path(each.filename) for each in said] == [Path(__file__)]
     assert "Leave it out of what key_fn returns" in str(said[0].message)
