@@ -787,7 +787,7 @@ def test_a_size_that_key_fn_returns_beside_the_argument_is_said_once_where_it_is
     with pytest.warns(TuningWarning, match="M is both an argument, which sizes= adds") as said:
         step(500)
     assert [Path(each.filename) for each in said] == [Path(__file__)]
-    assert "Leave it out of what key_fn returns" in str(said[0].message)
+    assert "Remove it from the result of key_fn" in str(said[0].message)
     step(501)
     step(600)
     assert step.tuning_count == 2
