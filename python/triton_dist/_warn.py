@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 _held = threading.local()
-_words: set[types.CodeType] = set()
+_entry_points: set[types.CodeType] = set()
 
 
 def called_by_users(functions: Iterable[Callable[..., Any]]) -> None:
@@ -20,14 +20,14 @@ def called_by_users(functions: Iterable[Callable[..., Any]]) -> None:
     A warning is attributed to the line that calls the innermost entry point on the stack, however
     deep below it the warning is issued.
     """
-    _words.update(function.__code__ for function in functions)
+    _entry_points.update(function.__code__ for function in functions)
 
 
 def user_frame() -> types.FrameType:
-    """Return the frame of the user's line; without an entry point, the caller's caller."""
+    """Return the frame that called the innermost entry point, by default the caller's caller."""
     nearest: types.FrameType = sys._getframe(2)
     frame: types.FrameType | None = nearest
-    while frame is not None and frame.f_code not in _words:
+    while frame is not None and frame.f_code not in _entry_points:
         frame = frame.f_back
     return (frame and frame.f_back) or nearest
 

@@ -286,8 +286,8 @@ class PackRefused(TritonDistError, ValueError):
 class KernelNotShipped(TritonDistError, RuntimeError):
     """A kernel needs compiling, which ``TRITON_DIST_COMPILE_FROZEN`` forbids.
 
-    Also raised for a native launcher module of Triton, which needs a C compiler, and for a launch
-    by ``runner`` from an artefact above the cubin or with another toolchain.
+    Also raised if Triton has to build its native launcher with a C compiler, and if ``runner``
+    launches from a level above the cubin or with another toolchain, since both compile.
 
     Attributes:
         specialisation: the inputs of the compilation, as text.
@@ -317,14 +317,14 @@ class KernelNotShipped(TritonDistError, RuntimeError):
 
 
 class NoSuchFunction(TritonDistError, LookupError):
-    """A subcommand was given a tuned function that does not exist or lacks what it needs."""
+    """A subcommand needs a tuned function that does not exist, or its records or ``version=``."""
 
     def __init__(self, asked: str, reason: str, remedy: str) -> None:
         super().__init__(f"{asked}: {reason}. {remedy}")
 
 
 class NoSuchRecord(TritonDistError, LookupError):
-    """A subcommand was given a file that is not a tuning record, or words that match several."""
+    """A subcommand needs one tuning record: the file is not one, or the words match several."""
 
     def __init__(self, asked: str, reason: str, remedy: str) -> None:
         super().__init__(f"{asked}: {reason}. {remedy}")

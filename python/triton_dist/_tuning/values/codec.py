@@ -29,9 +29,9 @@ def encode(value: object, binding: bool = True) -> Tree:
     """Return ``value`` as a tree.
 
     Args:
-        binding: include the values that functions bind, in addition to their code. ``False`` is for
-            values of a config: a ``functools.partial`` is then encoded as its function and
-            arguments. Otherwise a partial raises, and the caller follows the code in it.
+        binding: include the values that functions bind, in addition to their code; a
+            ``functools.partial`` raises, and the caller follows the code in it. With ``False``, for
+            values of a config, a partial is encoded as its function and arguments.
 
     Raises:
         TypeError: ``value`` contains a value without an exact and stable text.

@@ -9,7 +9,8 @@
                    choices and ranks                   each row scaled
     moe_reduce_ar  sums of all tokens, on all ranks    like moe_reduce_rs
 
-The scales of choices have a gradient too: the product of a route times the gradient of its token.
+The scales have a gradient too: for each route, the dot product of its row of the product and the
+gradient of its token.
 The backward pass recomputes the product, because the gradient of the row needs it anyway.
 """
 
@@ -51,7 +52,7 @@ def ag_group_gemm(
 def group_gemm(
     A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
 ) -> torch.Tensor:
-    """Return ``ag_group_gemm`` for an A [M, K] that all ranks have. A's gradient is summed."""
+    """Return ``ag_group_gemm`` for an A [M, K] that all ranks have; sum A's gradient over ranks."""
     return _checked_call("group_gemm", A, B, ids, ranks)
 
 
@@ -62,7 +63,7 @@ def moe_reduce_rs(
     scales: torch.Tensor,
     ranks: Collectives,
 ) -> torch.Tensor:
-    """Return this rank's tokens of the sum, over ranks and choices, of ``scales * (x @ weights)``.
+    """Sum ``scales * (x @ weights)`` over choices and ranks; return the rows of this rank's tokens.
 
     Differentiable. ``weights`` of a route are the weights of its expert.
 

@@ -158,7 +158,7 @@ def _produce(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
         )
         taken = gl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
-        # Continue with the programs that had no work item in the last wave of this rank's shard.
+        # The programs that are idle in the last wave of this rank's shard get the next work items.
         skipped = taken - own_work_items
         first = own_work_items + (gl.program_id(0) + skipped) % NUM_SMS
         for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
@@ -214,8 +214,8 @@ def _multiply_half(
 def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
     """Publish this group's half of a partial, as ``work_items.publish_partial`` does.
 
-    Return whether it was the last of its half, and in this case the sum. The two groups count in
-    separate 16-bit halves of the tile's counter.
+    Return whether all other splits of this half are stored, and in this case their sum. The two
+    groups count in separate 16-bit halves of the tile's counter.
     """
     LAYOUT: gl.constexpr = accumulator.type.layout
     HALF_M: gl.constexpr = accumulator.shape[0]

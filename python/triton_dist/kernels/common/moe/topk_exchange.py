@@ -86,8 +86,8 @@ def kernel_topk_exchange(
 ):
     """Sum over choices and ranks into out [rows, N]. Grid: (up to ``MAX_CTAS``,).
 
-    The rows are this rank's ``rows`` tokens, or with ``WHOLE`` all tokens, which every rank sends
-    to all.
+    Without ``WHOLE``, out has the ``rows`` tokens of this rank. With ``WHOLE``, it has all tokens,
+    and every rank sends its sums of all tokens to every rank.
     """
     call = begin(slots, peers, size, rank, plan)
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS

@@ -20,14 +20,14 @@ Timeline of one call (W = 4, push, 2 groups):
 Tile order: the kernel is bound by reading weights. In order of experts, the weights are read once,
 but every tile waits for the last shard. In order of shards, no tile waits, but the weights are read
 W times. Therefore shards are split into *groups* of arrivals, and tiles are sorted by expert within
-a group. The number of groups is tuned. Rows of one expert are in order of arrival, so all of its
-tiles except the last are full.
+a group. The number of groups is tuned. The rows of an expert in a group are packed without gaps, in
+order of arrival, so all of its tiles there except the last are full.
 
 Routing runs on the device: a captured graph serves any ids. All ranks must pass equal ids; ranks
 compare them at the first call of a key, or at every call. Dropped tokens give rows of zeros.
 
 Design:
-    * A waiting grid must depend only on work that needs no SM: copy engines write rows and flags.
+    * Waiting programs may occupy all SMs, so copy engines, which need no SM, write rows and flags.
     * A program waits once per shard, not once per tile, because an acquire takes about 1 us.
     * Every shard has a route, and padding tiles wait too. A finished GEMM has therefore read every
       peer's shard, and the next call needs no check of the peers.
@@ -98,8 +98,8 @@ def ag_group_gemm(
     Args:
         a: [M / W, K], tokens of this rank, contiguous. Do not overwrite it on another stream before
             the call has finished.
-        b: [E, K, N_per_rank], any strides. TMA requires unit stride along K or N, and multiples of
-            16 bytes in the other dimensions; otherwise the kernel reads through pointers.
+        b: [E, K, N_per_rank], any strides. TMA requires unit stride along K or N, and other
+            strides that are multiples of 16 bytes; otherwise the kernel reads through pointers.
         ctx: context of ``create_ag_group_gemm_context``; M <= ``ctx.max_ntokens``.
         full_topk_ids: [M, topk], int32 or int64, contiguous: experts of all ranks' tokens, equal on
             every rank. An id outside 0 to E - 1 is a dropped token: its row is zero.
