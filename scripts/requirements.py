@@ -38,7 +38,7 @@ def _listed(name: str) -> list[str]:
         raise SystemExit(f"{PYPROJECT} has no list of requirements named {name!r}")
     found: list[str] = []
     for item in re.findall(r'^\s*"([^"]+)"', block[1], re.MULTILINE):
-        own_extra = re.fullmatch(r"triton_dist\[(\w+)\]", item)
+        own_extra = re.fullmatch(r"triton-dist-tuner\[(\w+)\]", item)
         found += _listed(own_extra[1]) if own_extra else [item]
     return found
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +25,31 @@ _MODULES = ("autotuner", "language", "tune")
 
 # Standard practice for libraries: the application decides where log records go.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+
+def _warn_if_mixed() -> None:
+    """Warn if this folder also contains the files of Triton-distributed's package ``triton_dist``.
+
+    Its distribution has the name ``triton_dist``. The distribution that is installed last
+    overwrites files of the other.
+    """
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    with suppress(OSError):  # not a folder: the package is in a zip file
+        for name in os.listdir(folder):
+            if name.startswith("triton_dist-") and name.endswith(".dist-info"):
+                from triton_dist.errors import TritonDistWarning
+
+                text = (
+                    f"{folder} contains both triton-dist-tuner and another distribution, "
+                    f"{name.removesuffix('.dist-info').replace('-', ' ')}. Each has a package "
+                    "triton_dist, and their files overwrite each other. Use one environment for "
+                    "each: pip uninstall triton_dist triton-dist-tuner, then install one of them."
+                )
+                warnings.warn(text, TritonDistWarning, stacklevel=3)
+
+
+_warn_if_mixed()
 
 
 def __getattr__(name: str) -> Any:

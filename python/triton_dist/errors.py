@@ -336,7 +336,7 @@ class MissingExtra(TritonDistError, ImportError):
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(
             f"{what} needs {package}, which is not installed. Install it: pip install "
-            f"'triton_dist[{extra}]', or pip install {package}"
+            f"'triton-dist-tuner[{extra}]', or pip install {package}"
         )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import triton_dist
 from tests.architecture.source import ROOT
+from triton_dist.errors import TritonDistWarning
 
 PROGRAM = """
 import os, pickle, sys
@@ -59,3 +65,15 @@ def test_importing_touches_no_device_no_group_and_no_file(tmp_path: Path) -> Non
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert list(home.iterdir()) == []
+
+
+def test_a_second_distribution_in_the_folder_is_a_warning(tmp_path: Path) -> None:
+    package = tmp_path / "triton_dist"
+    package.mkdir()
+    shutil.copy(triton_dist.__file__, package)
+    spec = importlib.util.spec_from_file_location("copied", package / "__init__.py")
+    (tmp_path / "triton_dist_tuner-0.1.0.dist-info").mkdir()
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # warnings are errors
+    (tmp_path / "triton_dist-3.4.0.dist-info").mkdir()
+    with pytest.warns(TritonDistWarning, match=r"another distribution, triton_dist 3\.4\.0"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+import triton_dist
 from tests.architecture.source import ROOT
 
 
@@ -22,7 +23,9 @@ def files_of_wheel(tree: Path) -> set[str]:
         [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=100,
         check=True,
     )  # fmt: skip
-    with zipfile.ZipFile(tree / "dist" / built.stdout.splitlines()[-1]) as wheel:
+    name = built.stdout.splitlines()[-1]
+    assert name.startswith(f"triton_dist_tuner-{triton_dist.__version__}-")
+    with zipfile.ZipFile(tree / "dist" / name) as wheel:
         return {name for name in wheel.namelist() if ".dist-info/" not in name}
 
 
@@ -43,3 +46,8 @@ def test_a_removed_module_is_not_in_the_next_wheel(tmp_path: Path) -> None:
     assert files_of_wheel(tmp_path) == package | {module}
     (tmp_path / "python" / module).unlink()
     assert files_of_wheel(tmp_path) == package
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {triton_dist.__version__}\n" in citation

@@ -419,7 +419,17 @@ def test_env_says_versions_variables_and_paths(run, monkeypatch, tmp_path):
         "  read-only: none\n  packs:\n    ",
     ):
         assert out.count(part) == 1
+    assert "uninstall" not in out
     assert json.loads(run("env", "--json")[1])["versions"]["triton"] == triton.__version__
+
+    other = tmp_path / "site" / "triton_dist-3.4.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: triton_dist\nVersion: 3.4.0\n")
+    (other / "top_level.txt").write_text("triton_dist\n")
+    monkeypatch.syspath_prepend(str(other.parent))
+    told = run("env")[1]
+    assert f"  triton_dist 3.4.0 in {other.parent}\n" in told
+    assert "  (uninstall all but triton-dist-tuner: " in told
 
 
 def test_env_of_a_broken_device_and_home_says_so(run, monkeypatch):

@@ -21,6 +21,7 @@ from triton_dist import knobs
 from triton_dist._archive import pack_places
 from triton_dist.cli.subcommand import add_subcommand
 
+_DISTRIBUTION = "triton-dist-tuner"
 _PACKAGES = ("torch", "triton", "numpy", "filelock", "rich")
 _PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
@@ -64,6 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "system": platform.platform(),
             **{package: _version(package) for package in _PACKAGES},
         },
+        "distributions": _result_or_error(_distributions),
         "device": _result_or_error(_device),
         "GPUs": _result_or_error(_gpus),
         "links": _result_or_error(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
@@ -100,6 +102,19 @@ def _version(package: str) -> str:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "not installed"
+
+
+def _distributions() -> list[str]:
+    """Return the installed distributions that have a package ``triton_dist``."""
+    names = set(metadata.packages_distributions().get("triton_dist", []))
+    found = [
+        f"{each.metadata['Name']} {each.version} in {each.locate_file('')}"
+        for name in sorted(names)
+        for each in metadata.distributions(name=name)
+    ]
+    if names - {_DISTRIBUTION}:
+        found.append(f"(uninstall all but {_DISTRIBUTION}: each has a package triton_dist)")
+    return found
 
 
 def _device() -> dict[str, str]:

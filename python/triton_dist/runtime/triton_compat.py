@@ -87,7 +87,7 @@ def software_versions() -> dict[str, str]:
     """Return versions of everything that can change generated code or its speed, for the
     fingerprint."""
     try:
-        own = metadata.version("triton_dist")
+        own = metadata.version("triton-dist-tuner")
     except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
         own = "source"
     return {
