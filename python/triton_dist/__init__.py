@@ -27,7 +27,6 @@ _MODULES = ("autotuner", "language", "tune")
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-
 def _warn_if_mixed() -> None:
     """Warn if this folder also contains the files of Triton-distributed's package ``triton_dist``.
 
