@@ -1,4 +1,4 @@
-"""Facts of a compiled kernel: inputs of the compilation as text, registers and machine code."""
+"""Describe a compiled kernel: inputs of the compilation, registers, machine code."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from triton.compiler import make_backend
 
 _LONGEST = 200
 _HOST_PATHS = ("extern_libs",)
-"""Options whose text differs from host to host; Triton counts what lies there, not where."""
+"""Options whose values are paths, which differ between hosts."""
 
 
 def facts_of(compilation: Mapping[str, Any]) -> dict[str, str]:
-    """Facts of a kernel by what a person calls them: its arguments by name, options, target.
+    """Return the inputs of a compilation by readable name: each argument, each option, the target.
 
     Args:
-        compilation: ``src``, ``target`` and ``options`` of ``triton.compile``; what is not there is
-            left out.
+        compilation: ``src``, ``target`` and ``options`` of ``triton.compile``. Each may be missing.
     """
     facts = {"triton": triton.__version__}
     source, target = compilation.get("src"), compilation.get("target")
@@ -48,7 +47,7 @@ def facts_of(compilation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def shown(facts: Mapping[str, str]) -> dict[str, str]:
-    """The few facts by which people tell specialisations of a kernel apart."""
+    """Return arguments, ``num_warps`` and ``num_stages``, which usually tell kernels apart."""
     usual = ("option num_warps", "option num_stages")
     return {
         name.removeprefix("argument ").removeprefix("option "): text
@@ -58,7 +57,7 @@ def shown(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(shipped: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """A sentence for each fact that differs."""
+    """Return one line for each fact that differs."""
     return [
         f"{name}: shipped {shipped.get(name, 'none')}, here {here.get(name, 'none')}"
         for name in sorted(shipped.keys() | here.keys())
@@ -67,7 +66,7 @@ def differences(shipped: Mapping[str, str], here: Mapping[str, str]) -> list[str
 
 
 def _arguments(source: Any) -> Iterator[tuple[str, str]]:
-    """Name, and type with what is known of the value; a constant's value."""
+    """Yield each argument's name and its type, alignment and constant value as text."""
     names = list(source.signature)
     constants: dict[str, list[str]] = {}
     for path, value in source.constants.items():
@@ -85,7 +84,7 @@ def _arguments(source: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return the ``repr`` of a value, without the address of a function, kernel or object."""
+    """Return ``repr(value)`` without memory addresses, or the name of a function or class."""
     named = getattr(value, "__name__", None)
     text = str(named) if callable(value) and named else repr(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)[:_LONGEST]
@@ -93,10 +92,8 @@ def _text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of local memory per thread) of the one kernel in ``cubin``.
-
-    About 5 ms.
-    """
+    """Return (registers, bytes of local memory) per thread of the kernel in ``cubin``. About 5
+    ms."""
     report = _cuobjdump("-res-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     if found is None:
@@ -106,7 +103,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=16)
 def sass(cubin: bytes) -> str:
-    """The machine code in ``cubin``, as text. About 0.3 s."""
+    """Return the machine code in ``cubin`` as text. About 0.3 s."""
     return _cuobjdump("-sass", cubin)
 
 

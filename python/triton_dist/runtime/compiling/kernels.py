@@ -1,4 +1,4 @@
-"""Kernels as values, so that another process can compile them ahead."""
+"""Find the kernels that a call would compile, in a form that another process can compile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _hook = threading.Lock()
 
 @dataclass(frozen=True)
 class Kernel:
-    """One specialisation of a ``triton.jit`` function: all that Triton compiles it by."""
+    """One specialisation of a ``triton.jit`` function: all inputs of its compilation."""
 
     function: Any
     signature: dict[str, Any]
@@ -34,13 +34,11 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The function's, for messages."""
         return str(self.function.__name__)
 
     @property
     def digest(self) -> str:
-        """Names it in Triton's disk cache: equal for equal source, specialisation, target, options
-        and versions. As ``triton.compile`` computes it, in 3.6 to 3.9."""
+        """Return the kernel's key in Triton's disk cache, as Triton 3.6 to 3.9 compute it."""
         if triton.knobs.runtime.add_stages_inspection_hook is not None:
             raise ValueError("the compiler's stages are changed by a hook of this process")
         backend = make_backend(self.target)
@@ -59,7 +57,7 @@ class Kernel:
         return bool((get_cache_manager(digest).get_group(name) or {}).get(name))
 
     def compile(self) -> None:
-        """Into the disk cache; nothing is loaded."""
+        """Compile into the disk cache."""
         triton.compile(self._source(), target=self.target, options=self.options)
 
     def _source(self) -> Any:
@@ -68,36 +66,37 @@ class Kernel:
 
 
 def kernels_of(prepare: Callable[[], object]) -> dict[str, Kernel]:
-    """The kernels that ``prepare`` would compile now and that are not in the disk cache, by digest.
+    """Return the kernels, by digest, that ``prepare`` would compile and that are not in the disk
+    cache.
 
-    ``prepare`` is run, and each compilation in it skipped: its ``warmup`` returns ``None``. What it
-    makes of that does not matter, nor do its exceptions: they come again when it is run in earnest.
+    Runs ``prepare``, but each ``warmup`` in it compiles nothing and returns ``None``. Exceptions of
+    ``prepare`` are ignored: the later, real run raises them again.
     """
     found: dict[str, Kernel] = {}
 
     def see(kernel: Kernel) -> None:
-        with suppress(Exception):  # then it does not compile either, and says so there
+        with suppress(Exception):  # the compilation itself will raise the error
             digest = kernel.digest
             if not kernel.is_cached(digest):
                 found[digest] = kernel
 
-    with _compilations(see), suppress(Exception):  # as said above
+    with _compilations(see), suppress(Exception):
         prepare()
     return found
 
 
 @contextmanager
 def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
-    """Within, ``warmup`` on this thread compiles nothing: ``see`` gets what it would compile."""
+    """Pass the kernels of this thread's ``warmup`` calls to ``see`` instead of compiling."""
     knobs, thread = triton.knobs.runtime, threading.get_ident()
 
     def skip(**details: Any) -> bool:
-        # The hook is the process's: what other threads compile, and launches, are left alone.
+        # The hook is global. Let launches and the compilations of other threads proceed.
         if threading.get_ident() != thread or not details["is_manual_warmup"]:
             return bool(before and before(**details))
         compilation = details["compile"]
         options = json.loads(compilation["specialization_data"])["options"]
-        if options.get("ir_override"):  # an artefact of the runner: it is there already
+        if options.get("ir_override"):  # an artefact of ``runner`` is compiled already
             return True
         see(
             Kernel(
@@ -121,6 +120,5 @@ def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
 
 
 def without_gpu(target: GPUTarget) -> None:
-    """From now on this process compiles for ``target`` and asks no GPU what it is: a kernel may
-    ask what it is compiled for."""
+    """Set ``target`` as this process's compile target, because its kernels cannot query a GPU."""
     triton.runtime.driver.set_active(triton_compat.HostDriver(target))

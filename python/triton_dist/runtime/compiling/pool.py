@@ -26,10 +26,8 @@ _POLL_SECONDS = 0.2
 
 
 class CompilePool:
-    """Processes that compile kernels ahead, from :meth:`begin` to :meth:`close`.
-
-    If no process can be started, :meth:`wait` compiles in this process.
-    """
+    """Processes that compile kernels ahead of their first use. If no process can be started,
+    :meth:`wait` compiles in this process."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
@@ -93,7 +91,7 @@ class CompilePool:
             raise CandidateFailed(verdict.text)
 
     def _verdict(self, digest: str) -> Verdict | None:
-        """Return the verdict on a kernel; ``None``: no other process compiles it."""
+        """Return the verdict on a kernel, or ``None`` if no other process compiles it."""
         deadline = time.monotonic() + _PATIENCE * self._seconds
         while digest not in self._known and self._whose.get(digest) in self._servers:
             if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Kernels that a process loads, written as it goes: each as a pack of its own.
+"""Record the kernels that a process compiles or loads, one pack file per kernel.
 
-So nothing is lost when a process is killed, ranks write into one folder, and all that is left to do
-is to merge.
+Separate files lose nothing if the process is killed, and several ranks can write to one folder. The
+packs are merged later.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.facts import facts_of
 
 MODULE_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
-"""Ends the name of a native module, and says for which Python it is."""
+"""File name suffix of a native module. It contains the Python version."""
 
 _LEVELS = (".json", ".cubin")
-"""Files that a launch needs; the levels before them are several times as much."""
+"""Files that a launch needs. Files of the earlier compilation stages are several times larger."""
 
 _active: list[Recorder] = []
 
 
 class Recorder:
-    """Writes every kernel and native module that Triton compiles or finds from :meth:`begin` to
-    :meth:`end` into ``folder``. A listener of Triton's that was there before is called too."""
+    """Write each kernel and native module that Triton compiles or loads to ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +46,7 @@ class Recorder:
             triton.knobs.compilation.listener = self._before
 
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
-        """Called after Triton compiles a kernel or loads it from its cache. Skip kernels built by
+        """Record one kernel, after Triton compiled or loaded it. Skip kernels built by
         ``runner``."""
         try:
             compilation = triton_compat.compilation()
@@ -78,12 +77,12 @@ def is_recording(folder: Path) -> bool:
 
 
 def saw_module(digest: str, filename: str, path: str) -> None:
-    """Triton built a native module, or found it."""
+    """Record a native module that Triton built or loaded."""
     name = filename.removesuffix(MODULE_SUFFIX)
     for recorder in _active:
         recorder.write(digest, name, module_facts(), {filename: Path(path)})
 
 
 def module_facts() -> dict[str, str]:
-    """Facts of a native module: for which Python and which Triton it is."""
+    """Return the Python and Triton versions that a native module is built for."""
     return {"python": MODULE_SUFFIX.split(".")[1], "triton": triton.__version__}

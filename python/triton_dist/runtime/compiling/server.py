@@ -136,7 +136,7 @@ class _Server:
 
 
 def main(job: Job, verdicts: int) -> NoReturn:
-    """Compile the kernels of ``job``; runs in a process that was just forked.
+    """Compile the kernels of ``job`` in a process that was just forked.
 
     Args:
         verdicts: file descriptor of the connection for verdicts.

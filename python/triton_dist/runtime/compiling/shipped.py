@@ -1,10 +1,8 @@
-"""Kernels that were compiled elsewhere, where Triton looks for its own.
+"""Serve kernels from packs through Triton's compilation cache.
 
-Triton asks its cache manager, a class in ``triton.knobs``, for the files under a digest of source,
-specialisation, target, options, versions and some environment variables. Ours asks the manager that
-was there before, then packs, so the worst that can happen is a miss. What is found in a pack is
-written to a temporary folder of the process, where Triton reads it at once: nothing is left behind,
-and no home folder need be writable.
+Triton reads compiled files from a cache manager class, set in ``triton.knobs``, by the kernel's
+digest. :class:`ShippedCache` queries the previous manager, then the packs. It extracts files of a
+pack to a temporary folder, so no writable home folder is needed.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from triton_dist.runtime.compiling.recorder import (
 )
 
 _LONGEST_NAME = 150
-"""Letters of a kernel's name that Triton puts into names of files."""
+"""Triton truncates a kernel's name to this length in file names."""
 
 _before: Any = None
 _lock = threading.Lock()
@@ -48,15 +46,15 @@ _warned: set[str] = set()
 
 
 class ShippedCache(CacheManager):
-    """Files of one digest: of the cache manager that was there before, else of a pack."""
+    """Triton cache manager that falls back to packs if the previous manager has no entry."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         self._digest = base64.b32decode(key + "=" * (-len(key) % 8)).hex()
-        self._is_cache = not (override or dump)  # else a folder in which people edit and look
+        self._is_cache = not (override or dump)  # override and dump folders are for users
         self._own, self._refusal = None, None
         try:
             self._own = (_before or FileCacheManager)(key, override=override, dump=dump)
-        except OSError as error:  # it makes folders even to read, and a home may be read-only
+        except OSError as error:  # creates folders even for reads; home may be read-only
             if not self._is_cache:
                 raise
             self._refusal = error
@@ -101,14 +99,16 @@ class ShippedCache(CacheManager):
         return self._own
 
     def _module_digest(self) -> str:
-        """The digest of the C source alone: the file's name says for which Python it is."""
+        """Return the digest of the C source. The file name contains the Python version."""
         source = triton_compat.module_source()
         return sha256(source.encode()) if source else self._digest
 
 
 def install() -> None:
-    """Have Triton look into packs, if there are any; and refuse to compile, or record, if the
-    environment says so. Called wherever a program begins to use triton_dist."""
+    """Use packs if there are any. Record or refuse compilations if the environment requests it.
+
+    Called by each module through which a program starts to use triton_dist.
+    """
     if triton_compat.is_interpreting():
         return
     folder = knobs.record_kernels.get()
@@ -132,8 +132,7 @@ def look_here() -> None:
 
 
 def files_of(digest: str) -> dict[str, str] | None:
-    """Paths of the files under ``digest`` by name, written where Triton can read them; ``None`` if
-    no pack has them whole."""
+    """Extract the files of ``digest`` from a pack. Return their paths by name, or ``None``."""
     with _lock:
         if digest not in _laid_out:
             for pack in packs_in(pack_places()):
@@ -161,7 +160,7 @@ def _lay_out(pack: Pack, digest: str) -> dict[str, str] | None:
 
 @functools.cache
 def _folder(process: int) -> Path:
-    """A folder of this process; a fork has another, since each removes its own."""
+    """Return this process's temporary folder. A fork needs another: each deletes its folder."""
     folder = Path(tempfile.mkdtemp(prefix="triton_dist-kernels-"))
 
     def remove() -> None:
@@ -174,33 +173,31 @@ def _folder(process: int) -> Path:
 
 @functools.cache
 def _hash_triton() -> None:
-    """Hash Triton's own files, a part of every digest, while the program does something else: it
-    takes 0.3 to 0.9 s at the first look-up, most of it without Python's lock."""
+    """Hash Triton's source files in the background: 0.3 to 0.9 s, mostly without the GIL."""
     _in_a_thread(triton_key)
 
 
 def prepare() -> None:
-    """Do what first calls need, where packs are used, while the program joins its group and loads
-    what it serves. Called when its imports are done."""
+    """Run ``meanwhile`` in the background if packs are in use."""
     if triton.knobs.cache.manager_class is ShippedCache and any(packs_in(pack_places())):
         for job in meanwhile:
             _in_a_thread(job)
 
 
 meanwhile: list[Callable[[], object]] = []
-"""Jobs of :func:`prepare`, of those that import this; what they raise is let be."""
+"""Functions to run while the program creates its process group and loads its model."""
 
 
 def _in_a_thread(job: Callable[[], object]) -> None:
     def run() -> None:
-        with suppress(Exception):  # it comes again where the result is needed
+        with suppress(Exception):  # raised again where the result is needed
             job()
 
     threading.Thread(target=run, name="triton_dist prepares", daemon=True).start()
 
 
 def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
-    """The error of the kernel that Triton is about to compile, or of a native module."""
+    """Return the error for a kernel or native module that frozen mode refuses to compile."""
     is_module = filename.endswith(MODULE_SUFFIX)
     if is_module:
         name, here = filename.removesuffix(MODULE_SUFFIX), module_facts()

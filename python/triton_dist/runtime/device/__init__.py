@@ -1,5 +1,4 @@
-"""The device that this process runs kernels on: one NVIDIA GPU, or the CPU through the
-interpreter."""
+"""The device of this process: one NVIDIA GPU, or the CPU with Triton's interpreter."""
 
 from triton_dist.runtime.device.detect import current_device, interprets_kernels
 
@@ -13,14 +12,15 @@ __all__ = [
 
 
 def is_cuda() -> bool:
-    """True if this process runs kernels on an NVIDIA GPU."""
     return current_device().name == "cuda"
 
 
 def get_device_max_shared_memory_size(device_index: int | None = None) -> int:
-    """Largest shared memory of one block in bytes, on this process's device.
+    """Return the largest shared memory of one block, in bytes.
 
-    ``device_index`` is accepted for scripts that pass it; the GPUs of a host are taken to be alike.
+    Args:
+        device_index: ignored, because all GPUs of a host are assumed to be equal. Existing scripts
+            pass it.
     """
     return current_device().shared_memory_bytes()
 

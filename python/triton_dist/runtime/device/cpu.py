@@ -1,4 +1,4 @@
-"""The CPU as a device: kernels run in Triton's interpreter, a thread stands for the copy engine."""
+"""The CPU as a device: kernels run in Triton's interpreter, and copies in threads."""
 
 from __future__ import annotations
 
@@ -28,83 +28,81 @@ _SPIN_SECONDS = 200e-6
 
 
 class CpuDevice:
-    """This host's processors. Work is synchronous but for copy streams."""
+    """The CPU device. All work is synchronous except copy streams."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
-    # Programs of a persistent grid. They run one after another, so a few show all there is to see:
-    # several tiles a program, and several programs.
+    # Three programs of a persistent grid, with several tiles each, are enough for tests.
     num_sms = 3
-    # The interpreter does a descriptor access 3 to 5 times faster than pointer arithmetic.
+    # The interpreter executes a descriptor access 3 to 5 times faster than pointer arithmetic.
     prefers_descriptors = True
-    # Kernels are interpreted, to see that they work, not how fast they are: a few configs show it.
+    # Interpreted kernels are run for correctness, not speed, so the config spaces are small.
     interprets: bool = True
-    # Libraries are no candidates here: CPU ranks are there to run our kernels, which would not win.
+    # Exclude libraries: they would always win on CPU, where the purpose is to run our kernels.
     has_nccl: bool = False
     has_async_tp: bool = False
     launches_block: bool = False
 
     @property
     def runs_kernels(self) -> bool:
-        """Kernels of this process can run: they were decorated for the interpreter."""
+        """Return whether kernels were decorated for the interpreter."""
         return is_interpreting()
 
     def synchronize(self, seconds: float | None = None) -> None:
-        """Nothing to wait for: kernels return when done, and a call joins its copy streams."""
+        """Do nothing: kernels are synchronous, and each call joins its copy streams."""
 
     def timer(self) -> CpuTimer:
         return CpuTimer()
 
     def ranged(self, name: str) -> AbstractContextManager[None]:
-        """Nothing: NVTX is of GPUs."""
+        """Do nothing: NVTX needs a GPU."""
         return nullcontext()
 
     def flush_cache(self) -> None:
-        """Nothing: an interpreted kernel's time is the interpreter's, not the memory's."""
+        """Do nothing: the interpreter's time does not depend on the CPU cache."""
 
     def facts(self) -> Mapping[str, str]:
         return {
-            # What is not interpreted is other code, and takes other times.
+            # Interpreted and plain functions have different latencies, so their records differ.
             "gpu": "none (interpreter)" if is_interpreting() else "none",
             "cpu": platform.machine(),
             "cores": str(os.cpu_count()),
         }
 
     def shared_memory_bytes(self) -> int:
-        """Hopper's limit, so that a config space is pruned here as it would be there."""
+        """Return Hopper's limit, so that config spaces are pruned as on a GPU."""
         return _HOPPER_SHARED_MEMORY
 
     def is_capturing(self) -> bool:
         return False
 
     def host_word(self) -> torch.Tensor:
-        """int64 [1], 0, that kernels can write and the host can read at any time."""
+        """Return a zeroed int64 [1] that kernels can write and the host can read at any time."""
         return torch.zeros(1, dtype=torch.int64)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor:
-        """Copy of what is there now."""
+        """Return a copy of the current values."""
         return words.clone()
 
     def sleep(self, cycles: int) -> None:
-        """Sleep for as long as a GPU would take for ``cycles``."""
         time.sleep(cycles / _GPU_CLOCK_HZ)
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
         time.sleep(milliseconds / 1e3)
 
     def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
-        """``call`` itself: there is no launch that a graph would spare."""
+        """Return ``call``: there is no launch overhead to remove."""
         return call
 
     def hold(self, queueing: float = 0.0) -> None:
-        """Nothing: calls are not queued, they run."""
+        """Do nothing: calls are synchronous."""
 
     def aside(self, work: Callable[[], object]) -> None:
-        """Do ``work`` now: only copy streams queue anything, each on a thread of its own."""
+        """Run ``work`` immediately: there are no streams except copy streams."""
         work()
 
     def copy_stream(self, stream: object = None) -> CpuCopyStream:
-        """A thread that stands for a side stream; there are no streams to choose from."""
+        """Return a thread that acts as a side stream."""
         return CpuCopyStream()
 
     def transfer(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> CpuTransfer:
@@ -114,15 +112,13 @@ class CpuDevice:
         return 0
 
     def repeated_launch(self, *_: Any, **__: Any) -> None:
-        """None: the interpreter compiles nothing that could be laid out."""
+        """Return ``None``: the interpreter has no compiled kernel to launch."""
 
     def launches_are_watched(self) -> bool:
         return False
 
 
 class CpuTimer:
-    """Wall clock."""
-
     def start(self) -> None:
         self._begin = time.perf_counter()
 
@@ -137,8 +133,7 @@ class CpuTimer:
 
 
 class CpuCopyStream:
-    """A thread that does copies and flag writes in order, while kernels run on the caller's
-    thread. It ends when the stream is closed, or dropped."""
+    """Thread that executes copies and flag writes in order, concurrently with kernels."""
 
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -153,7 +148,7 @@ class CpuCopyStream:
     def _queue(self, step: Callable[[], object]) -> None:
         def guarded() -> None:
             if self._failure is not None or self._abandoned.is_set():
-                return  # the rest would write on top of missing data
+                return  # later steps rely on the data of this one
             try:
                 step()
             except Exception as failure:  # raised on the thread that joins
@@ -162,7 +157,7 @@ class CpuCopyStream:
         self._steps.put(guarded)
 
     def join_current(self) -> None:
-        """Wait until all that was queued is done; raise what went wrong in it."""
+        """Wait for all queued steps. Raise the first exception of a step."""
         done = threading.Event()
         self._steps.put(done.set)
         done.wait()
@@ -172,11 +167,10 @@ class CpuCopyStream:
             raise failure
 
     def abandon(self) -> None:
-        """Leave out what is queued and not done, until the next ``join_current``."""
+        """Skip queued steps until the next ``join_current``."""
         self._abandoned.set()
 
     def close(self) -> None:
-        """End the thread once all that was queued is done."""
         self._end_thread()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -190,43 +184,42 @@ class CpuCopyStream:
 
 
 def _run_steps(steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    with torch.inference_mode():  # else tensors made in it could not be written
+    with torch.inference_mode():  # allows writes to tensors created in inference mode
         while (step := steps.get()) is not None:
             step()
             del step  # it refers to the stream
 
 
 class CpuTransfer:
-    """Steps that are queued in order each time the transfer is started."""
+    """Transfer whose steps are queued in order at each start."""
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> None:
         self._steps, self._streams = steps, streams
         self._has_kernel = True
 
     def start(self, own: torch.Tensor, current: int) -> None:
-        """Queue the steps; what the caller did before is done."""
-        self._queue(own.detach())  # else copies would give their destination a history for autograd
+        self._queue(own.detach())  # detached: autograd must not track the copies
 
     def fork(self, current: int) -> None:
-        """Queue the steps now: the kernel whose flags they await runs to its end when it is
-        launched, and may itself wait for what such steps of a peer bring."""
+        """Queue the steps before the kernel whose flags they await: a launch is synchronous, and
+        the kernel may wait for data that a peer sends only after its flags."""
         self._has_kernel = False
         self._queue(None)
 
     def queue(self) -> None:
-        """The kernel whose flags the steps await has run."""
+        """Note that the kernel whose flags the steps await has run."""
         self._has_kernel = True
 
     def join(self, current: int) -> None:
-        """Wait until all that was queued is done; raise what went wrong in it. Steps that await the
-        flags of a kernel that failed are left out."""
+        """Wait for the queued steps and raise the first exception. If the kernel failed, skip
+        them."""
         for stream in self._streams:
             if not self._has_kernel:
                 stream.abandon()
             stream.join_current()
 
     def _queue(self, own: torch.Tensor | None) -> None:
-        """Queue the steps; ``own`` is what ``OwnRows`` are rows of."""
+        """Queue the steps. ``own`` is the tensor that ``OwnRows`` refers to."""
         for step in self._steps:
             stream = self._streams[step.stream]
             if isinstance(step, Copy):

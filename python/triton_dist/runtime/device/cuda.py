@@ -1,4 +1,4 @@
-"""One NVIDIA GPU: timing, facts, and streams whose copies use a copy engine and no SM."""
+"""One NVIDIA GPU: timing, hardware facts, CUDA graphs, and streams for copies between GPUs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from triton_dist.runtime.triton_compat import is_interpreting
 
 _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
-# Queueing an overlapped op takes 0.3 ms, on some hosts more; the most is for calls that wait for
-# the device themselves.
+# Queueing an overlapped op takes 0.3 ms, on some hosts more. The upper limit is for calls that
+# synchronise with the device.
 _LEAST_HOLD_MILLISECONDS, _MOST_HOLD_MILLISECONDS = 0.5, 5.0
 _QUEUEING_MARGIN = 1.5
 _KEPT_FOR_GRAPHS = 16
-"""Part of the GPU's memory that graphs may leave behind."""
+"""Release the memory of destroyed graphs when it exceeds 1/16 of the GPU's memory."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -46,7 +46,7 @@ class CudaDevice:
     """The GPU with CUDA ordinal ``index``."""
 
     name = "cuda"
-    # What kernels ask for, instead of which device it is (see ``CpuDevice``).
+    # Capabilities: kernels query them instead of the device's name (see ``CpuDevice``).
     interprets: bool = False
     runs_kernels: bool = True
 
@@ -55,26 +55,26 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._properties = torch.cuda.get_device_properties(index)
         self.num_sms: int = self._properties.multi_processor_count
-        # Asked once: torch asks the driver each time, for 0.6 ms (measured on H200).
+        # Cached: torch queries the driver each time, which takes 0.6 ms (H200).
         self._kilohertz: int = self._properties.clock_rate
-        # Tensor descriptors become TMA from compute capability 9.0 on; before, pointers are faster.
+        # Tensor descriptors compile to TMA from compute capability 9.0. Pointers are faster on
+        # older GPUs.
         self.prefers_descriptors: bool = self._properties.major >= 9
-        # A launch returns when its kernel has ended: CUDA looks at the variable once, too. ``make
-        # sanitize`` sets it, since under compute-sanitizer launches do so anyway.
+        # A launch returns when its kernel has ended. Like CUDA, read the variable once. ``make
+        # sanitize`` sets it, because launches under compute-sanitizer block anyway.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
         self._broken: list[torch.cuda.CUDAGraph] = []
-        self._reserved = 0  # bytes that torch held when graphs' memory was given back
+        self._reserved = 0  # torch's reserved bytes after the last release of graph memory
 
     def synchronize(self, seconds: float | None = None) -> None:
-        """Wait for all queued work; past ``seconds`` raise ``TimeoutError`` and leave
-        it running."""
+        """Wait for all queued work. After ``seconds`` raise ``TimeoutError``."""
         if seconds is None:
             torch.cuda.synchronize(self.index)
             return
         reached = torch.cuda.Event()
-        # An event on the legacy default stream is behind the work of all blocking streams; side
-        # streams of ours are joined to the current stream before a call returns.
+        # An event on the legacy default stream waits for all blocking streams. The current stream
+        # waits for our side streams before a call returns.
         reached.record(torch.cuda.current_stream(self.index))
         begin = time.monotonic()
         while not reached.query():
@@ -83,18 +83,18 @@ class CudaDevice:
                 raise TimeoutError(
                     f"cuda:{self.index} did not finish its queued work within {seconds:.1f} s"
                 )
-            if waited > _SPIN_SECONDS:  # a sleep takes twice what is asked for
+            if waited > _SPIN_SECONDS:  # a sleep takes twice the requested time
                 time.sleep(_POLL_SECONDS)
 
     def timer(self) -> CudaTimer:
         return CudaTimer()
 
     def flush_cache(self) -> None:
-        """Read a buffer several times the size of the L2 cache.
+        """Evict the L2 cache by reading a buffer several times its size.
 
-        Not overwrite it: the next call would pay for writing back what is left of that in the
-        cache. On an H200 a product that reads 117 MB took 40.6 us then, and takes 33.4 now; 33.2
-        without any flush.
+        A write would leave dirty lines, and the next call would pay for their write-back: a GEMM
+        that reads 117 MB takes 40.6 us after a write, 33.4 us after a read, 33.2 us without a flush
+        (H200).
         """
         torch.amax(self._flush_buffer, 0, out=self._flush_result)
 
@@ -120,7 +120,6 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def ranged(self, name: str) -> Iterator[None]:
-        """NVTX range for what is queued meanwhile."""
         torch.cuda.nvtx.range_push(name)
         try:
             yield
@@ -129,16 +128,15 @@ class CudaDevice:
 
     @property
     def has_nccl(self) -> bool:
-        """NCCL takes one rank a GPU."""
+        """NCCL needs one rank per GPU."""
         return ranks_per_gpu() == 1
 
     @property
     def has_async_tp(self) -> bool:
-        """torch's own symmetric memory, on which its async tensor parallelism stands, too."""
+        """Torch's symmetric memory, which async tensor parallelism uses, needs one rank per GPU."""
         return ranks_per_gpu() == 1
 
     def shared_memory_bytes(self) -> int:
-        """Largest dynamic shared memory of one block, in bytes (opt-in limit)."""
         # torch's type stubs do not know the field
         return int(self._properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
@@ -146,8 +144,8 @@ class CudaDevice:
         return torch.cuda.is_current_stream_capturing()
 
     def host_word(self) -> torch.Tensor:
-        """int64 [1], 0, that kernels can write and the host can read at any time: pinned, so it has
-        the same address for both."""
+        """Return a zeroed, pinned int64 [1]: kernels can write and the host can read it at any
+        time."""
         return torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     @functools.cached_property
@@ -164,20 +162,21 @@ class CudaDevice:
         torch.cuda._sleep(cycles)
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
-        """The same for a time, at the SMs' top clock."""
+        """Keep the current stream busy for a time at the maximum SM clock."""
         self.sleep(int(milliseconds * self._kilohertz))
 
     def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
-        """Run ``call`` once, on a side stream, since what happens only once (loading, allocating)
-        cannot be captured; then capture it in a CUDA graph, and return its replay.
+        """Run ``call`` once on a side stream, capture it in a CUDA graph, and return the replay.
+
+        The first run does what cannot be captured, such as loading kernels.
 
         Raises:
-            TimeoutError: the run did not finish within ``seconds``.
-            Exception: what ``call`` raised, in the run or in the capture.
+            TimeoutError: the first run did not finish within ``seconds``.
+            Exception: an exception of ``call``, from the run or the capture.
         """
-        # Release the memory of destroyed graphs once it is much. torch keeps it until an allocation
-        # outside of a capture finds the GPU full. Inside of a capture a full GPU is an error: 103
-        # GB were held after some thousand graphs.
+        # torch frees the memory of destroyed graphs only when an allocation outside a capture finds
+        # the GPU full. Inside a capture a full GPU is an error: 103 GB were reserved after some
+        # thousand graphs.
         reserved = torch.cuda.memory_reserved(self.index)
         if reserved - self._reserved > self._properties.total_memory // _KEPT_FOR_GRAPHS:
             torch.cuda.empty_cache()
@@ -190,22 +189,23 @@ class CudaDevice:
         torch.cuda.current_stream(self.index).wait_stream(side)
         self.synchronize(seconds)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # Not `torch.cuda.graph`: it waits without a limit, and leaves its stream current when the
-        # capture breaks.
+        # `torch.cuda.graph` waits without a time limit, and leaves its stream current if the
+        # capture fails.
         with torch.cuda.stream(side), uncollected():
-            # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
+            # thread_local: other threads (watchdogs, tuning in other groups) may use the GPU
+            # meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 call()
                 graph.capture_end()
             except BaseException:
-                # What ending it now raises or warns of says less than what broke it.
+                # Errors of ``capture_end`` would hide the error that broke the capture.
                 with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
                     warnings.simplefilter("ignore")
                     graph.capture_end()
-                # Tell torch's allocator that the capture is over. If ending it failed, torch before
-                # 2.13 assumes that it goes on (pytorch/pytorch#180395) and releases no memory any
-                # more. The allocator still calls the graph, so the graph is kept.
+                # If ``capture_end`` failed, torch before 2.13 assumes that the capture continues
+                # and never releases memory again (pytorch/pytorch#180395). The allocator still
+                # calls the graph, so keep it alive.
                 with contextlib.suppress(RuntimeError):  # a torch that has ended it
                     torch._C._cuda_endAllocateToPool(self.index, pool)
                     self._broken.append(graph)
@@ -213,25 +213,27 @@ class CudaDevice:
         return graph.replay
 
     def hold(self, queueing: float = 0.0) -> None:
-        """Keep the current stream busy until the host has queued a call after it, so that launch
-        overhead is not measured. queueing: seconds that it has taken for such calls, at most."""
+        """Keep the current stream busy until the host has queued the next call, to exclude launch
+        overhead.
+
+        Args:
+            queueing: the longest time, in seconds, that the host took to queue such a call.
+        """
         needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MOST_HOLD_MILLISECONDS)
         self.sleep_milliseconds(max(needed, _LEAST_HOLD_MILLISECONDS))
 
     def aside(self, work: Callable[[], object]) -> None:
-        """Queue ``work`` on a stream of its own, so that it is done even if the current stream is
-        held up; that goes on only after it."""
+        """Run ``work`` on a new stream, before the next work but not after the previous work."""
         current, side = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.torch_device)
         with torch.cuda.stream(side):
             work()
         current.wait_stream(side)
 
     def copy_stream(self, stream: torch.cuda.Stream | None = None) -> CudaCopyStream:
-        """A side stream for copies: ``stream``, or a new one."""
         return CudaCopyStream(self.torch_device, stream, staged=ranks_per_gpu() > 1)
 
     def transfer(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> CudaTransfer:
-        """``steps`` ready to be queued on ``streams``, any number of times."""
+        """Return a transfer that queues ``steps`` each time it is started."""
         return CudaTransfer(steps, streams)
 
     @functools.cached_property
@@ -239,7 +241,7 @@ class CudaDevice:
         return cuda_driver.primary_context(self.index)
 
     def current_stream(self) -> int:
-        """Handle of the calling thread's current stream, which it may give to the driver now."""
+        """Return the handle of the current stream, after setting a missing CUDA context."""
         thread = threading.get_ident()
         if thread != self._last_thread:
             cuda_driver.use_context(self._context)
@@ -254,25 +256,25 @@ class CudaDevice:
         varying: Sequence[str],
         scratch: Callable[[int], torch.Tensor],
     ) -> RepeatedLaunch | None:
-        """The launch of ``compiled`` laid out for repetition; ``None``: only Triton can launch it.
+        """Return a pre-built launch of ``compiled``, or ``None`` if only Triton can launch it.
 
-        ``scratch(n)`` gives n bytes that no other launch uses at the same time.
+        Args:
+            varying: names of the pointer arguments that differ between launches.
+            scratch: allocates n bytes that no concurrent launch uses.
         """
         if self.is_capturing() or not can_repeat(compiled, arguments):
-            return None  # what is allocated in a capture belongs to the graph
+            return None  # an allocation in a capture belongs to the graph
         nbytes = scratch_bytes(compiled, grid)
         return RepeatedLaunch(
             compiled, grid, arguments, varying, scratch(nbytes) if nbytes else None
         )
 
     def launches_are_watched(self) -> bool:
-        """True if launches have to be Triton's own, for somebody to see them."""
+        """Return whether a profiler or marks require launches through Triton."""
         return has_launch_hooks()
 
 
 class CudaTimer:
-    """Device events on the current stream."""
-
     def __init__(self) -> None:
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
@@ -291,7 +293,7 @@ class CudaTimer:
 
 
 def _manner() -> str:
-    """Return a suffix for the hardware name if this process does not own its GPU alone."""
+    """Return a suffix for the GPU name if ranks share the GPU or kernels are interpreted."""
     if is_interpreting():
         return " (interpreter)"
     ranks = ranks_per_gpu()
@@ -300,8 +302,7 @@ def _manner() -> str:
 
 @functools.cache
 def _driver_version() -> str:
-    """Return the version of the installed driver, such as ``550.54.15``. If the kernel module does
-    not report it, return the CUDA version that the driver supports, as ``major.minor``."""
+    """Return the driver version, or else the CUDA version that the driver supports."""
     with suppress(OSError):
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+\d)\s", _DRIVER_FILE.read_text())
         if found is not None:
@@ -313,9 +314,8 @@ def _driver_version() -> str:
 
 @functools.cache
 def _peer_access() -> str:
-    """Return which GPUs of the host access one another's memory: ``full mesh of 4``, ``6 of 12
-    pairs``, or ``none``. NVLink and PCIe are not distinguished.
-    """
+    """Return how many GPU pairs have peer access: ``full mesh of 4``, ``6 of 12 pairs``,
+    ``none``."""
     count = torch.cuda.device_count()
     pairs = list(itertools.permutations(range(count), 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)

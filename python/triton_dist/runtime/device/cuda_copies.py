@@ -1,7 +1,4 @@
-"""Copies between GPUs, and from a busy GPU to the host, on side streams.
-
-Copy engines do them, without an SM and at little host time.
-"""
+"""Copies by copy engines, without SMs: between GPUs and from a busy GPU to the host."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ _STAGING_BYTES = 1 << 20
 
 
 class CudaCopyStream:
-    """A high-priority side stream for copies between GPUs.
+    """High-priority side stream for copies between GPUs.
 
-    Nothing that it queues needs an SM: copies go to a copy engine, flag writes and waits to the
-    stream's front end. So a full grid that spins on what it brings cannot starve it (a one-block
-    wait kernel in this place dead-locked all ranks, measured on H200).
+    Copies use a copy engine; flag writes and waits use stream memory operations. None needs an SM,
+    so a full grid of kernels that spin on the flags cannot starve them. (A one-block kernel that
+    waited for the flag deadlocked all ranks on H200.)
 
     Args:
-        staged: copies go through pinned memory of the host, for ranks that share a GPU. A copy
-            within one GPU runs on its SMs, whatever its size and by whatever call: behind a full
-            grid it never began (H100 and H200, driver 580). To the host and back, copy engines go.
+        staged: copy through pinned host memory, for ranks that share a GPU. A copy within one GPU
+            runs on its SMs, and never starts while a full grid waits (H100 and H200, driver 580).
+            Copies to and from the host use copy engines.
     """
 
     def __init__(
@@ -40,26 +37,26 @@ class CudaCopyStream:
         self.staging = (
             torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if staged else None
         )
-        # Recorded anew by each call. A wait takes the record that is there when it is queued, so
-        # one event a stream is enough for any number of calls in flight.
+        # Each call records the events again. A wait refers to the latest record when it is queued,
+        # so one pair of events is enough for any number of calls in flight.
         self._events = (torch.cuda.Event(), torch.cuda.Event())
         for event in self._events:
             event.record(self._stream)  # torch makes the event now
         self.begun, self.done = (int(event.cuda_event) for event in self._events)
 
     def close(self) -> None:
-        """Nothing to end: torch keeps a pool of streams."""
+        """Do nothing: torch pools its streams."""
 
 
 class CudaTransfer:
-    """Steps laid out as calls of the driver, queued in order each time the transfer is started."""
+    """Steps as pre-built driver calls, queued in order at each start."""
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
-        # What differs from one start to the next: the stream that others wait for or that waits,
-        # and the addresses of the own rows, by first row and bytes behind its start.
+        # Values that change between starts: the caller's stream, and the addresses of ``OwnRows``
+        # by first row and byte offset.
         self._current = ctypes.c_void_p()
         self._own: dict[tuple[int, int], ctypes.c_uint64] = {}
-        self._streams = tuple(streams)  # whose events and memory the calls name
+        self._streams = tuple(streams)  # keeps their events and memory alive
         begun = streams[0].begun
         self._fork = [_call("cuEventRecord", begun, self._current)]
         self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
@@ -100,7 +97,7 @@ class CudaTransfer:
         return source.data_ptr() + begin
 
     def start(self, own: torch.Tensor, current: int) -> None:
-        """Queue the steps after what stream ``current`` holds now; ``own`` contiguous."""
+        """Queue the steps after the work of stream ``current``. ``own`` is contiguous."""
         base, row_bytes = own.data_ptr(), own.shape[1] * own.element_size()
         for (first, begin), cell in self._own.items():
             cell.value = base + first * row_bytes + begin
@@ -108,18 +105,21 @@ class CudaTransfer:
         self.queue()
 
     def fork(self, current: int) -> None:
-        """Let the streams go on only after what stream ``current`` holds now."""
+        """Make the side streams wait for the work queued on stream ``current``."""
         self._current.value = current
         _run(self._fork, "queue a transfer")
 
     def queue(self) -> None:
-        """Queue the steps. Apart from ``fork`` where a step awaits a flag that a kernel sets which
-        is launched in between: with one hardware queue the kernel would be stuck behind the wait.
-        If it is not launched, this is not called."""
+        """Queue the steps.
+
+        Separate from ``fork`` for steps that await a flag of a kernel launched after ``fork``: with
+        one hardware queue, a wait queued before the kernel would block it. If the launch fails,
+        ``queue`` is not called.
+        """
         _run(self._steps, "queue a transfer")
 
     def join(self, current: int) -> None:
-        """Let stream ``current`` go on only after all that was queued."""
+        """Make stream ``current`` wait for all queued steps."""
         self._current.value = current
         _run(self._join, "wait for a transfer")
 
@@ -140,12 +140,11 @@ _PAUSE_SECONDS = 1e-3
 
 
 class Peeks:
-    """Copies to the host on a stream of their own. Stream, event and pinned memory are made here,
-    once, because that may wait for kernels that run.
+    """Reads of device memory while kernels run.
 
-    A look may find no way: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams share a queue, and
-    what stands first there may itself wait for a kernel that spins. So it has a limit, and a rank
-    whose memory cannot be read from here may be seen by a peer.
+    Stream, event and pinned memory are created in advance, because creating them may wait for
+    running kernels. A read can still be blocked: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams
+    share one queue with the spinning kernel. Therefore a read has a time limit.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,8 +156,8 @@ class Peeks:
             self._done.record(self._stream)
 
     def read(self, words: torch.Tensor) -> torch.Tensor | None:
-        """``words`` on the host; ``None``: larger than 64 KiB, or not read within a second."""
-        if words.nbytes > _BYTES or not self._is_done(0.0):  # an earlier look still stands in line
+        """Return ``words`` on the host; ``None`` if larger than 64 KiB or blocked for 1 s."""
+        if words.nbytes > _BYTES or not self._is_done(0.0):  # an earlier read is still queued
             return None
         host = self._pinned[: words.nbytes].view(words.dtype).view(words.shape)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

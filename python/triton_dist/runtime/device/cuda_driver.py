@@ -1,5 +1,4 @@
-"""Functions of the CUDA driver, by ctypes: for what torch has no call, and where torch's call costs
-the host several times what the driver's does."""
+"""CUDA driver functions that torch does not expose, or only with several times the host time."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class IpcHandle(ctypes.Structure):
-    """Handle by which another process of the host maps memory: CUipcMemHandle."""
+    """CUipcMemHandle: lets another process of the host map memory."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
@@ -66,15 +65,15 @@ Function = Callable[..., int]
 
 @functools.cache
 def function(name: str) -> Function:
-    """The driver's function ``name``, which returns a CUresult: 0, or what ``check`` raises."""
+    """Return the driver function ``name``, which returns a CUresult for :func:`check`."""
     found = getattr(ctypes.CDLL("libcuda.so.1"), name)
     found.argtypes, found.restype = _ARGUMENTS[name], ctypes.c_int
     return found  # type: ignore[no-any-return]
 
 
 def arguments(name: str, *values: Any) -> tuple[Any, ...]:
-    """``values`` as the C objects that function ``name`` takes: made ready once, a call takes half
-    the time. Those that are C objects already may be changed later."""
+    """Convert ``values`` to the C types of function ``name`` in advance, which halves a call's
+    time."""
     return tuple(
         value if isinstance(value, kind) else kind(value)
         for kind, value in zip(_ARGUMENTS[name], values, strict=False)
@@ -96,14 +95,13 @@ def check(status: int, what: str) -> None:
 
 
 def device(ordinal: int) -> int:
-    """The driver's number for the GPU with CUDA ordinal ``ordinal``."""
     found = ctypes.c_int()
     check(function("cuDeviceGet")(ctypes.byref(found), ordinal), f"find GPU {ordinal}")
     return found.value
 
 
 def primary_context(ordinal: int) -> int:
-    """The context that the runtime, and so torch, uses on the GPU with CUDA ordinal ``ordinal``."""
+    """Return the primary context, which torch uses, of the GPU with this CUDA ordinal."""
     context = ctypes.c_void_p()
     retain = function("cuDevicePrimaryCtxRetain")
     check(retain(ctypes.byref(context), device(ordinal)), f"give the context of GPU {ordinal}")
@@ -111,8 +109,7 @@ def primary_context(ordinal: int) -> int:
 
 
 def use_context(context: int) -> None:
-    """Give the calling thread ``context`` if it has none: a new thread has none until it calls the
-    runtime."""
+    """Make ``context`` current on this thread if it has none, such as a new thread."""
     current = ctypes.c_void_p()
     check(function("cuCtxGetCurrent")(ctypes.byref(current)), "name the current context")
     if current.value is None:

@@ -1,7 +1,7 @@
-"""Memory of one GPU that several processes map, by CUDA IPC.
+"""Device memory that several processes map through CUDA IPC.
 
-Allocated by the driver and not by torch, whose blocks may lie inside of others, move to
-``expandable_segments``, which have no IPC handles, and are freed when torch's own counts say so.
+The driver allocates it. Torch's blocks do not work: they may be parts of larger blocks,
+``expandable_segments`` have no IPC handles, and torch frees blocks by its own reference counts.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.device.cuda_driver import IpcHandle
 
 _LAZY_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-# The driver puts smaller blocks together into one of this size, and IPC shares the whole of it.
+# Sizes are rounded up to the driver's block size: it packs smaller allocations into one block, and
+# IPC would share all of them.
 _UNIT = 2 << 20
 
 
 def use_gpu(ordinal: int) -> None:
-    """Give the calling thread a context on the GPU with this CUDA ordinal, unless it has one."""
+    """Create a context on the GPU with this CUDA ordinal if this thread has none."""
     cuda_driver.use_context(cuda_driver.primary_context(ordinal))
 
 
 def allocate(nbytes: int) -> int:
-    """Address of ``nbytes`` new bytes, or a few more, on the current GPU.
+    """Allocate at least ``nbytes`` on the current GPU and return the address.
 
     Raises:
-        MemoryError: it has too few.
+        MemoryError: the GPU has too little free memory.
     """
     address = ctypes.c_uint64()
     size = -(-nbytes // _UNIT) * _UNIT
@@ -35,7 +36,7 @@ def allocate(nbytes: int) -> int:
 
 
 def free_bytes() -> int:
-    """Bytes of the current GPU that no process has."""
+    """Return the free memory of the current GPU."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     status = cuda_driver.function("cuMemGetInfo_v2")(ctypes.byref(free), ctypes.byref(total))
     cuda_driver.check(status, "tell how much memory is free")
@@ -43,12 +44,12 @@ def free_bytes() -> int:
 
 
 def free(address: int) -> None:
-    """Give back what ``allocate`` gave; undefined while another process has it open."""
+    """Free memory of ``allocate``. Undefined while another process has it open."""
     cuda_driver.check(cuda_driver.function("cuMemFree_v2")(address), "free shared memory")
 
 
 def export(address: int) -> bytes:
-    """Handle by which another process can open what ``allocate`` gave."""
+    """Return a handle with which another process can open memory of ``allocate``."""
     handle = IpcHandle()
     status = cuda_driver.function("cuIpcGetMemHandle")(ctypes.byref(handle), address)
     cuda_driver.check(status, "export memory by CUDA IPC")
@@ -56,7 +57,7 @@ def export(address: int) -> bytes:
 
 
 def open_(handle: bytes) -> int:
-    """Address of another process's memory here."""
+    """Map another process's memory and return its address."""
     address = ctypes.c_uint64()
     status = cuda_driver.function("cuIpcOpenMemHandle_v2")(
         ctypes.byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
@@ -66,5 +67,5 @@ def open_(handle: bytes) -> int:
 
 
 def close(address: int) -> None:
-    """Give back what ``open_`` gave."""
+    """Unmap memory of ``open_``."""
     cuda_driver.check(cuda_driver.function("cuIpcCloseMemHandle")(address), "close shared memory")

@@ -1,8 +1,8 @@
-"""Launches that are laid out once and repeated.
+"""Pre-built kernel launches.
 
-Triton binds and specialises all arguments at each launch, asks the driver about each pointer, and
-allocates the scratch of tensor descriptors: 20 to 40 us of host time. Here the parameters of a
-compiled kernel lie ready, and a launch is one call of the driver.
+At each launch Triton binds and specialises all arguments, queries the driver for each pointer, and
+allocates scratch for tensor descriptors: 20 to 40 us of host time. A pre-built launch is a single
+driver call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MISSING = object()
 
 
 class RepeatedLaunch:
-    """Pre-built launch of a compiled kernel; ``varying`` names the pointers that change.
+    """Pre-built launch of a compiled kernel.
 
-    The parameters are the arguments that are not constants (``parameters``), then the addresses of
-    two scratch buffers, as in Triton 3.6 to 3.9.
+    The parameters are the non-constant arguments (``parameters``) followed by the addresses of two
+    scratch buffers, as in Triton 3.6 to 3.9. ``varying`` names the pointers that change.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class RepeatedLaunch:
         self._name = metadata.name
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on ``stream`` with ``addresses`` for ``varying``. Their 16-byte alignment must
-        match the tensors for which the kernel was compiled."""
+        """Launch on ``stream``. ``addresses``, in the order of ``varying``, must have the 16-byte
+        alignment for which the kernel was compiled."""
         for cell, address in zip(self._varying, addresses, strict=True):
             cell.value = address
         self._stream.value = stream
@@ -74,9 +74,11 @@ class RepeatedLaunch:
 def parameters(
     signature: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield (name, kind, value) of each parameter: of the arguments that are no constants, those
-    that are tuples member by member, named ``slot.epoch``, or ``pair.0`` where members have no
-    names. The value is not there where ``arguments`` has none: see ``can_repeat``."""
+    """Yield (name, kind, value) of each non-constant parameter.
+
+    Members of a tuple are yielded separately as ``slot.epoch``, or ``pair.0`` if they are not
+    named. A value that ``arguments`` lacks is ``_MISSING``.
+    """
     for name, kind in signature.items():
         value = arguments.get(name, _MISSING)
         if isinstance(kind, tuple):
@@ -90,7 +92,7 @@ def parameters(
 
 
 def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
-    """True if ``RepeatedLaunch`` can do all that Triton's own launch of the kernel would."""
+    """Return whether ``RepeatedLaunch`` supports everything that the launch needs."""
     metadata = getattr(compiled, "metadata", None)
     if metadata is None:  # interpreted, or not compiled by Triton
         return False
@@ -107,13 +109,12 @@ def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
-    """Bytes that the kernel's tensor descriptors need, for all programs."""
+    """Return the scratch bytes for the tensor descriptors of all programs."""
     return int(compiled.metadata.global_scratch_size) * math.prod(grid)
 
 
 def has_launch_hooks() -> bool:
-    """True if somebody, a profiler, wants to see each launch of Triton, or has it launch kernels
-    that make marks in place of those that are laid out."""
+    """Return whether launches must go through Triton: for a profiler's hooks or for marks."""
     knobs = triton.knobs.runtime
     return marking.current() is not None or any(
         hook is not None and getattr(hook, "calls", True)

@@ -1,4 +1,4 @@
-"""Chooses the device of this process."""
+"""Choose the device of this process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from triton_dist.runtime.triton_compat import check_versions, is_interpreting
 
 
 def current_device() -> CpuDevice | CudaDevice:
-    """The device of this process, in this order:
+    """Return the device of this process:
 
     1. ``TRITON_DIST_DEVICE=cpu``: the CPU.
-    2. ``TRITON_DIST_DEVICE=cuda``: the current GPU; none there raises.
-    3. Kernels are interpreted (``TRITON_INTERPRET=1``): the CPU.
+    2. ``TRITON_DIST_DEVICE=cuda``: the current GPU, or an error.
+    3. ``TRITON_INTERPRET=1``: the CPU.
     4. The current GPU if there is one, else the CPU.
 
     Raises:
-        DeviceUnavailable: CUDA was asked for and no GPU can be used.
+        DeviceUnavailable: CUDA was requested and no GPU can be used.
     """
     check_versions()
     asked = knobs.device.get()
@@ -43,14 +43,14 @@ def current_device() -> CpuDevice | CudaDevice:
 
 
 def interprets_kernels() -> tuple[bool, str]:
-    """Return whether kernels are to be interpreted, and why. The first of these that applies:
+    """Return whether kernels are interpreted, and the reason. The first rule that applies:
 
     1. ``TRITON_DIST_DEVICE=cuda``: compiled.
-    2. ``TRITON_INTERPRET`` is set: interpreted if it is 1, compiled if it is 0.
+    2. ``TRITON_INTERPRET`` is set: interpreted if 1, compiled if 0.
     3. ``TRITON_DIST_DEVICE=cpu``, or torch finds no GPU: interpreted.
     4. Compiled.
 
-    Entry points set ``TRITON_INTERPRET`` by this rule; Triton reads it when a kernel is decorated.
+    Entry points set ``TRITON_INTERPRET`` accordingly. Triton reads it when a kernel is decorated.
     """
     asked, variable = knobs.device.get(), knobs.triton_interpret.variable
     if asked == "cuda":

@@ -1,4 +1,4 @@
-"""The place of a rank: its host, its GPU, and whether ranks at several places can share memory."""
+"""Detect whether ranks share a host and a GPU, and whether they can then share memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ _NAMESPACES = Path("/proc/self/ns")
 
 @dataclass(frozen=True)
 class Place:
-    """The process of a rank, and the GPU that it uses."""
+    """Host, container and GPU of a rank's process."""
 
     host: str
     machine: str
-    """The same for all containers of a machine, until it is booted again."""
+    """Boot id: equal for all containers of a machine until it reboots."""
     namespaces: tuple[str, str]
-    """Namespaces of process numbers, and of IPC."""
+    """PID and IPC namespaces."""
     gpu: str
-    """UUID of the GPU, or of the part of it that a process of MIG has."""
+    """UUID of the GPU or MIG instance."""
     bus: str
-    """Place of the GPU in its machine: the same for all parts of it."""
+    """PCI address: equal for all MIG instances of a GPU."""
     visible: tuple[str, ...]
-    """UUIDs of all GPUs that the process sees, in CUDA's order."""
+    """UUIDs of all visible GPUs, in CUDA's order."""
     ranks_per_gpu: int = 1
-    """Ranks that the process takes a GPU to have, at most."""
+    """Maximum number of ranks per GPU that this process is configured for."""
     is_exclusive: bool = False
-    """True if the GPU takes one process only (compute mode)."""
     is_mps: bool = False
-    """True if processes use the GPU through MPS, at the same time instead of in turn."""
+    """True if MPS runs the processes of a GPU concurrently instead of time-slicing them."""
 
     @classmethod
     def of(cls, ordinal: int) -> Place:
-        """The place of this process on the GPU with this CUDA ordinal; makes no CUDA context."""
+        """Return the place of this process, without creating a CUDA context."""
         cuda_driver.check(cuda_driver.function("cuInit")(0), "start")
         count = ctypes.c_int()
         status = cuda_driver.function("cuDeviceGetCount")(ctypes.byref(count))
@@ -69,18 +68,22 @@ class Place:
         )
 
     def is_gpu_of(self, other: Place) -> bool:
-        """True if both are on one GPU, or on parts of one."""
+        """Return whether both are on one GPU, or on MIG instances of one GPU."""
         return (self.machine, self.bus) == (other.machine, other.bus)
 
 
 def share_a_gpu(places: Sequence[Place]) -> bool:
-    """Tell whether some of these ranks are on one GPU."""
+    """Return whether two or more ranks are on one GPU."""
     return len({(place.machine, place.bus) for place in places}) < len(places)
 
 
 def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUnavailable | None:
-    """The reason for which ranks, some of which are on one GPU, cannot share memory; the same on
-    all of them. ``named`` names a rank in errors."""
+    """Return why ranks that share a GPU cannot share memory, or ``None`` if they can. Equal on all
+    ranks.
+
+    Args:
+        named: returns a rank's name for error messages.
+    """
     first = places[0]
     on_gpu = Counter((place.machine, place.bus) for place in places)
     for rank, place in enumerate(places):
@@ -143,7 +146,7 @@ def _uuid(ordinal: int) -> str:
 
 
 def _attribute(attribute: int, ordinal: int) -> int:
-    """Value of a device's attribute; 0 for one that this driver does not know."""
+    """Return a device attribute; 0 if this driver does not have it."""
     value = ctypes.c_int()
     status = cuda_driver.function("cuDeviceGetAttribute")(
         ctypes.byref(value), attribute, cuda_driver.device(ordinal)

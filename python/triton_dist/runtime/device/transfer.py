@@ -1,4 +1,4 @@
-"""Parts of a transfer between ranks, whatever device queues it."""
+"""Steps of a transfer between ranks, independent of the device that executes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows ``first`` to ``end`` of the tensor that a transfer is started with."""
+    """Rows ``first`` to ``end`` of the tensor that is passed to ``start``."""
 
     first: int
     end: int
@@ -18,7 +18,7 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class Copy:
-    """``destination.copy_(source)``; both contiguous, same shape and dtype."""
+    """``destination.copy_(source)``; both contiguous, with equal shape and dtype."""
 
     stream: int
     destination: torch.Tensor
@@ -27,7 +27,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class AwaitFlag:
-    """Hold what follows on the stream until ``flags[index] == value``; ``flags`` int32 [n]."""
+    """Block the stream until ``flags[index] == value``; ``flags`` is int32 [n]."""
 
     stream: int
     flags: torch.Tensor
@@ -37,7 +37,7 @@ class AwaitFlag:
 
 @dataclass(frozen=True)
 class SetFlag:
-    """``flags[index] = value``; ``flags`` int32 [n]."""
+    """``flags[index] = value``; ``flags`` is int32 [n]."""
 
     stream: int
     flags: torch.Tensor
