@@ -78,7 +78,7 @@ def recording() -> Iterator[Recording]:
     kernels are not recorded.
     """
     if not triton_compat.is_interpreting():
-        shipped.look_here()
+        shipped.use_packs()
         if triton_compat.has_loaded_kernels():
             warn(
                 "kernels that this process launched earlier are not recorded: enter recording() "

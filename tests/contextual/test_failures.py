@@ -196,7 +196,7 @@ def test_a_wait_that_gave_up_ends_the_tuning_at_the_end_of_its_call(number):
 
     @contextual_autotune(n_repeat=2, n_warmup=1)
     def function(x):
-        assert waits.leave(check), "nobody settles"
+        assert waits.defer(check), "nobody settles"
         calls.append(1)
         assert len(checks) == len(calls) - 1  # those of the calls before
         return scale(kernel, x)
@@ -206,5 +206,5 @@ def test_a_wait_that_gave_up_ends_the_tuning_at_the_end_of_its_call(number):
         function(x)
     assert len(calls) == number + 1
     assert Autotuner.run is RUN
-    assert not waits.leave(check)
+    assert not waits.defer(check)
     assert not kernel.cache

@@ -78,7 +78,7 @@ def test_a_wait_is_told_as_itself_and_not_as_the_one_before(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.01")
     flags, since = {"flag": ((1,), torch.int32)}, []
     with bugs.checking("waits"), bugs.symmetric.allocate("bugs", flags) as memory:
-        notes = bugs.deadlock_check.waits.on_look.__self__
+        notes = bugs.deadlock_check.waits.on_poll.__self__
         for bug, other in (("first", "second"), ("second", "first"), ("second", "first")):
             with pytest.raises(WaitNeverEnds) as raised:
                 bugs.kernel_either[(1,)](memory["flag"].local, bug == "first")
@@ -153,7 +153,7 @@ def test_nothing_is_left_when_checks_are_off():
     with bugs.checking(*CHECKS):
         assert torch.empty is not before[0]
     assert (torch.empty, dict(vars(bugs.tl.core)), vars(_builder()).copy()) == before
-    assert bugs.deadlock_check.waits.on_look is None
+    assert bugs.deadlock_check.waits.on_poll is None
 
 
 def _builder():

@@ -172,7 +172,7 @@ def test_a_folder_without_members_is_left_to_the_rank_that_makes_it(monkeypatch,
     with (tmp_path / f"triton_dist-debug-lock-{os.getuid()}").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         of_another.mkdir()
-        cleaner = threading.Thread(target=job.made_folder)
+        cleaner = threading.Thread(target=job.create_job_folder)
         cleaner.start()
         cleaner.join(0.1)
         assert cleaner.is_alive()

@@ -38,7 +38,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
 from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
 from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.waits import bounded_waits, settling
+from triton_dist.runtime.waits import bounded_waits, deferred_checks
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.timing import captured
 
@@ -348,7 +348,7 @@ def copies_held_up() -> int:
     calls(20)
     calls.check()
     buffer, device = calls.ctx.buffer, current_device()
-    with settling(device, 20.0):
+    with deferred_checks(device, 20.0):
         if dist.get_rank() != 1:
             with bounded_waits(1.0):
                 buffer.start(uniform(1, (20, 72), calls.dtype), AllGatherMethod.RING_PUSH_1D, 2, 2)

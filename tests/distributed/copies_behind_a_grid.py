@@ -9,7 +9,7 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.transfer import Copy, OwnRows
+from triton_dist.runtime.device.transfer import Copy, InputRows
 
 _ROWS, _COLUMNS = 1025, 1024
 _WARPS, _THREADS_OF_MULTIPROCESSOR = 32, 2048
@@ -41,7 +41,7 @@ def overdue_polls(in_graph: bool) -> tuple[int, int]:
         flag.local.zero_()
         one = torch.ones(1, dtype=torch.int32, device=device.torch_device)
         target = memory["rows"].peers[peer].view(_ROWS, _COLUMNS)
-        steps = [Copy(0, target, OwnRows(0, _ROWS)), Copy(0, flag.peers[peer][1:], one)]
+        steps = [Copy(0, target, InputRows(0, _ROWS)), Copy(0, flag.peers[peer][1:], one)]
         transfer = device.transfer(steps, [device.copy_stream()])
         dist.barrier()
 

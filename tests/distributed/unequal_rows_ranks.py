@@ -35,7 +35,7 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.kernels.nvidia.gemm_allreduce import algorithms as gemm_ar_algorithms
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag
-from triton_dist.runtime.garbage import uncollected
+from triton_dist.runtime.garbage import no_garbage_collection
 from triton_dist.testing import assert_allclose
 
 K, N = 32, 48
@@ -288,6 +288,6 @@ def _graphs(
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Symmetric memory that the collector frees during a capture ends the process.
-        with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with no_garbage_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             op.op.fn(*operands, ctx, **options)
         yield rows, graph

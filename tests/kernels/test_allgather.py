@@ -123,7 +123,7 @@ def settled_by_the_caller(method):
     call(0)
     with bounded_waits(20.0):
         call(1)
-        with waits.settling(current_device(), 20.0) as settle:
+        with waits.deferred_checks(current_device(), 20.0) as settle:
             call(2)
             call(3, gives_up=True)
             call(4)
@@ -169,7 +169,7 @@ def released_copies():
     ring = AllGatherMethod.RING_PUSH_1D
     buffer = AllGatherBuffer(2 * dist.get_world_size(), K, torch.float32, None, "test")
     seconds = 0.0
-    with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
+    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
         begin = time.monotonic()
         if buffer.rank != 1:
             with races.expected():  # of copies that go on without what they waited for

@@ -56,7 +56,7 @@ def settled_by_the_caller():
     call()
     with bounded_waits(20.0):
         call()
-        with waits.settling(current_device(), 20.0) as settle:
+        with waits.deferred_checks(current_device(), 20.0) as settle:
             call()
             call(gives_up=True)
             call()
@@ -110,7 +110,7 @@ def count_peer_checks():
     own()
     own()
     run_without_slots()  # in production, nothing
-    with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
+    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
         run_without_slots()
         settle()
         run_without_slots()
@@ -130,12 +130,12 @@ def test_what_runs_beside_pays_for_the_look_of_an_eager_trial(spawn_ranks):
 def nothing_is_left_of_earlier_trials():
     used = slots()
     for _ in range(2):
-        with bounded_waits(20.0), waits.settling(current_device(), 20.0):
+        with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0):
             used.take()
             give_up(used)
             used.finish()
             # the caller leaves without looking
-        with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
+        with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
             used.take()
             used.finish()
             settle()

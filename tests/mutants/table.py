@@ -419,7 +419,7 @@ MUTANTS = (
     Mutant(
         "wait: what peers wait for is queued before any garbage is collected",
         _PUSHES,
-        "with uncollected():",
+        "with no_garbage_collection():",
         "if True:",
         GEMM_RS,
     ),

@@ -40,12 +40,12 @@ def a_world_after_another() -> list[bool]:
     the first one end with it: nobody keeps its process group."""
     first, process_group = group_for(), weakref.ref(dist.group.WORLD)
     first.barrier("first")
-    first.channel("op").meet("word", 1)
+    first.channel("op").first_all_gather("word", 1)
     current = [first.is_current()]
     enter_world_of_own_store()
     assert process_group() is None
     second = group_for()
-    assert second.channel("op").meet("word", dist.get_rank()) == [0, 1]
+    assert second.channel("op").first_all_gather("word", dist.get_rank()) == [0, 1]
     seen = [*current, first.is_current(), second.is_current(), first is second]
     dist.barrier()  # rank 0 serves the store
     return seen
@@ -120,8 +120,8 @@ def store_in_python() -> list[int]:
     try:
         ranks = group_for()
         for _ in range(3):
-            ranks.channel("op").meet("word", 1)
+            ranks.channel("op").first_all_gather("word", 1)
         ranks.channel("op").abort("in vain")
-        return ranks.channel("op").meet("word", 7)
+        return ranks.channel("op").first_all_gather("word", 7)
     finally:
         dist.destroy_process_group()

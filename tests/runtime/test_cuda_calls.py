@@ -19,7 +19,7 @@ from triton_dist.runtime.device.cuda_launch import (
     has_launch_hooks,
     scratch_bytes,
 )
-from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag
 
 STREAMS = [
     SimpleNamespace(handle=11, begun=12, done=13, staging=None),
@@ -48,7 +48,7 @@ def test_a_transfer_queues_its_steps_in_order_between_two_events(driver):
     target, staged = torch.zeros(6, 4), torch.zeros(2, 4)
     flags = torch.zeros(8, dtype=torch.int32)
     steps = [
-        Copy(0, target[:2], OwnRows(1, 3)),
+        Copy(0, target[:2], InputRows(1, 3)),
         Copy(0, flags[3:4], flags[:1]),
         AwaitFlag(1, flags, 5, 1),
         SetFlag(1, flags, 5, 0),
@@ -83,7 +83,7 @@ def test_staged_copies_go_through_the_host_in_pieces_and_none_within_the_gpu(dri
     staging, own = torch.zeros(40, dtype=torch.uint8), torch.zeros(5, 4)
     target, flags = torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
     stream = SimpleNamespace(handle=11, begun=12, done=13, staging=staging)
-    steps = [Copy(0, target[:4], OwnRows(1, 5)), Copy(0, flags[1:], flags[:1])]
+    steps = [Copy(0, target[:4], InputRows(1, 5)), Copy(0, flags[1:], flags[:1])]
     transfer = CudaTransfer(steps, [stream])
     transfer.start(own, CURRENT)
     first, to, host = own.data_ptr() + 16, target.data_ptr(), staging.data_ptr()

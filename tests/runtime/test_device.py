@@ -22,7 +22,7 @@ from triton_dist.runtime.device import (
 )
 from triton_dist.runtime.device.cpu import CpuCopyStream, CpuDevice
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy
-from triton_dist.runtime.garbage import uncollected
+from triton_dist.runtime.garbage import no_garbage_collection
 from triton_dist.testing.timing import captured
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
@@ -252,7 +252,7 @@ def test_garbage_is_not_collected_in_a_capture():
 
 
 def test_captures_of_several_threads_forbid_collection_until_the_last_is_over():
-    first, second = uncollected(), uncollected()
+    first, second = no_garbage_collection(), no_garbage_collection()
     with first:
         second.__enter__()
     assert not gc.isenabled()
@@ -260,7 +260,7 @@ def test_captures_of_several_threads_forbid_collection_until_the_last_is_over():
     assert gc.isenabled()
     gc.disable()
     try:
-        with uncollected():
+        with no_garbage_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()  # as the program wants it
     finally:

@@ -449,8 +449,8 @@ def block(dtype, shape, data=1):
 
 def test_only_what_types_leave_open_goes_the_slow_way():
     operators = Operators(upstream, TritonSemantic(upstream.interpreter_builder))
-    add = operators.of("__add__", lambda left, right: "slow")
-    rsub = operators.of("__rsub__", lambda left, right: "slow")
+    add = operators.operator_for("__add__", lambda left, right: "slow")
+    rsub = operators.operator_for("__rsub__", lambda left, right: "slow")
     integers, floats = block(tl.int32, (4, 1), 3), block(tl.float32, (4, 8))
     for right in (integers, block(tl.int64, (1, 8)), block(tl.int32, ()), 7, tl.constexpr(-1)):
         total = add(integers, right)
@@ -462,7 +462,7 @@ def test_only_what_types_leave_open_goes_the_slow_way():
         assert add(integers, right) == "slow"
     for right in (1, 1e-300, float("inf")):
         assert add(floats, right) == "slow"
-    shift = operators.of("__lshift__", lambda left, right: "slow")
+    shift = operators.operator_for("__lshift__", lambda left, right: "slow")
     assert (shift(integers, 2).handle.data == 12).all()
     assert shift(integers, 32) == shift(integers, -1) == "slow"
 

@@ -277,7 +277,7 @@ def meet(ranks, function="op", call=0, delay=0.0, limit=LIMIT):
     time.sleep(delay)
     talk = ranks.channel(function, "7", call)
     try:
-        return talk.meet("first call", (ranks.rank, function), limit)
+        return talk.first_all_gather("first call", (ranks.rank, function), limit)
     except RankTimeout as error:
         talk.abort(f"RankTimeout: {error}")
         raise
@@ -409,7 +409,7 @@ def test_who_is_awaited_is_said_after_a_while(monkeypatch, caplog):
 def test_a_hint_is_said_where_nothing_is_known(monkeypatch, caplog):
     monkeypatch.setattr(store_ranks, "_REMIND_SECONDS", 0.1)
     with pytest.raises(RankTimeout):
-        ranks_of(2)[0].channel("op", "7", hint="6 is tuned.").meet("first call", 0, 0.8)
+        ranks_of(2)[0].channel("op", "7", hint="6 is tuned.").first_all_gather("first call", 0, 0.8)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith(" s. 6 is tuned.")
 
@@ -418,9 +418,9 @@ def test_a_group_that_is_not_the_world_says_where_its_ranks_are(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     first, second = ranks_of(2, world=(4, 6))
     host = f"host {first._mailbox.process(0).host}"
-    assert str(first.named(1)) == f"6 ({host}, local rank 2)"
-    assert (first.named(0), second.named(0), second.named(1)) == (4, 4, 6)
-    assert [str(rank.named(1)) for rank in ranks_of(2)] == ["1", "1"]
+    assert str(first.global_rank(1)) == f"6 ({host}, local rank 2)"
+    assert (first.global_rank(0), second.global_rank(0), second.global_rank(1)) == (4, 4, 6)
+    assert [str(rank.global_rank(1)) for rank in ranks_of(2)] == ["1", "1"]
     with pytest.raises(RankTimeout) as late:
         meet(first, limit=0.1)
     assert (late.value.rank, late.value.missing) == (4, (6,))

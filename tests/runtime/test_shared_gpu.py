@@ -19,7 +19,7 @@ from tests.runtime.test_symmetric import REGIONS, check_regions, exact_memory
 from triton_dist.errors import DeviceUnavailable, RanksFailed, SymmetricMemoryFull
 from triton_dist.runtime import sharing, symmetric
 from triton_dist.runtime.device import cuda_driver, cuda_ipc
-from triton_dist.runtime.device.place import Place, refusal, share_a_gpu
+from triton_dist.runtime.device.place import Place, share_a_gpu, sharing_error
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import lease
 from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory
@@ -203,7 +203,7 @@ def test_ranks_that_share_a_gpu_may():
     assert not share_a_gpu([ONE, BESIDE])
     assert not share_a_gpu([ONE, replace(ONE, machine="boot 2")])
     assert share_a_gpu([ONE, replace(ONE, gpu="another part")])
-    assert refusal([ONE, BESIDE, ONE, BESIDE], named) is None
+    assert sharing_error([ONE, BESIDE, ONE, BESIDE], named) is None
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_ranks_that_share_a_gpu_may():
     ],
 )
 def test_what_cannot_be_shared_is_named_with_the_remedy(places, message):
-    refused = refusal(places, named)
+    refused = sharing_error(places, named)
     assert refused is not None
     with pytest.raises(type(refused), match=message):
         raise refused

@@ -80,19 +80,19 @@ class Op:
 
 def test_a_check_is_made_by_the_op_unless_somebody_settles():
     op = Op()
-    assert not waits.leave(op.check)
-    with waits.settling(Device(), 3.0):
-        assert waits.leave(op.check)
-    assert not waits.leave(op.check)
+    assert not waits.defer(op.check)
+    with waits.deferred_checks(Device(), 3.0):
+        assert waits.defer(op.check)
+    assert not waits.defer(op.check)
 
 
 def test_settling_waits_for_the_device_only_if_something_was_left():
     device, op = Device(), Op()
-    with waits.settling(device, 3.0) as settle:
+    with waits.deferred_checks(device, 3.0) as settle:
         settle()
         assert device.waits == []
-        waits.leave(op.check)
-        waits.leave(op.check)
+        waits.defer(op.check)
+        waits.defer(op.check)
         assert op.checks == 0
         settle()
         assert (op.checks, device.waits) == (1, [3.0])
@@ -102,9 +102,9 @@ def test_settling_waits_for_the_device_only_if_something_was_left():
 
 def test_all_checks_are_made_and_the_first_error_is_raised():
     ops = Op(), Op("second"), Op("third")
-    with waits.settling(Device(), 3.0) as settle:
+    with waits.deferred_checks(Device(), 3.0) as settle:
         for op in ops:
-            waits.leave(op.check)
+            waits.defer(op.check)
         with pytest.raises(WaitTimeout, match="second"):
             settle()
         assert [op.checks for op in ops] == [1, 1, 1]
@@ -113,8 +113,8 @@ def test_all_checks_are_made_and_the_first_error_is_raised():
 
 def test_a_device_that_does_not_finish_is_a_timeout_of_another_kind():
     device, op = Device(), Op()
-    with waits.settling(device, 3.0) as settle:
-        waits.leave(op.check)
+    with waits.deferred_checks(device, 3.0) as settle:
+        waits.defer(op.check)
         device.busy = True
         with pytest.raises(TimeoutError) as failure:
             settle()
@@ -126,8 +126,8 @@ def test_what_a_call_that_raised_has_left_is_not_kept():
     op = Op("first")
 
     def raises() -> None:
-        with waits.settling(Device(), 3.0):
-            waits.leave(op.check)
+        with waits.deferred_checks(Device(), 3.0):
+            waits.defer(op.check)
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -137,12 +137,12 @@ def test_what_a_call_that_raised_has_left_is_not_kept():
 
 def test_an_inner_settling_begins_with_what_the_outer_one_holds():
     device, outer_op, inner_op = Device(), Op("outer"), Op()
-    with waits.settling(device, 3.0) as settle_outer:
-        waits.leave(outer_op.check)
-        with pytest.raises(WaitTimeout, match="outer"), waits.settling(device, 2.0):
+    with waits.deferred_checks(device, 3.0) as settle_outer:
+        waits.defer(outer_op.check)
+        with pytest.raises(WaitTimeout, match="outer"), waits.deferred_checks(device, 2.0):
             raise AssertionError("it has not begun")
-        with waits.settling(device, 2.0) as settle:
-            waits.leave(inner_op.check)
+        with waits.deferred_checks(device, 2.0) as settle:
+            waits.defer(inner_op.check)
             before = outer_op.checks
             settle()
             assert (outer_op.checks, inner_op.checks) == (before, 1)
@@ -152,5 +152,5 @@ def test_an_inner_settling_begins_with_what_the_outer_one_holds():
 
 
 def test_other_threads_check_in_their_calls():
-    with waits.settling(Device(), 3.0), ThreadPoolExecutor(1) as thread:
-        assert thread.submit(waits.leave, Op().check).result() is False
+    with waits.deferred_checks(Device(), 3.0), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(waits.defer, Op().check).result() is False

@@ -86,7 +86,7 @@ def test_a_word_that_no_timeline_knows_is_refused_whether_marks_are_on_or_not():
 
 
 def test_marks_beyond_what_is_kept_are_counted(monkeypatch):
-    monkeypatch.setattr(marking, "MOST", 5)
+    monkeypatch.setattr(marking, "MAX_MARKS", 5)
     marks = Marks(None)
     with marks.on():
         kernel_fill[(2, 2)](torch.zeros(2), 1, "push")
@@ -98,9 +98,11 @@ def test_marks_beyond_what_is_kept_are_counted(monkeypatch):
 def test_what_compiled_kernels_write_is_taken_apart():
     marks = Marks(torch.device("cpu"))
     memory = marking._buffer(torch.device("cpu"))
-    word = 300 << 32 | 2 << 8 | marking.NAMES.index("store")
+    word = 300 << 32 | 2 << 8 | marking.MARK_NAMES.index("store")
     memory[0] = 1
-    memory[marking.HEAD : marking.HEAD + marking.WORDS] = torch.tensor([7, 9, word])
+    memory[marking.HEADER_WORDS : marking.HEADER_WORDS + marking.WORDS_PER_MARK] = torch.tensor(
+        [7, 9, word]
+    )
     assert marks.read() == ([Mark("store", 300, 2, 7, 9)], 1)
     assert (
         Marks(torch.device("cpu")).address == marks.address

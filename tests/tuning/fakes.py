@@ -55,7 +55,7 @@ class FakeDevice:
         self.captures += 1
         return call
 
-    def hold(self, queueing: float = 0.0) -> None:
+    def delay_stream(self, queueing: float = 0.0) -> None:
         self.advance(0.25)  # outside of what is timed, or the sample shows it
 
     def flush_cache(self) -> None:
@@ -99,9 +99,9 @@ class ThreadRank(StoreRanks):
     def agreement_seconds(self) -> float:
         return self.seconds
 
-    def meet(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
+    def first_all_gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
         self.phases.append(phase)
-        return super().meet(phase, value, seconds)
+        return super().first_all_gather(phase, value, seconds)
 
     def all_gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
         self.phases.append(phase)
@@ -167,7 +167,7 @@ class Rank:
     fallback_kind: Callable[[Any], object] = lambda config: False
     warm_start_ms: float = 30.0
     most_hits: int = 4096
-    settling: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
+    deferred_checks: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
     calls: list[dict[str, Any]] = field(default_factory=list)
     x: Any = None
     """Of the call that runs, or ran last."""
@@ -216,7 +216,7 @@ class Rank:
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             hardware="fake",
             quiet=contextlib.nullcontext,
-            settling=self.settling,
+            deferred_checks=self.deferred_checks,
             tuning_lock=lambda: self.tuning_lock,
             journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),
             log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),

@@ -169,7 +169,7 @@ def capturing(monkeypatch):
     def touched(*_, **__):
         raise AssertionError("the device is touched during a capture")
 
-    for word in ("synchronize", "timer", "hold", "flush_cache"):
+    for word in ("synchronize", "timer", "delay_stream", "flush_cache"):
         monkeypatch.setattr(rank.device, word, touched)
     return rank
 

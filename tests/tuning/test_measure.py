@@ -30,7 +30,7 @@ class Agreement(Channel):
         self._meet()
         return super().all_gather(at, value, after)
 
-    def line_up(self):
+    def align_devices(self):
         self.order.append("line up")
 
 
@@ -59,7 +59,7 @@ def test_ranks_are_lined_up_after_what_holds_the_device():
         def flush_cache(self):
             order.append("flush")
 
-        def hold(self, queueing=0.0):
+        def delay_stream(self, queueing=0.0):
             order.append("hold")
 
     sample(
@@ -79,7 +79,7 @@ def test_the_device_is_held_for_as_long_as_queueing_took():
     held = []
 
     class Recording(FakeDevice):
-        def hold(self, queueing=0.0):
+        def delay_stream(self, queueing=0.0):
             held.append(queueing)
 
     naps = iter([0.02, 0.0, 0.0])
@@ -93,7 +93,7 @@ def test_the_first_sample_of_a_config_is_held_for_as_long_as_its_first_run_took_
     held = []
 
     class Recording(FakeDevice):
-        def hold(self, queueing=0.0):
+        def delay_stream(self, queueing=0.0):
             held.append(queueing)
 
     slow, quick = (Step("measure", Config({"n": n})) for n in (1, 2))
@@ -246,7 +246,7 @@ class Device(FakeDevice):
         self.events.append("run")
         if gives_up:
             self.gave_up = self.gives()
-        assert waits.leave(self.check)
+        assert waits.defer(self.check)
 
     def check(self) -> Exception | None:
         self.events.append("check")
@@ -271,7 +271,7 @@ def rank_of(ranks, gives_up, **options):
     def cost(rank, config):
         number = runs[config["n"]]
         runs[config["n"]] += 1
-        if not waits.leave(device.check):  # the call after the tuning
+        if not waits.defer(device.check):  # the call after the tuning
             return 0.0
         device.op((rank, config["n"], number) in gives_up)
         if (rank, config["n"], number, "raises") in gives_up:
@@ -280,8 +280,8 @@ def rank_of(ranks, gives_up, **options):
         return float(config["n"])
 
     options = {"policy": POLICY} | options
-    settling = functools.partial(waits.settling, device, SECONDS)
-    return Rank(ranks, CANDIDATES, cost, device=device, settling=settling, **options)
+    deferred_checks = functools.partial(waits.deferred_checks, device, SECONDS)
+    return Rank(ranks, CANDIDATES, cost, device=device, deferred_checks=deferred_checks, **options)
 
 
 def outcomes(rank):

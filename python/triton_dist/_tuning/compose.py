@@ -278,7 +278,7 @@ def _read_sources() -> None:
             source_of([tuned.fn], (), Snapshot([tuned.fn]))
 
 
-shipped.meanwhile.append(_read_sources)
+shipped.background_jobs.append(_read_sources)
 
 
 def _is_positive(value: Any) -> bool:
@@ -315,7 +315,7 @@ class _Composer:
             search=self.search,
             brief=Brief,
             fingerprint=functools.partial(self._fingerprint, ranks, policy),
-            log=lambda key: FileLog(files.path(key), int(ranks.named(ranks.rank))),
+            log=lambda key: FileLog(files.path(key), int(ranks.global_rank(ranks.rank))),
         )
 
     def _fingerprint(

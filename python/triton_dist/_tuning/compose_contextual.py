@@ -124,7 +124,7 @@ class _Composer:
             search="race" if self.race else "exhaustive",
         )
         common = common_parts(policy, ranks, verbose=False)
-        path = knobs.autotune_log_dir.get() / f"rank-{int(ranks.named(ranks.rank))}.log"
+        path = knobs.autotune_log_dir.get() / f"rank-{int(ranks.global_rank(ranks.rank))}.log"
         return ContextualParts(
             **vars(common),
             fingerprint=functools.partial(_fingerprint, ranks, policy),

@@ -47,7 +47,7 @@ class Device(Protocol):
         """Wait for all queued work. Raise ``TimeoutError`` after ``seconds``."""
 
     def timer(self) -> Timer: ...
-    def hold(self, queueing: float = 0.0) -> None:
+    def delay_stream(self, queueing: float = 0.0) -> None:
         """Keep the device busy until the host has queued a call after this one.
 
         ``queueing`` is the longest time in seconds that the host needed for this call before.
@@ -76,10 +76,10 @@ class Device(Protocol):
 class RankGroup(Protocol):
     """The ranks that tune together.
 
-    All ranks must call ``meet``, ``broadcast`` and ``all_gather`` in the same order. ``phase``
-    names the step. If a rank does not arrive within ``seconds``, or is known to have failed, the
-    others raise ``RankTimeout`` with this name. Ranks that are in different phases at a step raise
-    ``RankDisagreement``.
+    All ranks must call ``first_all_gather``, ``broadcast`` and ``all_gather`` in the same order.
+    ``phase`` names the step. If a rank does not arrive within ``seconds``, or is known to have
+    failed, the others raise ``RankTimeout`` with this name. Ranks that are in different phases at a
+    step raise ``RankDisagreement``.
     """
 
     @property
@@ -91,7 +91,7 @@ class RankGroup(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Return size and placement of the group, as text for the fingerprint."""
 
-    def named(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return the global rank of ``rank``. Its text includes the host if that is needed."""
 
     def channel(
@@ -117,7 +117,7 @@ class RankGroup(Protocol):
     def note(self, function: str, text: str) -> None:
         """Publish, once per text, a possible reason why this rank does not join other ranks."""
 
-    def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+    def first_all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Gather ``value`` from all ranks as the first message of a channel.
 
         By default it waits as long as a collective of the group. It raises ``RankTimeout`` as soon
@@ -130,14 +130,14 @@ class RankGroup(Protocol):
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Return the values of all ranks, ordered by rank, on every rank."""
 
-    def others(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
+    def pending_values(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
         """Return the state of the other ranks at the next message, without sending it.
 
         Any thread may call this. The first result has the values of ranks that have already sent
         it. The second one has the reasons why other ranks cannot send it.
         """
 
-    def line_up(self) -> None:
+    def align_devices(self) -> None:
         """Make the devices of all ranks start the next queued work together.
 
         Requires a completed ``all_gather``. Does not block the host. Work that was queued to hold

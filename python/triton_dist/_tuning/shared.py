@@ -33,7 +33,7 @@ from triton_dist.runtime.inherited import InheritedValue
 from triton_dist.runtime.random import RandomState
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
-from triton_dist.runtime.waits import bounded_waits, settling
+from triton_dist.runtime.waits import bounded_waits, deferred_checks
 
 _regions: set[object] = set()
 """An object for each ``autotuning`` region that this process is in."""
@@ -129,7 +129,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         journal=lambda key: FileJournal(files.path(key).with_suffix(".journal"), key.module),
         # Other ranks wait for ``seconds``. A wait in a kernel must end earlier.
         quiet=functools.partial(_trials, device, ranks, seconds / 2),
-        settling=functools.partial(settling, device, seconds),
+        deferred_checks=functools.partial(deferred_checks, device, seconds),
         tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).held,
         compiler=CompilePool if device.name == "cuda" else None,
         random_state=RandomState,

@@ -29,7 +29,7 @@ from triton_dist.debugging.faults import WaitNeverEnds
 from triton_dist.debugging.site import is_of_program, site
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
-from triton_dist.runtime.job import job_folder, made_folder, runs
+from triton_dist.runtime.job import create_job_folder, is_running, job_folder
 
 QUIET_SECONDS = 2.0
 _TELL_SECONDS = 0.25
@@ -72,12 +72,12 @@ class DeadlockCheck:
 
     def start(self) -> Undo:
         """Start recording, publishing and checking; return a function that stops it."""
-        before, waits.on_look = waits.on_look, self.look
+        before, waits.on_poll = waits.on_poll, self.look
         self._start_publisher()
         os.register_at_fork(after_in_child=self._start_publisher)
 
         def stop() -> None:
-            waits.on_look = before
+            waits.on_poll = before
             self._over.set()
             self._publisher.join()
 
@@ -164,7 +164,7 @@ class DeadlockCheck:
         while not self._over.wait(_TELL_SECONDS):
             if knobs.world_size.get() > 1 or self._publishes:
                 with suppress(OSError, RuntimeError):  # a concurrent change: publish next time
-                    folder, state = made_folder(), self._state()
+                    folder, state = create_job_folder(), self._state()
                     path = folder / f"{_rank()}.json"
                     rank_status.write_state(path, state)
                     answered = rank_status.answer_if_asked(folder, answered, state)
@@ -196,7 +196,7 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
 
 
 def _is_gone(state: dict[str, Any]) -> bool:
-    return not runs(state["pid"])
+    return not is_running(state["pid"])
 
 
 def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from triton_dist import knobs
 from triton_dist.debugging.site import kernel_frame
 from triton_dist.runtime import deadlines, waits
-from triton_dist.runtime.job import job_folder, made_folder
+from triton_dist.runtime.job import create_job_folder, job_folder
 
 _active = False
 _LOOK_SECONDS = 0.1
@@ -51,8 +51,8 @@ def request_of(folder: Path, rank: int) -> Path:
 
 def stop_if_wanted(frame: FrameType) -> None:
     """Stop at ``frame``, except while a candidate runs, because the stop would time it out."""
-    if _active and waits.limit_seconds() is None:
-        rank, folder = knobs.rank.get(), made_folder()
+    if _active and not waits.are_limited():
+        rank, folder = knobs.rank.get(), create_job_folder()
         path = socket_of(folder, rank)
         path.unlink(missing_ok=True)
         with deadlines.paused(), socket.socket(socket.AF_UNIX) as server:

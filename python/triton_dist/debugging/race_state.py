@@ -20,7 +20,7 @@ from triton_dist import knobs
 from triton_dist.debugging.accesses import Access
 from triton_dist.runtime import addresses
 from triton_dist.runtime.interpreter_program import current_program_number
-from triton_dist.runtime.job import made_folder
+from triton_dist.runtime.job import create_job_folder
 
 _SHADOW = "~race"
 WHO, COUNT, LINE, STORED, LOADED, FIRST = 0, 1, 2, 3, 4, 5
@@ -142,7 +142,7 @@ class Clocks:
 
     def board(self) -> Any:
         """Return the board: a row per rank, in memory that all ranks of this host map."""
-        size, folder = knobs.world_size.get(), made_folder()
+        size, folder = knobs.world_size.get(), create_job_folder()
         if self._board[0] != (folder, size):
             path = folder / f"clocks-{size}-{self._instance}"
             with path.open("ab") as file:

@@ -48,7 +48,7 @@ from triton_dist.debugging.site import kernel_frame, site
 from triton_dist.runtime import interpreter, symmetric, waits
 from triton_dist.runtime.device import cpu
 from triton_dist.runtime.interpreter_program import current_program_number
-from triton_dist.runtime.job import made_folder
+from triton_dist.runtime.job import create_job_folder
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 _UNPUBLISHED = 2**31 - 1  # a count that no clock reaches
@@ -62,7 +62,7 @@ _COLLECTIVES = (
     "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
     "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
-_WORDS = ("meet", "broadcast", "all_gather", "maximum", "barrier", "align", "line_up")
+_WORDS = ("first_all_gather", "broadcast", "all_gather", "maximum", "barrier", "align", "align_devices")
 
 
 _RELEASES = ("release", "acquire_release")
@@ -191,7 +191,7 @@ class Races:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Context manager that excludes other threads of this rank and other ranks of the host."""
-        with self._turn, (made_folder() / "turn").open("ab") as file:
+        with self._turn, (create_job_folder() / "turn").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

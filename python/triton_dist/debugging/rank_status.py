@@ -31,7 +31,7 @@ from triton_dist.debugging.faults import NoSuchJob
 from triton_dist.debugging.site import is_of_program
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.job import job_folders, made_folder, runs
+from triton_dist.runtime.job import create_job_folder, is_running, job_folders
 
 _MOST_LAUNCHES, _MOST_FRAMES = 4, 12
 _launches: deque[str] = deque(maxlen=_MOST_LAUNCHES)
@@ -252,7 +252,7 @@ def _print_on_signal(read_end: int) -> None:
     while os.read(read_end, 1 << 16):  # discard the stack, which the report contains too
         print(
             f"triton_dist: rank {knobs.rank.get()} reports the status of all ranks\n"
-            f"{report(made_folder())[0]}",
+            f"{report(create_job_folder())[0]}",
             file=sys.stderr,
             flush=True,
         )
@@ -270,7 +270,7 @@ def report(folder: Path) -> tuple[str, int]:
         states |= _read(folder.glob("[0-9]*.json"))
         found = _read(folder.glob("where-*.json"))
         answers = {r: each for r, each in found.items() if each["question"] == question}
-        missing = [r for r, each in states.items() if r not in answers and runs(each["pid"])]
+        missing = [r for r, each in states.items() if r not in answers and is_running(each["pid"])]
         if (states and not missing) or time.monotonic() > end:
             break
         time.sleep(_LOOK_SECONDS)
@@ -293,7 +293,7 @@ def _read(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 def _of_rank(state: Mapping[str, Any], answers: bool) -> list[str]:
     head = f"rank {state['rank']} (process {state['pid']})"
     if not answers:
-        ended = "" if runs(state["pid"]) else " has ended;"
+        ended = "" if is_running(state["pid"]) else " has ended;"
         return [f"{head}:{ended} no answer; it was at {state['host']}"]
     lines = [f"{head}: {'waits in a kernel' if state['waits'] else 'is at ' + state['host']}"]
     for wait in state["waits"]:

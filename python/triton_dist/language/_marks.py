@@ -51,10 +51,10 @@ _WORD = 8
 
 def _number_of(name: Any) -> int:
     name = getattr(name, "value", name)  # unwrap a constexpr
-    if name not in marking.NAMES:
-        expected = f"one of {', '.join(map(repr, marking.NAMES))}"
+    if name not in marking.MARK_NAMES:
+        expected = f"one of {', '.join(map(repr, marking.MARK_NAMES))}"
         raise InvalidArgument("mark", "name", name, expected)
-    return marking.NAMES.index(name)
+    return marking.MARK_NAMES.index(name)
 
 
 class _CompiledMark:
@@ -73,11 +73,11 @@ class _CompiledMark:
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            first = marking.HEAD * _WORD
+            first = marking.HEADER_WORDS * _WORD
             text = _WRITE.format(
                 address=self._marks.address,
-                most=marking.MOST,
-                nbytes=marking.WORDS * _WORD,
+                most=marking.MAX_MARKS,
+                nbytes=marking.WORDS_PER_MARK * _WORD,
                 name=self._number,
                 begin=first,
                 end=first + _WORD,
@@ -101,7 +101,7 @@ class _InterpretedMark:
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
             name, program = (
-                marking.NAMES[self._number],
+                marking.MARK_NAMES[self._number],
                 current_program_number(),
             )
             self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))

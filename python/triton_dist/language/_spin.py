@@ -51,8 +51,8 @@ def _spin_interpreted(
         return -1
     debugger.stop_if_asked()
     overdue = deadlines.is_overdue(deadline, waits.interpreted_limit_seconds())
-    if waits.on_look is not None:
-        waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
+    if waits.on_poll is not None:
+        waits.on_poll(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
     if overdue:
         latest = int(np.argmin((seen - value).handle.data))  # index in a block of flags
         places = SIZE_BITS if sized else 0
@@ -64,7 +64,7 @@ def _spin_interpreted(
             seen=int(seen.handle.data.flat[latest]) >> places,
             seconds=waits.interpreted_limit_seconds(),
         )
-    watched = waits.on_look is not None or debugger.is_active()
+    watched = waits.on_poll is not None or debugger.is_active()
     unchanged = None if watched else _unchanged(ptr, seen, value, deadline, timeout_words)
     pause(polls, unchanged)
     return polls + 1

@@ -36,7 +36,7 @@ from triton_dist.runner import files, foreign
 from triton_dist.runner.artefact import Artefact
 from triton_dist.runner.specialisation import Specialisation, can_be_read, value_of
 from triton_dist.runtime import triton_compat
-from triton_dist.runtime.compiling.kernels import without_gpu
+from triton_dist.runtime.compiling.kernels import use_target
 
 _PACKAGE = "triton/__init__.py"
 _PROGRAM = (
@@ -137,7 +137,7 @@ def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> Non
 def compile_here(request: Mapping[str, Any]) -> None:
     """Compile the kernel of a request of :func:`compiled`; runs in the other process."""
     target = GPUTarget("cuda", request["arch"], 32)
-    without_gpu(target)
+    use_target(target)
     function = _found(request["module"], request["file"], request["function"])
     made_for = Specialisation.from_tree(request["arguments"])
     unreadable = [tree for tree in made_for.constants.values() if not can_be_read(tree)]

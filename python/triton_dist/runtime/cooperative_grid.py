@@ -36,7 +36,7 @@ class _Stop(BaseException):
     """Unwinds a paused program of a grid in which another program failed."""
 
 
-class _Seat:
+class _ProgramThread:
     """A thread that runs programs, but only in its turn."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Seat:
         self.unchanged: Unchanged | None = None
         """``None``: the program takes its turn unconditionally."""
 
-    def can_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         return self.unchanged is None or not self.unchanged()
 
     def give_turn(self) -> None:
@@ -66,7 +66,7 @@ class _Seat:
 
 class _Local(threading.local):
     grid: CooperativeGrid | None = None
-    seat: _Seat | None = None
+    worker: _ProgramThread | None = None
 
 
 _local = _Local()
@@ -92,24 +92,24 @@ class CooperativeGrid:
         self._count, self._body, self._state = count, body, state
         self._residents = count if residents is None else residents
         self._next = 0
-        self._front = _Seat()  # the only seat that starts programs
-        self._ready: deque[_Seat] = deque()  # every seat except the running one
+        self._starter = _ProgramThread()  # the only seat that starts programs
+        self._ready: deque[_ProgramThread] = deque()  # every seat except the running one
         self._pauses = 0  # since a program last started or ended
         self._threads: list[threading.Thread] = []
-        self._all_left = _Seat()
+        self._all_done = _ProgramThread()
         self._error: BaseException | None = None
 
     def run(self) -> None:
         """Run all programs. The first exception of any program ends the grid and is raised here.
         All threads have ended when this returns or raises."""
-        outer = _local.grid, _local.seat
+        outer = _local.grid, _local.worker
         try:
-            self._alternate(self._front)
+            self._alternate(self._starter)
         finally:
-            _local.grid, _local.seat = outer
+            _local.grid, _local.worker = outer
         if self._ready:
             self._ready.popleft().give_turn()
-            self._all_left.await_turn(self._fail)
+            self._all_done.await_turn(self._fail)
         for thread in self._threads:
             thread.join()
         if self._error is not None:
@@ -121,69 +121,69 @@ class CooperativeGrid:
         Returns when ``unchanged`` returns False. Without ``unchanged``, waits ``seconds`` if every
         program is waiting. Returns ``False`` if no other program of the grid could take a turn.
         """
-        seat = _local.seat
-        assert seat is not None, "only a program of this grid can pause it"
-        if self._starts_next(seat) and 1 + len(self._ready) < self._residents:
-            self._front = _Seat()
-            self._start_thread(self._front)
-            self._ready.appendleft(self._front)
+        worker = _local.worker
+        assert worker is not None, "only a program of this grid can pause it"
+        if self._starts_next(worker) and 1 + len(self._ready) < self._residents:
+            self._starter = _ProgramThread()
+            self._start_thread(self._starter)
+            self._ready.appendleft(self._starter)
         if not self._ready:
             return False
-        seat.unchanged = unchanged
+        worker.unchanged = unchanged
         if unchanged is None:
             self._pauses += 1
             if self._pauses > len(self._ready):  # all wait for something outside this grid
                 self._pauses = 0
                 time.sleep(seconds)
-        for nap in _naps():
+        for nap in _poll_intervals():
             if self._error is not None:
                 raise _Stop
-            if (other := self._next_to_go()) is not None:
-                self._pass_turn(seat, other)
+            if (other := self._next_runnable()) is not None:
+                self._pass_turn(worker, other)
                 break
-            if seat.can_go_on():
+            if worker.can_continue():
                 break
             time.sleep(nap)
         return True
 
-    def _alternate(self, seat: _Seat) -> None:
+    def _alternate(self, worker: _ProgramThread) -> None:
         """Start programs in order until this seat's program pauses and another seat takes over."""
-        _local.grid, _local.seat = self, seat
+        _local.grid, _local.worker = self, worker
         try:
-            while self._starts_next(seat) and self._error is None:
+            while self._starts_next(worker) and self._error is None:
                 program, self._next = self._next, self._next + 1
                 self._pauses = 0
                 self._body(program)
                 self._pauses = 0
-                if self._starts_next(seat) and (other := self._next_to_go()) is not None:
-                    seat.unchanged = None  # it has programs to start
-                    self._pass_turn(seat, other)
+                if self._starts_next(worker) and (other := self._next_runnable()) is not None:
+                    worker.unchanged = None  # it has programs to start
+                    self._pass_turn(worker, other)
         except _Stop:
             pass
         except BaseException as error:
             self._fail(error)
 
-    def _starts_next(self, seat: _Seat) -> bool:
-        return self._front is seat and self._next < self._count
+    def _starts_next(self, worker: _ProgramThread) -> bool:
+        return self._starter is worker and self._next < self._count
 
-    def _next_to_go(self) -> _Seat | None:
-        return next((seat for seat in self._ready if seat.can_go_on()), None)
+    def _next_runnable(self) -> _ProgramThread | None:
+        return next((worker for worker in self._ready if worker.can_continue()), None)
 
-    def _pass_turn(self, seat: _Seat, other: _Seat) -> None:
+    def _pass_turn(self, worker: _ProgramThread, other: _ProgramThread) -> None:
         saved = dict(self._state)
         self._ready.remove(other)
-        self._ready.append(seat)
+        self._ready.append(worker)
         other.give_turn()
-        seat.await_turn(self._fail)
+        worker.await_turn(self._fail)
         self._state.update(saved)
         if self._error is not None:
             raise _Stop
 
-    def _start_thread(self, seat: _Seat) -> None:
+    def _start_thread(self, worker: _ProgramThread) -> None:
         def work() -> None:
-            seat.await_turn(self._fail)
-            self._alternate(seat)
-            (self._ready.popleft() if self._ready else self._all_left).give_turn()
+            worker.await_turn(self._fail)
+            self._alternate(worker)
+            (self._ready.popleft() if self._ready else self._all_done).give_turn()
 
         # The context carries numpy's error state, which a kernel inherits from its launcher.
         thread = threading.Thread(
@@ -200,29 +200,29 @@ class CooperativeGrid:
             self._error = error
 
 
-def pause(looks: int = 0, unchanged: Unchanged | None = None) -> bool:
-    """Pause a blocked wait after ``looks`` earlier polls without success.
+def pause(polls: int = 0, unchanged: Unchanged | None = None) -> bool:
+    """Pause a blocked wait after ``polls`` earlier polls without success.
 
     Lets another program of the grid run and returns ``True``. If there is no other program, sleeps,
     so that copy threads and other processes can run, and returns ``False``. The sleep grows with
-    ``looks`` from 200 µs to 5 ms: a poll costs as much as the first sleep, and with more ranks than
+    ``polls`` from 200 µs to 5 ms: a poll costs as much as the first sleep, and with more ranks than
     cores, polling takes the core from the rank that should set the flag. With ``unchanged``,
     returns when ``unchanged`` returns False.
     """
-    seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)
+    seconds = min(PAUSE_SECONDS * (1 + polls), LONGEST_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds, unchanged):
         return True
     if unchanged is None:
         time.sleep(seconds)
         return False
-    for nap in _naps():
+    for nap in _poll_intervals():
         if not unchanged():
             break
         time.sleep(nap)
     return False
 
 
-def _naps() -> Iterator[float]:
+def _poll_intervals() -> Iterator[float]:
     """Yield the seconds to sleep between cheap polls, growing with the time waited."""
     began = time.monotonic()
     while True:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from triton_dist.runtime.job import job_folder, made_folder, runs
+from triton_dist.runtime.job import create_job_folder, is_running, job_folder
 
 
 @contextmanager
 def paused() -> Iterator[None]:
     """Context manager that pauses the deadlines of all ranks of the job on this host."""
-    folder, begin = made_folder(), time.monotonic()
+    folder, begin = create_job_folder(), time.monotonic()
     note = folder / f"stopped-{os.getpid()}-{threading.get_ident()}"
     note.write_text(repr(begin))
     try:
@@ -43,7 +43,7 @@ def _seconds_paused(since: float) -> float:
     with suppress(OSError):
         for note in folder.glob("stopped-*"):
             with suppress(OSError, ValueError):  # removed, or not yet written
-                if runs(int(note.name.split("-")[1])):
+                if is_running(int(note.name.split("-")[1])):
                     spans.append((float(note.read_text()), now))
         for line in (folder / "pauses").read_text().splitlines():
             first, _, last = line.partition(" ")

@@ -15,7 +15,7 @@ from triton_dist._traceback import fold_uncaught
 from triton_dist.errors import DeviceUnavailable
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.place import Place, refusal
+from triton_dist.runtime.device.place import Place, sharing_error
 from triton_dist.runtime.random import init_seed
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
@@ -84,13 +84,13 @@ def _join_world() -> None:
     dist.init_process_group(timeout=_TIMEOUT, **options)
     if on_gpu and is_shared:
         try:
-            _settle_on(gpu)
+            _use_shared_gpu(gpu)
         except BaseException:
             dist.destroy_process_group()
             raise
 
 
-def _settle_on(gpu: int) -> None:
+def _use_shared_gpu(gpu: int) -> None:
     """Make ``gpu``, which other ranks use too, the current device. Collective.
 
     Raises:
@@ -100,7 +100,8 @@ def _settle_on(gpu: int) -> None:
     places = ranks.all_gather("GPUs of the ranks", Place.of(gpu))
     for machine in sorted({place.machine for place in places}):
         here = [rank for rank, place in enumerate(places) if place.machine == machine]
-        refused = refusal([places[rank] for rank in here], lambda n: ranks.named(here[n]))  # noqa: B023
+        names = [ranks.global_rank(rank) for rank in here]
+        refused = sharing_error([places[rank] for rank in here], names.__getitem__)
         if refused is not None:
             raise refused
     failed = ""
@@ -112,7 +113,7 @@ def _settle_on(gpu: int) -> None:
         if failure:
             raise DeviceUnavailable(
                 f"cuda:{gpu}",
-                f"rank {ranks.named(rank)} cannot use its shared GPU: {failure}",
+                f"rank {ranks.global_rank(rank)} cannot use its shared GPU: {failure}",
                 "Start fewer ranks: each needs about 0.5 GB before it allocates anything.",
             )
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def weak(method: Callable[..., T]) -> Callable[..., T]:
+def weak_method(method: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls a bound ``method`` without keeping its object alive.
 
     An object that stores its own bound methods is part of a reference cycle, and its memory is
@@ -40,7 +40,7 @@ class _Collection:
 _collection = _Collection()
 
 
-class uncollected:
+class no_garbage_collection:
     """Context manager that disables garbage collection; may be entered by several threads.
 
     Freeing garbage may call CUDA functions that are not allowed in a capture. Between launches that

@@ -156,7 +156,7 @@ class Operators:
         self._constants: dict[tuple[str, Any], Any] = {}
         self._results: dict[tuple[str, str], Any] = {}
 
-    def of(self, method: str, slow: Operator) -> Operator:
+    def operator_for(self, method: str, slow: Operator) -> Operator:
         """Return ``tl.tensor.<method>`` for a launch; ``slow`` is upstream's method."""
         name = method.strip("_") if method.startswith("__") else ""
         if name == "add":
@@ -169,13 +169,18 @@ class Operators:
 
     def _forward(self, name: str, slow: Operator) -> Operator:
         operation, kinds = _OPERATIONS[name]
-        compares, tensor, int1, made = name in _COMPARISONS, tl.tensor, tl.int1, self._made
-        constant = self._distance if name in _SHIFTS else self._constant
+        compares, tensor, int1, wrap_result = (
+            name in _COMPARISONS,
+            tl.tensor,
+            tl.int1,
+            self._wrap_result,
+        )
+        constant = self._shift_count if name in _SHIFTS else self._constant
         result_type = self._result_type
 
         def call(self: Any, other: Any) -> Any:
             dtype, left, kind = self.dtype, self.handle, self.type
-            numbers, held = left.data, left.dtype
+            numbers, result_dtype = left.data, left.dtype
             if numbers.dtype is not kinds.get(dtype.name):
                 return slow(self, other)
             if type(other) is tensor:
@@ -187,20 +192,25 @@ class Operators:
                     if kind is None:
                         return slow(self, other)
                     if kind.scalar is not dtype:
-                        held = kind.scalar
+                        result_dtype = kind.scalar
             else:
                 others = constant(other, dtype)
                 if others is None:
                     return slow(self, other)
             if compares:
                 kind = kind.with_element_ty(int1) if kind.is_block() else int1
-            return made(operation(numbers, others), held, kind)
+            return wrap_result(operation(numbers, others), result_dtype, kind)
 
         return call
 
     def _reflected(self, name: str, slow: Operator) -> Operator:
         operation, kinds = _OPERATIONS[name]
-        compares, int1, made, constant = name in _COMPARISONS, tl.int1, self._made, self._constant
+        compares, int1, wrap_result, constant = (
+            name in _COMPARISONS,
+            tl.int1,
+            self._wrap_result,
+            self._constant,
+        )
 
         def call(self: Any, other: Any) -> Any:
             dtype, numbers, kind = self.dtype, self.handle.data, self.type
@@ -211,14 +221,14 @@ class Operators:
                 return slow(self, other)
             if compares:
                 kind = kind.with_element_ty(int1) if kind.is_block() else int1
-            return made(operation(others, numbers), dtype, kind)
+            return wrap_result(operation(others, numbers), dtype, kind)
 
         return call
 
     def _addresses(self, slow: Operator) -> Operator:
         """Return the operator that adds offsets to addresses."""
         tensor, pointer, int32 = tl.tensor, tl.pointer_type, tl.int32
-        made, constant = self._made, self._constant
+        wrap_result, constant = self._wrap_result, self._constant
 
         def call(self: Any, other: Any) -> Any:
             dtype, kind = self.dtype, self.type
@@ -239,11 +249,11 @@ class Operators:
                     return slow(self, other)
             size = max(1, dtype.element_ty.primitive_bitwidth // 8)
             addresses = self.handle.data + size * offsets.astype(np.uint64)
-            return made(addresses, self.handle.dtype, kind)
+            return wrap_result(addresses, self.handle.dtype, kind)
 
         return call
 
-    def _made(self, data: Any, dtype: Any, kind: Any) -> Any:
+    def _wrap_result(self, data: Any, dtype: Any, kind: Any) -> Any:
         """Wrap ``data``, which fits ``dtype``, as a tensor of type ``kind``."""
         handle = object.__new__(self._handle)
         handle.data, handle.dtype, handle.attr = data, dtype, {}
@@ -266,7 +276,7 @@ class Operators:
             self._constants[dtype.name, value] = known
         return known
 
-    def _distance(self, value: Any, dtype: Any) -> Any:
+    def _shift_count(self, value: Any, dtype: Any) -> Any:
         """Return a shift distance as an array, or None if upstream must warn about it."""
         bits = value.value if type(value) is tl.constexpr else value
         return self._constant(value, dtype) if type(bits) is int and 0 <= bits < 32 else None

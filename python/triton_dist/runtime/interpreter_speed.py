@@ -24,13 +24,13 @@ def install(upstream: Any) -> None:
     """Make Triton's interpreter, the module ``upstream``, faster."""
     share_shapes()
     share_block_types(upstream)
-    keep_dtypes(upstream)
-    keep_promotions()
-    leave_what_agrees()
+    cache_dtypes(upstream)
+    cache_promotions()
+    skip_needless_casts()
     compare_types_by_identity()
     unwrap_by_type()
-    broadcast_what_differs()
-    check_sizes_at_once(upstream)
+    skip_needless_broadcasts()
+    check_sizes_faster(upstream)
     call_builtins_directly(upstream)
 
 
@@ -58,7 +58,7 @@ def share_shapes() -> None:
     tl.tensor.__init__ = init
 
 
-def keep_dtypes(upstream: Any) -> None:
+def cache_dtypes(upstream: Any) -> None:
     """Cache the numpy dtype of each Triton type. Upstream builds the table at each lookup."""
     original = upstream._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
@@ -108,12 +108,12 @@ def share_block_types(upstream: Any) -> None:
     upstream.InterpreterBuilder.get_block_ty = lambda self, dtype, shape: block(dtype, shape)
 
 
-def keep_promotions() -> None:
+def cache_promotions() -> None:
     """Cache the type in which an operation on two scalar types is computed."""
     TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
 
 
-def leave_what_agrees() -> None:
+def skip_needless_casts() -> None:
     """Skip conversions of operands that already have the required type."""
     check, cast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
     tensor, plain = tl.tensor, {"int32", "int64", "fp32"}
@@ -153,7 +153,7 @@ def unwrap_by_type() -> None:
     core._unwrap_if_constexpr = unwrap
 
 
-def broadcast_what_differs() -> None:
+def skip_needless_broadcasts() -> None:
     """Skip the broadcast of operands of equal shape."""
     original = TritonSemantic.broadcast_impl_value
 
@@ -169,7 +169,7 @@ def broadcast_what_differs() -> None:
     TritonSemantic.broadcast_impl_value = broadcast
 
 
-def check_sizes_at_once(upstream: Any) -> None:
+def check_sizes_faster(upstream: Any) -> None:
     """Check that values fit their type in one comparison instead of three calls."""
     handle, pointer = upstream.TensorHandle, tl.pointer_type
     original = handle.__post_init__
@@ -199,7 +199,7 @@ def call_builtins_directly(upstream: Any) -> None:
         return call
 
     def fast(package: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return operators.of(name, call) if package is tl.tensor else call
+        return operators.operator_for(name, call) if package is tl.tensor else call
 
     def patch(package: Any, _builder: Any, scope: Any) -> None:
         if package not in builtins:

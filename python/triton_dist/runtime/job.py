@@ -29,7 +29,7 @@ def job_folder() -> Path:
     return _root() / f"{_prefix()}{job}"
 
 
-def made_folder() -> Path:
+def create_job_folder() -> Path:
     """Create the job's folder if needed, register this process as a member and return the folder.
     Removes folders without a running member, because a killed process cannot remove its own."""
     folder = job_folder()
@@ -46,21 +46,21 @@ def made_folder() -> Path:
     return folder
 
 
-def job_folders(holds: str) -> dict[str, Path]:
-    """Return the folders of running jobs that contain a file matching ``holds``, by job name."""
+def job_folders(pattern: str) -> dict[str, Path]:
+    """Return the folders of running jobs that contain a file matching ``pattern``, by job name."""
     return {
         folder.name.removeprefix(_prefix()): folder
         for folder in sorted(_root().glob(f"{_prefix()}*"))
-        if any(folder.glob(holds)) and _members(folder)
+        if any(folder.glob(pattern)) and _members(folder)
     }
 
 
 def _members(folder: Path) -> list[int]:
     pids = [int(path.name.removeprefix(_MEMBER)) for path in folder.glob(f"{_MEMBER}*")]
-    return [pid for pid in pids if runs(pid)]
+    return [pid for pid in pids if is_running(pid)]
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Return whether process ``pid`` runs. A zombie does not count."""
     try:
         os.kill(pid, 0)

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-NAMES = ("wait", "load", "mma", "store", "push")
+MARK_NAMES = ("wait", "load", "mma", "store", "push")
 """Names of marks; compiled kernels store the index in this tuple."""
-MOST = 1 << 18
+MAX_MARKS = 1 << 18
 """Maximum number of stored marks; further marks are only counted."""
-HEAD, WORDS = 4, 3
+HEADER_WORDS, WORDS_PER_MARK = 4, 3
 """Number of int64 words before the first mark (word 0 counts marks), and per mark: begin, end,
 and a packed word that ``Mark.of_words`` decodes."""
 _PREFIX = "triton_dist-marks-"
-_CODE = 1
+_CODE_VERSION = 1
 """Version of the code that kernels run at a mark; a change invalidates cached kernels."""
 
 
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def of_words(cls, begin_ns: int, end_ns: int, what: int) -> Mark:
-        return cls(NAMES[what & 0xFF], what >> 32, what >> 8 & 0xFF, begin_ns, end_ns)
+        return cls(MARK_NAMES[what & 0xFF], what >> 32, what >> 8 & 0xFF, begin_ns, end_ns)
 
 
 class Marks:
@@ -55,7 +55,7 @@ class Marks:
         self._count = 0
         self._buffer = None if device is None else _buffer(device)
         if self._buffer is not None:
-            self._buffer[:HEAD] = 0
+            self._buffer[:HEADER_WORDS] = 0
 
     @property
     def address(self) -> int:
@@ -64,7 +64,7 @@ class Marks:
     def add(self, mark: Mark) -> None:
         """Add a mark of an interpreted kernel."""
         self._count += 1
-        if len(self._listed) < MOST:
+        if len(self._listed) < MAX_MARKS:
             self._listed.append(mark)
 
     @contextmanager
@@ -81,7 +81,9 @@ class Marks:
         if self._buffer is None:
             return list(self._listed), self._count
         count = int(self._buffer[0])
-        words = self._buffer[HEAD : HEAD + WORDS * min(count, MOST)].view(-1, WORDS)
+        words = self._buffer[
+            HEADER_WORDS : HEADER_WORDS + WORDS_PER_MARK * min(count, MAX_MARKS)
+        ].view(-1, WORDS_PER_MARK)
         return [Mark.of_words(*each) for each in words.tolist()], count
 
 
@@ -104,7 +106,7 @@ class _State:
             others = knobs.instrumentation_mode.split(",")
             names = [name for name in others if name and not name.startswith(_PREFIX)]
             if self.marks is not None and self.marks.address:
-                names.append(f"{_PREFIX}{_CODE}@{self.marks.address:x}")
+                names.append(f"{_PREFIX}{_CODE_VERSION}@{self.marks.address:x}")
             knobs.instrumentation_mode = ",".join(names)
 
 
@@ -129,4 +131,6 @@ def off() -> Iterator[None]:
 @functools.cache
 def _buffer(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.zeros(HEAD + WORDS * MOST, dtype=torch.int64, device=device)
+        return torch.zeros(
+            HEADER_WORDS + WORDS_PER_MARK * MAX_MARKS, dtype=torch.int64, device=device
+        )

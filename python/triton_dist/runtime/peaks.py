@@ -72,10 +72,13 @@ def device_peak(index: int | None = None) -> Peak:
     fitting = [name for name in _BY_NAME if name in facts["gpu"]]
     if fitting:
         return _BY_NAME[max(fitting, key=len)]  # the longest match: "H20" is a prefix of "H200"
-    alike = _BY_NAME[_BY_CAPABILITY.get(int(facts["capability"].split(".")[0]), "A100")]
+    reference = _BY_NAME[_BY_CAPABILITY.get(int(facts["capability"].split(".")[0]), "A100")]
     sms = int(facts["sms"])
     return Peak(
-        alike.tflops * sms / alike.sms, alike.memory_gbps * sms / alike.sms, _PCIE_GEN4_X16, sms
+        reference.tflops * sms / reference.sms,
+        reference.memory_gbps * sms / reference.sms,
+        _PCIE_GEN4_X16,
+        sms,
     )
 
 

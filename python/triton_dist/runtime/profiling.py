@@ -30,7 +30,7 @@ def perf_func(func: Callable[[], T], iters: int, warmup_iters: int) -> tuple[T, 
     Raises:
         InvalidArgument: ``iters`` is below 1.
     """
-    _refuse_none("perf_func", iters)
+    _check_iters("perf_func", iters)
     device = current_device()
     for _ in range(warmup_iters):
         func()
@@ -54,7 +54,7 @@ def perf_func_with_l2_reset(
     Raises:
         InvalidArgument: ``iters`` is below 1.
     """
-    _refuse_none("perf_func_with_l2_reset", iters)
+    _check_iters("perf_func_with_l2_reset", iters)
     device = current_device()
     timers = [device.timer() for _ in range(iters)]
     for _ in range(warmup_iters):
@@ -68,7 +68,7 @@ def perf_func_with_l2_reset(
     return output, sum(timer.milliseconds() for timer in timers) / iters
 
 
-def _refuse_none(function: str, iters: int) -> None:
+def _check_iters(function: str, iters: int) -> None:
     if not isinstance(iters, int) or iters < 1:
         raise InvalidArgument(function, "iters", iters, "an int, 1 or more")
 
@@ -137,8 +137,8 @@ def _warn(text: str) -> bool:
 def _megahertz(uuid: str) -> tuple[int, int]:
     query = "--query-gpu=clocks.sm,clocks.max.sm"
     command = ["nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-    now, top = map(int, told.split(","))
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    now, top = map(int, output.split(","))
     return now, top
 
 

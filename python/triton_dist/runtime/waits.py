@@ -2,8 +2,8 @@
 
 The host learns whether a wait gave up only after the device has finished. If an op waited for the
 device inside its call, every sample of a tuner would be longer. The op therefore passes its check
-to the tuner if the tuner has announced that it settles checks after each call (``settling``), and
-checks within the call otherwise.
+to the tuner if the tuner has announced that it settles checks after each call
+(``deferred_checks``), and checks within the call otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLLS_PER_SECOND = 2_000_000
 _limits: list[float] = []
 
 
-on_look: Callable[[Any, Any, Any, int, int, bool], None] | None = None
+on_poll: Callable[[Any, Any, Any, int, int, bool], None] | None = None
 """Called for each unsuccessful poll of an interpreted wait, if kernels are checked. Arguments:
 pointers, the value seen, the value awaited, the number of flag bits that hold a size, the number of
 earlier polls, and whether the wait is overdue."""
@@ -49,7 +49,7 @@ class Device(Protocol):
 def bounded_waits(seconds: float) -> Iterator[None]:
     """Context manager in which waits in kernels give up after ``seconds``.
 
-    An op whose wait gave up raises ``WaitTimeout``, in the call or through ``settling``. A
+    An op whose wait gave up raises ``WaitTimeout``, in the call or through ``deferred_checks``. A
     candidate that deadlocks therefore fails, and the GPU stays usable.
     """
     _limits.append(seconds)
@@ -66,6 +66,11 @@ os.register_at_fork(after_in_child=_limits.clear)
 def limit_seconds() -> float | None:
     """Return the current limit for kernels on GPUs, or ``None`` without one."""
     return min(_limits, default=None)
+
+
+def are_limited() -> bool:
+    """Return whether a limit is active, which means that an op is being tuned."""
+    return bool(_limits)
 
 
 def limit_polls() -> int:
@@ -86,7 +91,7 @@ def interpreted_limit_seconds() -> float:
     return min([knobs.wait_timeout.get(), *_limits])
 
 
-class _Settling:
+class _DeferredChecks:
     """Checks passed by ops, without duplicates. They are kept until the end, because a CUDA graph
     that was captured here repeats the waits at each replay without calling the op."""
 
@@ -115,37 +120,37 @@ class _OfThread(threading.local):
     threads check in their call."""
 
     def __init__(self) -> None:
-        self.settlings: list[_Settling] = []
+        self.contexts: list[_DeferredChecks] = []
 
 
 _thread = _OfThread()
 
 
 @contextmanager
-def settling(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
+def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
     """Context manager in which ops of this thread pass their checks to the caller.
 
     Yields a function to call after each op, outside of the timed section. It waits up to
     ``seconds`` for ``device`` and raises ``WaitTimeout`` if a wait gave up. If the contexts are
     nested, the outer one is settled first, so that its errors are not attributed to the inner one.
     """
-    settlings, own = _thread.settlings, _Settling(device)
-    if settlings:
-        settlings[-1].settle(seconds)
-    settlings.append(own)
+    contexts, own = _thread.contexts, _DeferredChecks(device)
+    if contexts:
+        contexts[-1].settle(seconds)
+    contexts.append(own)
     try:
         yield functools.partial(own.settle, seconds)
     finally:
-        settlings.remove(own)
+        contexts.remove(own)
         # Drop the checks of a call that raised, without waiting.
         with suppress(Exception):
             own.settle(0.0)
 
 
-def leave(check: Check) -> bool:
-    """Pass ``check`` to the innermost ``settling`` of this thread. Return ``False`` if there is
-    none; then the caller must check now."""
-    if not _thread.settlings:
+def defer(check: Check) -> bool:
+    """Pass ``check`` to the innermost ``deferred_checks`` of this thread. Return ``False`` if there
+    is none; then the caller must check now."""
+    if not _thread.contexts:
         return False
-    _thread.settlings[-1].checks[check] = None
+    _thread.contexts[-1].checks[check] = None
     return True

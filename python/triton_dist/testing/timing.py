@@ -70,14 +70,14 @@ def interleaved(
     own: dict[str, list[float]] = {name: [] for name in candidates}
     queueing = 0.0  # longest host time of a call, in seconds
 
-    def hold() -> None:
+    def delay_stream() -> None:
         device.flush_cache()
-        device.hold(queueing)
+        device.delay_stream(queueing)
 
     for round_number in range(warmup_rounds + rounds):
         for name, call in candidates.items():
             timer = device.timer()
-            ranks.align("interleaved timing", hold=hold)
+            ranks.align("interleaved timing", queue_work=delay_stream)
             timer.start()
             began = time.perf_counter()
             call()

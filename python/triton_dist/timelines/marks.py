@@ -10,7 +10,7 @@ import torch
 
 from triton_dist.language._marks import ClockReading
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.marking import NAMES, Mark, Marks
+from triton_dist.runtime.marking import MARK_NAMES, Mark, Marks
 from triton_dist.timelines import trace
 
 PROCESS = "marks in kernels"
@@ -86,7 +86,7 @@ def shares(marks: list[Mark]) -> dict[str, float]:
     The time of a program is from its first mark to its last. A nested mark counts for both marks.
     """
     rows: dict[tuple[int, int], tuple[int, int]] = {}
-    spent = dict.fromkeys(NAMES, 0)
+    spent = dict.fromkeys(MARK_NAMES, 0)
     for mark in marks:
         row = mark.program, mark.group
         begin, end = rows.get(row, (mark.begin_ns, mark.end_ns))

@@ -206,7 +206,7 @@ def _agree_to_write(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
     for rank, refused in enumerate(ranks.all_gather("files of timelines", why)):
         if refused:
             folder = str(files[-1].parent)
-            expected = f"a folder that rank {ranks.named(rank)} can write to ({refused})"
+            expected = f"a folder that rank {ranks.global_rank(rank)} can write to ({refused})"
             raise InvalidArgument("group_profile", "folder", folder, expected)
 
 

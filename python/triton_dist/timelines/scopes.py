@@ -33,13 +33,15 @@ class Scopes:
             OpInfo only has the function's name.
 
     Args:
-        ranged: also open NVTX ranges, which other profilers read.
+        nvtx_range: also open NVTX ranges, which other profilers read.
     """
 
-    def __init__(self, opened: Opened, marked: Marked = nullcontext, ranged: bool = True) -> None:
+    def __init__(
+        self, opened: Opened, marked: Marked = nullcontext, nvtx_range: bool = True
+    ) -> None:
         self.calls: dict[str, Facts] = {}
         self._opened, self._marked = opened, marked
-        self._ranged = current_device().ranged if ranged else nullcontext
+        self._ranged = current_device().nvtx_range if nvtx_range else nullcontext
         # Import all ops and query the driver now instead of in the first call.
         _opinfos()
         device_peak()
@@ -126,7 +128,7 @@ def recorded(file: Path) -> Iterator[None]:
         raise DeviceUnavailable(device.name, f"Proton failed: {error}", remedy) from error
     scopes = Scopes(
         lambda name, numbers: proton.scope(name.rpartition(" #")[0], numbers),
-        ranged=False,  # Proton turns NVTX ranges into scopes, which would duplicate each call
+        nvtx_range=False,  # Proton turns NVTX ranges into scopes, which would duplicate each call
     )
     try:
         with scopes.on():

@@ -114,16 +114,16 @@ class Agreement:
         """
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
-                texts = {ranks.named(rank): text for rank, (_, text) in enumerate(each)}
+                texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
                 raise ranks.ended_by(RankDisagreement(each[ranks.rank][0], texts))
         # Bound constants may differ. All other parts of the fingerprint must be equal to rank 0's.
         first, *others = agreed([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
             by_rank: dict[int, object] = {
-                ranks.named(0): "(the other ranks are compared with this rank)"
+                ranks.global_rank(0): "(the other ranks are compared with this rank)"
             }
             for rank, other in enumerate(others, start=1):
-                by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "equal"
+                by_rank[ranks.global_rank(rank)] = "; ".join(first.diff(other)) or "equal"
             what = f"the hardware, versions, source code or settings of {name}"
             raise ranks.ended_by(RankDisagreement(what, by_rank))
         self.fingerprint = first
@@ -131,7 +131,9 @@ class Agreement:
         self.all_hold_it = len({verdict.record for verdict in verdicts}) == 1
         self.leader = proposals[0]
         self.capturing = any(proposal.capturing for proposal in proposals)
-        self.frozen = [ranks.named(r) for r, proposal in enumerate(proposals) if proposal.frozen]
+        self.frozen = [
+            ranks.global_rank(r) for r, proposal in enumerate(proposals) if proposal.frozen
+        ]
         self.runs = all(proposal.runs for proposal in proposals)
         # A record that depends on bound constants is valid only if these are equal on all ranks.
         # The holder has already compared them with the record.

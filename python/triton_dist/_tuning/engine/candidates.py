@@ -230,7 +230,7 @@ class WarmStart:
             finally:
                 del answer, failure  # the error refers to this frame
         if decided.failure is not None:
-            raised = {ranks.named(0): decided.failure}
+            raised = {ranks.global_rank(0): decided.failure}
             raise RankDisagreement(f"{decided.raising} of {self._subject.name}", raised)
         # The kept configs are too many to send, and only the leader's search needs them.
         if decided.kept is None:
@@ -274,7 +274,7 @@ class WarmStart:
                     record = near.predict(self._key, pruning.answer.listed, timestamp())
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
                     pruning.cause, failure = error, f"{ASKED} raised {said(error)}"
-        failure = failure and f"{failure} on rank {self._ranks.named(0)}"
+        failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
         seconds = self._parts.settings.seconds
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
 

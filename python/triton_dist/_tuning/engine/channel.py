@@ -106,11 +106,11 @@ class Channel:
         self.on_stuck: Callable[[Config, Failure], object] | None = None
         self.final_error: Exception | None = None
 
-    def named(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return the global rank, for messages, errors and records."""
-        return self._ranks.named(rank)
+        return self._ranks.global_rank(rank)
 
-    def meet(self, at: Step, value: T, soon: bool = False) -> list[T]:
+    def first_all_gather(self, at: Step, value: T, soon: bool = False) -> list[T]:
         """Gather ``value`` from all ranks as the first message.
 
         Args:
@@ -121,7 +121,7 @@ class Channel:
         """
         # Inside a trial of another function, a failed rank reports at the end of that trial's step.
         limit = self._seconds if self._is_nested or soon else None
-        values = self._exchange(at, lambda: self._ranks.meet(str(at), value, limit))
+        values = self._exchange(at, lambda: self._ranks.first_all_gather(str(at), value, limit))
         self.has_met = True
         return values
 
@@ -143,9 +143,9 @@ class Channel:
         limit = self._limit(after)
         return self._exchange(at, lambda: self._ranks.all_gather(str(at), value, limit))
 
-    def line_up(self) -> None:
+    def align_devices(self) -> None:
         """Make the devices of all ranks start the next work together, after an ``all_gather``."""
-        self._ranks.line_up()
+        self._ranks.align_devices()
 
     def ended_by(self, error: Exception) -> Exception:
         """Note that all ranks raise ``error`` and send no more messages. Return ``error``."""
@@ -206,19 +206,19 @@ class Channel:
         If other ranks failed, ended or are stopped, this rank may wait for them in a collective.
         The error then names them first.
         """
-        own, because = self.named(self.rank), self._failed()
+        own, because = self.global_rank(self.rank), self._failed()
         missing = list(because) or [own]
         because[own] = f"{how}, where it may wait for the others" if because else how
         return self._timeout(at, missing, seconds, because, blames=True)
 
     def _failed(self) -> dict[int, str]:
         """Return the other ranks that failed or cannot send a message, with the reasons."""
-        values, because = self._ranks.others()
+        values, because = self._ranks.pending_values()
         known = dict(because)
         for rank, value in values.items():
             if isinstance(value, Failure):
                 known[rank] = f"failed: {value.message}"
-        return {self.named(rank): why for rank, why in sorted(known.items())}
+        return {self.global_rank(rank): why for rank, why in sorted(known.items())}
 
     def _exchange(self, at: Step, message: Callable[[], T]) -> T:
         try:
@@ -239,7 +239,7 @@ class Channel:
     def _explained(self, at: Step, late: RankTimeout) -> Exception:
         """Return the error for a message that some rank did not send."""
         if late.refusals:
-            ranks = [self.named(rank) for rank in range(self.size)]
+            ranks = [self.global_rank(rank) for rank in range(self.size)]
             by_rank = {r: "has not called yet" if r in late.missing else "valid" for r in ranks}
             by_rank |= late.refusals
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
@@ -261,7 +261,7 @@ class Channel:
         """Return the error for missing ranks. If ``blames``, quarantine the config being tried."""
         config = self.blamed_config(at)
         error = TuningTimeout(
-            rank=self.named(self.rank),
+            rank=self.global_rank(self.rank),
             function=self._function,
             phase=at.phase,
             config=config,

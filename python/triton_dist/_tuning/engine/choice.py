@@ -149,7 +149,7 @@ def use_first(
         for rank, text in enumerate(failures):
             if text:
                 random_state.rewind()
-                return f"{source} failed on rank {ranks.named(rank)}: {text}"
+                return f"{source} failed on rank {ranks.global_rank(rank)}: {text}"
         return ""
 
     try:

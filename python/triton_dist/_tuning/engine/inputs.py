@@ -170,6 +170,6 @@ def sampled_calls(
         finally:
             del failure  # the error refers to this frame
     if len(set(said)) > 1:
-        by_rank = {ranks.named(rank): each for rank, each in enumerate(said)}
+        by_rank = {ranks.global_rank(rank): each for rank, each in enumerate(said)}
         raise RankDisagreement(f"input_variants_fn of {subject.name}", by_rank)
     return calls

@@ -141,7 +141,7 @@ class Common:
     journal: Callable[[Key], Journal]
     quiet: Callable[[], AbstractContextManager[object]]
     """Context manager around trials: bounds the waits in kernels."""
-    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
+    deferred_checks: Callable[[], AbstractContextManager[Callable[[], None]]]
     """Context manager that returns a function to call after each run, untimed. It raises if a
     wait gave up."""
     tuning_lock: Callable[[], AbstractContextManager[object]]

@@ -73,7 +73,7 @@ class Report:
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
         )
         self._show(line)
-        self._log.line(f"rank {ranks.named(ranks.rank)}: {line}")
+        self._log.line(f"rank {ranks.global_rank(ranks.rank)}: {line}")
         self._event(
             "begin",
             function=self._key.full_name,

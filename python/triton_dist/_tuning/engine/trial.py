@@ -112,8 +112,8 @@ class Sampler:
                     # includes the host's launch latency. A failed rank does this too.
                     if not failures and self._policy.flush:
                         self._device.flush_cache()
-                    self._device.hold(self._queueing.get(at.config, 0.0))
-                self._ranks.line_up()
+                    self._device.delay_stream(self._queueing.get(at.config, 0.0))
+                self._ranks.align_devices()
                 if not failures:
                     with _noted(failures):
                         self._run(at, watch, timers[-1], call)
@@ -354,7 +354,7 @@ class Attempts:
         except Exception as error:
             if self._ranks.final_error is not None:
                 raise
-            own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
+            own = failure_of(error, kind, int(self._ranks.global_rank(self._ranks.rank)))
             if self._error is None and self._first_measured is None:
                 self._error = error
                 traceback.clear_frames(error.__traceback__)  # they hold the memory of the config
@@ -451,7 +451,9 @@ class Attempts:
             own = text_of(error)
         votes = self._ranks.all_gather(at, own, self._parts.settings.seconds)
         causes = {
-            self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
+            self._ranks.global_rank(rank): cause
+            for rank, cause in enumerate(votes)
+            if cause is not None
         }
         if causes:
             if self._ranks.is_leader and config is not None and failure is not None:

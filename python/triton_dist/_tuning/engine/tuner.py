@@ -139,7 +139,7 @@ class _FirstCall:
         # Rule 1 of ``resolve``: a rank holds a valid record.
         if agreement.holder is not None:
             record = self._shared_record(agreement, own.record)
-            holder = ranks.named(agreement.holder)
+            holder = ranks.global_rank(agreement.holder)
             where = own.where if record is own.record else f"the cache of rank {holder}"
             mark_used(record)
             report.cached(record, where, own.tolerated)
@@ -258,7 +258,9 @@ class _FirstCall:
             capturing=call.traced or self._parts.device.is_capturing(),
             runs=call.runs,
         )
-        proposals = self.ranks.meet(Step("first call of a key"), proposal, bool(call.unusable))
+        proposals = self.ranks.first_all_gather(
+            Step("first call of a key"), proposal, bool(call.unusable)
+        )
         return Agreement(self.ranks, name, proposals)
 
     def _shared_record(self, agreement: Agreement, own: TuningRecord | None) -> TuningRecord:
@@ -359,7 +361,7 @@ class _FirstCall:
             search = parts.search(candidate_set.candidates, policy, self._incumbent)
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
-        with parts.settling() as settle, closing(ahead), ExitStack() as scope:
+        with parts.deferred_checks() as settle, closing(ahead), ExitStack() as scope:
             is_only = policy.most_tried(len(candidate_set.candidates)) == 1
             attempts = Attempts(
                 self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from triton_dist.runtime.garbage import uncollected
+from triton_dist.runtime.garbage import no_garbage_collection
 
 _FUTURE = __future__.annotations.compiler_flag
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -375,7 +375,7 @@ class File:
             for each in ast.iter_child_nodes(node):
                 yield from inside(each, prefix)
 
-        with _parsing, uncollected():
+        with _parsing, no_garbage_collection():
             nodes = sorted(inside(ast.parse("".join(self.lines)), ""), key=_place)
             return [self._statement(node, (), _first_line(node)) for node in nodes]
 
@@ -386,7 +386,7 @@ class File:
 
     def _trees(self, line: int) -> list[tuple[ast.stmt, tuple[Any, ...]]]:
         """Return the syntax trees of the statements that include ``line``, with conditions."""
-        with _parsing, uncollected():
+        with _parsing, no_garbage_collection():
             leaves = [*_leaves(ast.parse("".join(self.lines)).body)]
             return [x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno]
 
@@ -430,7 +430,7 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File | None:
     lines = linecache.getlines(path, scope)  # the same list, until size or time of change differ
     if path not in _files or _files[path][0] is not lines:
         try:
-            with _parsing, uncollected():  # parsing makes no garbage to collect
+            with _parsing, no_garbage_collection():  # parsing makes no garbage to collect
                 _files[path] = lines, File(lines) if lines else None
         except (SyntaxError, ValueError, RecursionError):
             _files[path] = lines, None

@@ -192,7 +192,7 @@ def agree_to_create(
     if len(set(answers)) > 1:
         raise RankDisagreement(
             f"{', '.join(asked)} or validity of {a_context} context",
-            {ranks.named(rank): answer for rank, answer in enumerate(answers)},
+            {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)},
         )
 
 

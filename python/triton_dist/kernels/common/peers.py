@@ -312,7 +312,7 @@ class TimeoutWord:
             WaitTimeout: a wait gave up.
             RankDisagreement: ranks called with different sizes.
         """
-        if waits.leave(self.gave_up) or self._device.is_capturing():
+        if waits.defer(self.gave_up) or self._device.is_capturing():
             return
         limit = waits.limit_seconds() or 0.0
         self._device.synchronize(self.waits_in_a_row * limit + _LAUNCH_SECONDS)

@@ -14,12 +14,12 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import make_backend
 
-_LONGEST = 200
-_HOST_PATHS = ("extern_libs",)
+_MAX_TEXT_LENGTH = 200
+_PATH_OPTIONS = ("extern_libs",)
 """Options whose values are paths, which differ between hosts."""
 
 
-def facts_of(compilation: Mapping[str, Any]) -> dict[str, str]:
+def compilation_facts(compilation: Mapping[str, Any]) -> dict[str, str]:
     """Return the inputs of a compilation by readable name: each argument, each option, the target.
 
     Args:
@@ -39,14 +39,14 @@ def facts_of(compilation: Mapping[str, Any]) -> dict[str, str]:
         facts |= {f"argument {name}": text for name, text in _arguments(source)}
     options = compilation.get("options")
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
-    for name in sorted(options.keys() - {*_HOST_PATHS, "arch", "backend_name"}):
+    for name in sorted(options.keys() - {*_PATH_OPTIONS, "arch", "backend_name"}):
         facts[f"option {name}"] = _text(options[name])
     for name, value in sorted(get_cache_invalidating_env_vars().items()):
         facts[f"variable {name}"] = str(value)
     return facts
 
 
-def shown(facts: Mapping[str, str]) -> dict[str, str]:
+def main_facts(facts: Mapping[str, str]) -> dict[str, str]:
     """Return arguments, ``num_warps`` and ``num_stages``, which usually tell kernels apart."""
     usual = ("option num_warps", "option num_stages")
     return {
@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
     """Return ``repr(value)`` without memory addresses, or the name of a function or class."""
     named = getattr(value, "__name__", None)
     text = str(named) if callable(value) and named else repr(value)
-    return re.sub(r" at 0x[0-9a-f]+", "", text)[:_LONGEST]
+    return re.sub(r" at 0x[0-9a-f]+", "", text)[:_MAX_TEXT_LENGTH]
 
 
 @functools.lru_cache(maxsize=256)

@@ -65,7 +65,7 @@ class Kernel:
         return source_class(self.function, self.signature, self.constants, self.attributes)
 
 
-def kernels_of(prepare: Callable[[], object]) -> dict[str, Kernel]:
+def kernels_to_compile(prepare: Callable[[], object]) -> dict[str, Kernel]:
     """Return the kernels, by digest, that ``prepare`` would compile and that are not in the disk
     cache.
 
@@ -74,20 +74,20 @@ def kernels_of(prepare: Callable[[], object]) -> dict[str, Kernel]:
     """
     found: dict[str, Kernel] = {}
 
-    def see(kernel: Kernel) -> None:
+    def on_kernel(kernel: Kernel) -> None:
         with suppress(Exception):  # the compilation itself will raise the error
             digest = kernel.digest
             if not kernel.is_cached(digest):
                 found[digest] = kernel
 
-    with _compilations(see), suppress(Exception):
+    with _intercept_warmups(on_kernel), suppress(Exception):
         prepare()
     return found
 
 
 @contextmanager
-def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
-    """Pass the kernels of this thread's ``warmup`` calls to ``see`` instead of compiling."""
+def _intercept_warmups(on_kernel: Callable[[Kernel], None]) -> Iterator[None]:
+    """Pass the kernels of this thread's ``warmup`` calls to ``on_kernel`` instead of compiling."""
     knobs, thread = triton.knobs.runtime, threading.get_ident()
 
     def skip(**details: Any) -> bool:
@@ -98,7 +98,7 @@ def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
         options = json.loads(compilation["specialization_data"])["options"]
         if options.get("ir_override"):  # an artefact of ``runner`` is compiled already
             return True
-        see(
+        on_kernel(
             Kernel(
                 details["fn"].jit_function,
                 compilation["signature"],
@@ -119,6 +119,6 @@ def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
             knobs.jit_cache_hook = before
 
 
-def without_gpu(target: GPUTarget) -> None:
+def use_target(target: GPUTarget) -> None:
     """Set ``target`` as this process's compile target, because its kernels cannot query a GPU."""
     triton.runtime.driver.set_active(triton_compat.HostDriver(target))

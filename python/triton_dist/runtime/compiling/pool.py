@@ -17,11 +17,11 @@ import triton
 from triton_dist import knobs
 from triton_dist.errors import CandidateFailed, CompileTimeout
 from triton_dist.runtime.compiling import server
-from triton_dist.runtime.compiling.kernels import Kernel, kernels_of
+from triton_dist.runtime.compiling.kernels import Kernel, kernels_to_compile
 from triton_dist.runtime.compiling.server import Job, Verdict
 
-_PATIENCE = 0.9  # share of the time limit after which other ranks give up on this rank
-_MOST_WORKERS = 16  # each takes several hundred MB
+_WAIT_FRACTION = 0.9  # share of the time limit after which other ranks give up on this rank
+_MAX_WORKERS = 16  # each takes several hundred MB
 _POLL_SECONDS = 0.2
 
 
@@ -32,10 +32,10 @@ class CompilePool:
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
         self._begun: set[str] = set()
-        self._known: dict[str, Verdict] = {}
+        self._verdicts: dict[str, Verdict] = {}
         self._servers: dict[Connection, int] = {}
         """Process ids of the compiling processes, by the connection for their verdicts."""
-        self._whose: dict[str, Connection] = {}
+        self._connection_of: dict[str, Connection] = {}
         """The connection for the verdict on a kernel, by digest."""
         self._seconds = knobs.compile_timeout.get()
 
@@ -46,7 +46,7 @@ class CompilePool:
 
     def missing(self, prepare: Callable[[], object]) -> list[str]:
         """Return the digests of the kernels that ``prepare`` would compile, without compiling."""
-        found = kernels_of(prepare)
+        found = kernels_to_compile(prepare)
         self._kernels.update(found)
         return list(found)
 
@@ -59,19 +59,19 @@ class CompilePool:
         self._begun.update(digests)
         if not digests:
             return
-        part = len(os.sched_getaffinity(0)) // sharers
-        workers = max(1, min(part, len(digests), _MOST_WORKERS))
+        share = len(os.sched_getaffinity(0)) // sharers
+        workers = max(1, min(share, len(digests), _MAX_WORKERS))
         job = Job({each: self._kernels[each] for each in digests}, workers, self._seconds)
-        own, others = multiprocessing.Pipe()
+        receiver, sender = multiprocessing.Pipe()
         with warnings.catch_warnings(), suppress(OSError):  # out of processes or memory
             # Python warns about a fork with threads; the server does not touch their state.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
             if pid == 0:
-                server.main(job, others.fileno())
-            self._servers[own] = pid
-            self._whose.update(dict.fromkeys(digests, own))
-        others.close()
+                server.main(job, sender.fileno())
+            self._servers[receiver] = pid
+            self._connection_of.update(dict.fromkeys(digests, receiver))
+        sender.close()
 
     def wait(self, digest: str) -> None:
         """Wait until the kernel is in the cache; compile it here if no process is compiling it.
@@ -84,7 +84,7 @@ class CompilePool:
             return
         verdict = self._verdict(digest)
         if verdict is None:
-            verdict = self._known[digest] = self._compile_here(digest)
+            verdict = self._verdicts[digest] = self._compile_here(digest)
         if verdict.status == "timeout":
             raise CompileTimeout(self._kernels[digest].name, self._seconds)
         if verdict.status == "failed":
@@ -92,8 +92,8 @@ class CompilePool:
 
     def _verdict(self, digest: str) -> Verdict | None:
         """Return the verdict on a kernel, or ``None`` if no other process compiles it."""
-        deadline = time.monotonic() + _PATIENCE * self._seconds
-        while digest not in self._known and self._whose.get(digest) in self._servers:
+        deadline = time.monotonic() + _WAIT_FRACTION * self._seconds
+        while digest not in self._verdicts and self._connection_of.get(digest) in self._servers:
             if time.monotonic() > deadline:
                 return Verdict(digest, "timeout")
             # Receive the verdicts that are available.
@@ -101,13 +101,13 @@ class CompilePool:
                 assert isinstance(verdicts, Connection)
                 try:
                     verdict: Verdict = verdicts.recv()
-                    self._known[verdict.digest] = verdict
+                    self._verdicts[verdict.digest] = verdict
                 except (
                     EOFError,
                     ConnectionError,
                 ):  # the process died: the caller compiles the rest
                     self._end(verdicts)
-        return self._known.get(digest)
+        return self._verdicts.get(digest)
 
     def _compile_here(self, digest: str) -> Verdict:
         try:

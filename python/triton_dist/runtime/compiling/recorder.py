@@ -17,12 +17,12 @@ from triton_dist._archive import SUFFIX, Contents, PackedKernel, write
 from triton_dist._warn import note
 from triton_dist.errors import CacheWarning
 from triton_dist.runtime import triton_compat
-from triton_dist.runtime.compiling.facts import facts_of
+from triton_dist.runtime.compiling.facts import compilation_facts
 
 MODULE_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 """File name suffix of a native module. It contains the Python version."""
 
-_LEVELS = (".json", ".cubin")
+_RECORDED_SUFFIXES = (".json", ".cubin")
 """Files that a launch needs. Files of the earlier compilation stages are several times larger."""
 
 _active: list[Recorder] = []
@@ -52,8 +52,12 @@ class Recorder:
             compilation = triton_compat.compilation()
             if compilation:
                 paths: Mapping[str, str] = details["metadata_group"]
-                named = {name: Path(path) for name, path in paths.items() if name.endswith(_LEVELS)}
-                facts = facts_of(compilation)
+                named = {
+                    name: Path(path)
+                    for name, path in paths.items()
+                    if name.endswith(_RECORDED_SUFFIXES)
+                }
+                facts = compilation_facts(compilation)
                 self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
         except Exception as error:
             note(f"kernel {metadata.get('name')} is not recorded: {error!r}", CacheWarning)
@@ -76,7 +80,7 @@ def is_recording(folder: Path) -> bool:
     return any(each.folder == folder for each in _active)
 
 
-def saw_module(digest: str, filename: str, path: str) -> None:
+def record_module(digest: str, filename: str, path: str) -> None:
     """Record a native module that Triton built or loaded."""
     name = filename.removesuffix(MODULE_SUFFIX)
     for recorder in _active:

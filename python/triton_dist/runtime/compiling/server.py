@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Literal, NoReturn
 
-from triton_dist.runtime.compiling.kernels import Kernel, without_gpu
+from triton_dist.runtime.compiling.kernels import Kernel, use_target
 
-_TAIL = 2000
+_MAX_OUTPUT = 2000
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Child:
     digest: str
     pid: int
     pidfd: int
-    said: IO[bytes]
+    output: IO[bytes]
     """The child's output, which ends with its exception."""
     deadline: float
 
@@ -82,7 +82,7 @@ class _Server:
                 for key, _ in self._events.select(max(0.0, min(deadlines) - time.monotonic())):
                     if key.fileobj is self._verdicts:
                         return
-                    self._ended(self._children.pop(key.fd))
+                    self._report(self._children.pop(key.fd))
                 for child in self._children.values():
                     if time.monotonic() > child.deadline:
                         os.killpg(child.pid, signal.SIGKILL)
@@ -93,45 +93,47 @@ class _Server:
     def _fill(self) -> None:
         while self._waiting and len(self._children) < self._job.workers:
             digest, kernel = self._waiting.popleft()
-            said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
+            output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
             pid = os.fork()
             if pid == 0:
                 status = 1
                 try:
                     os.setpgid(0, 0)
-                    os.dup2(said.fileno(), 1)
-                    os.dup2(said.fileno(), 2)
-                    without_gpu(kernel.target)
+                    os.dup2(output.fileno(), 1)
+                    os.dup2(output.fileno(), 2)
+                    use_target(kernel.target)
                     kernel.compile()
                     status = 0
                 except BaseException as error:
                     sys.stdout.flush()
-                    os.write(said.fileno(), f"\n{type(error).__name__}: {error}".encode())
+                    os.write(output.fileno(), f"\n{type(error).__name__}: {error}".encode())
                 finally:
                     os._exit(status)
             with suppress(OSError):  # the child does so too: either may come first
                 os.setpgid(pid, pid)
             deadline = time.monotonic() + self._job.seconds
-            child = _Child(digest, pid, os.pidfd_open(pid), said, deadline)
+            child = _Child(digest, pid, os.pidfd_open(pid), output, deadline)
             self._children[child.pidfd] = child
             self._events.register(child.pidfd, selectors.EVENT_READ)
 
-    def _ended(self, child: _Child) -> None:
+    def _report(self, child: _Child) -> None:
         self._events.unregister(child.pidfd)
         os.close(child.pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-        with child.said as file:
+        with child.output as file:
             file.seek(0)
-            said = file.read().decode(errors="replace").strip()[-_TAIL:]
+            output = file.read().decode(errors="replace").strip()[-_MAX_OUTPUT:]
         if code == 0:
             verdict = Verdict(child.digest, "compiled")
         elif code == -signal.SIGKILL and time.monotonic() > child.deadline:
             verdict = Verdict(child.digest, "timeout")
         elif code > 0:
-            verdict = Verdict(child.digest, "failed", said)
+            verdict = Verdict(child.digest, "failed", output)
         else:
             signal_name = signal.Signals(-code).name
-            verdict = Verdict(child.digest, "failed", f"the compiler died of {signal_name}. {said}")
+            verdict = Verdict(
+                child.digest, "failed", f"the compiler died of {signal_name}. {output}"
+            )
         self._verdicts.send(verdict)
 
 

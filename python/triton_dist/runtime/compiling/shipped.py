@@ -27,21 +27,21 @@ from triton_dist._archive import Pack, pack_places, packs_in, sha256
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, KernelNotShipped, PackRefused
 from triton_dist.runtime import triton_compat
-from triton_dist.runtime.compiling.facts import differences, facts_of, shown
+from triton_dist.runtime.compiling.facts import compilation_facts, differences, main_facts
 from triton_dist.runtime.compiling.recorder import (
     MODULE_SUFFIX,
     Recorder,
     is_recording,
     module_facts,
-    saw_module,
+    record_module,
 )
 
 _LONGEST_NAME = 150
 """Triton truncates a kernel's name to this length in file names."""
 
-_before: Any = None
+_previous_class: Any = None
 _lock = threading.Lock()
-_laid_out: dict[str, dict[str, str]] = {}
+_extracted: dict[str, dict[str, str]] = {}
 _warned: set[str] = set()
 
 
@@ -51,35 +51,37 @@ class ShippedCache(CacheManager):
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         self._digest = base64.b32decode(key + "=" * (-len(key) % 8)).hex()
         self._is_cache = not (override or dump)  # override and dump folders are for users
-        self._own, self._refusal = None, None
+        self._previous, self._creation_error = None, None
         try:
-            self._own = (_before or FileCacheManager)(key, override=override, dump=dump)
+            self._previous = (_previous_class or FileCacheManager)(
+                key, override=override, dump=dump
+            )
         except OSError as error:  # creates folders even for reads; home may be read-only
             if not self._is_cache:
                 raise
-            self._refusal = error
+            self._creation_error = error
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        found = None if self._own is None else self._own.get_group(filename)
+        found = None if self._previous is None else self._previous.get_group(filename)
         if not self._is_cache:
             return found
         frozen = knobs.compile_frozen.get()
         if frozen and triton.knobs.compilation.always_compile:
             raise _not_shipped(filename, "TRITON_ALWAYS_COMPILE is set")
         if not (found and filename in found):
-            found = files_of(self._digest)
+            found = extracted_files(self._digest)
             if frozen and not (found and filename in found):
                 raise _not_shipped(filename)
         return found
 
     def get_file(self, filename: str) -> str | None:
-        found = None if self._own is None else self._own.get_file(filename)
+        found = None if self._previous is None else self._previous.get_file(filename)
         if not (self._is_cache and filename.endswith(MODULE_SUFFIX)):
             return found
         if found is None:
-            found = (files_of(self._module_digest()) or {}).get(filename)
+            found = (extracted_files(self._module_digest()) or {}).get(filename)
         if found is not None:
-            saw_module(self._module_digest(), filename, found)
+            record_module(self._module_digest(), filename, found)
         elif knobs.compile_frozen.get():
             raise _not_shipped(filename)
         return found
@@ -87,16 +89,16 @@ class ShippedCache(CacheManager):
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         path = str(self._writable().put(data, filename, binary))
         if self._is_cache and filename.endswith(MODULE_SUFFIX):
-            saw_module(self._module_digest(), filename, path)
+            record_module(self._module_digest(), filename, path)
         return path
 
     def put_group(self, filename: str, group: dict[str, str]) -> Any:
         return self._writable().put_group(filename, group)
 
     def _writable(self) -> Any:
-        if self._refusal is not None:
-            raise self._refusal
-        return self._own
+        if self._creation_error is not None:
+            raise self._creation_error
+        return self._previous
 
     def _module_digest(self) -> str:
         """Return the digest of the C source. The file name contains the Python version."""
@@ -113,36 +115,36 @@ def install() -> None:
         return
     folder = knobs.record_kernels.get()
     if folder is not None and not is_recording(folder):
-        look_here()
+        use_packs()
         Recorder(folder).begin()
     if knobs.compile_frozen.get():
-        look_here()
+        use_packs()
     if any(packs_in(pack_places())):
-        look_here()
+        use_packs()
         _hash_triton()
 
 
-def look_here() -> None:
+def use_packs() -> None:
     """Make :class:`ShippedCache` Triton's cache manager. Idempotent."""
-    global _before
+    global _previous_class
     triton_compat.pin_defaults()
     if triton.knobs.cache.manager_class is not ShippedCache:
-        _before = triton.knobs.cache.manager_class
+        _previous_class = triton.knobs.cache.manager_class
         triton.knobs.cache.manager_class = ShippedCache
 
 
-def files_of(digest: str) -> dict[str, str] | None:
+def extracted_files(digest: str) -> dict[str, str] | None:
     """Extract the files of ``digest`` from a pack. Return their paths by name, or ``None``."""
     with _lock:
-        if digest not in _laid_out:
+        if digest not in _extracted:
             for pack in packs_in(pack_places()):
-                if digest in pack.kernels and (paths := _lay_out(pack, digest)):
-                    _laid_out[digest] = paths
+                if digest in pack.kernels and (paths := _extract(pack, digest)):
+                    _extracted[digest] = paths
                     break
-        return _laid_out.get(digest)
+        return _extracted.get(digest)
 
 
-def _lay_out(pack: Pack, digest: str) -> dict[str, str] | None:
+def _extract(pack: Pack, digest: str) -> dict[str, str] | None:
     try:
         folder = _folder(os.getpid()) / digest
         folder.mkdir(exist_ok=True)
@@ -174,21 +176,21 @@ def _folder(process: int) -> Path:
 @functools.cache
 def _hash_triton() -> None:
     """Hash Triton's source files in the background: 0.3 to 0.9 s, mostly without the GIL."""
-    _in_a_thread(triton_key)
+    _start_thread(triton_key)
 
 
 def prepare() -> None:
-    """Run ``meanwhile`` in the background if packs are in use."""
+    """Run ``background_jobs`` in the background if packs are in use."""
     if triton.knobs.cache.manager_class is ShippedCache and any(packs_in(pack_places())):
-        for job in meanwhile:
-            _in_a_thread(job)
+        for job in background_jobs:
+            _start_thread(job)
 
 
-meanwhile: list[Callable[[], object]] = []
+background_jobs: list[Callable[[], object]] = []
 """Functions to run while the program creates its process group and loads its model."""
 
 
-def _in_a_thread(job: Callable[[], object]) -> None:
+def _start_thread(job: Callable[[], object]) -> None:
     def run() -> None:
         with suppress(Exception):  # raised again where the result is needed
             job()
@@ -203,16 +205,16 @@ def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
         name, here = filename.removesuffix(MODULE_SUFFIX), module_facts()
         known, hidden = here, "its C source, such as types of arguments,"
     else:
-        name, here = filename.removesuffix(".json"), facts_of(triton_compat.compilation())
-        known, hidden = shown(here), "Triton's own files"
-    alike = [
+        name, here = filename.removesuffix(".json"), compilation_facts(triton_compat.compilation())
+        known, hidden = main_facts(here), "Triton's own files"
+    candidates = [
         (differences(entry.facts, here), digest, pack)
         for pack in packs_in(pack_places())
         for digest, entry in pack.kernels.items()
         if entry.name[:_LONGEST_NAME] == name and entry.is_module == is_module
     ]
-    if not alike:
+    if not candidates:
         return KernelNotShipped(name, known, "", (), reason)
-    differ, digest, pack = min(alike, key=lambda each: (len(each[0]), each[1]))
+    differ, digest, pack = min(candidates, key=lambda each: (len(each[0]), each[1]))
     nearest = f"{digest[:12]} in {pack.path}"
     return KernelNotShipped(name, known, nearest, differ or [f"{hidden} differ"], reason)

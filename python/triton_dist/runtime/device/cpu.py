@@ -19,7 +19,7 @@ from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.deadlines import is_overdue
-from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, Step
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, Step
 from triton_dist.runtime.triton_compat import is_interpreting
 
 _HOPPER_SHARED_MEMORY = 232_448
@@ -54,7 +54,7 @@ class CpuDevice:
     def timer(self) -> CpuTimer:
         return CpuTimer()
 
-    def ranged(self, name: str) -> AbstractContextManager[None]:
+    def nvtx_range(self, name: str) -> AbstractContextManager[None]:
         """Do nothing: NVTX needs a GPU."""
         return nullcontext()
 
@@ -94,10 +94,10 @@ class CpuDevice:
         """Return ``call``: there is no launch overhead to remove."""
         return call
 
-    def hold(self, queueing: float = 0.0) -> None:
+    def delay_stream(self, queueing: float = 0.0) -> None:
         """Do nothing: calls are synchronous."""
 
-    def aside(self, work: Callable[[], object]) -> None:
+    def run_on_side_stream(self, work: Callable[[], object]) -> None:
         """Run ``work`` immediately: there are no streams except copy streams."""
         work()
 
@@ -219,12 +219,12 @@ class CpuTransfer:
             stream.join_current()
 
     def _queue(self, own: torch.Tensor | None) -> None:
-        """Queue the steps. ``own`` is the tensor that ``OwnRows`` refers to."""
+        """Queue the steps. ``own`` is the tensor that ``InputRows`` refers to."""
         for step in self._steps:
             stream = self._streams[step.stream]
             if isinstance(step, Copy):
                 source = step.source
-                if isinstance(source, OwnRows):
+                if isinstance(source, InputRows):
                     assert own is not None
                     source = own[source.first : source.end]
                 stream.copy(step.destination, source)

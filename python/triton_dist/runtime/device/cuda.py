@@ -27,7 +27,7 @@ from triton_dist.runtime.device.cuda_launch import (
     scratch_bytes,
 )
 from triton_dist.runtime.device.transfer import Step
-from triton_dist.runtime.garbage import uncollected
+from triton_dist.runtime.garbage import no_garbage_collection
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import is_interpreting
 
@@ -35,9 +35,9 @@ _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
 # Queueing an overlapped op takes 0.3 ms, on some hosts more. The upper limit is for calls that
 # synchronise with the device.
-_LEAST_HOLD_MILLISECONDS, _MOST_HOLD_MILLISECONDS = 0.5, 5.0
+_MIN_DELAY_MILLISECONDS, _MAX_DELAY_MILLISECONDS = 0.5, 5.0
 _QUEUEING_MARGIN = 1.5
-_KEPT_FOR_GRAPHS = 16
+_GRAPH_MEMORY_DIVISOR = 16
 """Release the memory of destroyed graphs when it exceeds 1/16 of the GPU's memory."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -64,7 +64,7 @@ class CudaDevice:
         # sanitize`` sets it, because launches under compute-sanitizer block anyway.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
-        self._broken: list[torch.cuda.CUDAGraph] = []
+        self._failed_graphs: list[torch.cuda.CUDAGraph] = []
         self._reserved = 0  # torch's reserved bytes after the last release of graph memory
 
     def synchronize(self, seconds: float | None = None) -> None:
@@ -110,7 +110,7 @@ class CudaDevice:
     def facts(self) -> Mapping[str, str]:
         capability = f"{self._properties.major}.{self._properties.minor}"
         return {
-            "gpu": self._properties.name + _manner(),
+            "gpu": self._properties.name + _sharing_suffix(),
             "gpus_on_host": str(torch.cuda.device_count()),
             "capability": capability,
             "sms": str(self.num_sms),
@@ -119,7 +119,7 @@ class CudaDevice:
         }
 
     @contextlib.contextmanager
-    def ranged(self, name: str) -> Iterator[None]:
+    def nvtx_range(self, name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_push(name)
         try:
             yield
@@ -149,13 +149,13 @@ class CudaDevice:
         return torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     @functools.cached_property
-    def _peeks(self) -> cuda_copies.Peeks:
-        return cuda_copies.Peeks(self.torch_device)
+    def _reader(self) -> cuda_copies.ConcurrentReader:
+        return cuda_copies.ConcurrentReader(self.torch_device)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """Return a host copy of the current values, made in parallel with running kernels, or
         ``None`` if that is impossible."""
-        return self._peeks.read(words)
+        return self._reader.read(words)
 
     def sleep(self, cycles: int) -> None:
         """Keep the current stream busy for about ``cycles`` SM clock cycles."""
@@ -178,7 +178,7 @@ class CudaDevice:
         # the GPU full. Inside a capture a full GPU is an error: 103 GB were reserved after some
         # thousand graphs.
         reserved = torch.cuda.memory_reserved(self.index)
-        if reserved - self._reserved > self._properties.total_memory // _KEPT_FOR_GRAPHS:
+        if reserved - self._reserved > self._properties.total_memory // _GRAPH_MEMORY_DIVISOR:
             torch.cuda.empty_cache()
             self._reserved = torch.cuda.memory_reserved(self.index)
         self._reserved = min(reserved, self._reserved)
@@ -191,7 +191,7 @@ class CudaDevice:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # `torch.cuda.graph` waits without a time limit, and leaves its stream current if the
         # capture fails.
-        with torch.cuda.stream(side), uncollected():
+        with torch.cuda.stream(side), no_garbage_collection():
             # thread_local: other threads (watchdogs, tuning in other groups) may use the GPU
             # meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -208,21 +208,21 @@ class CudaDevice:
                 # calls the graph, so keep it alive.
                 with contextlib.suppress(RuntimeError):  # a torch that has ended it
                     torch._C._cuda_endAllocateToPool(self.index, pool)
-                    self._broken.append(graph)
+                    self._failed_graphs.append(graph)
                 raise
         return graph.replay
 
-    def hold(self, queueing: float = 0.0) -> None:
+    def delay_stream(self, queueing: float = 0.0) -> None:
         """Keep the current stream busy until the host has queued the next call, to exclude launch
         overhead.
 
         Args:
             queueing: the longest time, in seconds, that the host took to queue such a call.
         """
-        needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MOST_HOLD_MILLISECONDS)
-        self.sleep_milliseconds(max(needed, _LEAST_HOLD_MILLISECONDS))
+        needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MAX_DELAY_MILLISECONDS)
+        self.sleep_milliseconds(max(needed, _MIN_DELAY_MILLISECONDS))
 
-    def aside(self, work: Callable[[], object]) -> None:
+    def run_on_side_stream(self, work: Callable[[], object]) -> None:
         """Run ``work`` on a new stream, before the next work but not after the previous work."""
         current, side = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.torch_device)
         with torch.cuda.stream(side):
@@ -292,7 +292,7 @@ class CudaTimer:
         return float(self._begin.elapsed_time(self._end))
 
 
-def _manner() -> str:
+def _sharing_suffix() -> str:
     """Return a suffix for the GPU name if ranks share the GPU or kernels are interpreted."""
     if is_interpreting():
         return " (interpreter)"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from triton_dist.runtime.device import cuda_driver
-from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag, Step
 
 _Call = tuple[cuda_driver.Function, tuple[Any, ...]]
 _STAGING_BYTES = 1 << 20
@@ -52,10 +52,10 @@ class CudaTransfer:
     """Steps as pre-built driver calls, queued in order at each start."""
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
-        # Values that change between starts: the caller's stream, and the addresses of ``OwnRows``
+        # Values that change between starts: the caller's stream, and the addresses of ``InputRows``
         # by first row and byte offset.
         self._current = ctypes.c_void_p()
-        self._own: dict[tuple[int, int], ctypes.c_uint64] = {}
+        self._input_addresses: dict[tuple[int, int], ctypes.c_uint64] = {}
         self._streams = tuple(streams)  # keeps their events and memory alive
         begun = streams[0].begun
         self._fork = [_call("cuEventRecord", begun, self._current)]
@@ -91,15 +91,15 @@ class CudaTransfer:
             yield _call("cuMemcpyDtoHAsync_v2", staging, source, size, stream.handle)
             yield _call("cuMemcpyHtoDAsync_v2", destination + begin, staging, size, stream.handle)
 
-    def _address(self, source: torch.Tensor | OwnRows, begin: int) -> Any:
-        if isinstance(source, OwnRows):
-            return self._own.setdefault((source.first, begin), ctypes.c_uint64())
+    def _address(self, source: torch.Tensor | InputRows, begin: int) -> Any:
+        if isinstance(source, InputRows):
+            return self._input_addresses.setdefault((source.first, begin), ctypes.c_uint64())
         return source.data_ptr() + begin
 
-    def start(self, own: torch.Tensor, current: int) -> None:
-        """Queue the steps after the work of stream ``current``. ``own`` is contiguous."""
-        base, row_bytes = own.data_ptr(), own.shape[1] * own.element_size()
-        for (first, begin), cell in self._own.items():
+    def start(self, source: torch.Tensor, current: int) -> None:
+        """Queue the steps after the work of stream ``current``. ``source`` is contiguous."""
+        base, row_bytes = source.data_ptr(), source.shape[1] * source.element_size()
+        for (first, begin), cell in self._input_addresses.items():
             cell.value = base + first * row_bytes + begin
         self.fork(current)
         self.queue()
@@ -139,7 +139,7 @@ _SECONDS = 1.0
 _PAUSE_SECONDS = 1e-3
 
 
-class Peeks:
+class ConcurrentReader:
     """Reads of device memory while kernels run.
 
     Stream, event and pinned memory are created in advance, because creating them may wait for

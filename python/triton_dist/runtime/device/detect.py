@@ -25,10 +25,10 @@ def current_device() -> CpuDevice | CudaDevice:
         DeviceUnavailable: CUDA was requested and no GPU can be used.
     """
     check_versions()
-    asked = knobs.device.get()
-    if asked == "cpu":
+    requested = knobs.device.get()
+    if requested == "cpu":
         return _cpu()
-    if asked == "cuda":
+    if requested == "cuda":
         if not torch.cuda.is_available():
             raise DeviceUnavailable(
                 "cuda",
@@ -52,12 +52,12 @@ def interprets_kernels() -> tuple[bool, str]:
 
     Entry points set ``TRITON_INTERPRET`` accordingly. Triton reads it when a kernel is decorated.
     """
-    asked, variable = knobs.device.get(), knobs.triton_interpret.variable
-    if asked == "cuda":
+    requested, variable = knobs.device.get(), knobs.triton_interpret.variable
+    if requested == "cuda":
         return False, "TRITON_DIST_DEVICE=cuda"
     if given := knobs.environment().get(variable):
         return knobs.triton_interpret.get(), f"{variable}={given}"
-    if asked == "cpu":
+    if requested == "cpu":
         return True, "TRITON_DIST_DEVICE=cpu"
     if torch.cuda.is_available():
         return False, "torch finds a GPU"

@@ -77,7 +77,9 @@ def share_a_gpu(places: Sequence[Place]) -> bool:
     return len({(place.machine, place.bus) for place in places}) < len(places)
 
 
-def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUnavailable | None:
+def sharing_error(
+    places: Sequence[Place], global_rank: Callable[[int], object]
+) -> DeviceUnavailable | None:
     """Return why ranks that share a GPU cannot share memory, or ``None`` if they can. Equal on all
     ranks.
 
@@ -87,7 +89,7 @@ def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUn
     first = places[0]
     on_gpu = Counter((place.machine, place.bus) for place in places)
     for rank, place in enumerate(places):
-        pair = f"rank {named(0)} and rank {named(rank)}"
+        pair = f"rank {global_rank(0)} and rank {global_rank(rank)}"
         reasons = (
             (
                 place.machine != first.machine,
@@ -113,20 +115,20 @@ def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUn
             ),
             (
                 on_gpu[place.machine, place.bus] > place.ranks_per_gpu,
-                f"rank {named(rank)} is not alone on its GPU, and sharing was not asked for",
+                f"rank {global_rank(rank)} is not alone on its GPU, and sharing was not asked for",
                 "Start one rank per GPU; or let ranks share the GPUs that there are: launch.sh "
                 "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",
             ),
             (
                 place.is_exclusive,
-                f"the GPU of rank {named(rank)} takes one process only: its compute mode is not "
-                "'Default'",
+                f"the GPU of rank {global_rank(rank)} takes one process only: its compute mode is "
+                "not 'Default'",
                 "Let it take several: nvidia-smi --compute-mode=DEFAULT.",
             ),
             (
                 place.is_mps,
-                f"rank {named(rank)} uses its GPU through MPS, where kernels that wait for one "
-                "another may take each other's multiprocessors forever",
+                f"rank {global_rank(rank)} uses its GPU through MPS, where kernels that wait for "
+                "one another may take each other's multiprocessors forever",
                 "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
             ),
         )

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class InputRows:
     """Rows ``first`` to ``end`` of the tensor that is passed to ``start``."""
 
     first: int
@@ -22,7 +22,7 @@ class Copy:
 
     stream: int
     destination: torch.Tensor
-    source: torch.Tensor | OwnRows
+    source: torch.Tensor | InputRows
 
 
 @dataclass(frozen=True)

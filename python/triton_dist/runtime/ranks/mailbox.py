@@ -14,7 +14,7 @@ import torch.distributed as dist
 from triton_dist.runtime.deadlines import is_overdue
 from triton_dist.runtime.ranks.process import Process
 
-_PATIENCE_SECONDS = 0.25
+_CHECK_INTERVAL_SECONDS = 0.25
 """Interval at which a waiting rank checks whether the missing ranks are still alive."""
 
 _SPIN_SECONDS = 0.5e-3
@@ -24,7 +24,7 @@ _PAUSE_SECONDS = 2.0
 """A longer gap between two polls means that this process, its host or the store was stopped."""
 
 
-class Left(NamedTuple):
+class LeaveNotice(NamedTuple):
     """Message of a rank that does not join a channel, or sends nothing more in it."""
 
     rank: int
@@ -37,7 +37,7 @@ class Left(NamedTuple):
     """Whether the call was refused before this rank sent a message, because of its arguments."""
 
 
-class Absent(Exception):
+class MissingRanks(Exception):
     """Raised when messages of some ranks did not arrive.
 
     Attributes:
@@ -47,7 +47,11 @@ class Absent(Exception):
     """
 
     def __init__(
-        self, missing: list[int], left: Left | None, because: Mapping[int, str], seconds: float
+        self,
+        missing: list[int],
+        left: LeaveNotice | None,
+        because: Mapping[int, str],
+        seconds: float,
     ) -> None:
         self.missing, self.left, self.because, self.seconds = missing, left, because, seconds
         super().__init__(f"rank(s) {missing}: {left or because}")
@@ -85,51 +89,54 @@ class Mailbox:
         process: Process | None = self.find(_process_name(rank))
         return process
 
-    def take(
+    def wait_for(
         self,
         names: Mapping[int, str],
         seconds: float,
         left: str,
-        remind: Callable[[list[int], float], object],
-        patience: Callable[[], float],
+        on_wait: Callable[[list[int], float], object],
+        max_stopped_seconds: Callable[[], float],
     ) -> list[Any]:
         """Wait for the entries of these ranks and return them.
 
         Args:
             names: name of the entry of each rank.
             seconds: deadline. Time in which this process is stopped does not count, nor time in
-                which an awaited process is stopped, up to ``patience()`` seconds.
+                which an awaited process is stopped, up to ``max_stopped_seconds()`` seconds.
             left: name of the entry of a rank that leaves.
-            remind: called regularly with the missing ranks and the seconds waited so far.
+            on_wait: called regularly with the missing ranks and the seconds waited so far.
 
         Raises:
-            Absent: after ``seconds``, or as soon as a rank is known to be unable to come.
+            MissingRanks: after ``seconds``, or as soon as a rank is known to be unable to come.
         """
         client = self._client()
         wanted = list(names.values())
         begin = last = time.monotonic()
-        due, stops = begin + seconds, 0.0  # stops: seconds for which an awaited rank was stopped
-        looked, look = begin, min(due, begin + _PATIENCE_SECONDS)
+        deadline, stopped_seconds = (
+            begin + seconds,
+            0.0,
+        )  # stops: seconds for which an awaited rank was stopped
+        last_check, next_check = begin, min(deadline, begin + _CHECK_INTERVAL_SECONDS)
         # Poll instead of the store's wait: that cannot be interrupted, does not notice that a rank
         # ended, and logs two warnings for each timeout.
         while not client.check(wanted):
             now = time.monotonic()
             if now - last > _PAUSE_SECONDS:
-                due += now - last
+                deadline += now - last
             last = now
-            if now >= look:
+            if now >= next_check:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
-                farewell: Left | None = self.find(left)
-                gone, stopped = self.gone(missing)
-                if missing and (farewell or gone):
-                    raise Absent(missing, farewell, gone, now - begin)
-                if stopped and stops < patience():
-                    stops += now - looked
-                    due += now - looked
-                if missing and is_overdue(due, due - begin):
-                    raise Absent(missing, None, stopped, now - begin)
-                remind(missing, now - begin)
-                looked, look = now, min(now + _PATIENCE_SECONDS, max(now, due))
+                notice: LeaveNotice | None = self.find(left)
+                gone, stopped = self.ended_or_stopped(missing)
+                if missing and (notice or gone):
+                    raise MissingRanks(missing, notice, gone, now - begin)
+                if stopped and stopped_seconds < max_stopped_seconds():
+                    stopped_seconds += now - last_check
+                    deadline += now - last_check
+                if missing and is_overdue(deadline, deadline - begin):
+                    raise MissingRanks(missing, None, stopped, now - begin)
+                on_wait(missing, now - begin)
+                last_check, next_check = now, min(now + _CHECK_INTERVAL_SECONDS, max(now, deadline))
             # Back off in proportion to the time waited; ranks in step never sleep.
             if now - begin > _SPIN_SECONDS:
                 time.sleep(min((now - begin) / 16, 0.02))
@@ -143,7 +150,7 @@ class Mailbox:
             with suppress(RuntimeError):  # a store written in Python may not be able to
                 client.delete_key(name)
 
-    def gone(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
+    def ended_or_stopped(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
         """Return the ranks on this host whose process ended, and those whose process is stopped."""
         gone, stopped = {}, {}
         for rank in missing:

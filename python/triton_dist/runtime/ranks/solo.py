@@ -24,7 +24,7 @@ class SoloRank:
     def facts(self) -> Mapping[str, str]:
         return {"world_size": "1", "local_world_size": "1"}
 
-    def named(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return the global rank of this process."""
         in_world = dist.is_available() and dist.is_initialized()
         return WorldRank(dist.get_rank() if in_world else knobs.rank.get())
@@ -41,10 +41,10 @@ class SoloRank:
     def note(self, function: str, text: str) -> None:
         pass
 
-    def others(self) -> tuple[dict[int, Any], dict[int, str]]:
+    def pending_values(self) -> tuple[dict[int, Any], dict[int, str]]:
         return {}, {}
 
-    def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+    def first_all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
@@ -63,10 +63,10 @@ class SoloRank:
         self,
         phase: str = "align",
         seconds: float | None = None,
-        hold: Callable[[], object] | None = None,
+        queue_work: Callable[[], object] | None = None,
     ) -> None:
-        if hold is not None:
-            hold()
+        if queue_work is not None:
+            queue_work()
 
-    def line_up(self) -> None:
+    def align_devices(self) -> None:
         pass

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from triton_dist import knobs
 from triton_dist.errors import RankDisagreement, RankTimeout
 from triton_dist.runtime import waits
-from triton_dist.runtime.ranks.mailbox import Absent, Left, Mailbox
+from triton_dist.runtime.ranks.mailbox import LeaveNotice, Mailbox, MissingRanks
 from triton_dist.runtime.ranks.process import WorldRank
 
 T = TypeVar("T")
@@ -48,9 +48,9 @@ class StoreRanks:
 
     Channels are numbered too. Ranks may count differently, because a rank may raise in a call that
     is a hit on the other ranks. A rank *leaves* a channel when an error ends it, or instead of
-    sending its first message. If a rank left a channel before all ranks joined it, ``meet``
-    continues with the next number. All ranks therefore meet in the first channel that no rank has
-    left.
+    sending its first message. If a rank left a channel before all ranks joined it,
+    ``first_all_gather`` continues with the next number. All ranks therefore meet in the first
+    channel that no rank has left.
 
     Args:
         store: used by this group only, and only since its initialisation: older entries would be
@@ -72,7 +72,7 @@ class StoreRanks:
         self._noted: dict[str, str] = {}
         self._reminded = False
 
-    def named(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return the global rank of ``rank``, for messages and errors. Its text includes host and
         local rank unless the group is the world of a single host."""
         with suppress(dist.DistError):
@@ -84,11 +84,11 @@ class StoreRanks:
             host = process.host if process is not None else f"number {index}"
             if own is not None and not known and index == self.world[self.rank] // per_host:
                 host = own.host
-            if not self._is_plain(own is not None and host == own.host):
+            if not self._is_global_rank_unique(own is not None and host == own.host):
                 return WorldRank(self.world[rank], f"host {host}, local rank {local_rank}")
         return WorldRank(self.world[rank])
 
-    def _is_plain(self, is_on_this_host: bool) -> bool:
+    def _is_global_rank_unique(self, is_on_this_host: bool) -> bool:
         """Return whether the global rank alone identifies the rank."""
         return is_on_this_host and self.world == tuple(range(self.size))
 
@@ -129,8 +129,8 @@ class StoreRanks:
     def abort(self, reason: str, refused: bool = False) -> None:
         """Leave the channel and report the reason to ranks that wait for this one. Does not
         block."""
-        last = Left(self.rank, self._function, self._call, reason, refused)
-        with self._reachable(f"leaving ({reason})"):
+        last = LeaveNotice(self.rank, self._function, self._call, reason, refused)
+        with self._reporting_lost_store(f"leaving ({reason})"):
             while not self._mailbox.put_first(f"{self._topic}left", last):
                 left = self._mailbox.find(f"{self._topic}left")
                 if self._step or self._is_of_this_call(
@@ -145,10 +145,10 @@ class StoreRanks:
         Equal notes are stored once. Does not block."""
         if self._noted.get(function) != text:
             self._noted[function] = text
-            with suppress(RankTimeout), self._reachable("note"):
+            with suppress(RankTimeout), self._reporting_lost_store("note"):
                 self._mailbox.put(f"note/{function}/{self.rank}", text)
 
-    def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+    def first_all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """``all_gather`` as the first message of a channel.
 
         Raises:
@@ -158,33 +158,45 @@ class StoreRanks:
         """
         begin, before = time.monotonic(), len(self._written)
         end = begin + (self.agreement_seconds() if seconds is None else seconds)
-        back = end
-        away: dict[int, Left] = {}
+        return_deadline = end
+        left_ranks: dict[int, LeaveNotice] = {}
         """Reports of ranks that may have left because of this call."""
         while True:
-            absent = Absent([], None, {}, 0.0)
-            with self._reachable(phase):
-                left: Left | None = self._mailbox.find(f"{self._topic}left")
+            absent = MissingRanks([], None, {}, 0.0)
+            with self._reporting_lost_store(phase):
+                left: LeaveNotice | None = self._mailbox.find(f"{self._topic}left")
             if left is None:
                 if self._step == 0:
                     self._put(self._next_step(), phase, value)
                 try:
-                    entries = self._wait(1, phase, range(self.size), back - time.monotonic())
-                    return self._compared(1, phase, entries, before)
-                except Absent as error:
+                    entries = self._wait(
+                        1, phase, range(self.size), return_deadline - time.monotonic()
+                    )
+                    return self._checked_values(1, phase, entries, before)
+                except MissingRanks as error:
                     absent, left = error, error.left
-                if left is None and away and away.keys().isdisjoint(absent.missing):
-                    away, back = {}, end  # these ranks have returned; others are late
+                if left is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
+                    left_ranks, return_deadline = (
+                        {},
+                        end,
+                    )  # these ranks have returned; others are late
                     if not absent.because and time.monotonic() < end:
                         continue
             same = left is not None and left.function == self._function
-            if left is None or self._is_of_this_call(left) or (away and same and absent.missing):
+            if (
+                left is None
+                or self._is_of_this_call(left)
+                or (left_ranks and same and absent.missing)
+            ):
                 self._step = 1
                 missing = absent.missing or ([left.rank] if left else [])
-                absent = Absent(missing, left, absent.because, time.monotonic() - begin)
-                raise self._timeout(phase, absent, away)
+                absent = MissingRanks(missing, left, absent.because, time.monotonic() - begin)
+                raise self._timeout(phase, absent, left_ranks)
             if same:
-                away[left.rank], back = left, min(end, time.monotonic() + _RETURN_SECONDS)
+                left_ranks[left.rank], return_deadline = (
+                    left,
+                    min(end, time.monotonic() + _RETURN_SECONDS),
+                )
             self._next_topic()
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
@@ -194,7 +206,7 @@ class StoreRanks:
             return value  # type: ignore[return-value]  # the leader always brings a value
         ((leaders_phase, decided),) = self._take(step, phase, [0], seconds)
         if leaders_phase != phase:
-            by_rank = {self.named(0): leaders_phase, self.named(self.rank): phase}
+            by_rank = {self.global_rank(0): leaders_phase, self.global_rank(self.rank): phase}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
         return decided  # type: ignore[no-any-return]
 
@@ -203,7 +215,7 @@ class StoreRanks:
         before = len(self._written)
         self._put(step, phase, value)
         entries = self._take(step, phase, range(self.size), seconds)
-        return self._compared(step, phase, entries, before)
+        return self._checked_values(step, phase, entries, before)
 
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self.all_gather(phase, list(values)), strict=True)]
@@ -215,15 +227,15 @@ class StoreRanks:
         self,
         phase: str = "align",
         seconds: float | None = None,
-        hold: Callable[[], object] | None = None,
+        queue_work: Callable[[], object] | None = None,
     ) -> None:
-        """Wait at a barrier, call ``hold``, which queues work, then :meth:`line_up`."""
+        """Wait at a barrier, call ``queue_work``, which queues work, then :meth:`align_devices`."""
         self.barrier(phase, seconds)
-        if hold is not None:
-            hold()
-        self.line_up()
+        if queue_work is not None:
+            queue_work()
+        self.align_devices()
 
-    def others(self) -> tuple[dict[int, Any], dict[int, str]]:
+    def pending_values(self) -> tuple[dict[int, Any], dict[int, str]]:
         values: dict[int, Any] = {}
         why: dict[int, str] = {}
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -232,26 +244,28 @@ class StoreRanks:
                 entry = self._mailbox.find(self._name(self._step + 1, rank))
                 if entry is not None:
                     values[rank] = entry[1]
-            gone, stopped = self._mailbox.gone([rank for rank in others if rank not in values])
-            why = gone | stopped
+            ended_or_stopped, stopped = self._mailbox.ended_or_stopped(
+                [rank for rank in others if rank not in values]
+            )
+            why = ended_or_stopped | stopped
         return values, why
 
-    def line_up(self) -> None:
+    def align_devices(self) -> None:
         """Nothing: these ranks queue no work."""
 
-    def _compared(
+    def _checked_values(
         self, step: int, phase: str, entries: list[tuple[str, T]], before: int
     ) -> list[T]:
         """The values, if all ranks are in ``phase``."""
         if any(other != phase for other, _ in entries):
-            by_rank = {self.named(rank): other for rank, (other, _) in enumerate(entries)}
+            by_rank = {self.global_rank(rank): other for rank, (other, _) in enumerate(entries)}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
         # All ranks are here, so all have read what came before, in the last conversation too.
         self._mailbox.delete(self._written[:before])
         del self._written[:before]
         return [value for _, value in entries]
 
-    def _is_of_this_call(self, left: Left) -> bool:
+    def _is_of_this_call(self, left: LeaveNotice) -> bool:
         """True if a rank left because this very call was refused there."""
         return left.refused and (left.function, left.call) == (self._function, self._call)
 
@@ -263,7 +277,7 @@ class StoreRanks:
         return self._step
 
     def _put(self, step: int, phase: str, value: Any) -> None:
-        with self._reachable(phase):
+        with self._reporting_lost_store(phase):
             self._mailbox.put(self._name(step, self.rank), (phase, value))
         self._written.append(self._name(step, self.rank))
 
@@ -274,7 +288,7 @@ class StoreRanks:
             seconds = min(knobs.autotune_timeout.get(), waits.limit_seconds() or float("inf"))
         try:
             return self._wait(step, phase, ranks, seconds)
-        except Absent as error:
+        except MissingRanks as error:
             absent = error
         # Not in the ``except`` block: only an exception that the caller handles is the context.
         raise self._timeout(phase, absent)
@@ -290,55 +304,57 @@ class StoreRanks:
                 self._reminded = True
                 self._remind(phase, missing, waited)
 
-        with self._reachable(phase):
-            return self._mailbox.take(names, seconds, left, remind, self.agreement_seconds)
+        with self._reporting_lost_store(phase):
+            return self._mailbox.wait_for(names, seconds, left, remind, self.agreement_seconds)
 
     def _remind(self, phase: str, missing: Sequence[int], waited: float) -> None:
         about = f"{self._function}, " if self._function else ""
         key = f" {self._key}" if self._key else ""
-        awaited = ", ".join(str(self.named(rank)) for rank in missing)
+        awaited = ", ".join(str(self.global_rank(rank)) for rank in missing)
         known = "".join(f" Rank {r} {text}." for r, text in self._notes(missing).items())
         known = known or f" {self._hint}".rstrip()
         with suppress(OSError, ValueError):  # a handler of the user whose stream is closed
             _log.warning(
-                f"rank {self.named(self.rank)}: {about}{phase}{key}: waiting for rank(s) {awaited} "
-                f"for {waited:.0f} s.{known}"
+                f"rank {self.global_rank(self.rank)}: {about}{phase}{key}: waiting for rank(s) "
+                f"{awaited} for {waited:.0f} s.{known}"
             )
 
     def _notes(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the notes of ``ranks``."""
         notes = {rank: self._mailbox.find(f"note/{self._function}/{rank}") for rank in ranks}
-        return {self.named(rank): text for rank, text in notes.items() if text is not None}
+        return {self.global_rank(rank): text for rank, text in notes.items() if text is not None}
 
     def _timeout(
-        self, phase: str, absent: Absent, away: Mapping[int, Left] | None = None
+        self, phase: str, absent: MissingRanks, left_ranks: Mapping[int, LeaveNotice] | None = None
     ) -> RankTimeout:
         """Build the error of this rank, with the known reasons why ranks are missing."""
-        lefts = dict(away or {})
+        lefts = dict(left_ranks or {})
         if absent.left is not None:
             if self._is_of_this_call(absent.left):
                 lefts.clear()  # these reports are about earlier calls
             lefts[absent.left.rank] = absent.left
         known = {rank: f"left: {left.reason}" for rank, left in lefts.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
-        because = {self.named(r): text for r, text in {**absent.because, **known}.items()}
+        because = {self.global_rank(r): text for r, text in {**absent.because, **known}.items()}
         if not because:
             with suppress(dist.DistError):
                 because = self._notes(absent.missing)
         return RankTimeout(
-            rank=self.named(self.rank),
+            rank=self.global_rank(self.rank),
             phase=phase,
-            missing=[self.named(rank) for rank in absent.missing],
+            missing=[self.global_rank(rank) for rank in absent.missing],
             seconds=absent.seconds,
             because=because,
-            refusals={self.named(r): left.reason for r, left in lefts.items() if left.refused},
+            refusals={
+                self.global_rank(r): left.reason for r, left in lefts.items() if left.refused
+            },
         )
 
     def _name(self, step: int, rank: int) -> str:
         return f"{self._topic}{step}/{rank}"
 
     @contextmanager
-    def _reachable(self, phase: str) -> Iterator[None]:
+    def _reporting_lost_store(self, phase: str) -> Iterator[None]:
         """Context manager that turns a lost store (its launcher or rank ended) into
         ``RankTimeout``."""
         begin = time.monotonic()
@@ -374,7 +390,7 @@ class ProcessGroupRanks(StoreRanks):
             dist.get_process_group_ranks(process_group),
         )
         self._is_world = process_group is dist.group.WORLD
-        self._met_on_device: torch.Tensor | None = None
+        self._barrier_tensor: torch.Tensor | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -404,7 +420,7 @@ class ProcessGroupRanks(StoreRanks):
                 seconds.append(options._timeout.total_seconds())
         return min(seconds, default=1800.0)
 
-    def line_up(self) -> None:
+    def align_devices(self) -> None:
         """Queue a one-element all-reduce on the current stream of a GPU, so that the ranks' devices
         continue at the same time. With gloo (ranks that share a GPU) it waits on the host. Call it
         right after a barrier; otherwise it waits up to the timeout of the process group."""
@@ -412,9 +428,9 @@ class ProcessGroupRanks(StoreRanks):
             return
         is_on_gpu = knobs.share_gpus.get() and torch.cuda.is_initialized()
         if is_on_gpu or "nccl" in dist.get_backend_config(self.process_group):
-            if self._met_on_device is None:
-                self._met_on_device = torch.zeros(1, device="cuda")
-            dist.all_reduce(self._met_on_device, group=self.process_group)
+            if self._barrier_tensor is None:
+                self._barrier_tensor = torch.zeros(1, device="cuda")
+            dist.all_reduce(self._barrier_tensor, group=self.process_group)
 
-    def _is_plain(self, is_on_this_host: bool) -> bool:
+    def _is_global_rank_unique(self, is_on_this_host: bool) -> bool:
         return is_on_this_host and self._is_world

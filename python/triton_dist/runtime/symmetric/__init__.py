@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.place import Place, refusal, share_a_gpu
+from triton_dist.runtime.device.place import Place, share_a_gpu, sharing_error
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.runtime.symmetric.block import Layout, Region, SoloSymmetricMemory, SymmetricMemory
 from triton_dist.runtime.symmetric.cuda import CudaSymmetricMemory
@@ -48,7 +48,7 @@ def allocate(
             places = ranks.all_gather("GPUs of the ranks", Place.of(device.torch_device.index))
             if not share_a_gpu(places):
                 return CudaSymmetricMemory(layout, device.torch_device, group)
-            refused = refusal(places, ranks.named)
+            refused = sharing_error(places, ranks.global_rank)
             if refused is not None:
                 raise refused
             return SharedGpuSymmetricMemory(layout, device.torch_device, group)

@@ -31,8 +31,8 @@ class Layout:
     @classmethod
     def of(cls, name: str, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
         offset, slots = 0, []
-        for region, asked in regions.items():
-            shape, dtype = _checked(region, asked)
+        for region, requests in regions.items():
+            shape, dtype = _checked(region, requests)
             slots.append((region, offset, shape, dtype))
             nbytes = math.prod(shape) * dtype.itemsize
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -42,15 +42,15 @@ class Layout:
         return f"{self.name}: " + ", ".join(f"{n} {list(s)} {d}" for n, _, s, d in self.slots)
 
 
-def _checked(region: str, asked: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def _checked(region: str, requests: Any) -> tuple[tuple[int, ...], torch.dtype]:
     try:
-        shape, dtype = asked
+        shape, dtype = requests
         sizes = tuple(map(operator.index, shape))
     except (TypeError, ValueError):
         sizes, dtype = (), None
     if not isinstance(dtype, torch.dtype) or min(sizes, default=0) < 0:
         expected = "a shape and a torch.dtype, such as ((4,), torch.int32)"
-        raise InvalidArgument("symmetric.allocate", f"regions[{region!r}]", asked, expected)
+        raise InvalidArgument("symmetric.allocate", f"regions[{region!r}]", requests, expected)
     return sizes, dtype
 
 

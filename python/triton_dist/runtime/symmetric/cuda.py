@@ -28,16 +28,17 @@ class CudaSymmetricMemory(SymmetricMemory):
         else:
             reason = ""
         # The rendezvous below would hang if a rank did not join, so all ranks agree first.
-        asked = ranks.all_gather("symmetric allocation", (layout.describe(), reason))
-        if len({layouts for layouts, _ in asked}) > 1:
+        requests = ranks.all_gather("symmetric allocation", (layout.describe(), reason))
+        if len({layouts for layouts, _ in requests}) > 1:
             raise RankDisagreement(
-                "symmetric regions", {ranks.named(r): what for r, (what, _) in enumerate(asked)}
+                "symmetric regions",
+                {ranks.global_rank(r): what for r, (what, _) in enumerate(requests)},
             )
-        for rank, (_, refusal) in enumerate(asked):
+        for rank, (_, refusal) in enumerate(requests):
             if refusal:
                 free = torch.cuda.mem_get_info(device)[0] if rank == ranks.rank else 0
                 raise SymmetricMemoryFull(
-                    f"{layout.name}, rank {ranks.named(rank)} ({refusal})",
+                    f"{layout.name}, rank {ranks.global_rank(rank)} ({refusal})",
                     layout.nbytes,
                     free,
                     "Use a smaller context, or free GPU memory.",

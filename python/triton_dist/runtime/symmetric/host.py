@@ -26,24 +26,24 @@ class HostSymmetricMemory(SymmetricMemory):
         own = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             shortage = _reserve(own, layout.nbytes)
-            asked = self._ranks.all_gather(
+            requests = self._ranks.all_gather(
                 "symmetric allocation", (layout.describe(), os.getpid(), own, shortage)
             )
-            if len({entry[0] for entry in asked}) > 1:
+            if len({entry[0] for entry in requests}) > 1:
                 raise RankDisagreement(
                     "symmetric regions",
-                    {self._ranks.named(r): entry[0] for r, entry in enumerate(asked)},
+                    {self._ranks.global_rank(r): entry[0] for r, entry in enumerate(requests)},
                 )
-            for rank, (_, _, _, available) in enumerate(asked):
+            for rank, (_, _, _, available) in enumerate(requests):
                 if available is not None:
                     raise SymmetricMemoryFull(
-                        f"{layout.name}, rank {self._ranks.named(rank)}, {SHARED_MEMORY}",
+                        f"{layout.name}, rank {self._ranks.global_rank(rank)}, {SHARED_MEMORY}",
                         layout.nbytes,
                         available,
                         f"Enlarge {SHARED_MEMORY} (mount -o remount,size=…, docker run "
                         "--shm-size=…) or use a smaller context.",
                     )
-            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for _, pid, fd, _ in asked]
+            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for _, pid, fd, _ in requests]
             self._ranks.barrier("symmetric memory is mapped")
         finally:
             os.close(own)

@@ -21,11 +21,11 @@ class LeaseOffer(NamedTuple):
     fd: int
 
 
-class OwnLease:
-    """The file of this process's memory; ``give_back`` is called when the lease ends."""
+class LeaseOwner:
+    """The file of this process's memory; ``release`` is called when the lease ends."""
 
-    def __init__(self, give_back: Callable[[], object]) -> None:
-        self._give_back = give_back
+    def __init__(self, release: Callable[[], object]) -> None:
+        self._give_back = release
         self._fd = os.memfd_create("triton_dist-lease", os.MFD_CLOEXEC)
         self.offer = LeaseOffer(os.getpid(), self._fd)
 
@@ -42,7 +42,7 @@ class OwnLease:
         return True
 
 
-class HeldLease:
+class LeaseHolder:
     """Shared lock on another process's memory, held until it is closed.
 
     Raises:
@@ -58,10 +58,10 @@ class HeldLease:
         os.close(self._fd)
 
 
-_retired: list[OwnLease] = []
+_retired: list[LeaseOwner] = []
 
 
-def retire(lease: OwnLease) -> None:
+def retire(lease: LeaseOwner) -> None:
     """End ``lease`` now, or in ``end_retired`` when no process uses its memory any more."""
     _retired.append(lease)
     end_retired()

@@ -20,7 +20,7 @@ from triton_dist.runtime.device import cuda_ipc, current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
 from triton_dist.runtime.symmetric import lease
 from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
-from triton_dist.runtime.symmetric.lease import HeldLease, LeaseOffer, OwnLease
+from triton_dist.runtime.symmetric.lease import LeaseHolder, LeaseOffer, LeaseOwner
 
 _QUEUE_SECONDS = 10.0
 
@@ -44,17 +44,19 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
 
     def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
         self._ranks, self._device = group_for(group), device
-        asked = self._ranks.all_gather("symmetric allocation", layout.describe())
-        if len(set(asked)) > 1:
-            by_rank = {self._ranks.named(rank): what for rank, what in enumerate(asked)}
+        requests = self._ranks.all_gather("symmetric allocation", layout.describe())
+        if len(set(requests)) > 1:
+            by_rank = {self._ranks.global_rank(rank): what for rank, what in enumerate(requests)}
             raise RankDisagreement("symmetric regions", by_rank)
         cuda_ipc.use_gpu(device.index)
         lease.end_retired()  # all ranks are here, so all have closed the memory they freed before
-        with ExitStack() as undone:
+        with ExitStack() as cleanup:
             self._own = 0
-            offers = self._ranks.all_gather("shared GPU memory", self._offer(layout.nbytes, undone))
+            offers = self._ranks.all_gather(
+                "shared GPU memory", self._offer(layout.nbytes, cleanup)
+            )
             _raise_refusal(layout, offers, self._ranks)
-            closing = undone.enter_context(ExitStack())  # closes before the own block is released
+            closing = cleanup.enter_context(ExitStack())  # closes before the own block is released
             addresses, refusal = self._open(offers, closing)
             # Every rank has zeroed its block before this step, so all may use them afterwards.
             refusals = self._ranks.all_gather("shared GPU memory is mapped", refusal)
@@ -62,16 +64,16 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
                 if refusal:
                     raise DeviceUnavailable(
                         str(device),
-                        f"rank {self._ranks.named(rank)} cannot map the memory of another rank: "
-                        f"{refusal}",
+                        f"rank {self._ranks.global_rank(rank)} cannot map the memory of another "
+                        f"rank: {refusal}",
                         "Start all ranks in one container as one user, or start one rank per GPU.",
                     )
-            self._release = weakref.finalize(self, _release, undone.pop_all(), os.getpid())
+            self._release = weakref.finalize(self, _release, cleanup.pop_all(), os.getpid())
         self._release.atexit = False  # the driver frees memory of a process that ends or is killed
         blocks = [_tensor(address, layout.nbytes, device) for address in addresses]
         super().__init__(layout, self._ranks.rank, blocks)
 
-    def _offer(self, nbytes: int, undone: ExitStack) -> _Offer:
+    def _offer(self, nbytes: int, cleanup: ExitStack) -> _Offer:
         """Allocate this rank's block and return what other ranks need to map it."""
         try:
             self._own = _allocate(nbytes)
@@ -81,11 +83,11 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
             return _Offer(refusal=str(failure))
         own = self._own
         try:
-            leased = OwnLease(lambda: cuda_ipc.free(own))
+            leased = LeaseOwner(lambda: cuda_ipc.free(own))
         except OSError as failure:
             cuda_ipc.free(own)
             return _Offer(refusal=str(failure))
-        undone.callback(lease.retire, leased)
+        cleanup.callback(lease.retire, leased)
         try:
             handle = cuda_ipc.export(own)
         except RuntimeError as failure:
@@ -102,7 +104,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
                 addresses.append(self._own)
                 continue
             try:
-                closing.callback(HeldLease(offer.lease).close)
+                closing.callback(LeaseHolder(offer.lease).close)
                 address = cuda_ipc.open_(offer.handle)
             except (OSError, RuntimeError, MemoryError) as failure:
                 return [], str(failure)
@@ -146,7 +148,8 @@ def _raise_refusal(
     for rank, offer in enumerate(offers):
         if offer.free is not None:
             raise SymmetricMemoryFull(
-                f"{layout.name}, rank {ranks.named(rank)}, which shares a GPU ({offer.refusal})",
+                f"{layout.name}, rank {ranks.global_rank(rank)}, which shares a GPU "
+                f"({offer.refusal})",
                 layout.nbytes,
                 offer.free,
                 "Use a smaller context or fewer ranks, or free GPU memory.",
@@ -154,7 +157,7 @@ def _raise_refusal(
         if offer.refusal:
             raise DeviceUnavailable(
                 "cuda",
-                f"rank {ranks.named(rank)} cannot share memory: {offer.refusal}",
+                f"rank {ranks.global_rank(rank)} cannot share memory: {offer.refusal}",
                 "Use Linux with a driver and container that allow CUDA IPC, or start one rank per "
                 "GPU.",
             )

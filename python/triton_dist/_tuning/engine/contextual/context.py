@@ -374,7 +374,7 @@ class Messages(Channel):
         with watchdog.paused():  # pause the watch of the call
             at = replace(at, phase=f"{self._function}, {at.phase}")
             if not self.has_met:
-                return self.meet(at, value)
+                return self.first_all_gather(at, value)
             return super().all_gather(at, value, after or self.limit)
 
     def blamed_config(self, at: Step) -> Config | None:

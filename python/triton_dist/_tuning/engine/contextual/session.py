@@ -111,7 +111,7 @@ class Session:
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to tune. Return the result of the last call."""
         # Not in ``__enter__``, which may run on an autograd thread. This is the caller's thread.
-        with self._parts.settling() as self._settle:
+        with self._parts.deferred_checks() as self._settle:
             while True:
                 self._call_began = time.monotonic()
                 try:
@@ -179,7 +179,7 @@ class Session:
                 [f"{each.context} iter {each.iteration}" for each in steps] for steps in everyone
             ]
             said = {
-                self._messages.named(rank): "; ".join(steps) or "none"
+                self._messages.global_rank(rank): "; ".join(steps) or "none"
                 for rank, steps in enumerate(named)
             }
             what = f"the kernels launched in call {turn.number}"
@@ -223,7 +223,7 @@ class Session:
             self._messages.ended_by(error)
             return
         ending = Step(f"end of call {self._turn.number}, which raised {text_of(error)}")
-        own = failure_of(error, "launch", int(self._messages.named(self._messages.rank)))
+        own = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
         # Ranks that did not raise the same error raise an error that names the rank that did.
         with suppress(RankTimeout, RankDisagreement):
             self._messages.all_gather(ending, own)

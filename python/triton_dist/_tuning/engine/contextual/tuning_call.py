@@ -105,7 +105,7 @@ class TuningCall:
             own = said(error) if is_unusable(error) else ""
         at = Step(f"call {self.number}: compile the recorded winner of {context.name}")
         whys = self._messages.all_gather(at, own, self._parts.settings.compile_seconds)
-        ranks = map(self._messages.named, range(len(whys)))
+        ranks = map(self._messages.global_rank, range(len(whys)))
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
     def read_timers(self) -> None:
@@ -138,7 +138,7 @@ class TuningCall:
 
     @property
     def _own_rank(self) -> int:
-        return int(self._messages.named(self._parts.ranks.rank))
+        return int(self._messages.global_rank(self._parts.ranks.rank))
 
     def _compile_current(self, context: Context, launch: Launch) -> None:
         """Ensure that all ranks can launch the current config, and drop configs that cannot run.

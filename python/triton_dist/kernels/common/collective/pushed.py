@@ -23,7 +23,7 @@ from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
-from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
+from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 
 
 class PushedShards(PushedSlots):
@@ -96,7 +96,7 @@ class PushedShards(PushedSlots):
                 peer = (self.rank + step) % self.num_ranks
                 target = self.slots["shards"].peers[peer].view(dtype)[own + first : own + end]
                 begin = peer * exchange.elements if scatters else 0
-                yield Copy(stream, target.view(-1, 1), OwnRows(begin + first, begin + end))
+                yield Copy(stream, target.view(-1, 1), InputRows(begin + first, begin + end))
                 flag = number * self.num_ranks + self.rank
                 arrivals = self.slots["arrivals"].peers[peer]
                 yield Copy(stream, arrivals[flag : flag + 1], self.slots.epoch[:1])

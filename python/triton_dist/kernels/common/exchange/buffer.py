@@ -35,7 +35,7 @@ from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.garbage import weak
+from triton_dist.runtime.garbage import weak_method
 from triton_dist.runtime.ranks import group_for
 
 MAX_CTAS: int = protocol.MAX_CTAS.value
@@ -273,7 +273,7 @@ class ExchangeBuffer:
         self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
         self.timeout_words = TimeoutWord(
             name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
-            weak(self._late), weak(self._flags), self.disagreements, ranks,
+            weak_method(self._late), weak_method(self._flags), self.disagreements, ranks,
         )  # fmt: skip
         self._last: tuple[int, int, int] | None = None
 

@@ -28,7 +28,7 @@ from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements, flag_of
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
-from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
+from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.ranks import group_for
 
 _ELEMENTS, _WIDEST = 2048, 1024
@@ -213,6 +213,6 @@ class PushedColumns(PushedSlots):
             stream = (chunk * (self.num_ranks - 1) + step) % PUSH_STREAMS
             peer = (self.rank + step) % self.num_ranks
             target = self.slots["shards"].peers[peer][own + begin : own + end]
-            source = OwnRows(peer * block + begin, peer * block + end)
+            source = InputRows(peer * block + begin, peer * block + end)
             yield Copy(stream, target.view(-1, 1), source)
             yield Copy(stream, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])

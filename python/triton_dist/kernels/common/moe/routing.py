@@ -478,10 +478,10 @@ def compare_ids(function: str, ctx: OpContext[Any], topk_ids: torch.Tensor) -> N
     Raises:
         RankDisagreement: ids differ between ranks.
     """
-    if waits.limit_seconds() is not None or current_device().is_capturing():
+    if waits.are_limited() or current_device().is_capturing():
         return
     ranks = group_for(ctx.group)
     answers = ranks.all_gather(f"ids of {function}", ids_as_text(topk_ids))
     if len(set(answers)) > 1:
-        by_rank = {ranks.named(rank): answer for rank, answer in enumerate(answers)}
+        by_rank = {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)}
         raise RankDisagreement(f"the ids of a call of {function}", by_rank)

@@ -51,7 +51,7 @@ from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Step
-from triton_dist.runtime.garbage import weak
+from triton_dist.runtime.garbage import weak_method
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import Region
 
@@ -158,17 +158,22 @@ class EpochSlots:
         self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
         self._follows_full_call = self._in_graphs = self._capturing = False
         self._clear_lines()
-        flags = weak(self._flags)
+        flags = weak_method(self._flags)
         self.timeout_words = TimeoutWord(
             name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _WAITS_IN_A_ROW,
-            weak(self._late), flags, self.disagreements, ranks,
+            weak_method(self._late), flags, self.disagreements, ranks,
         )  # fmt: skip
         # Load now, because loading waits for running kernels (Launch.followed_by).
         if self.num_ranks > 1:
             self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
         self._status = rank_status.Slots(
-            self.memory["epoch"], EPOCH, SIZE_BITS.value, self._begun, weak(self._late_of), flags
+            self.memory["epoch"],
+            EPOCH,
+            SIZE_BITS.value,
+            self._begun,
+            weak_method(self._late_of),
+            flags,
         )
         self._reports_status = rank_status.add(self._status)
 

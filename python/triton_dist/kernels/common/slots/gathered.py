@@ -26,7 +26,7 @@ from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.peers import Disagreements, GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, InSlots
-from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag, Step
 
 MAX_CHUNKS = 8
 """Maximum number of chunks of a shard: along its rows, or along K in a fused method."""
@@ -122,7 +122,7 @@ def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             begin = slot.rank * slot.rows
             flag = slot.rank * MAX_CHUNKS + chunk
             target = slot.shards[peer][begin + first : begin + end]
-            yield Copy(stream, target, OwnRows(first, end))
+            yield Copy(stream, target, InputRows(first, end))
             yield Copy(stream, slot.arrivals[peer][flag : flag + 1], slot.epoch)
 
 
@@ -137,7 +137,7 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             if step > 0:
                 yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
                 yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
-            source = OwnRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
+            source = InputRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
             value = slot.epoch if step == 0 else slot.arrivals[slot.rank][flag : flag + 1]
             yield Copy(stream, slot.shards[neighbour][rows], source)
             yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], value)
@@ -287,7 +287,7 @@ class AllGatherBuffer(InSlots):
     def reset(self) -> None:
         # If the consumer was not launched, no kernel has released the waiting copy streams.
         forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
-        self._device.aside(lambda: [flags.fill_(1) for flags in forward])
+        self._device.run_on_side_stream(lambda: [flags.fill_(1) for flags in forward])
         super().reset()
 
     def free(self) -> None:

@@ -141,7 +141,7 @@ class _Algorithm(NamedAlgorithm[Call, Sizes]):
         x, ctx, output = call.x.detach(), call.ctx, call.output
         in_place = output is not None and output.data_ptr() == x.data_ptr()
         # A candidate must not overwrite x: the next candidate and the call itself read it.
-        spares_x = in_place and waits.limit_seconds() is not None
+        spares_x = in_place and waits.are_limited()
         sums = torch.empty_like(x) if output is None or spares_x else output
         ctx.sleep(call.straggler_option)
         if ctx.num_ranks > 1:

@@ -30,7 +30,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
 )
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.garbage import uncollected
+from triton_dist.runtime.garbage import no_garbage_collection
 
 # Number of tile shapes tried with pushes; the first 3 of them with every number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
@@ -144,7 +144,7 @@ class _Pushed(ToOwners):
         try:
             # The GEMM waits for the peers' pushes, which they queue after their GEMM. Freeing
             # memory synchronises with the GPU: if all ranks did so here, they would deadlock.
-            with uncollected():
+            with no_garbage_collection():
                 pushes.fork(stream)
                 self.multiply()
                 pushes.queue()  # before any other launch, which may block until the GEMM ends
