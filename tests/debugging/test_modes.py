@@ -11,7 +11,7 @@ from packaging.version import Version
 from triton_dist import knobs
 from triton_dist.debugging import modes
 from triton_dist.debugging.faults import DebugModeRefused
-from triton_dist.debugging.modes import GPU, INTERPRETER, NOTHING, Place
+from triton_dist.debugging.modes import GPU, INTERPRETER, NOTHING, Environment
 
 # Of each mode, whether it works on a GPU: as compiling with each release showed, by whether the PTX
 # is another (consan fails to compile; gsan sees no memory of ours).
@@ -27,7 +27,7 @@ WORKS = {
 @pytest.mark.parametrize("release", ["3.6", "3.7", "3.8", "3.9"])
 @pytest.mark.parametrize("mode", WORKS)
 def test_a_mode_is_refused_by_the_releases_in_which_it_finds_nothing(mode, release):
-    place = Place(Version(f"{release}.1"), GPU)
+    place = Environment(Version(f"{release}.1"), GPU)
     if release in WORKS[mode].split():
         assert modes.check([mode], place) == ()
         return
@@ -54,17 +54,17 @@ def test_a_mode_is_refused_by_the_releases_in_which_it_finds_nothing(mode, relea
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(words, runs, said):
     with pytest.raises(DebugModeRefused, match=said):
-        modes.check(words, Place(Version("3.9.0"), runs))
+        modes.check(words, Environment(Version("3.9.0"), runs))
 
 
 def test_what_can_be_is_turned_on():
-    here = Place(Version("3.9.0"), INTERPRETER)
+    here = Environment(Version("3.9.0"), INTERPRETER)
     assert modes.check(["interp"], here) == modes.CHECKS
     assert modes.check(["interp:waits", "interp:bounds", "assert"], here) == ("bounds", "waits")
-    assert modes.check(["memcheck"], Place(Version("3.6.0"), GPU, "memcheck")) == ()
+    assert modes.check(["memcheck"], Environment(Version("3.6.0"), GPU, "memcheck")) == ()
     assert modes.check(["attach", "where"], here) == ()
     for runs in (GPU, NOTHING):
-        assert modes.check(["where"], Place(Version("3.6.0"), runs)) == ()
+        assert modes.check(["where"], Environment(Version("3.6.0"), runs)) == ()
     assert modes.variables_of(["fpsan", "assert"]) == {
         "TRITON_INSTRUMENTATION_MODE": "fpsan",
         "TRITON_DEBUG": "1",
@@ -77,7 +77,7 @@ def test_triton_is_told_and_so_is_the_reader(monkeypatch, capfd):
     compilation = triton.knobs.compilation
     monkeypatch.setattr(compilation, "instrumentation_mode", "")
     monkeypatch.setattr(triton.knobs.runtime, "debug", False)
-    monkeypatch.setattr(Place, "here", lambda: Place(Version("3.9.0"), GPU))
+    monkeypatch.setattr(Environment, "here", lambda: Environment(Version("3.9.0"), GPU))
     for variable in modes.variables_of(["consan", "assert"]):
         monkeypatch.setenv(variable, "0")
     monkeypatch.setenv(knobs.debug.variable, "consan,assert")

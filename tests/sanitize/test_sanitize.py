@@ -76,7 +76,7 @@ def test_what_several_processes_found_is_a_line_each():
             ("rank-4", "========= ERROR SUMMARY: 3 errors\n"),
         )
     }  # fmt: skip
-    assert reports.merged(reports_of) == [
+    assert reports.merge_reports(reports_of) == [
         "Invalid __global__ write of size 4 bytes at kernel_push+… in push.py:12: 2 x rank-0",
         "Error: Race reported between Write access at kernel_sum+… in sum.py:8: 1 x rank-1",
         "Error: Target application terminated before first instrumented API call: 1 x rank-3",
@@ -90,7 +90,7 @@ def test_a_rank_is_right_if_it_says_so_and_nothing_was_reported():
     said = "12 calls are right\n"
     assert run.verdict(0, clean, said) == ""
     assert run.verdict(0, None, said) == ""
-    assert "2 x Invalid __global__ write" in run.verdict(reports.FOUND, found, said)
+    assert "2 x Invalid __global__ write" in run.verdict(reports.FINDINGS_STATUS, found, said)
     assert "incomplete report" in run.verdict(0, reports.report_of(""), said)
     assert run.verdict(1, clean, "Traceback\nKeyError: 3\n") == "exited with status 1: KeyError: 3"
     assert run.verdict(None, clean, said) == "did not end: 12 calls are right"

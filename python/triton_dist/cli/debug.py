@@ -74,10 +74,10 @@ def _run(arguments: argparse.Namespace) -> int:
     before: list[str] = []
     tools = [word for word in words if word in modes.MODES and modes.MODES[word].tool]
     if modes.checks_of(words) or "attach" in words:
-        modes.check(words, modes.Place(triton_version(), modes.INTERPRETER))
+        modes.check(words, modes.Environment(triton_version(), modes.INTERPRETER))
         told |= {knobs.triton_interpret.variable: "1", knobs.device.variable: "cpu"}
     elif words != ("where",):
-        modes.check(words, modes.Place(triton_version(), modes.GPU, "".join(tools[:1])))
+        modes.check(words, modes.Environment(triton_version(), modes.GPU, "".join(tools[:1])))
     reports = Path()
     if tools:
         program = sanitizer.find()
@@ -92,17 +92,17 @@ def _run(arguments: argparse.Namespace) -> int:
         reports = arguments.reports or Path(tempfile.mkdtemp(prefix="triton_dist-debug-"))
         reports.mkdir(parents=True, exist_ok=True)
         if sanitizer.starts_ranks(arguments.command):
-            python = sanitizer.python_of_ranks(program, tools[0], reports.resolve())
+            python = sanitizer.write_rank_python(program, tools[0], reports.resolve())
             told["PYTHON_EXEC"] = str(python)
         else:
-            before = sanitizer.command_of_all(program, tools[0], reports)
+            before = sanitizer.command_with_children(program, tools[0], reports)
     ran = subprocess.run([*before, *arguments.command], env=knobs.environment() | told)
     if tools:
         found = {
             path.stem: sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
             for path in sorted(reports.glob("*.log"))
         }
-        lines = [f"  {line}" for line in sanitizer.merged(found)]
+        lines = [f"  {line}" for line in sanitizer.merge_reports(found)]
         print(f"{tools[0]}: {len(found)} reports in {reports}", *lines, sep="\n")
         if not found:
             print(f"{tools[0]}: no process of the command ran under the tool", file=sys.stderr)

@@ -28,7 +28,7 @@ class Access:
         element: Triton's type of an element.
         semantic: atomics: ``"acquire"``, ``"release"``, ``"acquire_release"`` or ``"relaxed"``;
             loads: ``"volatile"`` or empty.
-        by_tma: on a GPU the store is asynchronous.
+        by_tma: whether the store is asynchronous on a GPU.
     """
 
     kind: str
@@ -50,13 +50,13 @@ class Access:
 
 
 class Observer(Protocol):
-    """A check. ``before`` may raise to prevent the access; ``after`` receives the loaded values."""
+    """A check. ``before`` may raise to prevent the access. ``after`` receives the loaded values."""
 
     def before(self, access: Access) -> None: ...
     def after(self, access: Access, values: Any) -> None: ...
 
 
-def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
+def patch(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
     """Make ``owner.name(...)`` call ``call(original, ...)``; return a function that undoes it."""
     original = getattr(owner, name)
 
@@ -72,11 +72,10 @@ ALLOCATIONS = (
     *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
     *((torch.Tensor, name) for name in ("new_empty", "new_empty_strided")),
 )
-"""The ``torch.empty`` family."""
 
 
 def undo_all(undos: Sequence[Undo]) -> Undo:
-    """Return a function that calls all ``undos``, the last first."""
+    """Return a function that calls ``undos`` in reverse order."""
 
     def undo() -> None:
         for each in reversed(undos):
@@ -86,10 +85,8 @@ def undo_all(undos: Sequence[Undo]) -> Undo:
 
 
 def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
-    """Report each memory operation to ``observers``; return a function that undoes this.
-
-    ``upstream`` is the module ``triton.runtime.interpreter``.
-    """
+    """Report each memory operation of ``triton.runtime.interpreter`` to ``observers``, until the
+    returned function is called."""
     builder = upstream.InterpreterBuilder
 
     def observed(access: Access, operate: Callable[[], Any]) -> Any:
@@ -100,16 +97,16 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
             observer.after(access, getattr(result, "data", None))
         return result
 
-    def load(original: Any, self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        semantic = "volatile" if named.get("is_volatile", rest[-1] if rest else False) else ""
+    def load(original: Any, self: Any, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
+        semantic = "volatile" if kwargs.get("is_volatile", rest[-1] if rest else False) else ""
         access = Access("load", ptrs.data, _array(mask), ptrs.get_element_ty(), semantic)
-        return observed(access, lambda: original(self, ptrs, mask, *rest, **named))
+        return observed(access, lambda: original(self, ptrs, mask, *rest, **kwargs))
 
     def store(
-        original: Any, self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
+        original: Any, self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         access = Access("store", ptrs.data, _array(mask), ptrs.get_element_ty())
-        return observed(access, lambda: original(self, ptrs, value, mask, *rest, **named))
+        return observed(access, lambda: original(self, ptrs, value, mask, *rest, **kwargs))
 
     def modify(
         original: Any, self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any
@@ -123,44 +120,42 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         access = Access("atomic", ptr.data, None, element, semantic)
         return observed(access, lambda: original(self, ptr, *rest))
 
-    def of_block(kind: str, place: int) -> Callable[..., Any]:
-        """Wrap a descriptor operation; ``place`` is the position of its indices argument."""
+    def of_block(kind: str, indices_position: int) -> Callable[..., Any]:
+        """Wrap a descriptor operation."""
 
-        def copy(original: Any, self: Any, *args: Any, **named: Any) -> Any:
+        def copy(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             desc = args[1] if kind == "atomic" else args[0]
             try:
-                pointers, mask = desc.materialize_pointers(args[place])
+                pointers, mask = desc.materialize_pointers(args[indices_position])
             except AssertionError:  # misalignment, for which the operation itself raises an error
-                return original(self, *args, **named)
-            mask, unused = _array(mask), _unused_rows(desc, args[place])
+                return original(self, *args, **kwargs)
+            mask, unused = _array(mask), _unused_rows(desc, args[indices_position])
             if unused is None:
                 element, by_tma = pointers.get_element_ty(), kind == "store"
                 access = Access(kind, pointers.data, mask, element, by_tma=by_tma)
-                return observed(access, lambda: original(self, *args, **named))
+                return observed(access, lambda: original(self, *args, **kwargs))
             access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
-            result = observed(access, lambda: original(self, *args, **named))
+            result = observed(access, lambda: original(self, *args, **kwargs))
             fill(result.data, access.element, np.broadcast_to(unused, result.data.shape))
             return result
 
         return copy
 
     undos = [
-        replace(builder, "create_masked_load", load),
-        replace(builder, "create_masked_store", store),
-        replace(builder, "create_atomic_rmw", modify),
-        replace(builder, "create_atomic_cas", exchange),
-        replace(builder, "create_descriptor_load", of_block("load", 1)),
-        replace(builder, "create_descriptor_store", of_block("store", 2)),
-        replace(builder, "create_descriptor_reduce", of_block("atomic", 3)),
+        patch(builder, "create_masked_load", load),
+        patch(builder, "create_masked_store", store),
+        patch(builder, "create_atomic_rmw", modify),
+        patch(builder, "create_atomic_cas", exchange),
+        patch(builder, "create_descriptor_load", of_block("load", 1)),
+        patch(builder, "create_descriptor_store", of_block("store", 2)),
+        patch(builder, "create_descriptor_reduce", of_block("atomic", 3)),
     ]
     return undo_all(undos)
 
 
 def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
-    """Return a bool array, broadcastable to the block, of rows that ``dl.only_rows`` leaves out.
-
-    ``None``: all rows are used.
-    """
+    """Return a bool array of the block's rows that ``dl.only_rows`` excludes; ``None`` if it
+    excludes none."""
     begin, end = getattr(desc, "rows", (0, 0))
     row = int(indices[0].data.item()) + np.arange(desc.block_shape[0])
     unused = (row < begin) | (row >= end)
@@ -170,22 +165,22 @@ def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
 
 
 def _array(mask: Any) -> Any:
-    """Return a mask as an array; it is a handle from Triton 3.9 on."""
+    """Return a mask as an array. From Triton 3.9 on the interpreter passes a handle."""
     return mask if mask is None or isinstance(mask, np.ndarray) else mask.data
 
 
-FLOATS, INTEGERS = 0x7FFB, 0x7BFB
-"""Two-byte patterns of uninitialised memory: NaN in all floating-point types; a rare integer."""
+POISON_FLOAT, POISON_INTEGER = 0x7FFB, 0x7BFB
+"""Values of uninitialised two-byte words: a NaN in all floating-point types; a rare integer."""
 
 
 def pattern(dtype: Any, floats: bool) -> Any:
-    """Return the pattern as an element of the numpy ``dtype``, whose size is at least 2 bytes."""
-    word = FLOATS if floats else INTEGERS
+    """Return the poison value as an element of the numpy ``dtype``, of at least 2 bytes."""
+    word = POISON_FLOAT if floats else POISON_INTEGER
     return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
 
 
 def fill(block: Any, element: Any, where: Any) -> None:
-    """Fill ``block[where]``, an array of the Triton type ``element``. Skip one-byte types."""
+    """Fill ``block[where]``, of the Triton type ``element``, with poison. Skip one-byte types."""
     if block.itemsize > 1:
         bits = block.view(np.dtype(f"u{block.itemsize}"))
         bits[where] = pattern(bits.dtype, element.is_floating())

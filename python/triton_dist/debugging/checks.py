@@ -9,7 +9,7 @@ from typing import Any
 from triton.runtime import interpreter as upstream
 
 from triton_dist.debugging import debugger, memory_checks, printing, rank_status
-from triton_dist.debugging.accesses import Observer, Undo, replace, undo_all, watch
+from triton_dist.debugging.accesses import Observer, Undo, patch, undo_all, watch
 from triton_dist.debugging.deadlock_check import DeadlockCheck
 from triton_dist.debugging.faults import KernelAssertion
 from triton_dist.debugging.races import Races
@@ -18,7 +18,7 @@ from triton_dist.runtime import interpreter
 
 
 def install(checks: Iterable[str]) -> Undo:
-    """Turn on ``checks`` of kernels and return a function that turns them off.
+    """Turn on ``checks`` and return a function that turns them off.
 
     The interpreter's patches must already be applied.
 
@@ -26,8 +26,8 @@ def install(checks: Iterable[str]) -> Undo:
         checks: names of :data:`modes.CHECKS`, or modes that work in the interpreter.
     """
     undos = [
-        replace(upstream.InterpreterBuilder, "create_assert", _with_site),
-        printing.notify_ranks(upstream),
+        patch(upstream.InterpreterBuilder, "create_assert", _with_site),
+        printing.prefix_output(upstream),
     ]
     observers: list[Observer] = []
     if "bounds" in checks:
@@ -41,7 +41,7 @@ def install(checks: Iterable[str]) -> Undo:
         observers.append(waiting)
         rank_status.start()
         undos += [rank_status.stop, waiting.start()]
-        undos.append(replace(interpreter, "_run_grid", _noted))
+        undos.append(patch(interpreter, "_run_grid", _record_launch))
     if "where" in checks:
         rank_status.install_signal_handler()
         undos.append(rank_status.remove_signal_handler)
@@ -59,7 +59,6 @@ def install(checks: Iterable[str]) -> Undo:
 
 @contextmanager
 def checking(*checks: str) -> Iterator[None]:
-    """Context manager that turns these checks on."""
     undo = install(checks)
     try:
         yield
@@ -74,7 +73,7 @@ def _with_site(original: Any, self: Any, condition: Any, message: Any) -> None:
         raise KernelAssertion(f"{site()}: {failed}") from failed
 
 
-def _noted(original: Any, executor: Any, *rest: Any) -> None:
+def _record_launch(original: Any, executor: Any, *rest: Any) -> None:
     grid = executor.grid if isinstance(executor.grid, tuple) else ()
     rank_status.note_launch(executor.fn.__name__, grid)
     original(executor, *rest)

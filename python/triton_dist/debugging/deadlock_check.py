@@ -1,9 +1,8 @@
 """Detect deadlocks of interpreted kernels, and publish the status of each rank.
 
-Every 0.25 s each rank publishes which flags its programs wait for, which flags they have set, and
-the current line of its main thread. It writes a file, because a waiting rank cannot answer
-messages. A deadlock exists if every rank waits in kernels, waits in a collective, or has ended, and
-nothing has changed for ``QUIET_SECONDS``.
+Every 0.25 s each rank writes to a file which flags its programs wait for, which flags they have
+set, and the current line of its main thread. A deadlock exists if every rank waits in kernels,
+waits in a collective, or has ended, and nothing has changed for ``QUIET_SECONDS``.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.job import create_job_folder, is_running, job_folder
 
 QUIET_SECONDS = 2.0
-_TELL_SECONDS = 0.25
-_FRESH_SECONDS = 0.5  # a waiting program polls again within milliseconds
-_MOST_TOLD = 64
+_PUBLISH_SECONDS = 0.25
+_WAIT_EXPIRY_SECONDS = 0.5  # a waiting program polls again within milliseconds
+_MAX_SET_FLAGS = 64
 _COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}runtime{os.sep}ranks{os.sep}",
@@ -65,27 +64,26 @@ class DeadlockCheck:
         self._raises, self._publishes = raises, publishes
         self._waits: dict[int, dict[str, Any]] = {}  # by thread
         self._set_flags: OrderedDict[str, str] = OrderedDict()
-        self._moved = self._judged = time.monotonic()
+        self._last_change = self._last_check = time.monotonic()
         self._host: FrameType | None = None
         self._host_since = time.monotonic()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def start(self) -> Undo:
         """Start recording, publishing and checking; return a function that stops it."""
-        before, waits.on_poll = waits.on_poll, self.look
+        before, waits.on_poll = waits.on_poll, self.record_poll
         self._start_publisher()
         os.register_at_fork(after_in_child=self._start_publisher)
 
         def stop() -> None:
             waits.on_poll = before
-            self._over.set()
+            self._stopped.set()
             self._publisher.join()
 
         return stop
 
     def _start_publisher(self) -> None:
-        """Start the publishing thread; a forked child starts its own."""
-        if not self._over.is_set():
+        if not self._stopped.is_set():
             self._began = time.time()
             self._publisher = threading.Thread(
                 target=self._publish, name="triton_dist-debug", daemon=True
@@ -99,14 +97,16 @@ class DeadlockCheck:
                 flag = flag_at(int(address))
                 self._set_flags[flag] = str(site())
                 self._set_flags.move_to_end(flag)
-            while len(self._set_flags) > _MOST_TOLD:
+            while len(self._set_flags) > _MAX_SET_FLAGS:
                 self._set_flags.popitem(last=False)
 
     def after(self, access: Access, values: Any) -> None:
-        """Do nothing: loaded values are irrelevant here."""
+        pass
 
-    def look(self, ptr: Any, seen: Any, value: Any, places: int, looks: int, overdue: bool) -> None:
-        """Record an unsuccessful poll of a flag, after ``looks`` polls of this wait.
+    def record_poll(
+        self, ptr: Any, seen: Any, value: Any, size_bits: int, polls: int, overdue: bool
+    ) -> None:
+        """Record an unsuccessful poll of a flag, after ``polls`` earlier polls of this wait.
 
         If the wait is for a block of flags, record the flag with the lowest value.
 
@@ -115,24 +115,24 @@ class DeadlockCheck:
         """
         latest = int(np.argmin((seen - value).handle.data))
         address = int(ptr.handle.data.flat[latest])
-        expected, found = int(value) >> places, int(seen.handle.data.flat[latest]) >> places
+        expected, found = int(value) >> size_bits, int(seen.handle.data.flat[latest]) >> size_bits
         thread, now = threading.get_ident(), time.monotonic()  # a thread runs one program at a time
         wait = self._waits.get(thread)
-        # A new wait may have the flag and the line of the previous wait.
         if (
+            # A new wait may have the flag and the line of the previous wait.
             wait is None
-            or looks == 0
+            or polls == 0
             or (wait["address"], wait["seen"]) != (address, found)
-            or now - wait["looked"] > _FRESH_SECONDS
+            or now - wait["looked"] > _WAIT_EXPIRY_SECONDS
         ):
             wait = {"at": str(site()), "flag": flag_at(address), "address": address}
             wait |= {"expected": expected, "seen": found, "looked": now}
             wait["writer"] = rank_status.writer_of(address)
             # Replaced as a whole, because the publishing thread reads it concurrently.
-            self._waits[thread], self._moved = wait, now
+            self._waits[thread], self._last_change = wait, now
         wait["looked"] = now
-        if overdue or (self._raises and now - self._judged > _TELL_SECONDS):
-            self._judged = now
+        if overdue or (self._raises and now - self._last_check > _PUBLISH_SECONDS):
+            self._last_check = now
             states = self._states()
             if overdue or _is_deadlocked(states):
                 message = _report(wait, states, overdue)
@@ -141,9 +141,9 @@ class DeadlockCheck:
     def _state(self) -> dict[str, Any]:
         now = time.monotonic()
         for thread, wait in list(self._waits.items()):
-            if now - wait["looked"] > _FRESH_SECONDS:
+            if now - wait["looked"] > _WAIT_EXPIRY_SECONDS:
                 self._waits.pop(thread, None)
-                self._moved = now
+                self._last_change = now
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is not self._host:
             self._host, self._host_since = frame, now
@@ -156,29 +156,33 @@ class DeadlockCheck:
             "waits": list(self._waits.values()),
             "told": dict(self._set_flags),
             "host": line,
-            "stands_since": self._moved if in_kernel else self._host_since if collective else None,
+            "stands_since": self._last_change
+            if in_kernel
+            else self._host_since
+            if collective
+            else None,
         }
 
     def _publish(self) -> None:
         path, answered = None, ""
-        while not self._over.wait(_TELL_SECONDS):
+        while not self._stopped.wait(_PUBLISH_SECONDS):
             if knobs.world_size.get() > 1 or self._publishes:
                 with suppress(OSError, RuntimeError):  # a concurrent change: publish next time
                     folder, state = create_job_folder(), self._state()
                     path = folder / f"{_rank()}.json"
                     rank_status.write_state(path, state)
-                    answered = rank_status.answer_if_asked(folder, answered, state)
+                    answered = rank_status.answer_request(folder, answered, state)
         if path is not None:
             with suppress(OSError):
                 path.unlink()
 
     def _states(self) -> dict[int, dict[str, Any] | None]:
-        """Return the status by global rank; ``None``: unknown."""
+        """Return the status by global rank; ``None`` if unknown."""
         states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(knobs.world_size.get()))
         for rank in states:
             with suppress(OSError, ValueError):
                 path = job_folder() / f"{rank}.json"
-                if rank != _rank() and path.stat().st_mtime >= self._began - _FRESH_SECONDS:
+                if rank != _rank() and path.stat().st_mtime >= self._began - _WAIT_EXPIRY_SECONDS:
                     states[rank] = json.loads(path.read_text(encoding="utf-8"))
         return states | {_rank(): self._state()}
 
@@ -195,21 +199,21 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     return collective, "?"
 
 
-def _is_gone(state: dict[str, Any]) -> bool:
+def _has_ended(state: dict[str, Any]) -> bool:
     return not is_running(state["pid"])
 
 
 def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
-    """Return whether all ranks have been blocked during a common period of ``QUIET_SECONDS``.
+    """Return whether all ranks were blocked during a common period of ``QUIET_SECONDS``.
 
-    Their status files have different ages, so each rank being blocked is not sufficient.
+    It is not sufficient that each rank is blocked, because the status files have different ages.
     """
     since: list[float] = []
     until: list[float] = []
     for state in states.values():
         if state is None:
             return False
-        if not _is_gone(state):
+        if not _has_ended(state):
             if state["stands_since"] is None:
                 return False
             since.append(state["stands_since"])
@@ -224,7 +228,7 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
     for rank, state in states.items():
         if state is None:
             lines.append(f"  rank {rank}: status unknown; the rank may be on another host")
-        elif _is_gone(state):
+        elif _has_ended(state):
             lines.append(f"  rank {rank}: has ended")
         elif not state["waits"]:
             lines.append(f"  rank {rank}: is not waiting in a kernel, but is at {state['host']}")

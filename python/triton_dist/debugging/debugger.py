@@ -21,12 +21,11 @@ from triton_dist.runtime import deadlines, waits
 from triton_dist.runtime.job import create_job_folder, job_folder
 
 _active = False
-_LOOK_SECONDS = 0.1
-_looked = 0.0
+_POLL_SECONDS = 0.1
+_last_check = 0.0
 
 
 def start() -> None:
-    """Enable ``dl.breakpoint``, and stops in waits of kernels on request."""
     global _active
     _active = True
 
@@ -45,12 +44,12 @@ def socket_of(folder: Path, rank: int) -> Path:
 
 
 def request_of(folder: Path, rank: int) -> Path:
-    """Return the file whose existence requests that a rank stops in its current or next wait."""
+    """Return the file that requests a stop of the rank in its current or next wait."""
     return folder / f"halt-{rank}"
 
 
-def stop_if_wanted(frame: FrameType) -> None:
-    """Stop at ``frame``, except while a candidate runs, because the stop would time it out."""
+def stop_at_breakpoint(frame: FrameType) -> None:
+    """Stop at ``frame``. Do nothing during tuning, because the candidate would time out."""
     if _active and not waits.are_limited():
         rank, folder = knobs.rank.get(), create_job_folder()
         path = socket_of(folder, rank)
@@ -71,25 +70,22 @@ def stop_if_wanted(frame: FrameType) -> None:
         RankPdb(rank, connection).stop_at(frame)
 
 
-def stop_if_asked() -> None:
-    """Stop the waiting kernel if ``debug attach`` has requested it for this rank."""
-    global _looked
-    if not _active or time.monotonic() - _looked < _LOOK_SECONDS:
+def stop_if_requested() -> None:
+    """Stop the waiting kernel if ``debug attach`` has requested a stop of this rank."""
+    global _last_check
+    if not _active or time.monotonic() - _last_check < _POLL_SECONDS:
         return
-    _looked = time.monotonic()
+    _last_check = time.monotonic()
     request = request_of(job_folder(), knobs.rank.get())
     if request.exists():
         request.unlink(missing_ok=True)
         frame = kernel_frame()
         if frame is not None:
-            stop_if_wanted(frame)
+            stop_at_breakpoint(frame)
 
 
 class RankPdb(pdb.Pdb):
-    """A pdb whose terminal is a socket.
-
-    Closing the connection, or ``q``, continues the program and clears breakpoints.
-    """
+    """A pdb whose terminal is a socket. Closing it, or ``q``, clears breakpoints and continues."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self._connection = connection
@@ -99,7 +95,7 @@ class RankPdb(pdb.Pdb):
         self.prompt = f"(rank {rank}) "
 
     def stop_at(self, frame: FrameType) -> None:
-        """Start the prompt at ``frame``; commands such as ``n`` continue from this frame."""
+        """Start the prompt at ``frame``. Commands such as ``n`` continue from this frame."""
         self.reset()
         each: FrameType | None = frame
         while each is not None:
@@ -109,9 +105,9 @@ class RankPdb(pdb.Pdb):
         if not self._connection_is_closed:
             sys.settrace(self.trace_dispatch)  # last, so that pdb does not step through this code
 
-    def interaction(self, *args: Any, **named: Any) -> None:
+    def interaction(self, *args: Any, **kwargs: Any) -> None:
         with deadlines.paused():
-            super().interaction(*args, **named)
+            super().interaction(*args, **kwargs)
 
     def do_continue(self, arg: str) -> Any:
         result = super().do_continue(arg)

@@ -1,16 +1,14 @@
 """Check each load and store for out-of-bounds accesses and reads of uninitialised memory.
 
-**Bounds**: an access must stay within the tensor or region that its pointer belongs to. The address
-is not sufficient for this check, because the next region often follows directly. Therefore arrays
-of addresses store their *origin*: they are instances of an array subclass that numpy propagates
-from operands to results. The origin of a pointer that was loaded from memory, such as a peer's
-pointer, is the region of symmetric memory that it points into. Pointers without an origin are not
-checked.
+**Bounds**: an access must stay within the tensor or region that its pointer belongs to. An address
+alone does not identify it, because the next tensor often follows directly. Therefore arrays of
+addresses store their *origin*, as an array subclass that numpy propagates from operands to results.
+For a pointer that was loaded from memory, such as a peer's pointer, the origin is the region of
+symmetric memory that it points into. Pointers without an origin are not checked.
 
-**Uninitialised reads**: while the check is on, the ``torch.empty`` family returns CPU tensors that
-are filled with a pattern. A load of the pattern raises an error, also after a copy. For
-floating-point types the pattern is a NaN that arithmetic never produces. One-byte types have no
-spare value and are not checked.
+**Uninitialised reads**: while the check is on, the ``torch.empty`` family returns CPU tensors
+filled with poison, and a load of poison raises, also after a copy. For floating-point types, poison
+is a NaN that arithmetic never produces. One-byte types have no spare value and are not checked.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ import torch
 
 from triton_dist.debugging.accesses import (
     ALLOCATIONS,
-    FLOATS,
-    INTEGERS,
+    POISON_FLOAT,
     Access,
     Undo,
+    patch,
     pattern,
-    replace,
     undo_all,
 )
 from triton_dist.debugging.faults import OutOfBounds, UninitialisedRead
@@ -47,7 +44,7 @@ class Origin:
 
 
 class Pointers(np.ndarray):
-    """An array of addresses with a common origin."""
+    """Array of addresses with a common origin."""
 
     origin: Origin | None
 
@@ -67,8 +64,8 @@ def _origin_of(array: Any) -> Origin | None:
     return getattr(array, "origin", None)
 
 
-def of_tensor(tensor: torch.Tensor) -> Origin:
-    """Return the range from the tensor's first to its last element, not its whole storage."""
+def origin_of_tensor(tensor: torch.Tensor) -> Origin:
+    """Return the range from the tensor's first to its last element."""
     begin = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
@@ -80,15 +77,15 @@ def of_tensor(tensor: torch.Tensor) -> Origin:
     return Origin(begin, begin + (last + 1) * tensor.element_size(), what)
 
 
-def _of_addresses(pointers: Any) -> Origin | None:
-    """Return the only region of symmetric memory that ``pointers`` point into, or ``None``."""
+def _region_of(pointers: Any) -> Origin | None:
+    """Return the only region of symmetric memory that contains all ``pointers``, or ``None``."""
     regions = {addresses.region_at(int(address)) for address in np.asarray(pointers).flat}
     region = regions.pop() if len(regions) == 1 else None
     return None if region is None else Origin(*region)
 
 
 class Bounds:
-    """The check that raises for accesses outside of the origin of their pointers."""
+    """Raise for accesses outside of the origin of their pointers."""
 
     def before(self, access: Access) -> None:
         origin = _origin_of(access.addresses)
@@ -100,7 +97,7 @@ class Bounds:
             raise OutOfBounds(_message(site(), access, origin, touched[outside], touched.size))
 
     def after(self, access: Access, values: Any) -> None:
-        """Do nothing: loaded values are irrelevant here."""
+        pass
 
 
 def _message(at: Site, access: Access, origin: Origin, outside: Any, of: int) -> str:
@@ -122,10 +119,7 @@ def _argument_is(value: Any, origin: Origin) -> bool:
 
 
 def track_origins(upstream: Any) -> Undo:
-    """Make addresses in the interpreter store their origin; return a function that undoes this.
-
-    ``upstream`` is the module ``triton.runtime.interpreter``.
-    """
+    """Make addresses in the interpreter store their origin; return a function that undoes this."""
     builder = upstream.InterpreterBuilder
 
     def argument(original: Any, arg: Any) -> Any:
@@ -133,15 +127,15 @@ def track_origins(upstream: Any) -> Undo:
         if isinstance(arg, torch.Tensor):
             tensor = arg
         if hasattr(arg, "data_ptr") and isinstance(tensor, torch.Tensor):
-            value.handle.data = _with_origin(value.handle.data, of_tensor(tensor))
+            value.handle.data = _with_origin(value.handle.data, origin_of_tensor(tensor))
         return value
 
-    def keeping(place: int) -> Callable[..., Any]:
-        """Wrap an operation in which numpy drops the subclass of operand number ``place``."""
+    def keep_origin(operand: int) -> Callable[..., Any]:
+        """Wrap an operation in which numpy drops the subclass of operand number ``operand``."""
 
         def made(original: Any, self: Any, *args: Any) -> Any:
             result = original(self, *args)
-            result.data = _with_origin(result.data, _origin_of(args[place].data))
+            result.data = _with_origin(result.data, _origin_of(args[operand].data))
             return result
 
         return made
@@ -149,7 +143,7 @@ def track_origins(upstream: Any) -> Undo:
     def from_number(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
         result = original(self, src, dst_type)
         if _origin_of(src.data) is None:
-            result.data = _with_origin(result.data, _of_addresses(src.data))
+            result.data = _with_origin(result.data, _region_of(src.data))
         return result
 
     def pointers(original: Any, self: Any, *args: Any) -> Any:
@@ -158,21 +152,21 @@ def track_origins(upstream: Any) -> Undo:
         return result, mask
 
     undos = [
-        replace(upstream, "_implicit_cvt", argument),
-        replace(builder, "create_splat", keeping(1)),
-        replace(builder, "create_broadcast", keeping(0)),
-        replace(builder, "create_int_to_ptr", from_number),
-        replace(upstream.BlockPointerHandle, "materialize_pointers", pointers),
-        replace(upstream.TensorDescHandle, "materialize_pointers", pointers),
+        patch(upstream, "_implicit_cvt", argument),
+        patch(builder, "create_splat", keep_origin(1)),
+        patch(builder, "create_broadcast", keep_origin(0)),
+        patch(builder, "create_int_to_ptr", from_number),
+        patch(upstream.BlockPointerHandle, "materialize_pointers", pointers),
+        patch(upstream.TensorDescHandle, "materialize_pointers", pointers),
     ]
     return undo_all(undos)
 
 
 class Uninitialised:
-    """The check that raises for loads of the pattern."""
+    """Raise for loads of poison."""
 
     def before(self, access: Access) -> None:
-        """Do nothing: the check needs the loaded values."""
+        pass
 
     def after(self, access: Access, values: Any) -> None:
         if access.kind != "load" or values is None or access.itemsize < 2:
@@ -190,15 +184,15 @@ class Uninitialised:
 
 
 def poison_empty() -> Undo:
-    """Fill results of the ``torch.empty`` family with the pattern; return an undo function."""
+    """Fill results of the ``torch.empty`` family with poison; return an undo function."""
 
-    def poisoned(allocate: Any, *args: Any, **named: Any) -> Any:
-        tensor = allocate(*args, **named)
+    def poisoned(allocate: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = allocate(*args, **kwargs)
         is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if is_plain and tensor.element_size() > 1:
             floats = tensor.is_floating_point() or tensor.is_complex()
             words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
-            words.fill_(FLOATS if floats else INTEGERS)
+            words.fill_(POISON_FLOAT if floats else POISON_INTEGER)
         return tensor
 
-    return undo_all([replace(owner, name, poisoned) for owner, name in ALLOCATIONS])
+    return undo_all([patch(owner, name, poisoned) for owner, name in ALLOCATIONS])

@@ -1,7 +1,7 @@
 """The modes of ``TRITON_DIST_DEBUG``: what each finds, where it works, and what it sets.
 
-Triton accepts any text as an instrumentation mode and ignores unknown modes: a run then finds
-nothing because nothing was checked. This module refuses modes that could not find anything.
+Triton ignores unknown instrumentation modes, so a run with a misspelt mode finds nothing. This
+module refuses modes that could not find anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 CHECKS = ("bounds", "init", "waits", "race")
 """Checks of ``interp``."""
 _INTERACTIVE = ("attach", "where")
-"""Modes that check nothing, but let the user inspect a running job."""
+"""Modes that let the user inspect a running job."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
 _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
@@ -35,19 +35,19 @@ class Mode:
 
     Attributes:
         finds: what the mode finds, in a few words.
-        lacks: why the mode finds nothing, by release of Triton, such as ``"3.7"``.
+        unsupported: why the mode finds nothing, by release of Triton, such as ``"3.7"``.
         nearest: the interpreter mode that finds the largest part of these errors.
         variables: environment variables that the mode sets for this process and its children.
         tool: the mode is a tool of compute-sanitizer, which starts the process.
-        works: the kinds of kernel execution in which the mode works.
+        works_on: the kinds of kernel execution in which the mode works.
     """
 
     finds: str
     nearest: str
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     tool: bool = False
-    works: tuple[str, ...] = (GPU,)
+    works_on: tuple[str, ...] = (GPU,)
 
 
 _UNKNOWN = "Triton {} does not support it and would ignore it"
@@ -58,12 +58,12 @@ _FOREIGN = (
 )
 
 
-def _lacks(reason: str, *releases: str) -> dict[str, str]:
+def _unsupported(reason: str, *releases: str) -> dict[str, str]:
     return {release: reason.format(release) for release in releases}
 
 
-def _instrumented(finds: str, name: str, nearest: str, lacks: Mapping[str, str]) -> Mode:
-    return Mode(finds, nearest, lacks, {_INSTRUMENTATION: name})
+def _instrumented(finds: str, name: str, nearest: str, unsupported: Mapping[str, str]) -> Mode:
+    return Mode(finds, nearest, unsupported, {_INSTRUMENTATION: name})
 
 
 MODES: Mapping[str, Mode] = {
@@ -72,35 +72,35 @@ MODES: Mapping[str, Mode] = {
         "tl.device_assert, integer overflow",
         "interp",
         variables={_ASSERTIONS: "1"},
-        works=(GPU, INTERPRETER),
+        works_on=(GPU, INTERPRETER),
     ),
-    "attach": Mode("nothing; it allows pdb", "interp:waits,attach", works=(INTERPRETER,)),
+    "attach": Mode("nothing; it allows pdb", "interp:waits,attach", works_on=(INTERPRETER,)),
     "agree": Mode(
         "expert ids that differ between ranks in one call",
         "agree",
-        works=(GPU, INTERPRETER, NOTHING),
+        works_on=(GPU, INTERPRETER, NOTHING),
     ),
-    "where": Mode("the status of each rank", "where", works=(GPU, INTERPRETER, NOTHING)),
+    "where": Mode("the status of each rank", "where", works_on=(GPU, INTERPRETER, NOTHING)),
     "consan": _instrumented(
         "races on shared memory, barriers, asynchronous copies",
         "consan",
         "racecheck",
-        _lacks(_FAILS, "3.7", "3.8"),
+        _unsupported(_FAILS, "3.7", "3.8"),
     ),
     "iisan": _instrumented(
         "TMA arguments that cause an illegal instruction",
         "iisan",
         "interp:bounds",
-        _lacks(_UNKNOWN, "3.6"),
+        _unsupported(_UNKNOWN, "3.6"),
     ),
     "fpsan": _instrumented(
-        "wrong operands, as exact integers", "fpsan", "interp", _lacks(_UNKNOWN, "3.6", "3.7")
+        "wrong operands, as exact integers", "fpsan", "interp", _unsupported(_UNKNOWN, "3.6", "3.7")
     ),
     "gsan": _instrumented(
         "races on global memory",
         "gsan",
         "interp:race",
-        _lacks(_UNKNOWN, "3.6", "3.7") | _lacks(_FOREIGN, "3.8", "3.9"),
+        _unsupported(_UNKNOWN, "3.6", "3.7") | _unsupported(_FOREIGN, "3.8", "3.9"),
     ),
     "memcheck": Mode("accesses outside of allocations", "interp:bounds", tool=True),
     "initcheck": Mode("reads of memory that was never written", "interp:init", tool=True),
@@ -110,11 +110,13 @@ MODES: Mapping[str, Mode] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Environment:
     """The environment that decides which modes work.
 
-    It consists of Triton's version, what runs kernels (``INTERPRETER``, ``GPU`` or ``NOTHING``),
-    and the compute-sanitizer tool that the process runs under.
+    Attributes:
+        version: Triton's version.
+        runs: what runs kernels: ``INTERPRETER``, ``GPU`` or ``NOTHING``.
+        tool: the compute-sanitizer tool that the process runs under.
     """
 
     version: Version
@@ -122,7 +124,7 @@ class Place:
     tool: str = ""
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> Environment:
         runs = INTERPRETER if is_interpreting() else GPU if _compiles() else NOTHING
         return cls(triton_version(), runs, knobs.debug_tool.get() or "")
 
@@ -132,7 +134,7 @@ def _compiles() -> bool:
     return torch.cuda.is_available() or triton.runtime.driver._active is not None
 
 
-_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+_NOT_MODES: Mapping[str, tuple[str, str]] = {
     "compile": (
         "kernels that are only compiled write nothing and set no flags: the program would "
         "continue with wrong values, and its ranks would wait forever",
@@ -140,7 +142,7 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = {
         "`triton-dist dump --diff`",
     )
 }
-"""Words that users may expect to be modes, with the reason why not and a replacement."""
+"""Words that users may expect to be modes: why they are not, and a replacement."""
 
 
 def checks_of(words: Iterable[str]) -> tuple[str, ...]:
@@ -154,8 +156,8 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
         name, _, check = word.partition(":")
         if word in MODES:
             continue
-        if word in _ELSEWHERE:
-            raise DebugModeRefused(word, *_ELSEWHERE[word])
+        if word in _NOT_MODES:
+            raise DebugModeRefused(word, *_NOT_MODES[word])
         if name != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
             raise DebugModeRefused(word, "no such mode", f"one of {', '.join(known)}")
@@ -163,17 +165,17 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(check for check in CHECKS if check in wanted)
 
 
-def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
-    """Return the interpreter checks among ``words`` after checking all words against ``place``.
+def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
+    """Return the interpreter checks among ``words``, after checking that all words work.
 
     Raises:
-        DebugModeRefused: a word is not a mode, or the mode could not find anything; the message has
-            the reason and the nearest mode that works.
+        DebugModeRefused: a word is not a mode, or could not find anything. The message has the
+            reason and the nearest mode that works.
     """
     words = tuple(words)
     checks = checks_of(words)
-    release = f"{place.version.major}.{place.version.minor}"
-    if checks and place.runs != INTERPRETER:
+    release = f"{environment.version.major}.{environment.version.minor}"
+    if checks and environment.runs != INTERPRETER:
         raise DebugModeRefused(
             "interp",
             "kernels are not interpreted in this process; Triton decides this at its import",
@@ -181,20 +183,20 @@ def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
         )
     for word in words:
         mode = MODES.get(word)
-        if mode is None or (place.runs in mode.works and place.runs != GPU):
+        if mode is None or (environment.runs in mode.works_on and environment.runs != GPU):
             continue
-        nearest = nearest_of(word, place.runs)
+        nearest = nearest_of(word, environment.runs)
         if word == "attach":
             raise DebugModeRefused(word, "pdb steps through interpreted kernels only", nearest)
-        if place.runs == INTERPRETER:
+        if environment.runs == INTERPRETER:
             raise DebugModeRefused(
                 word, "it requires compiled kernels, but kernels are interpreted", nearest
             )
-        if release in mode.lacks:
-            raise DebugModeRefused(word, mode.lacks[release], nearest)
-        if place.runs == NOTHING:
+        if release in mode.unsupported:
+            raise DebugModeRefused(word, mode.unsupported[release], nearest)
+        if environment.runs == NOTHING:
             raise DebugModeRefused(word, "there is no GPU", nearest)
-        if mode.tool and place.tool != word:
+        if mode.tool and environment.tool != word:
             command = f"`triton-dist debug {word} -- COMMAND`"
             raise DebugModeRefused(word, "compute-sanitizer starts the process", command)
     exclusive = [word for word in words if _INSTRUMENTATION in MODES.get(word, _NONE).variables]
@@ -210,7 +212,7 @@ _NONE = Mode("", "")
 
 
 def nearest_of(word: str, runs: str) -> str:
-    """Return the mode that finds the largest part of ``word``'s errors, given what runs kernels."""
+    """Return the mode that finds the most errors of ``word``, given what runs kernels."""
     nearest = MODES[word].nearest
     if nearest in MODES and runs == GPU:
         return nearest
@@ -218,10 +220,8 @@ def nearest_of(word: str, runs: str) -> str:
 
 
 def variables_of(words: Iterable[str]) -> dict[str, str]:
-    """Return the variables that modes of compiled kernels set.
-
-    They turn tuning off: times of instrumented kernels must not get into the cache.
-    """
+    """Return the variables that modes of compiled kernels set. They turn tuning off, because
+    instrumented kernels are slower."""
     set_by = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
     if any(MODES[word].tool or MODES[word].variables for word in words if word in MODES):
         set_by[knobs.autotune.variable] = "0"
@@ -232,18 +232,16 @@ def variables_of(words: Iterable[str]) -> dict[str, str]:
 def activate() -> tuple[str, ...]:
     """Turn on the modes of ``TRITON_DIST_DEBUG``, print them once, and return interpreter checks.
 
-    Do nothing if the variable is not set.
-
     Raises:
         DebugModeRefused: see :func:`check`.
     """
     words = knobs.debug.get()
     if not words:
         return ()
-    tell = tuple(word for word in _INTERACTIVE if word in words)
-    place = Place.here()
-    checks = check(words, place)
-    changed = variables_of(words) if place.runs == GPU else {}
+    interactive = tuple(word for word in _INTERACTIVE if word in words)
+    environment = Environment.here()
+    checks = check(words, environment)
+    changed = variables_of(words) if environment.runs == GPU else {}
     for variable, value in changed.items():
         knobs.put(variable, value)
     # Triton has already read these variables at its import.
@@ -259,13 +257,13 @@ def activate() -> tuple[str, ...]:
         file=sys.stderr,
         flush=True,
     )
-    if place.runs != INTERPRETER and tell:
+    if environment.runs != INTERPRETER and interactive:
         from triton_dist.debugging import deadlock_check, rank_status
 
         rank_status.install_signal_handler()
         rank_status.start()
         deadlock_check.DeadlockCheck(raises=False).start()
-    return checks + tell
+    return checks + interactive
 
 
 @functools.cache

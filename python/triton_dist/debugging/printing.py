@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from triton_dist.debugging.accesses import Undo, replace, undo_all
+from triton_dist.debugging.accesses import Undo, patch, undo_all
 from triton_dist.debugging.site import is_of_program, site
 from triton_dist.runtime.addresses import describe_address
 
@@ -29,7 +29,7 @@ _HEX: Any = {"int": hex}
 
 def dump(label: str, values: Iterable[Any]) -> None:
     """Print ``values`` of the running kernel, one per line; matrices start on a new line."""
-    _print_all(label, [described(value) for value in values])
+    _print_all(label, [describe(value) for value in values])
 
 
 def _print_all(label: str, texts: Iterable[str]) -> None:
@@ -40,15 +40,15 @@ def _print_all(label: str, texts: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return type, shape and elements of a value; for pointers the names of their targets."""
     value = getattr(value, "value", value)  # unwraps a constexpr
     if not isinstance(value, tl.tensor):
         return str(value)
-    return _described(value.handle, [int(size) for size in value.shape])
+    return _describe_handle(value.handle, [int(size) for size in value.shape])
 
 
-def _described(handle: Any, shape: list[int]) -> str:
+def _describe_handle(handle: Any, shape: list[int]) -> str:
     element = handle.dtype.scalar
     name = f"{element}{shape or ''}"
     if element.is_ptr():
@@ -74,29 +74,27 @@ def _numbers(block: Any, element: str) -> Any:
     return signed.view(_AS_BITS[element]).float().numpy()
 
 
-def notify_ranks(upstream: Any) -> Undo:
-    """Prefix output of ``print`` and ``tl.device_print`` in kernels with rank and program.
+def prefix_output(upstream: Any) -> Undo:
+    """Prefix output of ``print`` and ``tl.device_print`` in kernels with rank and program; return
+    an undo function."""
 
-    ``upstream`` is the module ``triton.runtime.interpreter``. Return a function that undoes this.
-    """
-
-    def of_python(original: Any, *values: Any, **named: Any) -> None:
+    def of_python(original: Any, *values: Any, **kwargs: Any) -> None:
         if is_of_program(sys._getframe(2)) and (at := site()).kernel != "?":
             values = (f"{at}:", *values)
-        original(*values, **named)
+        original(*values, **kwargs)
 
     def of_device(_: Any, self: Any, prefix: str, hex: bool, values: Any, *signs: Any) -> None:
         texts = (
             np.array2string(value.data, formatter=_HEX)
             if hex
-            else _described(value, [] if value.data.size == 1 else [*value.data.shape])
+            else _describe_handle(value, [] if value.data.size == 1 else [*value.data.shape])
             for value in values
         )
         _print_all(prefix.strip(" :"), texts)  # Triton adds blanks and a colon to the prefix
 
     return undo_all(
         [
-            replace(builtins, "print", of_python),
-            replace(upstream.InterpreterBuilder, "create_print", of_device),
+            patch(builtins, "print", of_python),
+            patch(upstream.InterpreterBuilder, "create_print", of_device),
         ]
     )

@@ -1,7 +1,7 @@
 """State of the race check: vector clocks, order within a rank, and a shadow of each element.
 
-The check numbers its actors: the programs of a rank share the rank's number, and the copy streams
-of a rank have the numbers after all ranks, in the same order.
+An *actor* is either all programs of a rank (number: the rank) or its copy streams (number: the rank
+plus the world size). The *shadow* of an element records the last store and loads.
 """
 
 from __future__ import annotations
@@ -23,41 +23,39 @@ from triton_dist.runtime.interpreter_program import current_program_number
 from triton_dist.runtime.job import create_job_folder
 
 _SHADOW = "~race"
-WHO, COUNT, LINE, STORED, LOADED, FIRST = 0, 1, 2, 3, 4, 5
-"""Columns of a shadow row: actor of the last store (number + 1), its count, its line (negative for
-TMA); program of the last store; program of the last load; then for each actor its count at its last
-load and the clock released here."""
+WRITER, WRITER_COUNT, WRITER_LINE, WRITER_PROGRAM, READER_PROGRAM, FIRST_CLOCK = 0, 1, 2, 3, 4, 5
+"""Columns of a shadow row. Last store: actor (number + 1), its release count, line (negative for
+TMA), program. Last load: program. Then, for each actor, its count at its last load, and the clock
+that was released here."""
 
 
 def own_rank() -> int:
-    """Return this process's rank; 0 in a world of one, whatever the launcher's variables say."""
+    """Return this process's rank; 0 in a world of one, whatever the launcher's variables are."""
     return knobs.rank.get() % knobs.world_size.get()
 
 
-def number_of(copying: bool) -> int:
+def actor_number(copying: bool) -> int:
     """Return the actor number of this rank's programs, or of its copy streams."""
     return own_rank() + (knobs.world_size.get() if copying else 0)
 
 
 def num_actors() -> int:
-    """Return the number of actors."""
     return 2 * knobs.world_size.get()
 
 
-def name_of(number: int) -> str:
-    """Return the name of an actor in messages."""
+def actor_name(number: int) -> str:
     rank = number % knobs.world_size.get()
     return f"rank {rank}" if rank == number else f"a copy stream of rank {rank}"
 
 
 def _columns() -> int:
-    return FIRST + 2 * num_actors()
+    return FIRST_CLOCK + 2 * num_actors()
 
 
 def with_shadows(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return ``regions`` with a shadow region for each, which has one row per element."""
+    """Return ``regions`` and a shadow region for each, with one row per element."""
     shadows = {
         f"{name}{_SHADOW}": ((math.prod(shape), _columns()), torch.int32)
         for name, (shape, _) in regions.items()
@@ -65,7 +63,7 @@ def with_shadows(
     return {**regions, **shadows}
 
 
-def noted(access: Access) -> list[tuple[str, Any, Any]]:
+def shadows_of(access: Access) -> list[tuple[str, Any, Any]]:
     """Return (name, shadow, rows) of each region of symmetric memory that is accessed."""
     if knobs.world_size.get() == 1:
         return []
@@ -102,7 +100,7 @@ class Clocks:
     """The vector clocks of this rank: the number of known releases of each actor.
 
     Attributes:
-        copying: file and line that queued the copy of this thread; no line: no copy is running.
+        copying: file and line that queued the copy of this thread; line 0: no copy is running.
     """
 
     def __init__(self) -> None:
@@ -115,33 +113,33 @@ class Clocks:
     @property
     def own(self) -> int:
         """Actor number of this thread."""
-        return number_of(copying=bool(self.copying.line))
+        return actor_number(copying=bool(self.copying.line))
 
     @property
     def now(self) -> Any:
         """Clock of this thread's actor."""
         return self._clock_of(self.own)
 
-    def move_on(self, copying: bool = False) -> Any:
+    def advance(self, copying: bool = False) -> Any:
         """Return a copy of the clock of this rank's programs or copy streams, and advance it."""
-        number = number_of(copying)
+        number = actor_number(copying)
         clock = self._clock_of(number)
         known = clock.copy()
         clock[number] += 1
         return known
 
-    def learn(self, rows: Any) -> None:
-        """Merge the clocks of other actors, one per row, into the clock of this thread's actor."""
+    def merge(self, rows: Any) -> None:
+        """Merge ``rows``, the clocks of other actors, into the clock of this thread's actor."""
         clock = self.now
         if rows.size:
             np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
 
     def publish(self) -> None:
-        """Copy this rank's clock to the board, from which other ranks ``learn``."""
-        self.board()[own_rank()] = self.move_on()
+        """Copy this rank's clock to the board, which other ranks merge."""
+        self.board()[own_rank()] = self.advance()
 
     def board(self) -> Any:
-        """Return the board: a row per rank, in memory that all ranks of this host map."""
+        """Return a clock per rank, in memory that all ranks of this host map."""
         size, folder = knobs.world_size.get(), create_job_folder()
         if self._board[0] != (folder, size):
             path = folder / f"clocks-{size}-{self._instance}"
@@ -160,8 +158,6 @@ class Clocks:
 
 
 class _Copying(threading.local):
-    """File and line that queued this thread's copy; no line: not a thread of a copy stream."""
-
     file = ""
     line = 0
 
@@ -169,9 +165,9 @@ class _Copying(threading.local):
 class ProgramOrder:
     """The order of programs of this rank: up to which release each program is synchronised.
 
-    A program is synchronised with everything before its kernel. Later it synchronises through
-    flags: a flag that another program of the rank has released, or a flag of another rank that was
-    synchronised with that program.
+    A program is synchronised with everything before its kernel. Later, an acquired flag
+    synchronises it with the program that released the flag: another program of this rank, or one
+    that a program of another rank was synchronised with.
     """
 
     def __init__(self) -> None:
@@ -187,10 +183,10 @@ class ProgramOrder:
 
     @property
     def known(self) -> int:
-        """Return the release up to which the running program is synchronised."""
+        """The release up to which the running program is synchronised."""
         return self._known.get(current_program_number(), self._began)
 
-    def learn(self, count: int) -> None:
+    def merge(self, count: int) -> None:
         self._known[current_program_number()] = max(self.known, count)
 
     def release(self, flags: Iterable[int], count: int) -> None:
@@ -198,4 +194,4 @@ class ProgramOrder:
             self._released[flag] = count
 
     def acquire(self, flags: Iterable[int]) -> None:
-        self.learn(max((self._released.get(flag, 0) for flag in flags), default=0))
+        self.merge(max((self._released.get(flag, 0) for flag in flags), default=0))

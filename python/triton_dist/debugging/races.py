@@ -2,17 +2,13 @@
 
 Each rank has two actors: its programs and its copy streams. An actor counts its releases and stores
 the number of known releases of every other actor. A release (``notify``) stores the clock in the
-shadow of the flag; an acquire (``wait``) merges it; a collective merges the clocks of all ranks.
-A program is synchronised with everything before its kernel, and with others through flags. A copy
-starts with the clock at which it was queued, and joining its stream merges its clock. The shadow of
-each element has the actors of its last store and loads, with their counts. An access that is not
-known to be ordered after these is a race, whatever value was read.
+shadow of the flag; an acquire (``wait``) merges it; a collective merges the clocks of all ranks. A
+copy starts with the clock at which it was queued, and joining its stream merges its clock. An
+access is a race if the actor does not know the element's last store and loads.
 
 A store through a descriptor becomes part of a release only after ``publish_tile`` or at the end of
-the kernel, because TMA stores are asynchronous.
-
-Accesses by torch are not checked, except that its collectives synchronise. Some races are
-therefore not found.
+the kernel, because TMA stores are asynchronous. Accesses by torch are not checked, except that its
+collectives synchronise. Some races are therefore not found.
 """
 
 from __future__ import annotations
@@ -29,19 +25,19 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.debugging.accesses import Access, Undo, replace, undo_all
+from triton_dist.debugging.accesses import Access, Undo, patch, undo_all
 from triton_dist.debugging.faults import DataRace
 from triton_dist.debugging.race_state import (
-    COUNT,
-    FIRST,
-    LINE,
-    LOADED,
-    STORED,
-    WHO,
+    FIRST_CLOCK,
+    READER_PROGRAM,
+    WRITER,
+    WRITER_COUNT,
+    WRITER_LINE,
+    WRITER_PROGRAM,
     Clocks,
     ProgramOrder,
-    name_of,
-    noted,
+    actor_name,
+    shadows_of,
     with_shadows,
 )
 from triton_dist.debugging.site import kernel_frame, site
@@ -62,34 +58,40 @@ _COLLECTIVES = (
     "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
     "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
-_WORDS = ("first_all_gather", "broadcast", "all_gather", "maximum", "barrier", "align", "align_devices")
+_GROUP_COLLECTIVES = (
+    "first_all_gather",
+    "broadcast",
+    "all_gather",
+    "maximum",
+    "barrier",
+    "align",
+    "align_devices",
+)
 
 
 _RELEASES = ("release", "acquire_release")
-_meant: list[str] | None = None  # expected races, of calls that race on purpose
+_expected_races: list[str] | None = None  # races of calls that race on purpose
 
 
 @contextmanager
 def expected() -> Iterator[list[str]]:
-    """Context manager that collects the races of this rank in a list instead of raising.
-
-    It is for calls that race on purpose. If the check is off, the list stays empty.
-    """
-    global _meant
-    before, _meant = _meant, []
+    """Context manager that collects this rank's races in a list instead of raising, for calls that
+    race on purpose."""
+    global _expected_races
+    before, _expected_races = _expected_races, []
     try:
-        yield _meant
+        yield _expected_races
     finally:
-        _meant = before
+        _expected_races = before
 
 
 class Races:
-    """The check that raises for accesses of symmetric memory that race with another access."""
+    """Raise for accesses of symmetric memory that race with another access."""
 
     def __init__(self) -> None:
         self._clocks = Clocks()
         self._order = ProgramOrder()
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._unpublished: dict[int, list[tuple[Any, Any]]] = {}  # by program
 
     def before(self, access: Access) -> None:
@@ -98,35 +100,35 @@ class Races:
         if access.kind == "atomic" or access.semantic == "volatile":
             return
         own, clock = self._clocks.own, self._clocks.now
-        for name, shadow, rows in noted(access):
-            who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
-            late = (who >= 0) & (who != own) & (count > clock[who])
-            if late.any():
-                other, line = int(who[late][0]), int(shadow[rows, LINE][late][0])
-                said = f"{name_of(other)} stored at line {abs(line)}"
+        for name, shadow, rows in shadows_of(access):
+            who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
+            unordered = (who >= 0) & (who != own) & (count > clock[who])
+            if unordered.any():
+                other, line = int(who[unordered][0]), int(shadow[rows, WRITER_LINE][unordered][0])
+                description = f"{actor_name(other)} stored at line {abs(line)}"
                 by_tma = " by TMA, which a flag only orders after publish_tile" * (line < 0)
-                self._report(access, name, rows[late], said + by_tma)
+                self._report(access, name, rows[unordered], description + by_tma)
             program = self._check_programs(access, name, shadow, rows)
             if access.kind == "load":
-                shadow[rows, FIRST + own], shadow[rows, LOADED] = clock[own], program
+                shadow[rows, FIRST_CLOCK + own], shadow[rows, READER_PROGRAM] = clock[own], program
                 continue
-            loads = shadow[rows, FIRST : FIRST + clock.size].copy()
+            loads = shadow[rows, FIRST_CLOCK : FIRST_CLOCK + clock.size].copy()
             loads[:, own] = 0
             if (loads > clock).any():
                 row, other = np.argwhere(loads > clock)[0]
-                self._report(access, name, rows[row:], f"{name_of(int(other))} loaded")
-            shadow[rows, WHO], shadow[rows, COUNT] = own + 1, clock[own]
-            shadow[rows, STORED], shadow[rows, LOADED] = program, 0
-            shadow[rows, LINE] = self._clocks.copying.line or site().line
+                self._report(access, name, rows[row:], f"{actor_name(int(other))} loaded")
+            shadow[rows, WRITER], shadow[rows, WRITER_COUNT] = own + 1, clock[own]
+            shadow[rows, WRITER_PROGRAM], shadow[rows, READER_PROGRAM] = program, 0
+            shadow[rows, WRITER_LINE] = self._clocks.copying.line or site().line
             if access.by_tma:
-                shadow[rows, COUNT], shadow[rows, LINE] = _UNPUBLISHED, -site().line
+                shadow[rows, WRITER_COUNT], shadow[rows, WRITER_LINE] = _UNPUBLISHED, -site().line
                 self._unpublished.setdefault(program, []).append((shadow, rows))
 
     def _release(self, access: Access) -> None:
-        own, clock, flags = self._clocks.own, self._clocks.now, noted(access)
-        with self._alone() if flags else nullcontext():  # several ranks may add to one flag
+        own, clock, flags = self._clocks.own, self._clocks.now, shadows_of(access)
+        with self._exclusive() if flags else nullcontext():  # several ranks may add to one flag
             for _, shadow, rows in flags:
-                released = shadow[:, FIRST + clock.size :]
+                released = shadow[:, FIRST_CLOCK + clock.size :]
                 released[rows] = np.maximum(released[rows], clock)
             if not self._clocks.copying.line:
                 self._order.release(access.touched().tolist(), int(clock[own]))
@@ -141,22 +143,29 @@ class Races:
             return 0
         own, program, known = self._clocks.own, self._program(), self._order.known
         notes = shadow[rows]
-        others = (notes[:, STORED] >> _PROGRAM_BITS == own) & (notes[:, STORED] != program)
-        late = others & (notes[:, WHO] == own + 1) & (notes[:, COUNT] > known)
-        if late.any():
-            first = notes[late][0]
-            said = f"program {_number(first[STORED])} stored at line {abs(first[LINE])}"
-            self._report(access, name, rows[late], said)
+        others = (notes[:, WRITER_PROGRAM] >> _PROGRAM_BITS == own) & (
+            notes[:, WRITER_PROGRAM] != program
+        )
+        unordered = others & (notes[:, WRITER] == own + 1) & (notes[:, WRITER_COUNT] > known)
+        if unordered.any():
+            first = notes[unordered][0]
+            description = (
+                f"program {_number(first[WRITER_PROGRAM])} stored at line {abs(first[WRITER_LINE])}"
+            )
+            self._report(access, name, rows[unordered], description)
         if access.kind == "store":
-            others = (notes[:, LOADED] >> _PROGRAM_BITS == own) & (notes[:, LOADED] != program)
-            late = others & (notes[:, LOADED] > 0) & (notes[:, FIRST + own] > known)
-            if late.any():
-                said = f"program {_number(notes[late][0, LOADED])} loaded"
-                self._report(access, name, rows[late], said)
+            others = (notes[:, READER_PROGRAM] >> _PROGRAM_BITS == own) & (
+                notes[:, READER_PROGRAM] != program
+            )
+            unordered = (
+                others & (notes[:, READER_PROGRAM] > 0) & (notes[:, FIRST_CLOCK + own] > known)
+            )
+            if unordered.any():
+                description = f"program {_number(notes[unordered][0, READER_PROGRAM])} loaded"
+                self._report(access, name, rows[unordered], description)
         return program
 
     def _program(self) -> int:
-        """Return the number to record for the running program."""
         return (self._clocks.own << _PROGRAM_BITS) + current_program_number() + 1
 
     def after(self, access: Access, values: Any) -> None:
@@ -164,19 +173,19 @@ class Races:
         if access.semantic in ("acquire", "acquire_release"):
             if kernel:
                 self._order.acquire(access.touched().tolist())
-            for _, shadow, rows in noted(access):
-                released = shadow[rows, FIRST + self._clocks.now.size :]
-                self._clocks.learn(released)
+            for _, shadow, rows in shadows_of(access):
+                released = shadow[rows, FIRST_CLOCK + self._clocks.now.size :]
+                self._clocks.merge(released)
                 if kernel:
-                    self._order.learn(int(released[:, own].max(initial=0)))
+                    self._order.merge(int(released[:, own].max(initial=0)))
         elif access.semantic == "volatile":
             # A packet contains its own flag. A store updates the shadow first, so reading the
             # shadow before the packet would miss a packet that arrives in between.
-            for _, shadow, rows in noted(access):
-                who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
+            for _, shadow, rows in shadows_of(access):
+                who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
                 known = (who >= 0) & (count < _UNPUBLISHED)
                 np.maximum.at(self._clocks.now, who[known], count[known])
-                self._order.learn(int(self._clocks.now[own]))  # packets do not record the program
+                self._order.merge(int(self._clocks.now[own]))  # packets do not record the program
 
     def publish(self) -> None:
         """Complete the TMA stores of the running program."""
@@ -185,43 +194,43 @@ class Races:
     def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
         own = self._clocks.own
         for shadow, rows in stores:
-            still = (shadow[rows, WHO] == own + 1) & (shadow[rows, COUNT] == _UNPUBLISHED)
-            shadow[rows[still], COUNT] = self._clocks.now[own]
+            still = (shadow[rows, WRITER] == own + 1) & (shadow[rows, WRITER_COUNT] == _UNPUBLISHED)
+            shadow[rows[still], WRITER_COUNT] = self._clocks.now[own]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Context manager that excludes other threads of this rank and other ranks of the host."""
-        with self._turn, (create_job_folder() / "turn").open("ab") as file:
+    def _exclusive(self) -> Iterator[None]:
+        """Exclude other threads of this rank and other ranks of the host."""
+        with self._lock, (create_job_folder() / "turn").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def track(self) -> Undo:
         """Track copy streams and collectives; return a function that undoes this."""
 
-        def together(original: Any, *args: Any, **named: Any) -> Any:
+        def synchronising(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._clocks.publish()
-            result = original(*args, **named)
-            self._clocks.learn(self._clocks.board())
+            result = original(*args, **kwargs)
+            self._clocks.merge(self._clocks.board())
             return result
 
         def queued(original: Any, stream: Any, step: Callable[[], object]) -> None:
             frame = kernel_frame()
             assert frame is not None
-            known, caller = self._clocks.move_on(), (frame.f_code.co_filename, frame.f_lineno)
+            known, caller = self._clocks.advance(), (frame.f_code.co_filename, frame.f_lineno)
 
             def copying() -> None:
                 self._clocks.copying.file, self._clocks.copying.line = caller
-                self._clocks.learn(known)
+                self._clocks.merge(known)
                 step()
 
             original(stream, copying)
 
         def joined(original: Any, stream: Any) -> None:
             original(stream)
-            self._clocks.learn(self._clocks.move_on(copying=True))
+            self._clocks.merge(self._clocks.advance(copying=True))
 
         def launched(original: Any, *args: Any) -> None:
-            self._order.begin(int(self._clocks.move_on()[self._clocks.own]))
+            self._order.begin(int(self._clocks.advance()[self._clocks.own]))
             try:
                 original(*args)
             finally:
@@ -251,16 +260,16 @@ class Races:
 
         return undo_all(
             [
-                *(replace(dist, name, together) for name in _COLLECTIVES if hasattr(dist, name)),
-                *(replace(StoreRanks, name, together) for name in _WORDS),
-                replace(cpu, "_spin_until_equal", awaited),
-                replace(cpu.CpuCopyStream, "write_flag", written),
-                replace(cpu.CpuCopyStream, "copy", copied),
-                replace(cpu.CpuCopyStream, "_queue", queued),
-                replace(cpu.CpuCopyStream, "join_current", joined),
-                replace(symmetric, "regions_of", lambda _, regions: with_shadows(regions)),
-                replace(interpreter, "_run_grid", launched),
-                replace(waits, "on_publish", lambda _: self.publish()),
+                *(patch(dist, name, synchronising) for name in _COLLECTIVES if hasattr(dist, name)),
+                *(patch(StoreRanks, name, synchronising) for name in _GROUP_COLLECTIVES),
+                patch(cpu, "_spin_until_equal", awaited),
+                patch(cpu.CpuCopyStream, "write_flag", written),
+                patch(cpu.CpuCopyStream, "copy", copied),
+                patch(cpu.CpuCopyStream, "_queue", queued),
+                patch(cpu.CpuCopyStream, "join_current", joined),
+                patch(symmetric, "regions_of", lambda _, regions: with_shadows(regions)),
+                patch(interpreter, "_run_grid", launched),
+                patch(waits, "on_publish", lambda _: self.publish()),
             ]
         )
 
@@ -273,9 +282,9 @@ class Races:
             f"{at}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: "
             "neither a flag nor a collective orders the two accesses"
         )
-        if _meant is None:
+        if _expected_races is None:
             raise DataRace(message)
-        _meant.append(message)
+        _expected_races.append(message)
 
 
 def _number(noted_program: int) -> int:

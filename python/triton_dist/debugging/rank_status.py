@@ -1,8 +1,8 @@
 """Status of the ranks of a job: what each rank publishes, and ``triton-dist debug where``.
 
-A client writes a request file to the job's folder. Each rank checks for requests every 0.25 s on a
-thread that kernels do not block, and writes its status. A rank also reads flags and epochs from the
-peers' symmetric memory, so its status describes ranks that do not answer.
+A client writes a request file to the job's folder. A thread of each rank polls for requests and
+writes the rank's status. A rank also reads flags and epochs from the peers' symmetric memory, so
+its status describes ranks that do not answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _is_on = False
 
 
 class Region(Protocol):
-    """A region of symmetric memory."""
-
     @property
     def local(self) -> torch.Tensor: ...
     @property
@@ -72,8 +70,8 @@ class Slots:
         epochs: region of control words [slots, words]; bits ``shift`` and above of word ``word``
             are the epoch of a slot.
         begun: number of calls that this rank's host has begun, by slot.
-        late: function that returns the awaited flags of a slot in an epoch that are not yet set.
-        flags: function that returns the flags of a slot, with the rank that sets each index.
+        late: returns the awaited flags of a slot and epoch that are not yet set.
+        flags: returns the flags of a slot, with a function from index to the rank that sets it.
     """
 
     epochs: Region
@@ -92,20 +90,20 @@ class Slots:
         peek, peers = current_device().peek, self.epochs.peers
         lines = [peek(peer) for peer in peers]
         own = next(number for number, peer in enumerate(peers) if peer is self.epochs.local)
-        named: dict[str, list[int | None]] = {}
+        counters: dict[str, list[int | None]] = {}
         late: list[dict[str, Any]] = []
         for slot, begun in enumerate(self.begun):
             row = [None if each is None else int(each[slot, self.word]) for each in lines]
             epochs = [None if flag is None else flag >> self.shift for flag in row]
-            named[f"epoch of slot {slot}"] = epochs
+            counters[f"epoch of slot {slot}"] = epochs
             epoch = epochs[own]
             if epoch is not None and begun >= epoch:
                 late += self.late(slot, epoch, peek)
         calls = sum(self.begun)
-        named["calls"] = [calls if rank == own else None for rank in range(len(peers))]
+        counters["calls"] = [calls if rank == own else None for rank in range(len(peers))]
         return {
             "name": describe_address(self.epochs.local.data_ptr()).rpartition(".")[0],
-            "epochs": named,
+            "epochs": counters,
             "late": late,
         }
 
@@ -166,16 +164,17 @@ def writer_of(address: int) -> int | None:
     return None
 
 
-def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
+def answer_request(folder: Path, answered: str, state: dict[str, Any]) -> str:
     """Write the status if there is a request other than ``answered``; return the last request.
 
-    ``state`` is the part of the status that is also published without a request.
+    Args:
+        state: the part of the status that is also published without a request.
     """
     try:
-        question = (folder / "ask").read_text(encoding="utf-8")
+        request = (folder / "ask").read_text(encoding="utf-8")
     except OSError:
         return answered
-    if question and question != answered:
+    if request and request != answered:
         # Frames of the main thread without Python's own and its libraries' frames.
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines: list[str] = []
@@ -185,10 +184,10 @@ def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
                     f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
                 )
             frame = frame.f_back
-        known = state | {"question": question, "stack": lines[::-1], "launches": list(_launches)}
+        known = state | {"question": request, "stack": lines[::-1], "launches": list(_launches)}
         known["memories"] = [_status_of(memory) for memory in list(_memories)]
         write_state(folder / f"where-{state['rank']}.json", known)
-    return question
+    return request
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -206,17 +205,17 @@ def _status_of(memory: Memory) -> dict[str, Any]:
 
 
 SIGNAL = signal.SIGUSR2
-"""A rank that receives this signal prints the status of all ranks. SIGUSR1 is not available: job
-schedulers send it as a warning, and ``spawn_ranks`` requests stacks with it."""
-_LOOK_SECONDS = 0.05
+"""A rank that receives this signal prints the status of all ranks. Job schedulers and
+``spawn_ranks`` use SIGUSR1."""
+_POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
 _write_end = -1
 
 
 def install_signal_handler() -> None:
-    """Make ``SIGNAL`` print the status of the job's ranks on standard error of this process.
+    """Make ``SIGNAL`` print the status of the job's ranks on standard error, unless the program
+    handles it.
 
-    Do nothing if the program already handles the signal; :func:`remove_signal_handler` undoes this.
     Python runs a signal handler only between bytecodes of the main thread, which a hung rank does
     not reach. faulthandler writes immediately: here into a pipe that a thread reads.
     """
@@ -261,24 +260,24 @@ def _print_on_signal(read_end: int) -> None:
 
 def report(folder: Path) -> tuple[str, int]:
     """Request the status of the ranks of ``folder``; return the text and the number of answers."""
-    question = f"{os.getpid()} {time.monotonic()}"
-    (folder / "ask").write_text(question, encoding="utf-8")
+    request = f"{os.getpid()} {time.monotonic()}"
+    (folder / "ask").write_text(request, encoding="utf-8")
     states: dict[int, dict[str, Any]] = {}
     answers: dict[int, dict[str, Any]] = {}
     end = time.monotonic() + _ANSWER_SECONDS
     while True:
         states |= _read(folder.glob("[0-9]*.json"))
         found = _read(folder.glob("where-*.json"))
-        answers = {r: each for r, each in found.items() if each["question"] == question}
+        answers = {r: each for r, each in found.items() if each["question"] == request}
         missing = [r for r, each in states.items() if r not in answers and is_running(each["pid"])]
         if (states and not missing) or time.monotonic() > end:
             break
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     (folder / "ask").unlink(missing_ok=True)
     lines = [f"job {folder.name.rpartition('-')[2]}: {len(answers)} of {len(states)} ranks answer"]
     for rank in sorted(states):
-        lines += _of_rank(states[rank] | answers.get(rank, {}), rank in answers)
-    return "\n".join(lines + _of_memories(answers)), len(answers)
+        lines += _rank_lines(states[rank] | answers.get(rank, {}), rank in answers)
+    return "\n".join(lines + _memory_lines(answers)), len(answers)
 
 
 def _read(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
@@ -290,7 +289,7 @@ def _read(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _of_rank(state: Mapping[str, Any], answers: bool) -> list[str]:
+def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
     head = f"rank {state['rank']} (process {state['pid']})"
     if not answers:
         ended = "" if is_running(state["pid"]) else " has ended;"
@@ -314,11 +313,9 @@ def _awaited(wait: Mapping[str, Any]) -> str:
     return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}{by}"
 
 
-def _of_memories(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return a line per counter with the epochs of all ranks.
-
-    An epoch is read by its own rank or, if that rank does not answer, by a peer.
-    """
+def _memory_lines(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return a line per counter with the epochs of all ranks, preferring the value that a rank read
+    itself."""
     seen: dict[tuple[str, str], dict[int, int]] = {}
     for rank, answer in sorted(answers.items()):
         for memory in answer["memories"]:
@@ -341,13 +338,13 @@ def _of_memories(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def folder_of(job: str | None, holds: str) -> Path:
-    """Return the folder of ``job``, or of the only job that has a file matching ``holds``.
+def folder_of(job: str | None, pattern: str) -> Path:
+    """Return the folder of ``job``, or of the only job that has a file matching ``pattern``.
 
     Raises:
         NoSuchJob: no job matches, or ``job`` is ``None`` and several jobs match.
     """
-    found = job_folders(holds)
+    found = job_folders(pattern)
     if job is None and len(found) == 1:
         return next(iter(found.values()))
     if job not in found:

@@ -18,12 +18,12 @@ from triton_dist import knobs
 TOOLS = ("memcheck", "racecheck")
 """Tools that the test suite runs: out-of-bounds accesses, and races on shared memory.
 
-initcheck is not included: it reports memory that another process wrote, such as each peer's flag,
-as uninitialised. Tests fill uninitialised memory with NaN instead.
+Without initcheck: it reports memory that another process wrote, such as a peer's flag, as
+uninitialised.
 """
 _LAUNCHERS = ("torchrun", "launch.sh", "torch.distributed.run")
 _PADDING = 4096  # bytes after each allocation
-FOUND = 88
+FINDINGS_STATUS = 88
 """Exit status of a process with findings."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
 _NAME = "compute-sanitizer"
@@ -43,7 +43,7 @@ def missing() -> str:
 
 
 def find(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return the path of the program: from PATH, the CUDA toolkit, or a wheel."""
+    """Return the path of compute-sanitizer: from PATH, the CUDA toolkit, or a wheel."""
     environment = knobs.environment() if environment is None else environment
     return next((path for path in _places(environment) if os.access(path, os.X_OK)), None)
 
@@ -66,19 +66,20 @@ def _places(environment: Mapping[str, str]) -> Iterator[Path]:
 def command(program: Path, tool: str, log: Path) -> list[str]:
     """Return the words to put before the command of a process.
 
-    Only kernels of this package are checked, selected by name; this is much faster.
+    Only kernels of this package, selected by name, are checked; this is much faster.
     """
     return [
-        str(program), "--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND),
+        str(program), "--tool", tool, "--log-file", str(log),
+        "--error-exitcode", str(FINDINGS_STATUS),
         "--target-processes", "application-only", "--report-api-errors", "no",
         "--print-limit", "20", "--kernel-regex", "kns=kernel_",
     ]  # fmt: skip
 
 
-def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
+def command_with_children(program: Path, tool: str, folder: Path) -> list[str]:
     """Return the words for a command and all its child processes, with a log in ``folder``."""
     log = ["--log-file", str(folder / "process-%p.log")]
-    return [*_command_of_any(program, tool), *log, "--target-processes", "all"]
+    return [*_tool_command(program, tool), *log, "--target-processes", "all"]
 
 
 def starts_ranks(command: Sequence[str]) -> bool:
@@ -86,12 +87,10 @@ def starts_ranks(command: Sequence[str]) -> bool:
     return any(Path(word).name in _LAUNCHERS for word in command)
 
 
-def python_of_ranks(program: Path, tool: str, folder: Path) -> Path:
-    """Write a script to ``folder`` that runs this Python under the tool; torchrun starts it.
-
-    Each rank gets its own log.
-    """
-    words = [*_command_of_any(program, tool), "--target-processes", "application-only"]
+def write_rank_python(program: Path, tool: str, folder: Path) -> Path:
+    """Write a script to ``folder`` that runs this Python under the tool, with a log per rank.
+    torchrun starts it."""
+    words = [*_tool_command(program, tool), "--target-processes", "application-only"]
     log = f'--log-file {shlex.quote(str(folder))}/rank-"$RANK".log'
     python = folder / "python"
     python.write_text(
@@ -101,11 +100,12 @@ def python_of_ranks(program: Path, tool: str, folder: Path) -> Path:
     return python
 
 
-def _command_of_any(program: Path, tool: str) -> list[str]:
+def _tool_command(program: Path, tool: str) -> list[str]:
     # Without padding, an access past a tensor hits the next allocation, which the tool accepts.
     apart = ["--padding", str(_PADDING)] if tool == "memcheck" else []
     return [
-        str(program), "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no",
+        str(program), "--tool", tool, "--error-exitcode", str(FINDINGS_STATUS),
+        "--report-api-errors", "no",
         "--print-limit", "100", *apart,
     ]  # fmt: skip
 
@@ -135,14 +135,14 @@ class Report:
 
 
 def report_of(text: str) -> Report:
-    """Parse the text of a log file."""
+    """Parse a log file."""
     summaries = _SUMMARY.findall(text)
     kinds = Counter(map(_kind, _findings(text)))
     return Report(int(summaries[-1]) if summaries else None, dict(kinds))
 
 
-def merged(reports: Mapping[str, Report]) -> list[str]:
-    """Return a line for each finding with its count per process; ``reports`` is by process."""
+def merge_reports(reports: Mapping[str, Report]) -> list[str]:
+    """Return a line for each finding with its count per process."""
     found: dict[str, list[str]] = {}
     for name, report in reports.items():
         kinds = dict(report.kinds)
@@ -156,22 +156,19 @@ def merged(reports: Mapping[str, Report]) -> list[str]:
 
 
 def _findings(text: str) -> Iterator[str]:
-    """Yield each finding: the first line of its paragraph, and kernel and line of the access.
-
-    All lines of a paragraph after the first are indented.
-    """
+    """Yield each finding: the first line of its paragraph, and kernel and line of the access."""
     for paragraph in re.split(r"^========= *$", text, flags=re.MULTILINE):
-        lines = [said for said in map(_said, paragraph.splitlines()) if said]
+        lines = [message for message in map(_tool_text, paragraph.splitlines()) if message]
         first = next((line for line in lines if not line.startswith(_NO_FINDING)), None)
         if first is not None:
             places = (line.strip() for line in lines if line.strip().startswith("at "))
             yield f"{first} {next(places, '')}".rstrip()
 
 
-def _said(line: str) -> str:
+def _tool_text(line: str) -> str:
     """Return the tool's text in a line; empty for a line of another program."""
-    prefix, _, said = line.partition("========= ")
-    return "" if prefix else said.rstrip()
+    prefix, _, message = line.partition("========= ")
+    return "" if prefix else message.rstrip()
 
 
 def _kind(line: str) -> str:

@@ -34,7 +34,7 @@ def _breakpoint_interpreted(condition: Any = True) -> None:
     """Stop here if ``condition`` is true for at least one element."""
     value = getattr(condition, "value", condition)  # unwrap a constexpr
     if np.any(value.handle.data if isinstance(value, tl.tensor) else value):
-        debugger.stop_if_wanted(sys._getframe(1))
+        debugger.stop_at_breakpoint(sys._getframe(1))
 
 
 @jit

@@ -76,7 +76,7 @@ class _CompiledMark:
             first = marking.HEADER_WORDS * _WORD
             text = _WRITE.format(
                 address=self._marks.address,
-                most=marking.MAX_MARKS,
+                max_marks=marking.MAX_MARKS,
                 nbytes=marking.WORDS_PER_MARK * _WORD,
                 name=self._number,
                 begin=first,

@@ -49,7 +49,7 @@ def _spin_interpreted(
     """
     if timeout_words is not None and _gave_up(timeout_words):
         return -1
-    debugger.stop_if_asked()
+    debugger.stop_if_requested()
     overdue = deadlines.is_overdue(deadline, waits.interpreted_limit_seconds())
     if waits.on_poll is not None:
         waits.on_poll(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)

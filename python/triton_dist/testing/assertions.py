@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from triton_dist.debugging.accesses import ALLOCATIONS, replace, undo_all
+from triton_dist.debugging.accesses import ALLOCATIONS, patch, undo_all
 
 
 def assert_allclose(
@@ -131,7 +131,7 @@ def poisoned_empty() -> Iterator[None]:
     value. NaN reveals the bug in each run. Integer tensors are not changed, because no integer
     propagates like NaN.
     """
-    undo = undo_all([replace(owner, name, _poisoned) for owner, name in ALLOCATIONS])
+    undo = undo_all([patch(owner, name, _poisoned) for owner, name in ALLOCATIONS])
     try:
         yield
     finally:
