@@ -109,7 +109,7 @@ class Call(OpCall):
         )
 
     def all_rows(self, meanwhile: Callable[[], object]) -> torch.Tensor:
-        """Gather the rows of all ranks; ``background_jobs`` queues work that needs no gathered
+        """Gather the rows of all ranks; ``meanwhile`` queues work that needs no gathered
         row."""
         a, ctx = self.a.detach(), self.ctx
         ctx.sleep(self.straggler_option)
