@@ -23,6 +23,7 @@ import torch
 from triton_dist.debugging.accesses import (
     ALLOCATIONS,
     POISON_FLOAT,
+    POISON_INTEGER,
     Access,
     Undo,
     patch,
