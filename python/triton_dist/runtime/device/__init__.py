@@ -12,6 +12,7 @@ __all__ = [
 
 
 def is_cuda() -> bool:
+    """Return whether this process runs kernels on an NVIDIA GPU."""
     return current_device().name == "cuda"
 
 
