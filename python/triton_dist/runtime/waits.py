@@ -1,9 +1,8 @@
 """Limit the time for which kernels wait for a flag: unlimited in production, limited in tuning.
 
-The host learns whether a wait gave up only after the device has finished. If an op waited for the
-device inside its call, every sample of a tuner would be longer. The op therefore passes its check
-to the tuner if the tuner has announced that it settles checks after each call
-(``deferred_checks``), and checks within the call otherwise.
+The host learns that a wait gave up only after the device has finished. An op that waited for the
+device inside its call would lengthen every sample of a tuner. The op therefore defers its check to
+the tuner inside ``deferred_checks``, and checks within the call otherwise.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], Non
 
 
 def defer(check: Check) -> bool:
-    """Pass ``check`` to the innermost ``deferred_checks`` of this thread. Return ``False`` if there
-    is none; then the caller must check now."""
+    """Pass ``check`` to the innermost ``deferred_checks`` of this thread; return False without
+    one."""
     if not _thread.contexts:
         return False
     _thread.contexts[-1].checks[check] = None
