@@ -8,10 +8,13 @@ import io
 import json
 import linecache
 import os
+import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from tests.docs.run_blocks import run_program
 from tests.tuning import ops
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.cli import text, validator
-from triton_dist.cli.main import SUBCOMMANDS, main
+from triton_dist.cli.main import SUBCOMMANDS, main, parser_of_all
 from triton_dist.errors import NoSuchFunction, TuningWarning
 from triton_dist.tune import autotune
 
@@ -228,11 +231,15 @@ def test_a_closed_output_is_said(monkeypatch, capsys):
         ("debug attach", "attach needs a RANK: debug attach RANK"),
     ],
 )
-def test_a_command_that_is_none_has_status_2(capsys, line, said):
+def test_a_command_that_is_none_has_status_2_and_an_example(capsys, line, said):
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    message, _, example = capsys.readouterr().err.partition(" error: ")[2].partition("\n")
+    assert said in message
+    subcommand = line.partition(" ")[0]
+    known = subcommand in ("explain", "clear", "replay", "compare", "debug")
+    assert (f"\n  triton-dist {subcommand} " if known else ": triton-dist list\n") in example
 
 
 def test_explain_uses_what_a_tuner_would_from_read_only_folders(run, monkeypatch, tmp_path):
@@ -254,7 +261,7 @@ def test_explain_uses_what_a_tuner_would_from_read_only_folders(run, monkeypatch
     ops.matmul(A, B)
     (own,) = cache().rglob("*.json")
     status, out, _ = run("explain", f"{OPS}:matmul")
-    assert f"not used: {own} comes first" in out
+    assert f"not used: a record of this key that is found first is used: {own}" in out
     assert "2 records of matmul, 1 used" in out
     assert "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" in out
 
@@ -300,7 +307,11 @@ def test_list_has_a_line_for_each_record(run):
     assert lines[0] == f"{OPS}.Layer.forward"
     at = lines.index(f"{OPS}.matmul")
     assert lines[at + 1] == "  on cpu, none (interpreter), local_world_size 1, world_size 1"
-    assert re.fullmatch(rf" +\d+\.\d{{4}} ms +\d s ago  {re.escape(key)}", lines[at + 2])
+    heads, row = lines[at + 2 : at + 4]
+    assert heads.split("  ")[-1] == "key"
+    assert re.fullmatch(r" +time \(ms\) +tuned  key", heads)
+    assert re.fullmatch(rf" +\d+\.\d{{4}}  \d s ago  {re.escape(key)}", row)
+    assert heads.index("key") == row.index(key)
     assert lines[-1].startswith(f"2 records of 2 functions in {cache()}. Winners and files: ")
     assert run("list", "absent")[0] == 1
 
@@ -334,7 +345,25 @@ def test_list_as_json_has_it_all(run):
     assert (only["function"], only["key"]) == (f"{OPS}.matmul", str(record.key))
     assert (only["winner"], only["ms"]) == (str(record.best), record.best.outcome.median)
     assert Path(only["file"]).exists()
-    assert tree["interrupted"] == []
+    assert tree["interrupted"] == tree["of_other_programs"] == []
+
+
+def test_files_of_another_program_are_counted_and_left_alone(run):
+    ops.matmul(A, B)
+    (file,) = cache().rglob("*.json")
+    others = [file.with_name(f"{'ab' * 32}{end}") for end in (".json", ".2030-01-02.log")]
+    for other in others:
+        other.write_text('{"config": [], "deps": {}, "key": [8], "func": "matmul"}')
+    status, out, err = run("list")
+    assert (status, err) == (0, "")
+    assert "\n2 files of another program in " in out
+    assert f"such as matmul/{others[1].name}: not read, not changed" in out
+    tree = json.loads(run("list", "--json")[1])
+    assert sorted(tree["of_other_programs"]) == sorted(map(str, others))
+    ops.matmul.clear()
+    ops.matmul(A, B)
+    assert "removed 1 record, 2 logs of" in run("clear", "--all")[1]
+    assert sorted(file.parent.glob("[!.]*")) == sorted(others)
 
 
 def test_what_the_caller_gave_is_shown_after_the_key_and_compared(run):
@@ -355,7 +384,7 @@ def pair(x, n, m):
 def test_clear_all_leaves_nothing(run):
     ops.matmul(A, B)
     (file,) = cache().rglob("*.json")
-    file.with_name("0.json.damaged").write_text("{")
+    file.with_name(f"{'0' * 32}-1.json.damaged").write_text("{")
     status, out, _ = run("clear", "--all")
     assert status == 0
     assert "removed 1 record, 3 logs of all functions" in out
@@ -449,12 +478,94 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"triton_dist {triton_dist.__version__}\n"
+    packages = {name: metadata.version(name) for name in ("torch", "triton")}
+    versions = {"triton_dist": triton_dist.__version__, **packages}
+    versions["Python"] = platform.python_version()
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    assert capsys.readouterr().out.split() == said.split()
+
+
+COMPLETIONS = {
+    "expl": {"explain "},
+    "explain mat": {"matmul "},
+    "show all_g": {"all_gather "},  # its records are shipped
+    "explain x --loc": {"--local-world-size "},
+}
+
+
+@pytest.mark.parametrize("line", COMPLETIONS)
+def test_a_shell_completes_subcommands_options_and_functions(run, line):
+    argcomplete = pytest.importorskip("argcomplete", reason="completion needs it, extra cli")
+    ops.matmul(A, B)
+    *words, last = line.split()
+    finder = argcomplete.CompletionFinder(parser_of_all())
+    found = finder._get_completions(["triton-dist", *words], last, "", None)
+    assert set(found) == COMPLETIONS[line]
+
+
+def test_a_shell_that_asks_for_completions_gets_them_and_runs_nothing(run, monkeypatch):
+    asked = []
+
+    def autocomplete(parser, exit_method):
+        asked.append(parser.prog)
+        exit_method(0)
+
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=autocomplete))
+    assert run("list")[0] == 0
+    assert asked == []
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    with pytest.raises(SystemExit):
+        run("list")
+    assert asked == ["triton-dist"]
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert run("list")[0] == 0
+
+
+def test_explain_counts_records_with_the_same_reasons_and_prints_one_of_each(run):
+    record = ops.matmul.tune(A, B)
+    (file,) = cache().rglob("*.json")
+    tree = json.loads(file.read_text())
+    tree["fingerprint"]["software"]["triton"] = "2.0.0"
+    for key in range(5):
+        tree["key"] = key
+        if key == 4:
+            tree["fingerprint"]["hardware"]["gpu"] = tree["hardware_group"] = (
+                "toaster (interpreter)"
+            )
+        file.with_name(f"{key:032x}-0.json").write_text(with_checksum(tree))
+    status, out, _ = run("explain", "matmul")
+    assert status == 0
+    lines = out.splitlines()
+    counts = [line for line in lines if line.endswith(", for example:")]
+    assert counts == [f"{count} of 6 records, for example:" for count in (1, 4, 1)]
+    assert lines[1] == f"{OPS}.matmul, key {record.key}"
+    assert [line for line in lines if "used" in line and not line.startswith("6 records")] == [
+        "  used",
+        f"  not used: software: triton was 2.0.0, is {triton.__version__}",
+        "  not used: hardware: gpu was toaster (interpreter), is none (interpreter)",
+    ]
+    assert lines[-1].endswith("Every record: --all")
+    whole = run("explain", "matmul", "--all")[1]
+    assert whole.count(f"{OPS}.matmul, key ") == 6
+    assert "for example" not in whole
+    assert len(json.loads(run("explain", "matmul", "--json")[1])["records"]) == 6
+
+    def explained(*options):
+        status, out, _ = run("explain", "matmul", *options)
+        return status, re.findall(r"^\S+matmul, key (.*)$", out, re.MULTILINE)
+
+    assert explained("--key", "2") == (1, ["2"])
+    assert explained("--on", "toaster") == (1, ["4"])
+    assert explained("--used") == (0, [str(record.key)])
+    status, out, _ = run("explain", "matmul", "--used", "--key", "2")
+    assert (status, out) == (
+        1, "No record of matmul would be used. Without --used, the reasons are printed.\n",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "subcommand",
-    [subcommand.__name__.rpartition(".")[2] for subcommand in SUBCOMMANDS] + ["status", "diff"],
+    [subcommand.__name__.rpartition(".")[2] for subcommand in SUBCOMMANDS] + ["diff"],
 )
 def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lacks(
     subcommand, capsys

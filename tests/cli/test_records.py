@@ -9,6 +9,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.analysis import Analysis, Changes, parameters
-from triton_dist.cli import text
+from triton_dist.cli import status, text
 from triton_dist.testing.replay import RecordedSpace
 from triton_dist.tune import autotune
 
@@ -222,11 +223,63 @@ def test_status(run, begun):
     assert run("status", "absent")[0] == 1
 
 
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_status_follows_a_tuning_until_it_ends(run, begun, request, monkeypatch, on_terminal):
+    """And writes nothing."""
+    journal = begun.open()
+    request.addfinalizer(journal.close)
+    (file,) = begun.parent.glob("*.json")
+    winner = file.read_bytes()
+    outcome = next(line for line in reversed(begun.read_text().splitlines()) if '"n"' in line)
+    tree = json.loads(outcome) | {"n": 1, "config": "b", "samples": [0.00001], "ms": 0.00001}
+    log = begun.with_suffix(".rank-1.log")
+    seen, steps = [], iter(range(4))
+
+    def snapshot():
+        return {path: path.read_bytes() for path in begun.parent.iterdir()}
+
+    def step(seconds):
+        assert seconds == status._REFRESH_SECONDS
+        assert not seen or snapshot() == seen[-1]
+        number = next(steps)
+        if number == 0:
+            fcntl.flock(journal, fcntl.LOCK_EX)
+            log.write_text("2030-01-02T03:04:05.000+00:00 [1/3] 2 samples of {'n': 2}\n")
+        elif number == 1:
+            with begun.open("a") as more:
+                more.write(f"{json.dumps(tree)}\n")
+        elif number == 2:
+            begun.with_suffix(".json").write_bytes(winner)
+            begun.unlink()
+            monkeypatch.setattr(status, "_IDLE_SECONDS", 0)
+        seen.append(snapshot())
+
+    monkeypatch.setattr(status.time, "sleep", step)
+    monkeypatch.setattr(text, "is_terminal", lambda: on_terminal)
+    if on_terminal:
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    ended, out, _ = run("status", "stopped", "--watch")
+    assert ended == 0
+    out = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", out)
+    title = f"{__name__}.stopped, key 64"
+    assert out.index("1 of 3 configs tried") < out.index("2 of 3 configs tried in ")
+    assert "s, best 0.0000 ms" in out
+    assert re.search(r"rank 1, [^;]* ago: \[1/3\] 2 samples of \{'n': 2\}", out)
+    assert re.search(rf"{re.escape(title)}: tuned in \d+\.\d s, \d\.\d{{4}} ms, \{{'n': \d\}}", out)
+    assert ("Waiting for a tuning" in out) == on_terminal
+    assert on_terminal or len(out.splitlines()) == 3
+    ended, out, _ = run("status", "stopped", "--watch")
+    assert ended == 1
+    assert out.endswith(f"No running tuning of stopped in {knobs.cache_dir.get()}.\n")
+
+
 def test_an_interrupted_tuning_is_listed_and_cleared(run, begun):
     status, out, _ = run("list", "stopped")
     assert status == 0
-    assert "interrupted, 1 config measured:  64" in out
-    assert "1 record of 1 function, 1 interrupted tuning in" in out
+    assert "    key     64\n    state   interrupted, 1 of 3 configs tried\n" in out
+    assert "1 record of 1 function, 1 unfinished tuning in" in out
+    assert re.search(r"\n +\d\.\d{4}  unfinished  64, interrupted, 1 of 3 ", run("list")[1])
     (tuning,) = json.loads(run("list", "--json")[1])["interrupted"]
     assert (tuning["function"], tuning["key"]) == (f"{__name__}.stopped", "64")
     status, out, _ = run("clear", f"{__name__}.stopped")
@@ -340,7 +393,8 @@ def test_replay_of_a_record_and_of_a_space(run, tmp_path):
 @pytest.mark.parametrize("subcommand", ["show", "export"])
 def test_none_and_a_file_that_is_no_record(run, tmp_path, subcommand):
     status, out, _ = run(subcommand, "gemm", "--key", "7")
-    assert (status, out) == (1, f"No record of gemm, --key '7' in {knobs.cache_dir.get()}.\n")
+    none = f"No record of gemm, --key '7' in {knobs.cache_dir.get()}."
+    assert (status, out) == (1, f"{none} All records: triton-dist list\n")
     (tmp_path / "some.json").write_text("{}")
     status, _, err = run(subcommand, str(tmp_path / "some.json"))
     assert status == 2

@@ -6,9 +6,10 @@ import argparse
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from triton_dist import knobs
-from triton_dist._archive import pack_places
+from triton_dist._archive import RECORDS_SUFFIX, files_in, pack_places
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.store import (
     Interrupted,
@@ -66,11 +67,27 @@ def add_choice(parser: argparse.ArgumentParser, metavar: str = "", about: str = 
     With ``metavar``, also add the positional argument that names the function.
     """
     if metavar:
-        parser.add_argument("function", metavar=metavar, help=about)
+        add_function(parser, metavar=metavar, help=about)
     parser.add_argument("--key", metavar="TEXT", help="only records whose key contains TEXT")
     parser.add_argument(
         "--on", metavar="TEXT", help="only records whose hardware or settings contain TEXT"
     )
+
+
+def add_function(parser: Any, **options: Any) -> None:
+    """Add the positional argument ``function``, which shells can complete (argcomplete)."""
+    parser.add_argument("function", **options).completer = _functions_with_records
+
+
+def _functions_with_records(**_: object) -> set[str]:
+    """Return the names of folders and packs of records, because reading records takes seconds."""
+    roots = [
+        user_store().root,
+        *(ReadOnlyStore(d).root for d in knobs.autotune_readonly_dirs.get()),
+    ]
+    names = {path.name for root in roots if root.is_dir() for path in root.iterdir()}
+    packs = (path for place in pack_places() for path in files_in(place, (RECORDS_SUFFIX,)))
+    return names | {path.name.partition(".")[0] for path in packs}
 
 
 def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
@@ -134,7 +151,7 @@ def say_none(asked: str, arguments: argparse.Namespace) -> int:
         for option, text in (("--key", arguments.key), ("--on", arguments.on))
         if text is not None
     )
-    print(f"No record of {asked}{that} in {folders()}.")
+    print(f"No record of {asked}{that} in {folders()}. All records: triton-dist list")
     return 1
 
 

@@ -34,9 +34,8 @@ def add_to(subcommands: Any) -> None:
         ],
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "function", metavar="FUNCTION", nargs="?", help="function name, optionally with its module"
-    )
+    help = "function name, optionally with its module"
+    cache.add_function(which, metavar="FUNCTION", nargs="?", help=help)
     which.add_argument("--all", action="store_true", help="clear all functions")
     parser.add_argument(
         "--stale",

@@ -99,6 +99,11 @@ def _version(package: str) -> str:
     """
     with contextlib.suppress(Exception):
         return str(importlib.import_module(package).__version__)
+    return installed_version(package)
+
+
+def installed_version(package: str) -> str:
+    """Return the version of ``package`` from its metadata, without importing it."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "not installed"

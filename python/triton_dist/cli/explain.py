@@ -16,6 +16,7 @@ from triton_dist.cli.validator import OTHER_FUNCTION, Verdict, imported, is_ours
 from triton_dist.errors import NoSuchFunction
 
 _FOUND, _NOTHING = 0, 1
+_SHADOWED = "a record of this key that is found first is used"
 
 
 def add_to(subcommands: Any) -> None:
@@ -24,23 +25,25 @@ def add_to(subcommands: Any) -> None:
         "explain",
         _run,
         help="why the records of a function are or are not used",
-        description="Prints each record of FUNCTION: key, winner, date, file, and whether it would "
-        "be used now. For a record that would not be used, prints what differs, with the recorded "
-        "and the present value. Versions, hardware and source files are always compared. --import "
+        description="Prints whether the records of FUNCTION would be used now, and if not, what "
+        "differs, with the recorded and the present value. Records with the same reasons are "
+        "counted, and the first is printed with key, winner, date and file; --all prints every "
+        "record. Versions, hardware and source files are always compared. --import "
         "also compares the config space and constants. It imports the function's module in a "
         "separate process; set TRITON_INTERPRET and similar variables as in the run. Exit status: "
         "0 if a record would or may be used, 1 if not, 2 for an error.",
         examples=[
+            "explain matmul --key 8192 --on H200",
             "explain mypackage.ops:matmul --import",
             "explain matmul --module ops.py --import",
             "explain matmul --json",
         ],
     )
-    parser.add_argument(
-        "function",
-        metavar="FUNCTION",
-        help="package.module:function, the name as `list` prints it, or a bare name",
+    cache.add_choice(
+        parser, "FUNCTION", "package.module:function, the name as `list` prints it, or a bare name"
     )
+    parser.add_argument("--used", action="store_true", help="only records that would be used")
+    parser.add_argument("--all", action="store_true", help="print every record")
     parser.add_argument(
         "--module", help="present module of the function: a dotted name or a .py file; default: "
         "as recorded",
@@ -54,7 +57,7 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--local-world-size", type=positive, help="ranks on this host; default: as recorded"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print every record as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -72,12 +75,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if module and not records and (arguments.imports or is_ours(module)):
         # The function may have been tuned under a different name.
         records = _records("", None)
+    kept = {id(each) for each in cache.fitting((each for _, each in records), arguments)}
+    records = [pair for pair in records if id(pair[1]) in kept]
     found = _explained(records, module, name, ranks, arguments.imports)
     found = [each for each in found if OTHER_FUNCTION not in each.verdict.reasons]
     unknown = [each.verdict.reasons[0] for each in found if each.verdict.used is None]
     why = "; ".join(dict.fromkeys(unknown))
     if module and arguments.imports and len(unknown) == len(found) > 0:
         raise NoSuchFunction(arguments.function, why, "Nothing was compared")
+    used = [each for each in found if each.verdict.used]
+    shown = used if arguments.used else found
     if arguments.json:
         trees = [
             {
@@ -86,14 +93,16 @@ def _run(arguments: argparse.Namespace) -> int:
                 "reasons": each.verdict.reasons,
                 "accepted": each.verdict.accepted,
             }
-            for each in found
+            for each in shown
         ]
         print(json.dumps({"records": trees, "why": why}, indent=2))
     elif not found:
-        print(f"No record of {name} in {cache.folders()}.")
+        return cache.say_none(name, arguments)
+    elif not shown:
+        print(f"No record of {name} would be used. Without --used, the reasons are printed.")
     else:
-        _print(found, ranks)
-    return _FOUND if any(each.verdict.used is not False for each in found) else _NOTHING
+        _print(shown, ranks, arguments.all)
+    return _FOUND if any(each.verdict.used is not False for each in shown) else _NOTHING
 
 
 @dataclass(frozen=True)
@@ -150,16 +159,25 @@ def _with_first(same: Sequence[_Explained]) -> Iterator[_Explained]:
     taken = ""
     for each in same:
         if each.verdict.used and taken:
-            each = replace(each, verdict=Verdict(False, (f"{taken} comes first",)))
+            each = replace(each, verdict=Verdict(False, (f"{_SHADOWED}: {taken}",)))
         elif each.verdict.used:
             taken = each.stored.where
         yield each
 
 
-def _print(found: Sequence[_Explained], ranks: Mapping[str, str]) -> None:
-    for each in found:
-        about = each.verdict
-        text.say(*_heading(*each.stored))
+def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -> None:
+    """Print one record of each group with equal verdicts, and the group's size; or every record."""
+    groups: dict[object, list[_Explained]] = {}
+    for number, each in enumerate(found):
+        groups.setdefault(number if every else _group(each), []).append(each)
+    order = list(groups.values())
+    if not every:
+        order.sort(key=lambda group: (not group[0].verdict.used, -len(group)))
+    for group in order:
+        about = group[0].verdict
+        if len(order) < len(found):
+            text.say(f"{len(group)} of {counted(len(found), 'record')}, for example:")
+        text.say(*_heading(*group[0].stored))
         how = "not compared" if about.used is None else "not used"
         text.say(*(f"  {how}: {reason}" for reason in about.reasons))
         if about.used:
@@ -167,14 +185,23 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str]) -> None:
         text.say(*(f"  accepted: {difference}" for difference in about.accepted))
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: the next call tunes again anyway.")
-    group = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
+    given = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
     used = sum(each.verdict.used is True for each in found)
     unknown = sum(each.verdict.used is None for each in found)
     text.say(
         f"{counted(len(found), 'record')} of {found[0].stored.record.key.function}, {used} used"
         + f", {unknown} not compared" * bool(unknown)
-        + f". Ranks: {group}."
+        + f". Ranks: {given}."
+        + " Every record: --all" * (len(order) < len(found))
     )
+
+
+def _group(each: _Explained) -> object:
+    """Return equal values for records of one function with equal verdicts."""
+    verdict = each.verdict
+    reasons = tuple(_SHADOWED if r.startswith(_SHADOWED) else r for r in verdict.reasons)
+    name = each.stored.record.key.full_name
+    return name, verdict.used, reasons, verdict.accepted, verdict.may_be_dropped
 
 
 def _heading(record: TuningRecord, where: str) -> list[str]:

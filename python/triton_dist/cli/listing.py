@@ -1,4 +1,4 @@
-"""``list`` and ``status``: finished, running and interrupted tunings."""
+"""``list``: finished and interrupted tunings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triton_dist import knobs
-from triton_dist._tuning.store import Interrupted, is_held
-from triton_dist._tuning.values import Failure, StoredRecord
+from triton_dist._tuning.store import Interrupted, foreign, is_held
+from triton_dist._tuning.values import Failure, StoredRecord, TuningRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
@@ -22,33 +21,23 @@ def add_to(subcommands: Any) -> None:
         help="list all records, or the records of one function",
         description="Lists the records in the cache and in the read-only folders, by function and "
         "hardware: time of the winner, age and key. With FUNCTION, also prints the winner and the "
-        "file. Interrupted tunings are listed too; the next call resumes them.",
+        "file. Unfinished tunings are listed too; the next call resumes them. Files of other "
+        "programs in the cache folder are counted and not changed.",
         examples=["list", "list matmul", "list --json | jq '.records[].winner'"],
     )
-    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only this function")
+    cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser = add_subcommand(
-        subcommands,
-        "status",
-        _status,
-        help="list running and interrupted tunings",
-        description="Lists tunings that have no record yet: the progress, the best time so far, "
-        "and whether a process is running the tuning. The next call resumes an interrupted tuning; "
-        "`clear --interrupted` removes it.",
-        examples=["status", "status matmul --json"],
-    )
-    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only this function")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    store, asked = cache.all_stores(), arguments.function
-    records = list(cache.records_of(store, asked))
-    begun = cache.interrupted_of(cache.user_store(), asked)
+    store, asked = cache.user_store(), arguments.function
+    records = list(cache.records_of(cache.all_stores(), asked))
+    begun, others = cache.interrupted_of(store, asked), foreign(store.root)
     if arguments.json:
         tree = {
             "records": [tree_of(each) for each in records],
             "interrupted": [*map(tree_of_begun, begun)],
+            "of_other_programs": [*map(str, others)],
         }
         print(json.dumps(tree, indent=2))
     elif records or begun:
@@ -56,52 +45,75 @@ def _run(arguments: argparse.Namespace) -> int:
             text.say(line)
     else:
         print(f"No record of {asked or 'any function'} in {cache.folders()}.")
+    if others and not arguments.json:
+        text.say(
+            f"{counted(len(others), 'file')} of another program in {store.root}, such as "
+            f"{others[0].relative_to(store.root)}: not read, not changed. Triton-distributed uses "
+            "the same default folder; TRITON_DIST_CACHE_DIR selects another."
+        )
     return 1 if asked and not records and not begun else 0
 
 
 def _lines(
     records: Sequence[StoredRecord], begun: Sequence[Interrupted], in_full: bool
 ) -> Iterator[str]:
-    groups: dict[str, dict[str, list[list[str]]]] = {}
+    groups: dict[str, dict[str, list[StoredRecord | Interrupted]]] = {}
     for stored in records:
-        key = stored.record.key
-        of = groups.setdefault(key.full_name, {}).setdefault(cache.made_on(stored.record), [])
-        of.append(_block(stored, in_full))
+        by_hardware = groups.setdefault(stored.record.key.full_name, {})
+        by_hardware.setdefault(cache.made_on(stored.record), []).append(stored)
     for each in begun:
         name = each.key.full_name if each.key is not None else each.path.parent.name
         hardware = each.key.hardware if each.key is not None else "unknown hardware"
-        key_text = f"  {each.key}" if each.key is not None else ""
-        line = f"     interrupted, {counted(each.tried, 'config')} measured:{key_text}"
-        groups.setdefault(name, {}).setdefault(hardware, []).append([line])
+        groups.setdefault(name, {}).setdefault(hardware, []).append(each)
     for name, by_hardware in sorted(groups.items()):
         yield name
-        for hardware, blocks in by_hardware.items():
+        for hardware, entries in by_hardware.items():
             yield from text.fitted(f"  on {hardware}")
-            for block in blocks:
-                for line in block:
-                    yield from text.fitted(line) if in_full else [text.cut(line)]
+            if in_full:
+                for line in (line for entry in entries for line in _block(entry)):
+                    yield from text.fitted(line)
+                continue
+            for line in text.table(("time (ms)", "tuned", "key"), [*map(_row, entries)], ("key",)):
+                yield text.cut(f"    {line}")
     yield (
         f"{counted(len(records), 'record')} of {counted(len(groups), 'function')}"
-        + f", {counted(len(begun), 'interrupted tuning')}" * bool(begun)
+        + f", {counted(len(begun), 'unfinished tuning')}" * bool(begun)
         + f" in {cache.folders()}."
         + " Winners and files: triton-dist list FUNCTION" * (not in_full)
     )
 
 
-def _block(stored: StoredRecord, in_full: bool) -> list[str]:
-    record, where = stored
-    median = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
-    if not in_full:
-        return [f"  {median:12.4f} ms {text.age(record.timestamp):>7} ago  {record.key}"]
+def _row(entry: StoredRecord | Interrupted) -> list[str]:
+    if isinstance(entry, StoredRecord):
+        record = entry.record
+        return [f"{_median(record):.4f}", f"{text.age(record.timestamp)} ago", str(record.key)]
+    best = "-" if entry.best is None else f"{entry.best:.4f}"
+    return [best, "unfinished", f"{entry.key or 'unknown'}, {_tried(entry)}"]
+
+
+def _block(entry: StoredRecord | Interrupted) -> list[str]:
+    if isinstance(entry, Interrupted):
+        lines = [f"key     {entry.key or 'unknown'}", f"state   {_tried(entry)}"]
+        return [*(f"    {line}" for line in lines), f"    file    {entry.path}", ""]
+    record, where = entry
     failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
     tried = f"best of {len(record.trials) - failed}" + f", {failed} failed or pruned" * bool(failed)
     return [
         f"    key     {record.key}",
         f"    winner  {record.best}",
-        f"    time    {median:.4f} ms, {tried}, {text.age(record.timestamp)} ago",
+        f"    time    {_median(record):.4f} ms, {tried}, {text.age(record.timestamp)} ago",
         f"    file    {where}",
         "",
     ]
+
+
+def _median(record: TuningRecord) -> float:
+    return record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
+
+
+def _tried(each: Interrupted) -> str:
+    state = "running" if is_held(each.path) else "interrupted"
+    return f"{state}, {each.tried} of {counted(each.candidates, 'config')} tried"
 
 
 def tree_of(stored: StoredRecord) -> dict[str, Any]:
@@ -113,7 +125,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
         "hardware": record.key.hardware,
         "settings": record.fingerprint.settings,
         "winner": str(record.best),
-        "ms": record.best.outcome.median,  # type: ignore[union-attr]
+        "ms": _median(record),
         "timestamp": record.timestamp,
         "file": where,
     }
@@ -129,41 +141,3 @@ def tree_of_begun(each: Interrupted) -> dict[str, Any]:
         "tried": each.tried,
         "file": str(each.path),
     }
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    begun = cache.interrupted_of(cache.user_store(), arguments.function)
-    told = [
-        {
-            **tree_of_begun(each),
-            "going_on": is_held(each.path),
-            "candidates": each.candidates,
-            "best_ms": each.best,
-            "seconds": each.seconds,
-            "not_tried_again": each.stuck,
-        }
-        for each in begun
-    ]
-    if arguments.json:
-        print(json.dumps({"tunings": told}, indent=2))
-    elif told:
-        for tuning in told:
-            for line in _status_lines(tuning):
-                print(*text.fitted(line), sep="\n")
-    else:
-        of = f" of {arguments.function}" if arguments.function else ""
-        print(f"No running or interrupted tuning{of} in {knobs.cache_dir.get()}.")
-    return 1 if arguments.function and not told else 0
-
-
-def _status_lines(tuning: dict[str, Any]) -> Iterator[str]:
-    state = "running" if tuning["going_on"] else "interrupted"
-    best = "" if tuning["best_ms"] is None else f", best {tuning['best_ms']:.4f} ms"
-    stuck = tuning["not_tried_again"]
-    yield f"{tuning['function'] or 'unknown function'}, key {tuning['key'] or 'unknown'}"
-    yield f"    on      {tuning['hardware'] or 'unknown hardware'}"
-    yield f"    {state}, {tuning['tried']} of {counted(tuning['candidates'], 'config')} tried" + (
-        f" in {tuning['seconds']:.1f} s{best}"
-        + f", {counted(stuck, 'config')} not tried again" * bool(stuck)
-    )
-    yield f"    file    {tuning['file']}"

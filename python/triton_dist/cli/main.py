@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from triton_dist import __version__, knobs
 from triton_dist._warn import printable
@@ -26,14 +27,16 @@ from triton_dist.cli import (
     replay,
     report,
     show,
+    status,
     tune_model,
 )
-from triton_dist.cli.subcommand import show_commands, split
+from triton_dist.cli.subcommand import Parser, show_commands, split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
 SUBCOMMANDS = (
     listing,
+    status,
     show,
     explain,
     compare,
@@ -56,16 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 1: nothing was found. 2: the arguments are wrong, or a required file cannot be
     loaded or written; standard error has the message.
     """
-    parser = argparse.ArgumentParser(
-        prog="triton-dist",
-        description="Inspect, compare and ship tuning records; debug and profile programs.",
-        epilog="`triton-dist SUBCOMMAND --help` prints examples.",
-    )
-    parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
-    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    for subcommand in SUBCOMMANDS:
-        subcommand.add_to(subcommands)
-    show_commands()
+    parser = parser_of_all()
+    if "_ARGCOMPLETE" in knobs.environment():  # the shell asks for completions
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser, exit_method=sys.exit)
     if sys.stdout is None:
         print("triton-dist: standard output is closed", file=sys.stderr)
         return _USAGE_ERROR
@@ -95,6 +94,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"triton-dist: {printable(str(error), keep=chr(10))}", file=sys.stderr)
             return _USAGE_ERROR
     return status
+
+
+def parser_of_all() -> argparse.ArgumentParser:
+    """Return the parser of ``triton-dist`` with all subcommands."""
+    parser = Parser(
+        prog="triton-dist",
+        description="Inspect, compare and ship tuning records; debug and profile programs.",
+        epilog="`triton-dist SUBCOMMAND --help` prints examples, such as: triton-dist list",
+    )
+    packages = [f"{name} {env.installed_version(name)}" for name in ("torch", "triton")]
+    parser.add_argument(
+        "--version",
+        action="version",
+        help="print the versions of triton_dist, torch, triton and Python",
+        version=", ".join(
+            [f"triton_dist {__version__}", *packages, f"Python {platform.python_version()}"]
+        ),
+    )
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    for subcommand in SUBCOMMANDS:
+        subcommand.add_to(subcommands)
+    show_commands()
+    return parser
 
 
 def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[None]:

@@ -6,10 +6,17 @@ import argparse
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 COLUMNS = 80
 _WITH_COMMAND: dict[str, argparse.ArgumentParser] = {}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors end with its epilog: examples of correct usage."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}\n{self.epilog}")
 
 
 def add_subcommand(

@@ -6,6 +6,7 @@ import datetime
 import shutil
 import sys
 import textwrap
+from collections.abc import Collection, Sequence
 
 from triton_dist._warn import printable
 
@@ -36,6 +37,18 @@ def cut(line: str) -> str:
     line = printable(line)
     width = shutil.get_terminal_size().columns
     return line if not is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()
+) -> list[str]:
+    """Return the lines of a table whose columns are right-aligned, except those in ``left``."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    signs = ["<" if head in left else ">" for head in heads]
+    return [
+        "  ".join(f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)).rstrip()
+        for row in (heads, *rows)
+    ]
 
 
 def is_terminal() -> bool:

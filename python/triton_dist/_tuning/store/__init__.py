@@ -2,6 +2,7 @@
 
 from triton_dist._tuning.store.beside import (
     Interrupted,
+    foreign,
     interrupted,
     is_held,
     places,
@@ -10,7 +11,7 @@ from triton_dist._tuning.store.beside import (
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
-from triton_dist._tuning.store.log import FileLog, StepLog, events_of
+from triton_dist._tuning.store.log import FileLog, StepLog, events_of, rank_steps
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 
@@ -25,8 +26,10 @@ __all__ = [
     "ReadOnlyStore",
     "StepLog",
     "events_of",
+    "foreign",
     "interrupted",
     "is_held",
     "places",
+    "rank_steps",
     "removable",
 ]

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from triton_dist._tuning.store.disk import names_in, open_regular
 from triton_dist._tuning.store.journal import lines_of
+from triton_dist._tuning.store.layout import is_ours
 from triton_dist._tuning.values import Entry, Key, Measurement
 from triton_dist._tuning.values.outcome import UNREADABLE
 
@@ -44,13 +45,20 @@ def interrupted(root: Path) -> Iterator[Interrupted]:
 
 
 def places(root: Path) -> set[Path]:
-    """Return the places of all files in the folders of ``root``, for :func:`removable`."""
-    return {
-        root / folder / name.partition(".")[0]
-        for folder in _names_in(root)
-        for name in _names_in(root / folder)
-        if not name.startswith(".")
-    }
+    """Return the places of our files in the folders of ``root``, for :func:`removable`."""
+    return {path.with_name(path.name.partition(".")[0]) for path in _files(root, ours=True)}
+
+
+def foreign(root: Path) -> list[Path]:
+    """Return the files that another program wrote to the folders of ``root``."""
+    return list(_files(root, ours=False))
+
+
+def _files(root: Path, ours: bool) -> Iterator[Path]:
+    for folder in _names_in(root):
+        for name in _names_in(root / folder):
+            if is_ours(name) == ours and not name.startswith("."):
+                yield root / folder / name
 
 
 def is_held(journal: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 from triton_dist._tuning.values import SCHEMA, TuningRecord, codec
@@ -16,6 +17,15 @@ _INDENT = 2
 _TRIALS, _END = b'\n  "trials": [\n', b"\n  ],\n"
 _TRIAL = b"\n    {"
 _CHECKSUM = b',\n  "checksum": "'
+_NAME = re.compile(r"[0-9a-f]{32}(-[^.]*)?\..*")
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a file is a record, or is next to it: digest of the key, place, and suffix.
+
+    Triton-distributed keeps its files, with names of 64 hexadecimal digits, in the same folders.
+    """
+    return _NAME.fullmatch(name) is not None
 
 
 def record_text(record: TuningRecord) -> str:

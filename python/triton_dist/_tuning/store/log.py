@@ -17,6 +17,7 @@ from triton_dist._warn import print_line, warn
 from triton_dist.errors import TuningWarning
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+_TAIL_BYTES = 1 << 14
 _steps = logging.getLogger("triton_dist.contextual")
 
 
@@ -101,6 +102,19 @@ def events_of(record: Path, winner: str) -> list[dict[str, Any]]:
         if event.get("event") == "winner" and event.get("config") == winner:
             found, events = events, []
     return found
+
+
+def rank_steps(record: Path) -> dict[int, tuple[str, str]]:
+    """Return the last line in the log of each rank, as its time and its text."""
+    found: dict[int, tuple[str, str]] = {}
+    for path in record.parent.glob(f"{record.stem}.rank-*.log"):
+        with suppress(OSError, ValueError), open(open_regular(path, os.O_RDONLY), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+            last = next((line for line in lines[:0:-1] or lines if line[:1].isdigit()), "")
+            when, _, text = last.partition(" ")
+            found[int(path.suffixes[-2].removeprefix(".rank-"))] = when, text
+    return dict(sorted(found.items()))
 
 
 def _now() -> str:

@@ -21,13 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
-from triton_dist._tuning.store.layout import read_record
+from triton_dist._tuning.store.layout import is_ours, read_record
 from triton_dist._tuning.values import SCHEMA, Key, StoredRecord, TuningRecord, codec
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
-
-_OURS = re.compile(r"[0-9a-f]{32}(-.*)?\.json")
-"""File names of records: digest of the key, and place."""
 
 _LONGEST_NAME = 255
 """Maximum length of a file or folder name in bytes on Linux."""
@@ -136,7 +133,7 @@ class ReadOnlyStore:
             self._refuse("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
-            if _OURS.fullmatch(path.name):  # ignore foreign files
+            if is_ours(path.name):  # ignore foreign files
                 self._damaged(path, f"it is damaged ({error!s})")
             return None
         if key is None or record.key == key:

@@ -1,0 +1,182 @@
+"""``status``: progress of running and interrupted tunings, once or until they end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from triton_dist import knobs
+from triton_dist._tuning.store import Interrupted, is_held, rank_steps
+from triton_dist._tuning.store.readonly import read
+from triton_dist._warn import printable
+from triton_dist.cli import cache, listing, text
+from triton_dist.cli.subcommand import add_subcommand, counted
+
+_Tree = dict[str, Any]
+_REFRESH_SECONDS = 1.0
+_IDLE_SECONDS = 30.0
+"""``--watch`` ends if no tuning has been running for this time: a job may tune several keys."""
+
+
+def add_to(subcommands: Any) -> None:
+    parser = add_subcommand(
+        subcommands,
+        "status",
+        _run,
+        help="progress of running and interrupted tunings",
+        description="Prints the tunings that have no record yet: number of configs tried, best "
+        "time so far, and, if the tuning is running, the last step of each rank. The next call "
+        "resumes an interrupted tuning; `clear --interrupted` removes it. --watch follows running "
+        f"tunings until none has been running for {_IDLE_SECONDS:.0f} s, or until Ctrl-C. Nothing "
+        "is written to the cache.",
+        examples=["status", "status matmul --watch", "status matmul --json"],
+    )
+    cache.add_function(parser, metavar="FUNCTION", nargs="?", help="only this function")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="follow running tunings")
+    how.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.watch:
+        return _watch(arguments.function)
+    tunings = [*map(_tree, cache.interrupted_of(cache.user_store(), arguments.function))]
+    if arguments.json:
+        print(json.dumps({"tunings": tunings}, indent=2))
+    elif tunings:
+        for line in (line for tuning in tunings for line in _lines(tuning)):
+            print(*text.fitted(line), sep="\n")
+    else:
+        _print_none("running or interrupted", arguments.function)
+    return 1 if arguments.function and not tunings else 0
+
+
+def _print_none(kind: str, function: str | None) -> None:
+    print(f"No {kind} tuning{f' of {function}' * bool(function)} in {knobs.cache_dir.get()}.")
+
+
+def _tree(each: Interrupted) -> _Tree:
+    running, age = is_held(each.path), 0.0
+    if running:
+        with suppress(OSError):  # ``seconds`` ends at the last outcome
+            age = max(0.0, time.time() - each.path.stat().st_mtime)
+    return {
+        **listing.tree_of_begun(each),
+        "going_on": running,
+        "candidates": each.candidates,
+        "best_ms": each.best,
+        "seconds": each.seconds + age,
+        "not_tried_again": each.stuck,
+        "ranks": [
+            {"rank": rank, "time": when, "step": step}
+            for rank, (when, step) in (rank_steps(each.path) if running else {}).items()
+        ],
+    }
+
+
+def _lines(tuning: _Tree) -> Iterator[str]:
+    yield _title(tuning)
+    yield f"    on      {tuning['hardware'] or 'unknown hardware'}"
+    yield f"    {_progress(tuning)}"
+    yield from (f"    rank {step}" for step in _steps(tuning))
+    yield f"    file    {tuning['file']}"
+
+
+def _title(tuning: _Tree) -> str:
+    return f"{tuning['function'] or 'unknown function'}, key {tuning['key'] or 'unknown'}"
+
+
+def _progress(tuning: _Tree) -> str:
+    state = "running" if tuning["going_on"] else "interrupted"
+    best = "" if tuning["best_ms"] is None else f", best {tuning['best_ms']:.4f} ms"
+    stuck = tuning["not_tried_again"]
+    return (
+        f"{state}, {tuning['tried']} of {counted(tuning['candidates'], 'config')} tried "
+        f"in {tuning['seconds']:.1f} s{best}"
+        + f", {counted(stuck, 'config')} not tried again"
+        * bool(stuck)
+    )
+
+
+def _steps(tuning: _Tree) -> Iterator[str]:
+    for each in tuning["ranks"]:
+        yield f"{each['rank']}, {text.age(each['time'])} ago: {each['step']}"
+
+
+def _watch(function: str | None) -> int:
+    """Follow the running tunings; return 1 if no tuning was running."""
+    store, running, last, any_ran = cache.user_store(), dict[str, _Tree](), time.monotonic(), False
+    with suppress(KeyboardInterrupt), _display() as show:
+        while running or time.monotonic() - last < _IDLE_SECONDS:
+            before, trees = running, map(_tree, cache.interrupted_of(store, function))
+            running = {tree["file"]: tree for tree in trees if tree["going_on"]}
+            show(running.values(), [_end(before[file]) for file in before.keys() - running.keys()])
+            if running:
+                last, any_ran = time.monotonic(), True
+            time.sleep(_REFRESH_SECONDS)
+    if not any_ran:
+        _print_none("running", function)
+    return int(not any_ran)
+
+
+def _end(tuning: _Tree) -> str:
+    """Return a line about a tuning that is no longer running."""
+    journal = Path(tuning["file"])
+    if not journal.exists():
+        with suppress(OSError, ValueError):
+            record = read(journal.with_suffix(".json"))
+            ms = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
+            return f"{_title(tuning)}: tuned in {record.seconds:.1f} s, {ms:.4f} ms, {record.best}"
+    return f"{_title(tuning)}: ended without a record; the next call resumes the tuning"
+
+
+@contextmanager
+def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]:
+    """Context manager that yields a function to show running tunings and the ends of others.
+
+    On a terminal, running tunings are redrawn in place. Otherwise, a line is printed for each
+    tuning that has a new outcome.
+    """
+    if not text.is_terminal():
+        printed = set[tuple[object, ...]]()
+
+        def show(tunings: Collection[_Tree], ends: Collection[str]) -> None:
+            text.say(*ends)
+            for tuning in tunings:
+                state = tuning["file"], tuning["tried"], tuning["best_ms"]
+                if state not in printed:
+                    printed.add(state)
+                    steps = "".join(f"; rank {step}" for step in _steps(tuning))
+                    text.say(f"{_title(tuning)}: {_progress(tuning)}{steps}")
+            sys.stdout.flush()
+
+        yield show
+        return
+    from rich.console import Group
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    def line(content: str, style: str = "") -> Text:
+        return Text(printable(content), style, no_wrap=True, overflow="ellipsis")
+
+    def redraw(tunings: Collection[_Tree], ends: Collection[str]) -> None:
+        parts: list[Text | ProgressBar] = []
+        if not tunings:
+            parts.append(line("Waiting for a tuning; Ctrl-C ends"))
+        for tuning in tunings:
+            bar = ProgressBar(tuning["candidates"], tuning["tried"], width=40)
+            steps = (line(f"  rank {step}") for step in _steps(tuning))
+            parts += [line(_title(tuning), "bold"), bar, line(f"  {_progress(tuning)}"), *steps]
+        live.update(Group(*parts), refresh=True)
+        for end in ends:
+            live.console.print(Text(printable(end)))
+
+    with Live(auto_refresh=False) as live:
+        yield redraw
