@@ -125,8 +125,9 @@ def test_show(run, monkeypatch):
     status, out, _ = run("show", "gemm")
     assert status == 0
     lines = out.splitlines()
-    assert "      1.0000   1.000x    1.0%       3  block=64 warps=4  <- winner" in lines
-    assert "      2.2000   2.200x    0.0%       3  block=128 warps=8" in lines
+    at = lines.index("  time (ms)  to best  spread  samples  config")
+    assert lines[at + 1] == "     1.0000   1.000x    1.0%        3  block=64 warps=4  <- winner"
+    assert lines[at + 4] == "     2.2000   2.200x    0.0%        3  block=128 warps=8"
     assert "  2 x resources, the first: too much shared memory" in lines
     assert "  always failed: block=256, 2 times" in lines
     assert run("show", file)[1] == out

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import _files, knobs
-from triton_dist.cli import site
+from triton_dist.cli import site, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import InvalidArgument
 
 _SASS = "sass"
-_ROW = "{:<40} {:>5} {:>5} {:>6} {:>9} {:>7} {:>8}"
 _HEAD = ("kernel", "arch", "warps", "stages", "registers", "stack B", "shared B")
 
 
@@ -72,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sides = sorted(folder.glob("*/*.json"))
     rows = [_row(side, _SASS in wanted) for side in sides]
     if rows:
-        print("\n".join(_ROW.format(*row) for row in (_HEAD, *rows)), file=sys.stderr)
+        print(*text.table(_HEAD, rows, left=("kernel",)), sep="\n", file=sys.stderr)
     new = len(set(sides) - before)
     print(f"{folder}: {counted(len(sides), 'kernel')}, {new} new", file=sys.stderr)
     return 128 - status if status < 0 else status or int(not sides)
@@ -85,7 +84,7 @@ def _levels(raw: str) -> tuple[str, ...]:
         raise InvalidArgument("dump", "--levels", raw, knobs.dump_levels.expected) from error
 
 
-def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
+def _row(side: Path, with_sass: bool) -> list[str]:
     """Return the table columns of one kernel, and write its machine code if ``with_sass``."""
     from triton_dist.runner import files
     from triton_dist.runtime.compiling import facts
@@ -94,10 +93,9 @@ def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
     if with_sass:
         _files.write(side.with_suffix(f".{_SASS}"), facts.sass(artefact.data).encode())
     options, launch = artefact.about.options, artefact.about.launch
-    return (
-        side.parent.name, f"sm_{artefact.about.arch}", options.get("num_warps"),
-        options.get("num_stages"), *facts.resource_usage(artefact.data), launch.get("shared"),
-    )  # fmt: skip
+    launched = (options.get("num_warps"), options.get("num_stages"))
+    used = (*facts.resource_usage(artefact.data), launch.get("shared"))
+    return [side.parent.name, f"sm_{artefact.about.arch}", *map(str, (*launched, *used))]
 
 
 _MOST = 12

@@ -115,15 +115,18 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     yield f"  winner  {record.best}, {found.winner.ms:.4f} ms"
     if found.varying and found.fixed:
         yield f"  all     {shown(found.fixed, found.fixed)}"
-    yield f"  {'ms':>10} {'to best':>8} {'spread':>7} {'samples':>7}  config"
     names = found.varying or tuple(found.fixed)
-    for place, timed in enumerate(found.timed):
-        mark = "  <- winner" if timed is found.winner else ""
-        if place < top or mark:
-            yield (
-                f"  {timed.ms:10.4f} {found.ratio(timed.ms):7.3f}x {spread(timed.samples):>7} "
-                f"{len(timed.samples):>7}  {shown(timed.parameters, names)}{mark}"
-            )
+    rows = [
+        (
+            f"{timed.ms:.4f}", f"{found.ratio(timed.ms):.3f}x", spread(timed.samples),
+            str(len(timed.samples)),
+            shown(timed.parameters, names) + "  <- winner" * (timed is found.winner),
+        )
+        for place, timed in enumerate(found.timed)
+        if place < top or timed is found.winner
+    ]  # fmt: skip
+    heads = ("time (ms)", "to best", "spread", "samples", "config")
+    yield from (f"  {line}" for line in text.table(heads, rows, left=("config",)))
     if len(found.timed) > top:
         yield f"  {len(found.timed)} were measured; --top N shows more"
     if found.varying:
