@@ -11,7 +11,7 @@ from triton_dist._tuning.compose import autotune
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.search import Search
 from triton_dist._tuning.shared import autotuning
-from triton_dist._tuning.source.constants import constant
+from triton_dist._tuning.source.given import constant
 from triton_dist._tuning.values import Product, bucket, fine_bucket, to_hashable
 
 __all__ = [

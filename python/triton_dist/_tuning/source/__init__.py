@@ -1,22 +1,19 @@
 """The source that a function depends on: digests of statements, and texts of constants.
 
-A tuning record is valid as long as the code that was timed: the function, its helpers, the Triton
-kernels that it launches and the constants that they read. :mod:`.slices` finds the statements,
-:mod:`.modules` parses files into statements, and :mod:`.given` looks at values that no statement
-tells. What counts of constants is in :mod:`.constants`.
+A tuning record is valid for the code that was timed: the function, its helpers, the Triton kernels
+that it launches, and the constants that they read. :mod:`.modules` parses files into statements,
+:mod:`.slices` finds the statements that count, and :mod:`.given` reads values and constants.
 
-Comments, docstrings, formatting and the place in the file or in the file system do not count.
+Comments, docstrings, formatting, and the position in the file or in the file system do not count.
 """
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from triton_dist._tuning.source import libraries
-from triton_dist._tuning.source.given import Snapshot, function_in
+from triton_dist._tuning.source.given import Snapshot, function_in, globals_of
 from triton_dist._tuning.source.modules import digest, file_at
 from triton_dist._tuning.source.slices import Slice, Source, bytecode
 from triton_dist._tuning.values import Origin, original
@@ -30,17 +27,17 @@ def source_of(
     snapshot: Snapshot | None = None,
     classes: Iterable[type] = (),
 ) -> Source:
-    """The slice of ``roots``.
+    """Return the slice of ``roots``.
 
     Args:
         ignore: names of constants that do not count.
-        snapshot: what the roots held when they were given, of what changes as a program runs.
-        classes: of values that the roots are called with.
+        snapshot: values at decoration that change as the program runs.
+        classes: classes of values that the roots are called with.
     """
     roots = list(roots)
     inner = list(map(original, roots))
     library = libraries.Libraries(each.__module__ for each in inner)
-    home = _globals(inner[0]) if inner else {}
+    home = globals_of(inner[0]) if inner else {}
     found = Slice(library, snapshot or Snapshot(()), ignore, home)
     for each in roots:
         found.root(each)
@@ -55,14 +52,7 @@ def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
     if inner is None:
         return origin
     file = file_at(inner.__code__.co_filename, inner.__globals__)
-    if file is None or not file.has(inner.__code__):  # no source: what it does tells it apart
+    if file is None or not file.has(inner.__code__):  # without source, the bytecode identifies it
         return origin.of_several(f"code {digest([bytecode(inner.__code__)])[:8]}")
     ordinal = file.ordinal(inner.__code__)
     return origin.of_several(f"definition {ordinal + 1}") if ordinal else origin
-
-
-def _globals(value: Any) -> dict[str, Any]:
-    function = function_in(value)
-    if function is not None:
-        return function.__globals__
-    return vars(sys.modules.get(type(value).__module__, types))

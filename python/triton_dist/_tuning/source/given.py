@@ -1,4 +1,4 @@
-"""Look into values: what a callable was given when it was made, and the code inside a value.
+"""Read values that the source does not determine: what a callable was given, and constants.
 
 A list in a closure may be an option or a log, and an attribute of a callable object a setting or a
 counter. At decoration it has the value that the author gave it. Later it has the value that the
@@ -10,25 +10,68 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from triton_dist._tuning.source.constants import has_own, text_of
-from triton_dist._tuning.values import qualified_name
+from triton_dist._tuning.values import codec, qualified_name
+from triton_dist._tuning.values.show import show
+from triton_dist.errors import InvalidArgument
+
+T = TypeVar("T")
 
 CONTAINERS = (list, set, dict)
 """Types of containers that may change while the program runs."""
 COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
-"""Types of values that hold others."""
 PLAIN = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, types.NoneType)
-"""Types of values that hold no code to follow."""
-_WRAPPED = ("__func__", "fn", "__wrapped__", "fget", "func", "_init_fn")
+"""Types of values that contain no code to follow."""
+_WRAPPED = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
 """Attributes that hold the function inside a wrapper: methods; Triton's kernels and tuned
 functions; functools.cache and torch.compile; properties; partials; torch.library.custom_op."""
 _MOST_ITEMS = 10_000
 _DEEPEST = 5
+_LONGEST_TEXT = 100
+
+
+def constant(value: T) -> T:
+    """Return ``value``, which counts in tuning records although it is computed at run time.
+
+    Write ``MODE = constant(os.environ["MODE"])`` at the top level of a module: a change of the
+    variable then tunes again. All ranks must have equal values.
+
+    Raises:
+        InvalidArgument: ``value`` has no text that is equal at every start, such as a tensor.
+    """
+    if not _holds_code(value) and text_of(value) is None:  # code is compared by its source
+        expected = "numbers, texts, dtypes, and tuples, lists, sets, dicts of these"
+        raise InvalidArgument("constant", "value", value, expected)
+    return value
+
+
+def text_of(value: Any) -> str | None:
+    """Return data as it would be typed; ``None`` for code and for data without a stable text.
+
+    A long text is cut, and a digest of it appended.
+    """
+    if type(value).__module__ == "torch" and type(value).__name__ == "device":
+        return f"device {value.type}"  # the index differs by rank
+    try:
+        text = None if _holds_code(value) else show(codec.encode(value))
+    except TypeError:
+        return None
+    if text is None or len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:_LONGEST_TEXT]}... ({codec.digest(text)[:8]})"
+
+
+def _holds_code(value: Any) -> bool:
+    params = getattr(type(value), "__dataclass_params__", None)
+    if isinstance(value, (tuple, list, set, frozenset, dict)) or (params and params.frozen):
+        return any(map(_holds_code, items_of(value).values()))
+    # A dataclass that is not frozen has no text, and may contain itself.
+    return params is None and is_code(value)
 
 
 class Snapshot:
@@ -69,19 +112,17 @@ class Snapshot:
 
 
 def _data_of(value: Any, depth: int = 0) -> str:
-    """Return the text of a container; a part that has no text is named by its type."""
-    try:
-        return text_of(value)
-    except TypeError:
-        if depth > _DEEPEST or not isinstance(value, (*CONTAINERS, tuple)):
-            return type(value).__name__
+    """Return the text of a container; a part without a text is replaced by its type."""
+    text, name = text_of(value), type(value).__name__
+    if text is not None or depth > _DEEPEST or not isinstance(value, (*CONTAINERS, tuple)):
+        return text or name
     items = value.items() if isinstance(value, dict) else value
     texts = [_data_of(item, depth + 1) for item in items]
-    return f"{type(value).__name__} {sorted(texts) if isinstance(value, set) else texts}"
+    return f"{name} {sorted(texts) if isinstance(value, set) else texts}"
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return what a callable was given when it was made, by name.
+    """Return what a callable was given when it was created, by name.
 
     This is closure cells and defaults of a function, arguments of a partial, and attributes of an
     object, also of the object that a method is bound to.
@@ -124,15 +165,14 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object itself, not of its class, by name."""
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     names = {each for part in slots for each in ((part,) if isinstance(part, str) else part)}
-    held = {name: attribute(value, name, names) for name in names - {"__dict__", "__weakref__"}}
-    there = {name: item for name, item in held.items() if item is not names}
-    return dict(sorted({**there, **getattr(value, "__dict__", {})}.items()))
+    held = {name: attribute(value, name) for name in names - {"__dict__", "__weakref__"}}
+    return dict(sorted({**held, **getattr(value, "__dict__", {})}.items()))
 
 
 def items_of(value: Any) -> dict[Any, Any]:
     """Return the values in a collection or an object of a dataclass.
 
-    Code in a set comes in the order of its names: the order of hashes differs by process.
+    Code in a set is sorted by name: the order of hashes differs by process.
     """
     if isinstance(value, (dict, types.MappingProxyType)):
         return dict(value)
@@ -147,15 +187,25 @@ def items_of(value: Any) -> dict[Any, Any]:
 
 def is_code(value: Any) -> bool:
     """Return true for a function, and for a Triton kernel, which is launched instead of called."""
-    return callable(value) or isinstance(value, (property, classmethod)) or has_own(value, "fn")
+    return callable(value) or isinstance(value, (property, classmethod)) or _has_own(value, "fn")
 
 
-def inside(value: Any) -> Any:
-    """Return the function or kernel inside a wrapper, ``None`` for other values."""
+def _has_own(value: object, name: str) -> bool:
+    """Return whether ``value`` or its class has an attribute that no ``__getattr__`` computes."""
+    return name in getattr(value, "__dict__", ()) or hasattr(type(value), name)
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """Yield the function or kernel inside a wrapper, then other values that it binds."""
     if isinstance(value, (*PLAIN, type, types.FunctionType)):
-        return None
-    found = (attribute(value, each) for each in _WRAPPED if has_own(value, each))
-    return next(filter(is_code, found), None)
+        return
+    for name in _WRAPPED:
+        if _has_own(value, name) and is_code(held := attribute(value, name)):
+            yield held
+    if isinstance(value, functools.partial):
+        yield from (*value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
 
 
 def function_in(value: Any) -> types.FunctionType | None:
@@ -163,5 +213,13 @@ def function_in(value: Any) -> types.FunctionType | None:
     for _ in range(_DEEPEST):
         if value is None or isinstance(value, types.FunctionType):
             return value
-        value = inside(value)
+        value = next(inside(value), None)
     return None
+
+
+def globals_of(code: Any) -> dict[str, Any]:
+    """Return the globals of the module of a function, a class or the class of an object."""
+    if (function := function_in(code)) is not None:
+        return function.__globals__
+    cls = code if isinstance(code, type) else type(code)
+    return vars(sys.modules.get(cls.__module__) or types)

@@ -1,4 +1,4 @@
-"""Distinguish installed code from code that is written here: only the latter is followed."""
+"""Distinguish installed code, which is compared by version, from code of the project."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _WITHOUT_EFFECT = (
     "triton_dist.runtime.compiling",
     "triton_dist._jit",
 )
-"""Modules of ours that do not change what is timed: they find and ship results, and compile. The
-options of a kernel are in the text of its decorator."""
+"""Modules of this package that do not change what is timed: they find and ship results, and
+compile. The options of a kernel are in the text of its decorator."""
 _INSTALLED = re.compile("/(?:site|dist)-packages/")
 _STDLIB = tuple(sysconfig.get_path(each) + "/" for each in ("stdlib", "platstdlib"))
-_LIBRARIES = frozenset({"torch", "triton", "numpy"})  # also when they are built in a source tree
+_LIBRARIES = frozenset({"torch", "triton", "numpy"})  # also if they are built in a source tree
 
 
 class Libraries:
     """Modules whose versions stand for their code.
 
     Args:
-        own: modules of the functions that are asked about. Their packages count as written here,
-            wherever they are installed.
+        own: modules of the tuned functions. Their packages belong to the project, wherever they are
+            installed.
     """
 
     def __init__(self, own: Iterable[str | None]) -> None:
         names = [name or "" for name in own]
-        # Of ``python -m package.module``, where the module is called "__main__".
+        # ``python -m package.module`` names the module "__main__".
         spec = getattr(sys.modules.get("__main__"), "__spec__", None)
         started = getattr(spec, "name", "") if "__main__" in names else ""
         self._own = {_OWN} | {name.partition(".")[0] for name in (*names, started)}
@@ -45,29 +45,27 @@ class Libraries:
         self._has_file = functools.cache(self._is_installed)
 
     def has(self, value: types.ModuleType | type) -> bool:
-        return self.has_module(
-            value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-        )
+        is_module = isinstance(value, types.ModuleType)
+        return self.has_module(value.__name__ if is_module else value.__module__)
 
     def has_function(self, function: types.FunctionType) -> bool:
-        # functools.wraps gives a library's wrapper the module of what it wraps: the file tells.
-        return self.has_module(function.__module__ or "") or self._has_file(
-            function.__code__.co_filename
-        )
+        # A library's wrapper has the ``__module__`` of what it wraps: the file is the library's.
+        file = function.__code__.co_filename
+        return self.has_module(function.__module__ or "") or self._has_file(file)
 
     def _has_module(self, name: str) -> bool:
         top, file = name.partition(".")[0], _file_of(name)
         if top in _LIBRARIES or name.startswith(_WITHOUT_EFFECT):
             return True
         if top in sys.stdlib_module_names and (not file or file.startswith(_STDLIB)):
-            return True  # another module with such a name is the program's
+            return True  # a module of this name in another place belongs to the program
         return top not in self._own and self._has_file(file)
 
     def imported(self, name: str) -> types.ModuleType | None:
         """Import a module of the project; return ``None`` for libraries and missing modules."""
         try:
             return None if self.has_module(name) else importlib.import_module(name)
-        except (Exception, SystemExit):  # of a module that cannot run here
+        except (Exception, SystemExit):  # the module cannot run here
             return None
 
     def _is_installed(self, file: str) -> bool:
@@ -75,7 +73,7 @@ class Libraries:
             return False
         installed = [_top(each) for each in _INSTALLED.split(file)[1:]]
         for folder in () if installed else filter(None, map(str, sys.path)):
-            # ``pip install --target`` into a folder of ``PYTHONPATH``, where programs may be too.
+            # ``pip install --target`` installs into any folder, which may contain programs too.
             inside = file.removeprefix(folder.rstrip("/") + "/")
             if inside != file and _top(inside) in _installed_in(folder):
                 installed.append(_top(inside))
@@ -84,8 +82,10 @@ class Libraries:
 
 @functools.cache
 def version_of(package: str) -> str:
-    """The distribution that a package at the top of a path is of, and its version; "" for what is
-    not installed by itself. Those of torch and Triton stand in every record."""
+    """Return distribution and version of a top-level package; ``""`` if it is not a distribution's.
+
+    The versions of torch and Triton are in every record, and left out here.
+    """
     if package in _LIBRARIES or package in sys.stdlib_module_names:
         return ""
     try:
@@ -97,13 +97,13 @@ def version_of(package: str) -> str:
 
 @functools.cache
 def _installed_in(folder: str) -> frozenset[str]:
-    """The modules and packages in ``folder`` that pip put there, by its own lists."""
+    """Return the modules and packages in ``folder`` that are in pip's lists of files."""
     found = metadata.distributions(path=[folder])
     return frozenset(_top(str(file)) for each in found for file in each.files or ())
 
 
 def _top(path: str) -> str:
-    """The name of a module or package, by its file."""
+    """Return the name of a top-level module or package from the path of a file."""
     return path.partition("/")[0].removesuffix(".py")
 
 

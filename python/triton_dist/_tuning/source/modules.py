@@ -1,9 +1,9 @@
 """Parse a source file into statements, and list the names that each binds, changes and reads.
 
-A statement is one at the top level of a module, or inside an ``if`` or ``try`` there, then together
-with the condition. Its digest covers its syntax tree without docstrings, and where the imported
-names that it reads come from; comments, formatting and the place in the file do not count. No value
-is looked at: the same text gives the same statements in every process.
+A statement is at the top level of a module, or in an ``if`` or ``try`` there, together with the
+condition. Its digest covers its syntax tree without docstrings, and where the names that it reads
+are imported from. Comments, formatting and line numbers are not part of the digest. No value is
+read, so a text yields equal statements in every process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -26,13 +26,13 @@ from triton_dist.runtime.garbage import no_garbage_collection
 
 _FUTURE = __future__.annotations.compiler_flag
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _MUTATORS = frozenset({"add", "append", "extend", "insert", "setdefault", "update"})
-"""Methods that put something into a container."""
+"""Methods that put a value into a container."""
 _TUNER = re.compile(r"triton_dist\b.*\.(contextual_)?autotune")
-"""The tuner's decorators, by the names that they are imported from."""
+"""Full names of the tuner's decorators."""
 _USES = frozenset({"tune", "best_config"})
-"""Methods of a tuned function, which change no code."""
+"""Methods of a tuned function that do not change its code."""
 
 
 class Import(NamedTuple):
@@ -40,7 +40,7 @@ class Import(NamedTuple):
 
     module: str
     level: int = 0
-    """Dots of a relative import."""
+    """Number of dots of a relative import."""
     attribute: str = ""
     """The name in the module; if empty, the module itself."""
 
@@ -52,13 +52,13 @@ class Import(NamedTuple):
 
 
 class Statement:
-    """A statement and the names in it, dotted ones as ``a.b``.
+    """A statement and the names in it, dotted names as ``a.b``.
 
     Attributes:
         binds: names that it binds when the module is imported.
-        changes: places that it assigns or calls a method of then: ``A[0] = 1``, ``@A.register``.
-        given: names that a call may change: ``fill(A)``.
-        runs: functions that it calls, and base classes.
+        changes: places that it assigns or calls a method of at import, such as ``A[0] = 1``.
+        given: names in an expression statement, whose call may change them: ``fill(A)``.
+        runs: functions that it calls at import, and base classes.
         stored: names that functions in it change when they run.
         reads: names that it reads, in functions too; ``a.b*``: attributes of ``a`` that begin so.
         imports, inner_imports: imported names, of the module and of functions in it.
@@ -72,99 +72,97 @@ class Statement:
         """Scan ``node``.
 
         Args:
-            headers: conditions that it is under.
-            names: names in its functions that the compiler does not take for local.
-            cut: first line of a function that loses the tuner's decorators.
+            headers: conditions under which it runs.
+            names: names in its functions that are not local to them.
+            cut: first line of a function whose tuner decorators are left out.
         """
-        self.line, self.end = _first_line(node), node.end_lineno
-        self.shown_line: int = node.lineno
+        self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
         self.defines: str = getattr(node, "name", "")
         self.is_function = isinstance(node, _FUNCTIONS)
         self.is_conditional = bool(headers) or isinstance(node, ast.AugAssign)
-        self.binds, self.changes, self.given = (set[str]() for _ in range(3))
-        self.runs, self.stored, self.nonlocals, self.reads = (set[str]() for _ in range(4))
+        self.binds, self.changes, self.given, self.runs = (set[str]() for _ in range(4))
+        self.stored, self.nonlocals, self.reads, self.same = (set[str]() for _ in range(4))
         self.imports: dict[str, Import] = {}
         self.inner_imports: dict[str, Import] = {}
         self.registers_subclasses = False
-        self.same = set[str]()
         self.values: dict[str, ast.expr] = {}
         inner_reads, tokens = set[str](), list[object]()
         ahead: list[tuple[Any, bool]] = [([*headers, node], False)]
         while ahead:
-            part, later = ahead.pop()  # later: when a function is called, not at the import
+            part, later = ahead.pop()  # later: it runs when a function is called, not at import
             if isinstance(part, list):
                 tokens.append(len(part))
                 ahead += [(each, later) for each in reversed(part)]
             elif isinstance(part, ast.AST):
                 tokens.append(part.__class__.__name__)
                 self._scan(part, later, inner_reads if later else self.reads)
-                is_definition = isinstance(part, (*_DEFINITIONS, ast.Lambda))
+                is_definition = isinstance(part, _DEFINITIONS)
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
                     value: Any = getattr(part, field, None)
+                    if not is_definition:
+                        ahead.append((value, later))
+                        continue
                     if field == "decorator_list" and cut == _first_line(part):
                         value = [each for each in value if not file.is_tuner(each)]
-                    if is_definition and field == "body":
-                        value = _without_docstring(value)
-                        ahead.append((value, later or not isinstance(part, ast.ClassDef)))
-                    else:
-                        ahead.append((value, later))
+                    elif field == "body" and isinstance(value, list) and _is_docstring(value[0]):
+                        value = value[1:] or [ast.Pass()]
+                    runs_later = field == "body" and not isinstance(part, ast.ClassDef)
+                    ahead.append((value, later or runs_later))
             else:
                 tokens.append(part)
         names = names | self.inner_imports.keys()
         self.reads |= {each for each in inner_reads if _root(each) in names}
         self.stored = {each for each in self.stored if _root(each) in names}
-        self.binds &= file.names  # without what a comprehension binds
+        self.binds &= file.names  # without the variables of comprehensions
         read = sorted(roots(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
             self._assign(node)
 
     def _assign(self, node: Any) -> None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        value = node.iter if isinstance(node, ast.For) else node.value
-        parts = [*targets, value]
-        if isinstance(node, ast.For) or not isinstance(targets[0], ast.Name):
-            parts += [x for each in parts for x in getattr(each, "elts", ())]
+        """Collect the names in the targets and the value, and what each name is bound to."""
+        targets = getattr(node, "targets", None) or [node.target]
+        value = getattr(node, "value", None)
+        parts = [*targets, value or getattr(node, "iter", None)]
+        parts += [element for each in parts for element in getattr(each, "elts", ())]
         self.same = {each.id for each in parts if isinstance(each, ast.Name)}
-        for target in () if value is None or isinstance(node, ast.For) else targets:
+        for target in targets if value else ():
             elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
-            pairs = zip(elements, values, strict=False) if elements else [(target, value)]
+            pairs: Any = zip(elements, values, strict=False) if elements else [(target, value)]
             self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
 
     def _scan(self, node: Any, later: bool, reads: set[str]) -> None:
-        """Collect the names in a node itself."""
-        kind = node.__class__
-        stores = self.stored if later else self.changes
+        """Collect the names in one node of the syntax tree."""
+        kind, stores = node.__class__, self.stored if later else self.changes
         if kind is ast.Name:
             if isinstance(node.ctx, ast.Load):
                 reads.add(node.id)
             elif not later:
                 self.binds.add(node.id)
-        elif kind is ast.Attribute:
+        elif kind is ast.Attribute or kind is ast.Subscript:
+            if not isinstance(node.ctx, ast.Load):
+                stores.add(place_of(node))
             if chain := dotted(node):
                 reads.add(chain)
             elif dotted(getattr(node.value, "value", None)) == "sys.modules":
-                reads.add(node.attr)  # sys.modules[__name__].name
-            if not isinstance(node.ctx, ast.Load):
-                stores.add(place_of(node))
-        elif kind is ast.Subscript:
-            if not isinstance(node.ctx, ast.Load):
-                stores.add(place_of(node))
+                reads.add(getattr(node, "attr", ""))  # sys.modules[__name__].name
         elif kind is ast.Call:
             self._call(node, later, reads)
         elif kind is ast.Expr:
-            call = node.value
-            if not later and isinstance(call, ast.Call) and _method(call) not in _USES:
-                given = [*call.args, *(each.value for each in call.keywords), call.func]
-                self.given |= roots(map(place_of, given))
+            if not later and getattr(getattr(node.value, "func", None), "attr", "") not in _USES:
+                self.given |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         elif kind is ast.Import or kind is ast.ImportFrom:
-            self._import(node, later)
+            found = _imports_of(node)
+            (self.inner_imports if later else self.imports).update(found)
+            if kind is ast.Import:  # ``import a.b`` binds ``a``, and imports ``a.b``
+                self.inner_imports |= {f"import {x.name}": Import(x.name) for x in node.names}
+            self.binds |= set() if later else found.keys()
         elif kind is ast.Global or kind is ast.Nonlocal:
             (self.stored if kind is ast.Global else self.nonlocals).update(node.names)
-        elif kind in _DEFINITIONS:
+        elif kind in _DEFINITIONS and kind is not ast.Lambda:
             if kind is ast.ClassDef:
                 self.runs.update(map(dotted, node.bases))
-                self.registers_subclasses |= "metaclass" in {each.arg for each in node.keywords}
+                self.registers_subclasses |= any(x.arg == "metaclass" for x in node.keywords)
             self.registers_subclasses |= node.name == "__init_subclass__"
             if not later:
                 self.binds.add(node.name)
@@ -173,26 +171,21 @@ class Statement:
                 self.changes |= {_root(dotted(x)) for x in callees if isinstance(x, ast.Attribute)}
 
     def _call(self, node: ast.Call, later: bool, reads: set[str]) -> None:
-        name, method, first = dotted(node.func), _method(node), [*node.args, None][0]
+        name, method, first = (
+            dotted(node.func),
+            getattr(node.func, "attr", ""),
+            [*node.args, None][0],
+        )
         stores = self.stored if later else self.changes
         if not later:
             self.runs.add(name)
-            if method and method not in _USES:
-                self.changes.add(_root(place_of(node.func)))
-        elif method in _MUTATORS:
+        if method in _MUTATORS or (method and not later and method not in _USES):
             stores.add(place_of(node.func.value))  # type: ignore[attr-defined]
         if name in ("getattr", "setattr") and len(node.args) > 1 and dotted(first):
             known = str(getattr(node.args[1], "value", "*"))
             (reads if name == "getattr" else stores).add(f"{dotted(first)}.{known}")
         elif name in ("globals", "vars"):
             self.reads.add("*" if first is None else f"{dotted(first)}.*")
-
-    def _import(self, node: ast.Import | ast.ImportFrom, later: bool) -> None:
-        found = _imports_of(node)
-        (self.inner_imports if later else self.imports).update(found)
-        if isinstance(node, ast.Import):  # ``import a.b`` binds ``a``, and imports ``a.b``
-            self.inner_imports |= {f"import {x.name}": Import(x.name) for x in node.names}
-        self.binds |= set() if later else found.keys()
 
 
 def _imports_of(node: ast.AST) -> dict[str, Import]:
@@ -204,16 +197,16 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
     return {x.asname or _root(x.name): Import(x.name if x.asname else _root(x.name)) for x in names}
 
 
-def _without_docstring(body: Any) -> Any:
-    first = body[0] if isinstance(body, list) else None
-    if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
-        return body[1:] or [ast.Pass()]
-    return body
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    """Fields that count; ``type_params`` are new in Python 3.12, and seldom used in 3.13."""
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """Return the fields that are part of a digest.
+
+    ``type_params`` exists since Python 3.12 only.
+    """
     left_out = ("ctx", "kind", "type_comment", "type_params")
     return tuple(each for each in kind._fields if each not in left_out)
 
@@ -223,7 +216,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def dotted(node: ast.AST | None) -> str:
-    """``"a.b.c"`` for such an expression, ``""`` for others."""
+    """Return ``"a.b.c"`` for this expression, ``""`` for other expressions than names."""
     if isinstance(node, ast.Attribute):
         return f"{base}.{node.attr}" if (base := dotted(node.value)) else ""
     return node.id if isinstance(node, ast.Name) else ""
@@ -237,10 +230,6 @@ def place_of(node: Any) -> str:
     return dotted(node) or (place_of(inner) if isinstance(inner, ast.AST) else "")
 
 
-def _method(node: ast.Call) -> str:
-    return getattr(node.func, "attr", "")
-
-
 def _root(name: str) -> str:
     return name.partition(".")[0]
 
@@ -250,12 +239,12 @@ def roots(names: Iterable[str]) -> set[str]:
 
 
 def _first_line(node: Any) -> int:
-    """The line of the first decorator, as a code object has it."""
+    """Return the line of the first decorator, as in a code object."""
     return min(int(each.lineno) for each in (node, *getattr(node, "decorator_list", ())))
 
 
 def with_inner(code: types.CodeType, name: str = "") -> Iterator[tuple[str, types.CodeType]]:
-    """``code`` and all that is defined in it, with dotted names."""
+    """Yield ``code`` and all code objects in it, with dotted names."""
     yield name, code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -267,7 +256,7 @@ class File:
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
-        tree = ast.parse("".join(lines))  # not kept: it is large
+        tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
         self._codes, self.names = [*with_inner(code)][1:], {*code.co_names}
         self._set_of_codes = {each for _, each in self._codes}
@@ -279,8 +268,7 @@ class File:
         self.stars = self.imports.pop("*", set())
         self.statements = [self._statement(*each) for each in leaves]
         self.stored = {place for each in self.statements for place in each.stored}
-        self._by_name: dict[str, list[Statement]] = {}
-        self._index()
+        self._by_name = self._index()
 
     def _statement(self, node: Any, headers: tuple[Any, ...] = (), cut: int = 0) -> Statement:
         first, last = _first_line(node), node.end_lineno
@@ -294,15 +282,17 @@ class File:
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
         return any(map(_TUNER.fullmatch, full))
 
-    def _index(self) -> None:
+    def _index(self) -> dict[str, list[Statement]]:
         defined = {each.defines: each for each in self.statements if each.defines}
         functions = {name for name, each in defined.items() if each.is_function}
         bound = {name for each in self.statements for name in each.binds}
-        changes: dict[str, list[Statement]] = {}
+        changes, by_name = dict[str, list[Statement]](), dict[str, list[Statement]]()
         for each in self.statements:
-            # To pass a function to a call, to call it or to make an object does not change it.
+            # Passing a function to a call, calling it or constructing an object does not change it.
             changed = each.given - functions - (each.runs & defined.keys())
-            for name in each.runs & defined.keys():  # ``set_up()`` changes what the function does
+            for name in (
+                each.runs & defined.keys()
+            ):  # ``set_up()`` changes what the function changes
                 changed |= roots(defined[name].stored)
                 if each.defines and defined[name].registers_subclasses:
                     changed.add(name)
@@ -310,16 +300,18 @@ class File:
             for name in changed:
                 changes.setdefault(name, []).append(each)
             for name in each.binds | changed:
-                self._by_name.setdefault(name, []).append(each)
+                by_name.setdefault(name, []).append(each)
         for group in (sorted(each.same) for each in self.statements if len(each.same) > 1):
             found = [each for name in group for each in changes.get(name, ())]
             for name in group:
-                known = self._by_name.setdefault(name, [])
-                known += [each for each in dict.fromkeys(found) if each not in known]
+                by_name[name] = [*dict.fromkeys([*by_name.get(name, ()), *found])]
+        return by_name
 
     def of(self, name: str) -> list[Statement]:
-        """The statements that bind or change ``name``; of ``module.name`` those that assign it, a
-        part of it or what it is part of."""
+        """Return the statements that bind or change ``name``.
+
+        For ``module.name``, return those that assign it, a part of it, or what it is a part of.
+        """
         if "." not in name:
             return self._by_name.get(name, [])
         return [
@@ -333,51 +325,53 @@ class File:
         return next((each for each in self.statements if each.line <= line <= each.end), None)
 
     def has(self, code: types.CodeType) -> bool:
-        """True if the file compiles to ``code``: it was not edited after the import."""
+        """Return whether the file compiles to ``code``: it was not edited after the import."""
         if code not in self._set_of_codes and (around := self.around(code.co_firstlineno)):
-            # A notebook compiles each statement by itself, and without the imports before it
-            # calls of functions in modules have other instructions.
+            # A notebook compiles each statement by itself. Without the imports before it, calls of
+            # functions in modules have other instructions.
             nodes, flags = [x for x, _ in self._trees(around.line)], code.co_flags & _FUTURE
             alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
             self._set_of_codes |= {each for _, each in with_inner(alone)}
         return code in self._set_of_codes
 
     def ordinal(self, code: types.CodeType) -> int:
-        """Return how many definitions before ``code`` have the same dotted name."""
+        """Return the number of definitions before ``code`` that have its dotted name."""
         place = code.co_firstlineno, code.co_name
         known = [(name, x, (x.co_firstlineno, x.co_name)) for name, x in self._codes]
         path = next(name for name, _, each in known if each == place)
         same = [(x == code, each == place) for name, x, each in known if name == path]
         return same.index(max(same))
 
-    def definition(self, code: types.CodeType) -> Statement | None:
+    def definition(self, code: types.CodeType) -> Statement:
         """Return the definition of ``code`` alone, of a function inside a statement."""
-        line, name = code.co_firstlineno, f".{code.co_name}"
-        found = self.definitions(lambda x, at: at == line and f".{x}".endswith(name))
-        codes = [x for path, x in self._codes if x.co_firstlineno == line and path.endswith(name)]
+        line, name = code.co_firstlineno, code.co_name
+        found = self.definitions(name, line)
+        codes = [x for _, x in self._codes if (x.co_firstlineno, x.co_name) == (line, name)]
         # Several lambdas may be in one line.
         index = codes.index(code) if code in codes and len(codes) == len(found) else 0
-        return found[index] if found else None
+        return found[index]
 
-    def definitions(self, is_wanted: Callable[[str, int], bool]) -> list[Statement]:
+    def definitions(self, name: str, line: int = 0) -> list[Statement]:
         """Return functions, lambdas and classes alone, in the order of the file.
 
         Args:
-            is_wanted: called with a qualified name and the first line.
+            name: end of the qualified name.
+            line: first line, if it is known.
         """
 
-        def inside(node: Any, prefix: str) -> Iterator[Any]:
-            if isinstance(node, (*_DEFINITIONS, ast.Lambda)):
-                name = prefix + getattr(node, "name", "<lambda>")
-                if is_wanted(name, _first_line(node)):
-                    yield node
-                prefix = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
+        def inside(node: ast.AST, prefix: str) -> Iterator[Any]:
             for each in ast.iter_child_nodes(node):
-                yield from inside(each, prefix)
+                path = prefix
+                if isinstance(each, _DEFINITIONS):
+                    path += getattr(each, "name", "<lambda>")
+                    if f".{path}".endswith(f".{name}") and line in (0, _first_line(each)):
+                        yield each
+                    path += "." if isinstance(each, ast.ClassDef) else ".<locals>."
+                yield from inside(each, path)
 
-        with _parsing, no_garbage_collection():
-            nodes = sorted(inside(ast.parse("".join(self.lines)), ""), key=_place)
-            return [self._statement(node, (), _first_line(node)) for node in nodes]
+        nodes = inside(ast.Module(_parse(self.lines), []), "")
+        ordered = sorted(nodes, key=lambda each: (each.lineno, each.col_offset))
+        return [self._statement(node, (), _first_line(node)) for node in ordered]
 
     def without_tuner(self, line: int) -> Statement:
         """Return the statement around ``line`` without the tuner's decorators of the function that
@@ -386,20 +380,15 @@ class File:
 
     def _trees(self, line: int) -> list[tuple[ast.stmt, tuple[Any, ...]]]:
         """Return the syntax trees of the statements that include ``line``, with conditions."""
-        with _parsing, no_garbage_collection():
-            leaves = [*_leaves(ast.parse("".join(self.lines)).body)]
-            return [x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno]
-
-
-def _place(node: Any) -> tuple[int, int]:
-    return node.lineno, node.col_offset
+        leaves = _leaves(_parse(self.lines))
+        return [x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno]
 
 
 def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:
-    """Statements, those in ``if`` and ``try`` one by one, with what decides whether they run."""
+    """Yield statements, also from inside ``if`` and ``try``, and the conditions of each."""
     for node in body:
         if isinstance(node, ast.If):
-            if "__name__" not in ast.dump(node.test):  # what runs in scripts alone
+            if "__name__" not in ast.dump(node.test):  # it runs in scripts only
                 yield from _leaves(node.body, (*headers, "if", node.test))
             yield from _leaves(node.orelse, (*headers, "else", node.test))
         elif isinstance(node, ast.Try):
@@ -415,22 +404,25 @@ _parsing = threading.RLock()
 os.register_at_fork(
     before=_parsing.acquire, after_in_parent=_parsing.release, after_in_child=_parsing.release
 )
-
-
 _files: dict[str, tuple[list[str], File | None]] = {}
 
 
+def _parse(lines: list[str]) -> list[ast.stmt]:
+    with _parsing, no_garbage_collection():  # parsing creates no garbage to collect
+        return ast.parse("".join(lines)).body
+
+
 def file_at(path: str, scope: dict[str, Any] | None = None) -> File | None:
-    """The statements of a file; ``None`` if there is no text.
+    """Return the statements of a file; ``None`` if it has no text.
 
     Args:
         scope: globals of its module, whose loader has the text of a file in an archive.
     """
     linecache.checkcache(path)
-    lines = linecache.getlines(path, scope)  # the same list, until size or time of change differ
+    lines = linecache.getlines(path, scope)  # the same list until size or time of change differ
     if path not in _files or _files[path][0] is not lines:
         try:
-            with _parsing, no_garbage_collection():  # parsing makes no garbage to collect
+            with _parsing, no_garbage_collection():
                 _files[path] = lines, File(lines) if lines else None
         except (SyntaxError, ValueError, RecursionError):
             _files[path] = lines, None

@@ -1,54 +1,29 @@
-"""The slice of a function: the statements that decide what it computes.
+"""Find the slice of a function: the statements that decide what it computes.
 
-That is the statement that contains it, and for each name that a statement of the slice reads, the
-statements that bind or change that name, in its module or the one that it is imported from.
-Libraries count by their versions. What there is no source of counts by its bytecode.
+The slice contains the statement with the function. For each name that a statement of the slice
+reads, it contains the statements that bind or change this name, in the module or in the module that
+the name is imported from. Libraries are compared by version, and code without source by bytecode.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from triton_dist._tuning.source import libraries
-from triton_dist._tuning.source.constants import text_of
-from triton_dist._tuning.source.given import (
-    COLLECTIONS,
-    CONTAINERS,
-    PLAIN,
-    Snapshot,
-    attribute,
-    attributes,
-    cells_of,
-    function_in,
-    held_by,
-    inside,
-    is_code,
-    items_of,
-)
-from triton_dist._tuning.source.modules import (
-    File,
-    Import,
-    Statement,
-    digest,
-    dotted,
-    file_at,
-    roots,
-    with_inner,
-)
+from triton_dist._tuning.source import given, libraries, modules
+from triton_dist._tuning.source.given import CONTAINERS, attribute, function_in, text_of
+from triton_dist._tuning.source.modules import File, Import, Statement, digest, file_at
 from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
 
 Globals = dict[str, Any]
-"""Globals of a module. Two modules of one name, as after a new import, have different ones."""
+"""Globals of a module. After a module is imported anew, its functions have other globals."""
 _NONE: dict[str, Any] = {}
 _MOST_VISITS = 10_000
-"""Values of one global that are looked into."""
+"""Maximum number of values of one global that are followed."""
 _LOOK_UPS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension)
 """Parts of expressions whose value may differ by process."""
 
@@ -56,17 +31,17 @@ _LOOK_UPS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehensio
 class Source(NamedTuple):
     """Code and constants that functions depend on, by name.
 
-    Ranks and starts may differ in some constants and mean the same function, so there are three
-    kinds of them.
+    Ranks and starts may differ in some constants although the function is equal, so there are three
+    kinds of constants.
     """
 
     digests: dict[str, str]
-    """Digests of the statements that bind or change a name, in an order that is the same in all
+    """Digests of the statements that bind or change a name, in an order that is equal in all
     processes. Names of other modules are ``module:name``."""
     literal: dict[str, str]
-    """Globals whose values are in the source. All ranks have the same source."""
+    """Globals whose values are in the source, which is equal on all ranks."""
     bound: dict[str, str]
-    """Values that a function was given when it was made. They count if all ranks have the same."""
+    """Values that a function was given when it was created. They count if equal on all ranks."""
     uncounted: dict[str, str]
     """Constants that do not count, each with the reason."""
 
@@ -82,7 +57,7 @@ class Slice:
     def __init__(
         self,
         library: libraries.Libraries,
-        snapshot: Snapshot,
+        snapshot: given.Snapshot,
         ignore: Iterable[str],
         home: Globals,
     ) -> None:
@@ -90,69 +65,61 @@ class Slice:
         self.digests, self._library, self._snapshot = self.source.digests, library, snapshot
         self._home, self._ignore = home, frozenset(ignore)
         self._visited: set[Any] = set()
-        self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and with them their ids
+        self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and thus their ids
         self._holders: dict[str, int] = {}
         self._files: dict[int, File | None] = {}
-        self._loaded: dict[int, bool] = {}
         self._tuned: dict[Statement, Statement] = {}
         self._changing: set[tuple[int, str]] = set()
 
     def root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         function = function_in(original(value))
-        file, around = (None, None) if function is None else _place_of(function)
+        file, line = _file_of(function), function.__code__.co_firstlineno if function else 0
         # The tuned function is the first root: hooks may be in the same statement. The arguments of
-        # its tuner decorators count by value.
-        if file and around and function and around not in self._tuned:
-            self._tuned[around] = file.without_tuner(function.__code__.co_firstlineno)
+        # its tuner decorators are compared by value.
+        if file and (around := file.around(line)) and around not in self._tuned:
+            self._tuned[around] = file.without_tuner(line)
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
         if isinstance(value, functools.partial):
             self.root(value.func)
 
-    def function(self, function: types.FunctionType) -> str:
-        """Follow a function by its code; returns its label."""
+    def function(self, function: types.FunctionType) -> None:
+        """Follow a function by its code."""
         scope, code = function.__globals__, function.__code__
-        name = getattr(code, "co_qualname", function.__qualname__)
-        label, top = self.label(scope, name), name.partition(".")[0]
-        file, around = _place_of(function)
-        if around is not None and around.defines == top and "<locals>" not in name:
-            if self._file(scope) is file:
-                self.name(scope, top)
-                return self.label(scope, top)
-            self._enter(label, [around], scope)  # in another cell of a notebook
-        elif around is not None and file is not None:
-            found = file.definition(code) or around
-            self._enter(label, [found], scope, cells_of(function))
-            self._closure(function, found.nonlocals)
+        name, file = getattr(code, "co_qualname", function.__qualname__), _file_of(function)
+        label, top, found = self.label(scope, name), name.partition(".")[0], None
+        around = file.around(code.co_firstlineno) if file and file is self._file(scope) else None
+        if around and around.defines == top and "<locals>" not in name:
+            self.name(scope, top)
+            return
+        if file is not None:  # an inner function, or a function in another cell of a notebook
+            found = file.definition(code)
+            self._enter(label, [found], scope, given.cells_of(function))
         elif label not in self.digests:
             self.digests[label] = f"bytecode {digest([bytecode(code)])}"
-            self._follow({x for _, each in with_inner(code) for x in each.co_names}, scope)
-            self._closure(function)
-        return label
+            self._follow({x for _, each in modules.with_inner(code) for x in each.co_names}, scope)
+        self._closure(function, found.nonlocals if found else ())
 
-    def cls(self, cls: type) -> str:
-        """Follow a class; returns its label."""
-        module = sys.modules.get(cls.__module__)
-        if module is None or self._library.has_module(cls.__module__):
-            return f"{cls.__module__}.{cls.__qualname__}"
-        methods = [x for x in vars(cls).values() if isinstance(x, types.FunctionType)]
-        scope, name, top = vars(module), cls.__qualname__, cls.__qualname__.partition(".")[0]
+    def cls(self, cls: type) -> None:
+        """Follow a class."""
+        if cls.__module__ not in sys.modules or self._library.has_module(cls.__module__):
+            return
+        scope, name = given.globals_of(cls), cls.__qualname__
+        top = name.partition(".")[0]
         file, label = self._file(scope), self.label(scope, name)
-        if file is None or not file.of(top) or not self._is_loaded(scope, file, cls):
-            functions = [x for x in vars(cls).values() if function_in(x) is not None]
-            if label not in self.digests and functions:
-                self.digests[label] = f"bytecode {digest(_texts_in(cls))}"
-                self.follow(functions)
-        elif "<locals>" not in name:
+        functions = [x for x in map(function_in, vars(cls).values()) if x is not None]
+        if file is not None and file.of(top) and "<locals>" not in name:
             self.name(scope, top)
-            return self.label(scope, top)
-        elif label not in self.digests:
-            self._enter(label, file.definitions(lambda x, _: x == name), scope)
-            for each in methods:
+        elif label not in self.digests and file is not None and file.of(top):
+            self._enter(label, file.definitions(name), scope)
+            for each in functions:
                 self._closure(each)
-        return label
+        elif label not in self.digests and functions:
+            data = [(x, text_of(y)) for x, y in vars(cls).items() if not x.startswith("__")]
+            self.digests[label] = f"bytecode {digest(sorted(data, key=str))}"
+            self.follow(functions)
 
     def name(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and code that other modules have
@@ -165,42 +132,36 @@ class Slice:
             return
         found = [] if file is None else [self._tuned.get(each, each) for each in file.of(name)]
         imports = [each.imports[name] for each in found if name in each.imports]
-        if file is not None and not found:
-            there = [
-                sys.modules.get(each.full_name(scope.get("__package__"))) for each in file.stars
-            ]
-            imports = [Import(x.__name__, 0, name) for x in there if x and name in vars(x)][-1:]
+        if file is not None and not found and name in scope:
+            imports = [each._replace(attribute=name) for each in file.stars]
         for each in imports:
             self._imported(each, scope)
+        package = scope.get("__package__")
+        if any(self._library.has_module(each.full_name(package)) for each in imports):
+            found = []  # using an object of a library does not change it
         found = [each for each in found if name not in each.imports]
-        if any(
-            self._library.has_module(each.full_name(scope.get("__package__"))) for each in imports
-        ):
-            found = []  # what a library's object is used for does not change it
-        if file is None or not (found or imports) or not self._is_loaded(scope, file, value):
-            self._without_source(scope, name)
-            return
         if found:
             self._enter(self.label(scope, name), found, scope)
-            if not imports:
-                self._constant(scope, name, value, found)
-        own = function_in(value)
-        if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
-            self.name(scope, own.__name__)  # perhaps another one was put in its place
-        self.follow(value, scope)
+        if file is not None and found and not imports:
+            self._constant(scope, file, name, found)
+        if found or imports:
+            self.follow(value, scope)
+        elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
+            self.source.bound[self._unique(name, scope)] = text
+        elif not isinstance(value, CONTAINERS):
+            self.follow(value)
 
     def follow(self, value: Any, home: Globals | None = None) -> None:
-        """Follow the code that ``value`` is or holds, and the classes of data in it.
+        """Follow the code that ``value`` is or contains, and the classes of data in it.
 
         Args:
             home: globals of the module whose statements make ``value``. Code of this module is
-                followed already. Only the code of other modules is followed, which they
-                registered or put in the place of the module's own.
+                followed already. Follow only code that other modules registered or replaced.
         """
         seen, ahead = set[int](), [value]
         while ahead and len(seen) < _MOST_VISITS:
             item = ahead.pop()
-            if id(item) in seen or isinstance(item, PLAIN):
+            if id(item) in seen or isinstance(item, given.PLAIN):
                 continue
             seen.add(id(item))
             if home is None and not self._is_new("value", item):
@@ -211,37 +172,28 @@ class Slice:
                 if home is None or item.__module__ != home.get("__name__"):
                     self.cls(item)
                 if home is not None and not self._library.has(item):
-                    ahead += [x for x in vars(item).values() if isinstance(x, COLLECTIONS)]
-            elif isinstance(item, functools.partial):
-                for name, each in held_by(item).items() if home is None else ():
-                    self._bind(name, each, item)
-                ahead += [*item.args, *item.keywords.values()] if home is not None else ()
-                ahead.append(item.func)
-            elif isinstance(item, types.MethodType):
-                is_class = isinstance(item.__self__, type)
-                keep = is_class or home is not None
-                ahead += [item.__func__, item.__self__ if keep else type(item.__self__)]
-            elif (inner := inside(item)) is not None:
-                ahead += [inner, *([item.fset] if isinstance(item, property) else ())]
+                    ahead += [x for x in vars(item).values() if isinstance(x, given.COLLECTIONS)]
+            elif wrapped := [*given.inside(item)]:
+                ahead += wrapped
                 if home is None:
                     self._configs(item)
             else:
                 ahead.append(type(item))
-                if home is None or isinstance(item, COLLECTIONS):
-                    ahead += reversed(items_of(item).values())
+                if home is None or isinstance(item, given.COLLECTIONS):
+                    ahead += reversed(given.items_of(item).values())
                 elif not self._library.has(type(item)):
-                    ahead += attributes(item).values()
+                    ahead += given.attributes(item).values()
 
     def _is_new(self, kind: str, value: object) -> bool:
         key = kind, id(value)
         return key not in self._followed and self._followed.setdefault(key, value) is value
 
     def _of_function(self, function: types.FunctionType, home: Globals | None) -> list[Any]:
-        """Follow a function; returns functions that it wraps or chooses from."""
+        """Follow a function; return functions that it wraps or dispatches to."""
         inner = [attribute(function, "__wrapped__"), attribute(function, "registry")]
         if self._library.has_function(function):
             self.version(function.__module__ or "")
-            inner += cells_of(function).values()
+            inner += given.cells_of(function).values()
         elif home is None:
             self.function(function)
         elif function.__globals__ is not home:  # values in a closure may differ by rank
@@ -251,41 +203,40 @@ class Slice:
         return [x for x in inner if isinstance(x, kinds) or function_in(x) is not None]
 
     def _configs(self, value: Any) -> None:
-        """Note the configs of a tuned function or a Triton kernel that is not a global."""
+        """Record what a partial binds, and the configs of tuned functions and Triton kernels."""
+        if isinstance(value, functools.partial):
+            self._closure(value)
         configs, space = attribute(value, "configs"), attribute(value, "config_space")
         unique = self._unique(f"configs of {qualified_name(value)}", value)
         if isinstance(configs, list) and configs and all(map(codec.is_triton_config, configs)):
             self.source.bound[unique] = codec.text(codec.encode(configs, binding=False))
         if isinstance(space, ConfigSpace) and space.maker is not None:
-            self.follow(space.maker)  # not called: perhaps the function never is
+            self.follow(space.maker)  # it is not called here: the function may never be called
         elif isinstance(space, ConfigSpace):
             self.source.bound[unique] = space.digest
             self.follow([*space.functions, *space.classes])
 
-    def _closure(self, function: types.FunctionType, rebound: Iterable[str] = ()) -> None:
-        """Note what an inner function binds: closure cells and defaults."""
-        for name, value in held_by(function).items():
+    def _closure(self, value: Any, rebound: Iterable[str] = ()) -> None:
+        """Record what a callable binds: closure cells and defaults, or arguments of a partial."""
+        for name, item in given.held_by(value).items():
             short = name.rpartition(".")[2]
-            if short == "__class__" or value is attribute(function, "__wrapped__"):
-                self.follow(value)
+            if short == "__class__" or item is attribute(value, "__wrapped__"):
+                self.follow(item)
             elif short in rebound:
-                unique = self._unique(name, function)
+                unique = self._unique(name, value)
                 self.source.uncounted[unique] = "it changes as the function runs"
             else:
-                self._bind(name, value, function)
+                self._bind(name, item, value)
 
     def _bind(self, name: str, value: Any, holder: object) -> None:
-        """Note a value that ``holder`` binds: its data is a constant, its code is followed."""
+        """Record a value that ``holder`` binds: its data is a constant, its code is followed."""
         if self._ignores(name):
             return
-        name = self._unique(name, holder)
-        if type(value).__name__ == "constexpr":
-            value = value.value
-        text = self._snapshot.text(value)
+        name, kind = self._unique(name, holder), type(value).__name__
+        value = value.value if kind == "constexpr" else value
+        text, items = self._snapshot.text(value), given.items_of(value)
         if text is None and not isinstance(value, CONTAINERS):
-            with suppress(TypeError):
-                text = text_of(value)
-        kind, items = type(value).__name__, items_of(value)
+            text = text_of(value)
         if text is not None:
             self.source.bound[name] = text
         elif isinstance(value, CONTAINERS):
@@ -293,24 +244,16 @@ class Slice:
         elif items:
             for each, item in items.items() if self._is_new("items", value) else ():
                 self._bind(f"{name}.{each}", item, value)
-        elif is_code(value):
-            self.source.bound[name] = self._name_of(value)
+        elif given.is_code(value):
+            inner = function_in(value) or value
+            code = inner if hasattr(inner, "__qualname__") else type(inner)
+            self.source.bound[name] = self.label(given.globals_of(code), code.__qualname__)
         elif not isinstance(value, types.ModuleType):  # what is read from a module is followed
             self.source.uncounted[name] = f"a {kind}, of which the class counts"
         self.follow(value)
 
-    def _name_of(self, value: Any) -> str:
-        """Return a name for code that is the same in all processes."""
-        inner = function_in(value) or value
-        if isinstance(inner, types.FunctionType) and not self._library.has_function(inner):
-            return self.label(inner.__globals__, inner.__qualname__)
-        named = inner if hasattr(inner, "__qualname__") else type(inner)
-        if isinstance(named, type):
-            return self.cls(named)
-        return f"{attribute(named, '__module__', '')}.{named.__qualname__}"
-
     def _ignores(self, name: str) -> bool:
-        """Return whether ``name`` does not count, and note it then."""
+        """Return whether ``name`` does not count, and record it in this case."""
         ignored = name in self._ignore or name.rpartition(".")[2] in self._ignore
         if ignored:
             self.source.uncounted[name] = "ignored"
@@ -323,19 +266,6 @@ class Slice:
             number += 1
             unique = f"{name}#{number}"
         return unique
-
-    def _custom_op(self, space: types.ModuleType, path: list[str]) -> bool:
-        """Follow ``torch.ops.space.name`` of ``torch.library.custom_op``; False for all else."""
-        names = [*space.__name__.split("."), *path]
-        if names[:2] != ["torch", "ops"] or len(names) < 4:
-            return False
-        # No public function of torch returns it. This table exists from torch 2.4 on.
-        known = attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
-        function = attribute(known.get("::".join(names[2:4])), "_init_fn")
-        if isinstance(function, types.FunctionType):
-            self.follow(function)
-            self.name(function.__globals__, function.__name__)  # with what registers kernels
-        return True
 
     def _enter(
         self, label: str, found: Iterable[Statement], scope: Globals, cells: Globals = _NONE
@@ -358,39 +288,43 @@ class Slice:
 
         Args:
             cells: values of closure cells among them, which are followed elsewhere.
-            imports: what functions in it import. It is imported now, if it can be.
+            imports: names that functions in it import. They are imported now, if possible.
         """
-        for found in imports.values():
-            self._imported(found, scope, load=True)
+        file = self._file(scope)
+        for each in imports.values():
+            self._imported(each, scope, load=True)
         for chain in sorted(chains):
             root, *path = chain.split(".")
             value = cells.get(root, scope.get(root))
             if root in imports:
                 self._imported(imports[root], scope, path, load=True)
             elif isinstance(value, types.ModuleType):
-                self._set_elsewhere(chain, scope)
+                if path and file is not None and (found := file.of(chain)):
+                    # This module sets ``module.name`` of another module.
+                    self._enter(self.label(scope, chain), found, scope)
+                    if chain in file.stored:
+                        holder = functools.reduce(attribute, path[:-1], value)
+                        self._changing.add((id(attribute(holder, "__dict__")), path[-1]))
                 self._attribute(value, path)
             elif path == ["__subclasses__"] and isinstance(value, type):
-                cls: type
-                for cls in sorted(value.__subclasses__(), key=qualified_name):
-                    self.cls(cls)
+                self.follow(sorted(value.__subclasses__(), key=qualified_name))
             elif root == "*":  # globals()[name]
                 self._follow(scope, scope)
             if root not in cells:
                 self.name(scope, root)
 
-    def _set_elsewhere(self, chain: str, scope: Globals) -> None:
-        """Follow the statements of this module that set ``module.name`` of another one."""
-        file = self._file(scope)
-        if file is not None and (found := file.of(chain) if "." in chain else []):
-            self._enter(self.label(scope, chain), found, scope)
-            if chain in file.stored:
-                holder = _value(scope, chain.rpartition(".")[0])
-                self._changing.add((id(attribute(holder, "__dict__")), chain.rpartition(".")[2]))
-
     def _attribute(self, module: types.ModuleType, path: list[str]) -> None:
         """Follow what ``path`` leads to from a module."""
-        is_op = self._custom_op(module, path)
+        names = [*module.__name__.split("."), *path]
+        if names[:2] == ["torch", "ops"] and len(names) > 3:
+            # torch has no public function that returns a custom op's function. This table exists
+            # since torch 2.4.
+            known = attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
+            function = attribute(known.get("::".join(names[2:4])), "_init_fn")
+            if isinstance(function, types.FunctionType):
+                self.follow(function)
+                self.name(function.__globals__, function.__name__)  # with the registered kernels
+            return
         while path and not self._library.has(module):
             name, *path = path
             scope, value = vars(module), attribute(module, name)
@@ -399,13 +333,18 @@ class Slice:
                 self._follow([name if known else "__getattr__"], scope)
                 break
             module = value
-        if self._library.has(module) and not is_op:
+        if self._library.has(module):
             self.version(module.__name__)
 
     def _imported(
         self, found: Import, scope: Globals, path: Iterable[str] = (), load: bool = False
     ) -> None:
-        """Follow an imported name; ``path``: what is read from it."""
+        """Follow an imported name.
+
+        Args:
+            path: attributes that are read from it.
+            load: import the module, if possible.
+        """
         full = found.full_name(scope.get("__package__"))
         if self._library.has_module(full):
             self.version(full)
@@ -417,40 +356,31 @@ class Slice:
             self._attribute(module, [*name, *path])
 
     def version(self, module: str) -> None:
-        """Note the version of a library, which stands for its source."""
+        """Record the version of a library, which stands for its source."""
         package = module.partition(".")[0]
         if version := libraries.version_of(package):
             self.digests[f"library {package}"] = version
 
-    def _without_source(self, scope: Globals, name: str) -> None:
-        """Follow the value of a global of which no statement is known."""
-        value = scope.get(name)
-        try:
-            if name in scope and not name.startswith("__"):
-                self.source.bound[self._unique(name, scope)] = text_of(value)
-        except TypeError:
-            if not isinstance(value, CONTAINERS):
-                self.follow(value)
+    def _constant(self, scope: Globals, file: File, name: str, found: list[Statement]) -> None:
+        """Record the value of a global, which another module may have set.
 
-    def _constant(self, scope: Globals, name: str, value: Any, found: list[Statement]) -> None:
-        """Note the value of a global, which another module may have set. It counts if it stands in
-        the source, as then all ranks have it."""
+        A value that is in the source counts, as all ranks have it.
+        """
+        value: Any = scope.get(name)
         binding = [each for each in found if name in each.binds]
         nodes = [each.values.get(name) for each in binding]
-        callees = [_value(scope, dotted(x.func)) for x in nodes if isinstance(x, ast.Call)]
-        is_marked = any(attribute(each, "marks_a_constant", False) for each in callees)
+        calls = [x for x in nodes if isinstance(x, ast.Call)]
+        names = [modules.dotted(each.func).split(".") for each in calls]
+        callees = (functools.reduce(attribute, path, scope.get(root)) for root, *path in names)
+        is_marked = any(each is given.constant for each in callees)
         if type(value).__name__ == "constexpr":
             value = value.value
             nodes = [x.args[0] if isinstance(x, ast.Call) and x.args else None for x in nodes]
-        if isinstance(value, CONTAINERS) and not is_marked:
-            return
-        try:
-            text = text_of(value)
-        except TypeError:
+        text = text_of(value) if is_marked or not isinstance(value, CONTAINERS) else None
+        if text is None:
             return
         parts = [x for node in nodes if node is not None for x in ast.walk(node)]
-        file, unique = self._file(scope), self._unique(name, scope)
-        is_stored = file is not None and name in roots(file.stored)
+        unique, is_stored = self._unique(name, scope), name in modules.roots(file.stored)
         if (id(scope), name) in self._changing:
             self.source.uncounted[unique] = "it changes as the program runs"
         elif is_marked:
@@ -459,80 +389,55 @@ class Slice:
             if isinstance(value, (bool, int, float, complex, str, bytes, tuple, types.NoneType)):
                 self.source.uncounted[unique] = "it is computed when the program runs"
         elif any(isinstance(each, ast.Name) for each in parts):
-            pass  # what it is computed from is noted
+            pass  # the constants that it is computed from are recorded
         elif len(binding) == 1 and not binding[0].is_conditional:
             self.source.literal[unique] = text
         else:
             self.source.bound[unique] = text
 
     def _file(self, scope: Globals) -> File | None:
-        """Return the file of a module. Each is looked at once in a slice."""
+        """Return the file of a module, unless it was edited after the import."""
         if id(scope) not in self._files:
-            self._files[id(scope)] = file_at(scope.get("__file__") or "", scope)
-        return self._files[id(scope)]
-
-    def _is_loaded(self, scope: Globals, file: File, value: Any) -> bool:
-        """Return whether the file is what was imported, judged by the code of its functions.
-
-        In a file that was edited after the import, a value whose own code is unchanged counts.
-        """
-
-        def found(values: Iterable[Any]) -> list[bool]:
-            codes = [each.__code__ for each in map(function_in, values) if each is not None]
-            return [file.has(x) for x in codes if x.co_filename == scope.get("__file__")]
-
-        if id(scope) not in self._loaded:
+            path = scope.get("__file__") or ""
+            file = file_at(path, scope)
+            codes = [x.__code__ for x in map(function_in, [*scope.values()]) if x is not None]
             # pytest rewrites the asserts of test modules: their bytecode differs from the file's.
             is_rewritten = type(scope.get("__loader__")).__module__.startswith("_pytest.")
-            self._loaded[id(scope)] = is_rewritten or all(found([*scope.values()]))
-        if self._loaded[id(scope)]:
-            return True
-        own = found([value, *(vars(value).values() if isinstance(value, type) else ())])
-        return bool(own) and all(own)
+            if file and not (
+                is_rewritten or all(file.has(x) for x in codes if x.co_filename == path)
+            ):
+                file = None
+            self._files[id(scope)] = file
+        return self._files[id(scope)]
 
     def label(self, scope: Globals, name: str) -> str:
-        """``module:name``, or the name alone in the module of the function. Other modules of its
-        package are named without the package, which may get another name."""
+        """Return ``module:name``, or the name alone in the module of the function.
+
+        Other modules of its package are named without the package, which may be renamed.
+        """
         if scope is self._home:
             return name
         top, module = _module_name(self._home).partition(".")[0], _module_name(scope)
-        inside = module.removeprefix(top) if f"{module}.".startswith(f"{top}.") else module
-        return f"{inside or '.'}:{name}"
+        relative = module.removeprefix(top) if f"{module}.".startswith(f"{top}.") else module
+        return f"{relative or '.'}:{name}"
 
 
-def _place_of(function: types.FunctionType) -> tuple[File | None, Statement | None]:
-    """Return the file of a function and the statement around it, if it runs as it is there."""
+def _file_of(function: types.FunctionType | None) -> File | None:
+    """Return the file of a function, if the file contains its code."""
+    if function is None:
+        return None
     file = file_at(function.__code__.co_filename, function.__globals__)
-    if file is None or not file.has(function.__code__):
-        return None, None
-    return file, file.around(function.__code__.co_firstlineno)
+    return file if file is not None and file.has(function.__code__) else None
 
 
 def _module_name(scope: Globals) -> str:
-    """Name of a module, also if it was started with ``python -m``."""
+    """Return the name of a module, also if it was started with ``python -m``."""
     name, spec = scope.get("__name__") or "", scope.get("__spec__")
     return spec.name if name == "__main__" and spec is not None else name
 
 
-def _value(scope: Globals, chain: str) -> Any:
-    """The value of a dotted name; ``None`` if it has none."""
-    root, *path = chain.split(".")
-    value = scope.get(root, getattr(builtins, root, None))
-    for part in path:
-        value = attribute(value, part)
-    return value
-
-
-def _texts_in(cls: type) -> Iterator[tuple[str, str]]:
-    """Yield the names and texts of data in a class."""
-    for name, member in sorted(vars(cls).items()):
-        if not name.startswith("__"):
-            with suppress(TypeError):
-                yield name, text_of(member)
-
-
 def bytecode(code: types.CodeType) -> object:
-    """Instructions, constants and names, the same in all processes of a version of Python."""
+    """Return instructions, constants and names, equal in all processes of a version of Python."""
     constants = [
         bytecode(x) if isinstance(x, types.CodeType)
         else sorted(map(repr, x)) if isinstance(x, frozenset) else x

@@ -24,41 +24,42 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     files, found, unknown = _Files(module, function), dict[str, None](), []
     for label, value in recorded.items():
         owner, _, name = label.rpartition(":")
-        package, is_library = label.removeprefix("library "), label.startswith("library ")
-        file = None if is_library or value.startswith("bytecode ") else files.of(owner)
-        if is_library and (version := version_of(package)) and version != value:
-            found[f"source: {label} was {value}, is {version}"] = None
-        elif file is not None:
-            found |= dict.fromkeys(files.changes(file, owner, name, value.split()))
-        elif not is_library:
+        file = None if value.startswith("bytecode ") else files.of(owner)
+        if label.startswith("library "):
+            version = version_of(label.removeprefix("library "))
+            if version and version != value:
+                found[f"source: {label} was {value}, is {version}"] = None
+        elif file is None:
             unknown.append(label)
+        else:
+            found |= dict.fromkeys(files.changes(file, owner, name, value.split()))
     return list(found), unknown
 
 
 class _Files:
-    """Source files of modules, found without importing these."""
+    """Source files of modules, found without importing the modules."""
 
     def __init__(self, module: str, function: str) -> None:
         self._function, path = function, Path(module).absolute()
         self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
+        file, name = file_at(str(path)), function.partition(".")[0]
         if module.endswith(".py"):
             parts, root = [path.stem], path.parent
             while (root / "__init__.py").exists():
                 parts, root = [root.name, *parts], root.parent
             self._folders.insert(0, str(root))
-            module = ".".join(parts) if len(parts) > 1 else module
-        self._home, name = module, function.partition(".")[0]
-        file = file_at(str(path)) if module.endswith(".py") else self._file(module)
+            self._home = ".".join(parts) if len(parts) > 1 else module
+        else:
+            self._home, file = module, self._file(module)
         # A package may import the function from the module that defines it.
-        while file is not None and name in file.imports and file.imports[name]:
-            found = sorted(file.imports[name], key=str)[0]
-            spec = self._spec(self._home)
+        while file is not None and file.imports.get(name):
+            found, spec = min(file.imports[name]), self._spec(self._home)
             self._home = found.full_name(spec.parent if spec else "")
             file, name = self._file(self._home), found.attribute
         self._home_file = file
 
     def of(self, owner: str) -> File | None:
-        """The file of the module that a label begins with; ``None`` if it is not found."""
+        """Return the file of the module at the start of a label; ``None`` if it is not found."""
         return self._file(self._full(owner)) if owner else self._home_file
 
     def _full(self, owner: str) -> str:
@@ -67,8 +68,7 @@ class _Files:
 
     @functools.cache  # noqa: B019
     def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:
-        parent, _, _ = module.rpartition(".")
-        folders = self._folders
+        parent, folders = module.rpartition(".")[0], self._folders
         if parent:
             above = self._spec(parent)
             folders = list((above and above.submodule_search_locations) or ())
@@ -83,17 +83,16 @@ class _Files:
 
     def changes(self, file: File, owner: str, name: str, recorded: list[str]) -> Iterator[str]:
         """Yield sentences about the statements of one label."""
-        inner = "<" in name  # a function inside another one, of which there may be several
-        found = file.definitions(lambda x, _: x == name) if inner else file.of(name)
+        is_inner = "<" in name  # a function inside a function; several may have this name
+        found = file.definitions(name) if is_inner else file.of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
-        own = file.definitions(lambda x, _: x == self._function) if new else []
-        for line in [each.line for each in own]:
+        for line in [each.line for each in file.definitions(self._function)] if new else ():
             # The record may have the statement around the function without the tuner's decorators.
-            is_same = file.without_tuner(line).digest in recorded
-            new = [x for x in new if not (is_same and x.line <= line <= x.end)]
+            is_equal = file.without_tuner(line).digest in recorded
+            new = [x for x in new if not (is_equal and x.line <= line <= x.end)]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
-        for each in new if not inner or len(new) == len(now) else ():
+        for each in new if not is_inner or len(new) == len(now) else ():
             line = each.shown_line
             yield f"source: {self._full(owner)}:{line} changed: {file.lines[line - 1].strip()}"
