@@ -408,7 +408,7 @@ _files: dict[str, tuple[list[str], File | None]] = {}
 
 
 def _parse(lines: list[str]) -> list[ast.stmt]:
-    with _parsing, no_garbage_collection():  # parsing creates no garbage to collect
+    with _parsing, no_garbage_collection():
         return ast.parse("".join(lines)).body
 
 
