@@ -239,12 +239,12 @@ def test_a_generation_is_compiled_while_one_is_measured(tmp_path):
 def test_auto_races_few_and_models_many():
     policy = Policy.on("cuda", timing="events", search="auto")
     few, many = [[Config({"n": n}) for n in range(count)] for count in (300, 301)]
-    assert [policy.models(each) for each in (few, many)] == [False, True]
-    assert policy.models(Unlisted(Product(AXES), None, (), {}))
+    assert [policy.is_model_based(each) for each in (few, many)] == [False, True]
+    assert policy.is_model_based(Unlisted(Product(AXES), None, (), {}))
     quick = Policy.on("cuda", timing="events", search="racing", effort="quick")
     assert (quick.max_trials, quick.tries) == (50, None)
     most = Policy.on("cuda", timing="events", search="surrogate", effort="max", max_trials=7)
-    assert most.most_tried(10**6) == 7
+    assert most.max_tried(10**6) == 7
     for search in ("racing", "exhaustive"):
         with pytest.raises(InvalidArgument, match=f'search is {search!r}, expected "surrogate"'):
             tune.autotune(Product(AXES), key_fn=len, search=search)

@@ -201,7 +201,7 @@ def test_clocks_that_drift_by_more_than_candidates_differ_do_not_decide(clock, b
 def test_more_samples_are_taken_only_of_those_in_doubt():
     """Noise of 4 %: two are 0.1 % apart, the others 10 %."""
     noise = random.Random(3)
-    times, policy = [1.1, 1.0, 1.001, 1.1, 1.1], Policy(warmup=0, repeat=10, doubt=20)
+    times, policy = [1.1, 1.0, 1.001, 1.1, 1.1], Policy(warmup=0, repeat=10, tie_break=20)
 
     def outcome(request):
         return Measurement((times[request.config["n"]] * noise.gauss(1, 0.04),), 0)
@@ -278,11 +278,11 @@ def test_without_noise_the_best_is_never_dropped(each):
 
 
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5), st.data())
-def test_it_ends_and_the_samples_are_bounded(count, repeat, doubt, data):
-    search = Racing(configs(count), Policy(warmup=0, repeat=repeat, doubt=doubt))
+def test_it_ends_and_the_samples_are_bounded(count, repeat, tie_break, data):
+    search = Racing(configs(count), Policy(warmup=0, repeat=repeat, tie_break=tie_break))
     played = list(play(search, noisy(data)))
     counts = samples_of(played)
-    assert all(taken <= ROUNDS[-1] + repeat + doubt for taken in counts.values())
+    assert all(taken <= ROUNDS[-1] + repeat + tie_break for taken in counts.values())
     if all(isinstance(outcome, Measurement) for _, outcome in played):
         finalists = [n for n, taken in counts.items() if taken > ROUNDS[-1]]
         assert len(finalists) <= FINALISTS + 1

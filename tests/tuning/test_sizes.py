@@ -390,9 +390,13 @@ def test_beside_a_library(case):
 
 def test_sizes_are_apart_where_the_rounding_says_so():
     family = SIZES.family(Keyed(512, "n"))
-    assert [M for M in (1, 16, 31, 32, 2175, 2176) if family.are_apart((M,))] == [1, 32, 2176]
+    assert [M for M in (1, 16, 31, 32, 2175, 2176) if family.are_single_sizes((M,))] == [
+        1,
+        32,
+        2176,
+    ]
     hundreds = Sizes("run", {"M": lambda n: -(-n // 100) * 100}).family(Keyed(512, "n"))
-    assert not hundreds.are_apart((800,))  # a multiple of 32, as 700 is not
+    assert not hundreds.are_single_sizes((800,))  # a multiple of 32, as 700 is not
 
 
 def test_where_nothing_was_measured_the_winner_has_no_start_on_another_library():

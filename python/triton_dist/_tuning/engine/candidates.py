@@ -142,14 +142,14 @@ class CandidateSet:
         It is the position among the candidates, or, if they are not listed, among the tried
         configs.
         """
-        place = f"{len(self._labels) + 1}/{policy.most_tried(len(self.candidates))}"
+        place = f"{len(self._labels) + 1}/{policy.max_tried(len(self.candidates))}"
         return self._labels.setdefault(config.digest, place)
 
     def shown(self, policy: Policy) -> str:
         """Return the number of candidates as text."""
         number = len(self.candidates)
         if isinstance(self.candidates, Unlisted):
-            return f"{policy.most_tried(number)} of {number:,} combinations"
+            return f"{policy.max_tried(number)} of {number:,} combinations"
         return f"{number} configs ({len(self.pruned)} pruned)"
 
     @property
@@ -290,10 +290,11 @@ class WarmStart:
             return None
         near, times = self._neighbours(), None
         if near is not None:
-            apart = near.family.are_apart
+            is_special = near.family.are_single_sizes
             # Exclude neighbours of the other kind: a multiple of the tile size may run another
             # kernel than a size between two multiples.
-            others = [each for each in near.all if apart(each.sizes) == apart(near.family.sizes)]
+            special = is_special(near.family.sizes)
+            others = [each for each in near.all if is_special(each.sizes) == special]
             kept = self._pruning.answer.listed if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             times = near.times(record, usable, others)

@@ -66,7 +66,7 @@ class Report:
     def begin(self, candidate_set: CandidateSet, reason: str, default: Config) -> Iterator[None]:
         ranks, policy = self._parts.ranks, self._parts.settings.policy
         self._default = default.digest
-        self._total = policy.most_tried(len(candidate_set.candidates))
+        self._total = policy.max_tried(len(candidate_set.candidates))
         self._begin, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
             f"{self._title}: {reason}; tuning {candidate_set.shown(policy)} "

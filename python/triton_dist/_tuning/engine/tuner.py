@@ -362,7 +362,7 @@ class _FirstCall:
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.deferred_checks() as settle, closing(ahead), ExitStack() as scope:
-            is_only = policy.most_tried(len(candidate_set.candidates)) == 1
+            is_only = policy.max_tried(len(candidate_set.candidates)) == 1
             attempts = Attempts(
                 self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only
             )

@@ -1,4 +1,4 @@
-"""Ways to choose what to measure next."""
+"""Searches: they choose which config to measure next."""
 
 from triton_dist._tuning.search.brief import Brief
 from triton_dist._tuning.search.choose import Exhaustive, Factory, Search, search_for

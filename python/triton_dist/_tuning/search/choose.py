@@ -64,7 +64,7 @@ class Exploring(Requesting):
         seeded = [each for each in (default, incumbent) if each is not None and each in candidates]
         self._seeded = list(dict.fromkeys(seeded))
         self._incumbent = incumbent
-        self._tries = policy.most_tried(len(candidates))
+        self._tries = policy.max_tried(len(candidates))
         self._times: dict[Config, float] = {}
         self._final: Racing | None = None
         self._ahead = self._seeded
@@ -223,7 +223,7 @@ def search_for(
     """
     if own is not None:
         return Exploring(Plugged(own, candidates), candidates, policy, incumbent)
-    if policy.models(candidates):
+    if policy.is_model_based(candidates):
         # Imported late: numpy takes 0.1 s, and only this search needs it.
         from triton_dist._tuning.search.surrogate import Surrogate
 

@@ -1,39 +1,40 @@
 """Race the candidates: drop clear losers after one or two samples, decide the rest in a final.
 
-Most configs of a space are far from the best, and one sample shows it. The race has stages; the
-numbers below are the defaults on GPUs:
+Most configs of a space are much slower than the best, and one sample shows this. The race has
+stages (numbers: the defaults on GPUs):
 
 =====  ===============  ==========================================================================
 stage  total samples    candidates dropped
 =====  ===============  ==========================================================================
 1      1                slower than three times the fastest, and by more than 0.5 ms
-2      2                behind by more than clock drift and noise explain. The three fastest of
-                        each block of stage 1 are sampled first, then the fastest of all: those
-                        that are close, and those that fit into 1/6 of the time of stage 1
-3      5, one a round   behind by more than noise explains, after each round; after the last round
+2      2                slower by more than clock drift and noise explain. First sampled: the three
+                        fastest candidates of each block of stage 1. Then sampled: the fastest of
+                        the rest, while they are close or fit into 1/6 of the time of stage 1
+3      5, one a round   slower by more than noise explains, after each round; after the last round
                         all but the first 16
-final  11, at most      behind by more than three standard errors, after each round. The final ends
+final  11, at most      slower by more than three standard errors, after each round. The final ends
        5 + ``repeat``   when two standard errors are below a quarter of the indifference zone, so
-       + ``doubt``      only candidates whose order is in doubt get more samples
+       + ``tie_break``  only candidates whose order is uncertain get more samples
 =====  ===============  ==========================================================================
 
 A *round* takes one sample of each remaining candidate, forward, and the next round backward
 (A B C C B A). This spreads the samples of a candidate over time and puts samples of different
 candidates next to each other. Clock changes affect all samples of a round alike and are removed
-(:mod:`~triton_dist._tuning.values.winner`). Before the final a round takes long, and :class:`Drift`
+(:mod:`~triton_dist._tuning.values.winner`). A round before the final is long, so :class:`Drift`
 removes the drift within it.
 
-Before the final, a candidate is dropped when it is behind another one by more than
-``4 * noise * sqrt(2 / samples)``: four standard errors of the difference of two means, because the
-fastest of many candidates is partly lucky. A single hiccup must neither drop a candidate nor make a
-leader. With few samples, the lower median decides whether a candidate is dropped, and the higher
-median whether it leads. *Noise* is the relative standard deviation of the samples of one candidate;
-its third quartile over the candidates is used, and more if there are few candidates. The margin is
-never below the indifference zone.
+Before the final, a candidate is dropped when it is slower than the fastest by more than
+``4 * noise * sqrt(2 / samples)``. This is four standard errors of the difference of two means,
+because the fastest of many candidates is partly lucky. *Noise* is the relative standard deviation
+of the samples of one candidate. The race uses its third quartile over the candidates, and more if
+there are few candidates. The margin is never below the indifference zone.
 
-The first config of the space (the default) and the incumbent always reach the final, so tuning
-cannot do worse than not tuning. A failing config is dropped, and the configs it had eliminated
-re-enter the race. The winner is chosen by :func:`triton_dist._tuning.values.winner`.
+One late sample must neither drop a candidate nor change the fastest. With few samples, the time of
+a candidate to drop is therefore its lower median, and the time of the fastest its higher median.
+
+The first config of the space (the default) and the incumbent always reach the final, so the winner
+is never slower than the default. A failing config is dropped, and the configs that it eliminated
+re-enter the race. :func:`triton_dist._tuning.values.winner` selects the winner.
 
 ``benchmarks/bench_search_quality.py`` replays races on recorded spaces under changing clocks; the
 results are in ``docs/explanation/measuring.md``.
@@ -52,8 +53,9 @@ from triton_dist._tuning.values.winner import levels, typical
 
 _BLOCK = 16
 _PASSES = 10
-_HICCUP = 0.1
-"""Relative deviation from the candidate's level above which a sample is not explained by clocks."""
+_LATE = 0.1
+"""A sample whose relative deviation from the level of its candidate is larger is late for another
+reason than the clocks, and is ignored."""
 
 
 class Drift:
@@ -91,7 +93,7 @@ class Drift:
                 steady = self.steadied(digest)
                 level = statistics.median(steady) or 1.0
                 for time, block in zip(steady, self._blocks[digest], strict=True):
-                    if abs(time / level - 1) < _HICCUP:
+                    if abs(time / level - 1) < _LATE:
                         ratios[block].append(time / level)
             # Means, not medians: if the clock steps in the middle of a block, a median follows one
             # of the two halves and the fit does not converge.
@@ -111,32 +113,33 @@ class Drift:
 
 CLEARLY_SLOWER = 3.0
 """Multiple of the fastest time that drops a candidate after one sample (noise is unknown then)."""
-HICCUP = 0.5
+LATE_MS = 0.5
 """Milliseconds by which a single sample may be late, because of a busy host or the first collective
-of its size. A candidate that is behind by less is never dropped after one sample."""
-CLOCKS = 0.06
+of its size. A candidate that is slower by less is never dropped after one sample."""
+CLOCK_JUMP = 0.06
 """Relative delay of a single sample that a jump of the clocks within a block may explain."""
-SPARE = 1 / 6
-"""Share of the time of stage 1 that is always spent on second samples. In a space with few good
-configs, one late sample can put a good config far behind."""
+SECOND_SAMPLE_SHARE = 1 / 6
+"""Share of the time of stage 1 that is always spent on second samples, because one late sample can
+make a good config look slow."""
 REFERENCES = 3
 """Candidates of each block of stage 1 whose second sample measures the clock of that block."""
 STANDARD_ERRORS = 4.0
 FEW_CANDIDATES = 3.0
-"""Number of candidates at which the margin doubles, because few candidates estimate noise badly."""
+"""Number of candidates for which the margin is doubled, because few candidates measure the noise
+badly."""
 FINALISTS = 16
 LEAST_ROUNDS = 6
-"""Rounds of the final before a candidate is dropped. Exceeds the number of earlier samples, so most
-samples of a finalist were taken next to samples of the other finalists."""
+"""Rounds of the final before a candidate is dropped. The number exceeds the samples before the
+final, so most samples of a finalist were taken next to samples of the other finalists."""
 STANDARD_ERRORS_IN_FINAL = 3.0
-SURE = 0.25
+SETTLED = 0.25
 """Fraction of the indifference zone; the final ends when two standard errors are below it."""
 _FEW = 5
-"""Fewer samples have no meaningful interquartile mean."""
+"""Minimum number of samples with a meaningful interquartile mean."""
 
 
 class Requesting:
-    """A search whose requests come from an iterator, ``_requests``."""
+    """Base of searches that yield their requests from the iterator ``_requests``."""
 
     runs_user_code = False
     _requests: Iterator[Request]
@@ -158,8 +161,8 @@ class Racing(Requesting):
 
     Args:
         candidates: in the order of the space; the first one is the default.
-        policy: ``rounds``, ``repeat`` and ``doubt`` set the samples of each stage; at most
-            ``max_trials`` candidates take part.
+        policy: ``rounds``, ``repeat`` and ``tie_break`` set the samples of each stage;
+            ``max_trials`` limits the number of candidates.
         incumbent: the winner of an earlier tuning; takes part if it is a candidate.
     """
 
@@ -172,13 +175,15 @@ class Racing(Requesting):
         if incumbent is not None and incumbent in candidates[len(entrants) :] and len(entrants) > 1:
             entrants[-1] = incumbent
         self._candidate_set = entrants
-        self._seeded = {config.digest for config in (*self._candidate_set[:1], incumbent) if config}
+        self._protected = {
+            config.digest for config in (*self._candidate_set[:1], incumbent) if config
+        }
         self._samples: dict[str, list[float]] = {
             config.digest: [] for config in self._candidate_set
         }
         self._drift = Drift()
         # Samples per request: with untimed warm-up runs, each request takes more timed runs.
-        self._step = 1 + 2 * policy.warmup
+        self._samples_per_request = 1 + 2 * policy.warmup
         self._direction = 1  # order of the next round
         self._requests = self._race()
         self._ahead = self._candidate_set
@@ -193,7 +198,7 @@ class Racing(Requesting):
 
     def _race(self) -> Iterator[Request]:
         """Yield the requests; outcomes received meanwhile decide which come next."""
-        yield from self._each(self._candidate_set, self._policy.rounds[0])
+        yield from self._sample(self._candidate_set, self._policy.rounds[0])
         while True:
             valid = len(self._samples)
             yield from self._run()
@@ -208,22 +213,22 @@ class Racing(Requesting):
         if first == 1:
             left = self._not_clearly_slower(left)
             if later:
-                left = yield from self._second_look(left)
+                left = yield from self._second_samples(left)
         left = self._still_racing(left)
-        while left and later and self._least(left) < later[-1]:
+        while left and later and self._fewest_samples(left) < later[-1]:
             yield from self._round(left, later[-1])
             left = self._still_racing(left)
         left = [
             config
             for place, config in enumerate(left)
-            if place < FINALISTS or config.digest in self._seeded
+            if place < FINALISTS or config.digest in self._protected
         ]
-        most = self._policy.rounds[-1] + self._policy.repeat + self._policy.doubt
-        while len(left) > 1 and self._least(left) < most:
+        most = self._policy.rounds[-1] + self._policy.repeat + self._policy.tie_break
+        while len(left) > 1 and self._fewest_samples(left) < most:
             yield from self._round(left, most)
-            left = self._in_doubt(left)
+            left = self._possible_winners(left)
 
-    def _second_look(
+    def _second_samples(
         self, candidates: Sequence[Config]
     ) -> Generator[Request, None, Sequence[Config]]:
         """Run stage 2; return the candidates that took part."""
@@ -235,28 +240,33 @@ class Racing(Requesting):
         seen = [config for column in columns for config in column if config is not None]
         known = {config.digest for config in seen}
         others = [config for config in candidates if config.digest not in known]
-        yield from self._each(seen, 2)
-        spare = SPARE * self._time_of(self._candidate_set)
+        yield from self._sample(seen, 2)
+        affordable = SECOND_SAMPLE_SHARE * self._time_of(self._candidate_set)
         while others:
             self._drift.fit(self._digests(seen))
-            limit, ranked = self._limit(seen, 1, CLOCKS), self._ranked(others)
-            spent = itertools.accumulate(map(self._better, ranked), initial=self._time_of(seen))
+            limit, ranked = self._limit(seen, 1, CLOCK_JUMP), self._ranked(others)
+            spent = itertools.accumulate(
+                map(self._optimistic_ms, ranked), initial=self._time_of(seen)
+            )
             others = [
                 config
                 for config, before in zip(ranked, spent, strict=False)
-                if before <= spare or self._stays(config, limit)
+                if before <= affordable or self._stays(config, limit)
             ]
             now, others = others[: len(seen)], others[len(seen) :]
-            yield from self._each(now, 2)
+            yield from self._sample(now, 2)
             seen += now
         return seen
 
     def _round(self, left: Sequence[Config], most: int) -> Iterator[Request]:
         """Take one more sample of each, up to ``most``; candidates with fewer samples catch up."""
-        yield from self._each(left[:: self._direction], min(self._least(left) + self._step, most))
+        yield from self._sample(
+            left[:: self._direction],
+            min(self._fewest_samples(left) + self._samples_per_request, most),
+        )
         self._direction = -self._direction
 
-    def _each(self, candidates: Iterable[Config], total: int) -> Iterator[Request]:
+    def _sample(self, candidates: Iterable[Config], total: int) -> Iterator[Request]:
         """Yield the requests that bring each candidate to ``total`` samples."""
         for config in candidates:
             samples = self._samples.get(config.digest)  # missing if it failed in this round
@@ -267,31 +277,34 @@ class Racing(Requesting):
         ranked = self._ranked(candidates)
         if not ranked:
             return []
-        fastest = self._better(ranked[0])
-        limit = max(CLEARLY_SLOWER * fastest, fastest + HICCUP)
+        fastest = self._optimistic_ms(ranked[0])
+        limit = max(CLEARLY_SLOWER * fastest, fastest + LATE_MS)
         return [config for config in ranked if self._stays(config, limit)]
 
     def _still_racing(self, candidates: Sequence[Config]) -> Sequence[Config]:
-        """Return the candidates that noise may have delayed, fastest first: if time runs out in the
-        middle of a round, the best ones have been measured."""
+        """Return the candidates that may be the fastest, given the noise.
+
+        The fastest are first, so they have more samples if time runs out in a round.
+        """
         self._drift.fit(self._digests(candidates))
         ranked = self._ranked(candidates)
         if not ranked:
             return []
-        limit = self._limit(ranked, self._least(ranked))
+        limit = self._limit(ranked, self._fewest_samples(ranked))
         return [config for config in ranked if self._stays(config, limit)]
 
-    def _in_doubt(self, finalists: Sequence[Config]) -> Sequence[Config]:
-        """Return the finalists that may be the fastest; none if the order no longer matters."""
+    def _possible_winners(self, finalists: Sequence[Config]) -> Sequence[Config]:
+        """Return the finalists that may be the fastest, or nothing if their order is certain enough
+        to end the final."""
         left = [config for config in finalists if config.digest in self._samples]
-        taken = self._least(left)
+        taken = self._fewest_samples(left)
         if taken < self._policy.rounds[-1] + LEAST_ROUNDS or not left:
             return left
         found = levels([self._samples[config.digest] for config in left])
-        fastest, doubt = min(found.level), found.doubt(taken, taken)
-        if 2 * doubt <= SURE * self._policy.indifference * abs(fastest):
+        fastest, error = min(found.level), found.standard_error(taken, taken)
+        if 2 * error <= SETTLED * self._policy.indifference * abs(fastest):
             return []
-        limit = fastest + STANDARD_ERRORS_IN_FINAL * doubt
+        limit = fastest + STANDARD_ERRORS_IN_FINAL * error
         return [c for c, level in zip(left, found.level, strict=True) if level <= limit]
 
     def _digests(self, candidates: Iterable[Config]) -> list[str]:
@@ -299,7 +312,7 @@ class Racing(Requesting):
         digests = (config.digest for config in candidates)
         return [digest for digest in digests if digest in self._samples]
 
-    def _least(self, candidates: Iterable[Config]) -> int:
+    def _fewest_samples(self, candidates: Iterable[Config]) -> int:
         """Return the smallest number of samples of a candidate."""
         return min((len(self._samples[each]) for each in self._digests(candidates)), default=0)
 
@@ -311,18 +324,18 @@ class Racing(Requesting):
         """Return the candidates that did not fail, fastest first; ties keep the order of the
         space."""
         valid = [config for config in candidates if config.digest in self._samples]
-        return sorted(valid, key=self._better)
+        return sorted(valid, key=self._optimistic_ms)
 
     def _stays(self, config: Config, limit: float) -> bool:
-        return config.digest in self._seeded or self._better(config) <= limit
+        return config.digest in self._protected or self._optimistic_ms(config) <= limit
 
-    def _better(self, config: Config) -> float:
-        """Return the milliseconds of a run, assuming that few samples were delayed."""
+    def _optimistic_ms(self, config: Config) -> float:
+        """Return the time of a run; with few samples, assume that the slower ones were late."""
         steady = self._drift.steadied(config.digest)
         return typical(steady) if len(steady) >= _FEW else statistics.median_low(steady)
 
-    def _worse(self, digest: str) -> float:
-        """Return the milliseconds of a run, assuming that few samples were lucky."""
+    def _pessimistic_ms(self, digest: str) -> float:
+        """Return the time of a run; with few samples, assume that the faster ones were lucky."""
         steady = self._drift.steadied(digest)
         return typical(steady) if len(steady) >= _FEW else statistics.median_high(steady)
 
@@ -336,7 +349,7 @@ class Racing(Requesting):
             if len(own) > 1
         )
         third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
-        sureness = 1 + FEW_CANDIDATES / max(len(noise), 1)
-        margin = STANDARD_ERRORS * sureness * third_quartile * math.sqrt(2 / max(samples, 1))
-        fastest = min(map(self._worse, digests), default=math.inf)
+        caution = 1 + FEW_CANDIDATES / max(len(noise), 1)
+        margin = STANDARD_ERRORS * caution * third_quartile * math.sqrt(2 / max(samples, 1))
+        fastest = min(map(self._pessimistic_ms, digests), default=math.inf)
         return fastest * (1 + max(margin, self._policy.indifference, least))

@@ -28,7 +28,7 @@ class Policy:
     of each candidate."""
     repeat: int = 10
     """Timed runs of each candidate; in a race, maximum timed runs of each finalist."""
-    doubt: int = 0
+    tie_break: int = 0
     """Additional timed runs, in a race, of finalists whose difference is within noise. Not part of
     the fingerprint: it changes the certainty of a result, not its meaning."""
     rounds: tuple[int, ...] = (1, 2, 5)
@@ -53,12 +53,12 @@ class Policy:
         """Untimed runs of a config before the requested samples, including a graph capture."""
         return self.warmup + (self.timing == "graph")
 
-    def models(self, candidates: Candidates) -> bool:
+    def is_model_based(self, candidates: Candidates) -> bool:
         """Return whether a model of the measurements selects the candidates to try."""
         many = isinstance(candidates, Unlisted) or len(candidates) > _RACED * (self.tries or 0)
         return self.search == "surrogate" or (self.search == "auto" and many)
 
-    def most_tried(self, number: int) -> int:
+    def max_tried(self, number: int) -> int:
         """Return the maximum number of candidates tried out of ``number``."""
         return min(number, self.tries or number, self.max_trials or number)
 
@@ -94,7 +94,7 @@ class Policy:
         return cls(
             warmup=max(warmup, 1) if timing == "graph" else warmup,
             repeat=4 if cpu or alternates else 10,
-            doubt=0 if cpu or alternates else 60,
+            tie_break=0 if cpu or alternates else 60,
             rounds=(2,) if cpu or alternates else (1, 2, 5),
             timing=timing,
             search=search,
@@ -105,5 +105,5 @@ class Policy:
 
     def facts(self) -> Mapping[str, str]:
         """Return the fields that are part of the fingerprint, as text."""
-        facts = {name: value for name, value in vars(self).items() if name != "doubt"}
+        facts = {name: value for name, value in vars(self).items() if name != "tie_break"}
         return {name: str(value) for name, value in facts.items() if value is not None}

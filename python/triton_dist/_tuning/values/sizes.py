@@ -200,10 +200,10 @@ class Family:
         fits = others == self._others and all(type(size) is int for size in sizes)
         return sizes if fits else None
 
-    def are_apart(self, ends: Sequence[int]) -> bool:
-        """Return whether the size just below each of ``ends`` is in a different range.
+    def are_single_sizes(self, ends: Sequence[int]) -> bool:
+        """Return whether each of ``ends``, the largest size of its range, is the only size in it.
 
-        This is true for a range of special sizes, such as multiples of 32.
+        A rounding may give special sizes, such as multiples of 32, their own range.
         """
         pairs = zip(self._rounding, ends, strict=True)
         return all(end < 2 or _rounded(each, end - 1) not in (end, None) for each, end in pairs)

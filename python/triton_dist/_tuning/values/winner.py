@@ -27,7 +27,7 @@ class Levels(NamedTuple):
     noise: float
     """Robust standard deviation of a sample in milliseconds; outliers have little effect."""
 
-    def doubt(self, first: int, second: int) -> float:
+    def standard_error(self, first: int, second: int) -> float:
         """Return the standard error of the difference of two levels.
 
         Args:
@@ -118,7 +118,7 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     first = min(range(len(near)), key=found.level.__getitem__)
     fastest, most = found.level[first], indifference * abs(found.level[first])
     for place, index in enumerate(near):
-        zone = min(most, _WIDTH * found.doubt(len(samples[first]), len(samples[place])))
+        zone = min(most, _WIDTH * found.standard_error(len(samples[first]), len(samples[place])))
         if found.level[place] <= fastest + zone:
             return index
     raise AssertionError("the fastest is near itself")
