@@ -59,7 +59,8 @@ M = TypeVar("M", bound=Memory)
 class OpContext(Generic[B]):
     """Context manager that owns the memories of an op; ``op`` is its name in errors.
 
-    The constructor of a subclass allocates ``_buffer`` and further memories inside ``_allocating``.
+    The constructor of a subclass sets ``buffer`` and allocates further memories inside
+    ``allocating``. Contexts have the attributes ``group``, ``rank``, ``num_ranks`` and ``device``.
     """
 
     def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
@@ -72,7 +73,7 @@ class OpContext(Generic[B]):
         self._memories: tuple[Memory, ...] = ()
 
     @contextmanager
-    def _allocating(self) -> Iterator[Callable[[M], M]]:
+    def allocating(self) -> Iterator[Callable[[M], M]]:
         """Yield a function that registers a memory with the context and returns it.
 
         If anything fails, such as the second allocation, the registered memories are freed.
@@ -90,9 +91,14 @@ class OpContext(Generic[B]):
 
     @property
     def buffer(self) -> B:
+        """The main memory. Raises ``ContextFinalized`` after ``finalize`` or ``free``."""
         if self._buffer is None:
             raise ContextFinalized(type(self).__name__)
         return self._buffer
+
+    @buffer.setter
+    def buffer(self, buffer: B) -> None:
+        self._buffer = buffer
 
     def check(self) -> None:
         """Wait for the device and raise if ranks called with different numbers of rows.

@@ -171,8 +171,8 @@ def check_tiles(function: str, config: Any, algorithm: str | None = None) -> Non
 class OpCall:
     """Checked arguments of one call of an op: a dataclass whose fields are the op's parameters.
 
-    The last field, ``accepted_key``, is reserved for the tuner. It holds the key of a call whose
-    operands ``key_fn`` has already checked.
+    If the op has a last parameter ``accepted_key``, the tuner passes the key of a call whose
+    operands ``key_fn`` has already checked, so that the call need not check them again.
     """
 
     chosen: Algorithm[Any, Any]
@@ -269,7 +269,7 @@ def op(
         tuner.overwritten = ("output", "gathered")
         # If the context does not set an algorithm, the op's default is the first.
         tuner.omitted_untuned = ("algorithm",)
-        tuner.key_argument = "accepted_key"
+        tuner.key_argument = "accepted_key" if "accepted_key" in signature.parameters else ""
         return tuner
 
     return decorate

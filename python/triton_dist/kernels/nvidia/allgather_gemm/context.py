@@ -65,8 +65,8 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
         nbytes = bytes_of_parts(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
         self.launcher = Launcher()
-        with self._allocating() as own:
-            self._buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
+        with self.allocating() as own:
+            self.buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
             found = self.buffer.disagreements
             self.exchange = own(
                 ExchangeBuffer(nbytes, group, "the exchange of ag_gemm", disagreements=found)

@@ -89,8 +89,8 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         nbytes = bytes_of_parts(rows_of_each * K, dtype, size)
-        with self._allocating() as own:
-            self._buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
+        with self.allocating() as own:
+            self.buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
             found, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
             self.exchange = own(ExchangeBuffer(nbytes, group, name, disagreements=found))
 

@@ -63,8 +63,8 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         whole_rows = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, whole_rows)
         nbytes = whole_rows * whole_lines if self.num_ranks > 1 else 1
-        with self._allocating() as own:
-            self._buffer = own(ReducedPartials(max_M, N, output_dtype, group, self.function))
+        with self.allocating() as own:
+            self.buffer = own(ReducedPartials(max_M, N, output_dtype, group, self.function))
             found = self.buffer.disagreements
             self.exchange = own(SumBuffer(nbytes, group, "the exchange of gemm_ar", found))
 

@@ -37,8 +37,8 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         nbytes = bytes_of_parts(max(1, rows_of_each) * N, output_dtype, size)
-        with self._allocating() as own:
-            self._buffer = own(
+        with self.allocating() as own:
+            self.buffer = own(
                 PartialsBuffer(
                     max_M // size, N, output_dtype, reduce_st, rs_stream, group, self.function
                 )

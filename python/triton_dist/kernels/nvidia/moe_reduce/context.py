@@ -51,8 +51,8 @@ class MoEReduceRSContext(MoESumContext):
         rows = self.block_rows(self.max_tokens)
         exchanged_rows = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = bytes_of_parts(max(1, exchanged_rows) * N, dtype, self.num_ranks)
-        with self._allocating() as own:
-            self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
+        with self.allocating() as own:
+            self.buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found, name = self.buffer.disagreements, f"the exchange of {self.function}"
             self.exchange = own(ExchangeBuffer(nbytes, group, name, disagreements=found))
 
@@ -97,8 +97,8 @@ class MoEReduceARContext(MoESumContext):
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
-        with self._allocating() as own:
-            self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
+        with self.allocating() as own:
+            self.buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found = self.buffer.disagreements
             self.exchange = own(SumBuffer(nbytes, group, f"the sums of {self.function}", found))
 

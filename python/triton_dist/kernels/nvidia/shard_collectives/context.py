@@ -22,7 +22,7 @@ class PushingContext(collective_context.CollectiveContext):
     ) -> None:
         super().__init__(workspace_nbytes, local_world_size, group)
         shard_nbytes = shard_bytes(workspace_nbytes, self.num_ranks)
-        with self._allocating() as own:
+        with self.allocating() as own:
             found = self.buffer.disagreements
             self._pushed = own(PushedShards(shard_nbytes, group, self.name, found))
 

@@ -1,0 +1,69 @@
+"""``sharded_rms_norm`` on CPU ranks: odd sizes, repeated calls, errors and tuning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from own_op.op import ALGORITHMS, NormContext, sharded_rms_norm
+from own_op.opinfo import SHARDED_RMS_NORM as INFO
+from own_op.opinfo import Size
+from triton_dist.errors import InvalidArgument, RankDisagreement
+from triton_dist.testing import assert_allclose, spawn_ranks
+
+RANKS = 3
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Keep records of tests out of the user's cache; ranks inherit the variable."""
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def check_results():
+    """Each algorithm is right at each call: calls alternate between slots, and sizes change."""
+    cases = (
+        (torch.float32, Size(37, 33 * RANKS), 4),
+        (torch.bfloat16, Size(5, 8 * RANKS), 1),
+        (torch.float32, Size(1, RANKS), 4),
+    )
+    with NormContext(max_rows=37) as ctx:
+        for dtype, size, block_m in cases:
+            operands, tolerance = INFO.operands(size, dtype, RANKS), INFO.tolerance(dtype, RANKS)
+            args, _ = INFO.arguments(operands, ctx)
+            for algorithm in (*ALGORITHMS, *ALGORITHMS):
+                INFO.refill(operands, RANKS)
+                out = sharded_rms_norm.fn(*args, block_m=block_m, algorithm=algorithm)
+                assert_allclose(out, INFO.reference(operands), tolerance, tolerance)
+
+
+def check_errors_and_tuning():
+    """Invalid arguments and different rows are errors. Afterwards the op is tuned and right."""
+    with NormContext(max_rows=4) as ctx:
+        operands = INFO.operands(Size(4, 8 * RANKS), torch.float32, RANKS)
+        for name, changed in INFO.error_inputs(operands, RANKS).items():
+            args, _ = INFO.arguments({**operands, **changed}, ctx)
+            with pytest.raises(InvalidArgument) as error:
+                sharded_rms_norm.fn(*args)
+            assert f"{name.partition(' (')[0]} is " in str(error.value)
+
+        x, weight, _ = INFO.arguments(operands, ctx)[0]
+        with pytest.raises(RankDisagreement):
+            sharded_rms_norm.fn(x[: 2 + dist.get_rank() % 2], weight, ctx)
+        ctx.reset()
+
+        for _ in range(3):  # tunes, then uses the winner
+            out = sharded_rms_norm(x, weight, ctx)
+            assert_allclose(out, INFO.reference(operands), 1e-4, 1e-4)
+        assert sharded_rms_norm.tuning_count == 1
+        return sharded_rms_norm.best_config(x, weight, ctx)
+
+
+def test_every_algorithm_matches_the_reference():
+    spawn_ranks(RANKS, check_results)
+
+
+def test_errors_and_tuning():
+    configs = spawn_ranks(RANKS, check_errors_and_tuning)
+    assert configs[0] == configs[1] == configs[2]
