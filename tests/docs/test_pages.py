@@ -21,6 +21,7 @@ PUBLIC_MODULES = [
     "triton_dist",
     "triton_dist.tune",
     "triton_dist.autotuner",
+    "triton_dist.ops",
     "triton_dist.packs",
     "triton_dist.language",
     "triton_dist.runner",
@@ -57,6 +58,7 @@ PUBLIC_MODULES = [
 ]
 # Public names of modules that have no __all__.
 OTHER_NAMES = {
+    "triton_dist.runtime.symmetric": ["allocate", "Region", "SymmetricMemory"],
     "triton_dist.testing.timing": ["interleaved", "captured", "Samples"],
     "triton_dist.kernels.common.libraries": [
         "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
