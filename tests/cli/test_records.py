@@ -10,8 +10,10 @@ import io
 import json
 import os
 import re
-import struct
+import shutil
+import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 
 from triton_dist import knobs
 from triton_dist._archive import Contents, PackedKernel, sha256
-from triton_dist._tuning.store import FileStore, events_of
+from triton_dist._tuning.store import FileStore, tunings_in_log
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist._tuning.values import (
     Config,
@@ -30,11 +32,15 @@ from triton_dist._tuning.values import (
     Measurement,
     Origin,
     Outcome,
+    StoredRecord,
     Trial,
     TuningRecord,
 )
 from triton_dist._tuning.values.analysis import Analysis, Changes, parameters
 from triton_dist.cli import status, text
+from triton_dist.cli.page import record_page
+from triton_dist.cli.plots import figures
+from triton_dist.cli.report_data import Subject
 from triton_dist.testing.replay import RecordedSpace
 from triton_dist.tune import autotune
 
@@ -85,10 +91,7 @@ def test_a_space_is_analysed():
     assert [each.ms for each in found.timed] == [1.0, 1.1, 2.0, 2.2]
     assert found.varying == ("block", "warps")
     assert [found.within(share) for share in (0.01, 0.1001, 5)] == [1, 2, 4]
-    (first, block), (second, warps) = found.ranked()
-    assert (first, second) == ("block", "warps")
-    assert 0.6 < block < 0.8  # all but a little, less what chance explains of four configs
-    assert warps == 0
+    assert found.ranked() == [("block", 1.0), ("warps", 0.0)]
     assert found.price("warps") == pytest.approx({"4": 0, "8": 0.1})
     assert found.always_failed() == [("block", "256", 2)]
     assert [(each.kind, each.count) for each in found.failed] == [("resources", 2)]
@@ -451,123 +454,276 @@ def test_names_in_json_stay(run, command, expected):
     assert written(tree).rstrip(";").replace(";;", ";") == expected
 
 
-NAMED = {"name": "<b> & $x$"}
-
-
-def big(slower: float = 1.0):
-    """A record of 1,000 configs, some of which failed."""
-    space = []
-    for n in range(1000):
-        ms = slower * (1 + n % 10 + (n // 10 % 10) / 10)
-        outcome = Failure("launch", "<i>misaligned") if n % 50 == 49 else timed(ms, 1.01 * ms)
-        space.append(({"x": n % 10, "y": n // 10 % 10, "z": n // 100} | NAMED, outcome))
-    return record(space, key="<b> & $x$", source={"gemm": str(slower)})
-
-
 class Page(HTMLParser):
-    """What a page is made of, and what it would fetch."""
+    """What a page is made of, what it would fetch, and the JSON that it shows."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.fetched: list[str] = []
-        self.text = ""
+        self._holds_data = False
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.fetched += [
-            value
-            for name, value in attributes
-            if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
-        ]
+        self.fetched += [value for name, value in attributes if name in ("src", "href")]
+        self._holds_data = ("id", "data") in attributes
 
     def handle_data(self, data):
-        self.text += data
+        if self._holds_data:
+            self.tree = json.loads(data)
+
+    def handle_endtag(self, tag):
+        self._holds_data = False
+
+    def table(self, title: str) -> tuple[list[str], list[list[object]]]:
+        """The names of the columns of a table, and its rows."""
+        (table,) = (each for each in self.tree["tables"] if each["title"] == title)
+        return [column["name"] for column in table["columns"]], table["rows"]
 
 
-def test_a_report_of_a_thousand_configs(run, tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib, extra report")
-    (file,) = kept(big())
-    slow = big(2.0)
-    (older,) = kept(dataclasses.replace(slow, key=dataclasses.replace(slow.key, text="1")))
-    events = [
-        {"event": "begin", "time": "2030-01-02T00:00:00+00:00"},
-        {"event": "outcome", "time": "2030-01-02T00:00:01+00:00", "ms": 2.0, "samples": [2.0]},
-        {"event": "outcome", "time": "2030-01-02T00:00:03+00:00", "ms": 1.0, "samples": [1.0]},
-        {
-            "event": "winner",
-            "config": big().best.digest,
-            "phases": {"compile": 2.0, "measure": 1.0, "search": 0.5, "other": 0.5},
-        },
-    ]
+@pytest.fixture
+def plotly(monkeypatch):
+    """A package plotly of a few bytes, so that reports do not need the extra."""
+    package = types.ModuleType("plotly")
+    offline = types.ModuleType("plotly.offline")
+    offline.get_plotlyjs = lambda: "var Plotly = null;"
+    monkeypatch.setitem(sys.modules, "plotly", package)
+    monkeypatch.setitem(sys.modules, "plotly.offline", offline)
+
+
+def log_of(file: str, *tunings: tuple[float, Config]) -> None:
+    """Write the log of a record with a tuning a second, each with the winner and its time."""
+    lines = []
+    for n, (ms, config) in enumerate(tunings):
+        shown = {"config": config.digest, "shown": str(config), "ms": ms}
+        lines += [
+            {"event": "begin", "reason": f"because {n} <b>", "default": Config(SPACE[1][0]).digest},
+            {"event": "outcome", **shown, "ms": 2 * ms, "samples": [2 * ms]},
+            {"event": "outcome", **shown, "samples": [ms]},
+            {"event": "outcome", **shown, "ms": "none", "samples": []},
+            {"event": "winner", **shown, "seconds": 4.0, "phases": PHASES},
+        ]
+    for second, line in enumerate(lines):
+        line["time"] = f"2030-01-02T00:00:{second:02}.000+00:00"
     log = Path(file).with_suffix(".log.jsonl")
-    log.write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    out = tmp_path / "out"
-    status, said, err = run("report", file, "--against", older, "--out", str(out), "--json")
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+PHASES = {"compile": 2.0, "measure": 1.0, "agree": 0.25, "search": 0.5, "other": 0.25}
+NAMED = {"name": "</script><b>", "x": 1}
+
+
+def test_pages_of_records_and_an_index(run, plotly, tmp_path):
+    a, b = Config(SPACE[0][0]), Config(SPACE[1][0])
+    hardware = {"gpu": "NVIDIA H200", "driver": "570.1"}
+    markup = [(values | NAMED, outcome) for values, outcome in SPACE]
+    first, *_ = kept(record(hardware=hardware), record(markup, key="</script><b>"), record(key=1))
+    log_of(first, (1.5, b), (1.0, a))
+    status, out, err = run("report", "--out", str(tmp_path), "--json")
     assert (status, err) == (0, "")
-    tree = json.loads(said)
-    assert tree["phases"] == {"compile": 2.0, "measure": 1.0, "search": 0.5, "other": 0.5}
-    assert tree["since"]["ms_old"] == pytest.approx(2 * tree["ms"])
-    png = (out / "report.png").read_bytes()
-    assert struct.unpack(">II", png[16:24]) == (1120, 1470)  # four rows of two panels
-    text = (out / "report.html").read_text()
-    assert len(text.encode()) < 400_000
-    page = Page(text)
-    assert page.fetched == []
-    assert (page.tags.count("svg"), page.tags.count("script")) == (7, 1)
-    assert not {"b", "i", "link", "img"} & set(page.tags)
-    assert "key '<b> & $x$'" in page.text
-    assert "<i>misaligned" in page.text
-    assert "spent: compile 2, measure 1, search 0.5, other 0.5" in page.text
-    assert "the fastest 300 of 980" in page.text
+    pages = json.loads(out)["pages"]
+    assert [each["key"] for each in pages] == ["'</script><b>'", "1", "4096"]  # as people sort
+    assert (pages[2]["default_ms"], pages[2]["speed_up"]) == (2.0, 2.0)
+    assert pages[2]["phases"] == PHASES
+
+    page = Page(Path(pages[2]["html"]).read_text())
+    assert page.fetched == ["index.html", "plotly.min.js"]
+    assert [(name, value) for name, value, _ in page.tree["cards"]] == [
+        ("default config", "2.000 ms"), ("speed-up", "2.00x"), ("winner", "1.000 ms"),
+    ]  # fmt: skip
+    facts = dict(page.tree["facts"])
+    assert (facts["GPU"], facts["driver"]) == ("NVIDIA H200", "570.1")
+    assert facts["versions"] == "triton 3.6.0"
+    assert facts["samples"] == "12 of 4 configs, 3 to 3 each; 2 configs failed or were pruned"
+    columns, rows = page.table("Configs")
+    assert columns[-2:] == ["block", "warps"]
+    assert rows[0] == [1, 1.0, 1.0, 2.0, 1.0, 3, "winner", 64, 4]
+    assert rows[2] == [3, 2.0, 2.0, 1.0, 0.0, 3, "default", 128, 4]
+    assert rows[5] == [None, None, None, None, None, 0, "resources", 256, 8]
+    _, past = page.table("Tunings of this key")
+    assert [(each[1], each[3], each[4]) for each in past] == [
+        (1.5, str(b), "because 0 <b>"), (1.0, str(a), "because 1 <b>"),
+    ]  # fmt: skip
+    figures = {each["title"]: each for each in page.tree["figures"]}
+    assert figures["Time spent"]["data"][0]["x"] == [*PHASES.values()]
+    assert figures["Time spent"]["text"].startswith("Seconds: compile 2, measure 1, agree 0.25")
+    assert figures["Convergence"]["data"][1]["y"] == [2.0, 1.0]
+    assert "block matters most. Method: PED-ANOVA" in figures[IMPORTANCE]["text"]
+    assert figures["History"]["data"][0]["y"] == [1.0, pytest.approx(2 / 3)]
+
+    index = Page((tmp_path / "index.html").read_text())
+    columns, rows = index.table("Records")
+    found = dict(zip(columns, rows[2], strict=True))
+    assert (found["GPU"], found["default ms"], found["winner ms"]) == ("NVIDIA H200", 2.0, 1.0)
+    assert (found["tunings"], found["new winner"]) == (2, "yes")
+    assert found["to previous"] == pytest.approx(2 / 3)
+    assert [tmp_path / link for link in index.tree["tables"][0]["links"]] == [
+        Path(each["html"]) for each in pages
+    ]
+    assert (tmp_path / "plotly.min.js").read_text() == "var Plotly = null;"
+
+    page = Page(Path(pages[0]["html"]).read_text())
+    assert page.tags.count("script") == 3, "no text of a record ended an element"
+    assert "b" not in page.tags
+    assert page.tree["title"] == "shop.ops.gemm, key '</script><b>'"
+    drawn = json.dumps(page.tree["figures"])
+    assert "<b>" not in drawn, "plotly interprets tags"
+    assert run("report", "--out", str(tmp_path), "--key", "7")[0] == 1
 
 
-def test_no_axis_of_times_or_ratios_is_negative(run, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib, extra report")
-    from triton_dist.cli import plots
+IMPORTANCE = "Importance of parameters (PED-ANOVA)"
 
-    scattered = timed(0.05, 1.1, 1.1, 9.0, 40.0)
-    kept(record([({"x": 1}, timed(1.0)), ({"x": 2}, scattered), ({"x": 3}, timed(0.0, 1.2, 3.9))]))
-    drawn = []
-    save = plots.Figure.savefig
-    monkeypatch.setattr(
-        plots.Figure,
-        "savefig",
-        lambda figure, *given, **options: (
-            drawn.extend(figure.axes),
-            save(figure, *given, **options),
-        ),
+
+def test_a_report_in_one_file_against_an_older_record(run, plotly, tmp_path):
+    (file,) = kept(record())
+    slower = [(values, timed(3.0, 3.0)) for values, _ in SPACE[:1]] + SPACE[1:3]
+    (older,) = kept(record(slower, key=2))
+    out = tmp_path / "one.html"
+    assert run("report", file, "--against", older, "--out", str(out))[0] == 0
+    page = Page(out.read_text())
+    assert (page.fetched, [*tmp_path.glob("*.*")]) == ([], [out])
+    assert "  time of the winner: 1.1000 ms, now 1.0000 ms, 0.909x" in page.tree["changes"]
+    (since,) = (each for each in page.tree["figures"] if each["title"] == "Since the older record")
+    assert since["data"][0]["x"] == [3.0, 1.1, 2.0]
+    status, _, err = run("report", "gemm", "--out", str(out))
+    assert status == 2
+    assert "2 records match, but exactly one is required" in err
+
+
+def big() -> Subject:
+    """12,800 configs, each with ten samples, of which one in a hundred failed."""
+    failed, measured = Failure("launch", "<i>misaligned"), lambda n: timed(*[1.0 + n / 100] * 10)
+    trials = tuple(
+        Trial(
+            str(n),
+            {"algorithm": ["pull", "push"][n % 2], "block": n // 2 % 64, "n": n // 128},
+            failed if n % 100 == 99 else measured(n),
+        )
+        for n in range(12800)
     )
-    assert run("report", "gemm", "--out", str(tmp_path))[0] == 0
-    titled = {ax.get_title(loc="left"): ax for ax in drawn}
-    assert titled["The fastest: all samples"].get_xlim()[0] == 0
-    assert len(drawn) == 8, "of the PNG and of the page"
-    assert all(ax.get_xlim()[0] >= 0 for ax in drawn)
+    return Subject(StoredRecord(dataclasses.replace(record(), trials=trials), "memory"))
 
 
-def test_of_a_log_the_tuning_of_the_record_is_read(tmp_path):
+def test_a_page_has_every_config_of_a_large_space():
+    page = Page(record_page(big(), None))
+    columns, rows = page.table("Configs")
+    assert (len(rows), columns[-3:]) == (12800, ["algorithm", "block", "n"])
+    assert rows[12671][:3] == [12672, 128.98, 128.98]
+    assert [row[6] for row in rows].count("launch") == 128
+    (figure,) = (each for each in page.tree["figures"] if each["title"] == "All configs, sorted")
+    assert (
+        sum(len(trace["x"]) for trace in figure["data"] if trace["name"] == "more samples") == 12672
+    )
+
+
+def test_the_default_config_is_found_only_if_it_was_measured():
+    def default(*trials: Trial, **parts: object) -> str | None:
+        found = dataclasses.replace(record(), trials=trials, **parts)
+        subject = Subject(StoredRecord(found, "memory"))
+        return None if subject.default is None else subject.default.trial.digest
+
+    slow, fast = Trial("a", {"x": 1}, timed(2.0)), Trial("b", {"x": 2}, timed(1.0))
+    assert default(slow, fast) == "a"
+    assert default(Trial("c", {"x": 3}, Failure("launch", "")), slow, fast) is None
+    assert default(slow, fast, Trial("c", {"x": 3}, Failure("pruned", "big"))) is None
+    assert default(slow, fast, warm_started_from="1 key") is None
+    limited = dataclasses.replace(record().fingerprint, policy={"max_trials": "2"})
+    assert default(slow, fast, fingerprint=limited) is None
+
+
+def test_no_axis_of_times_or_ratios_is_negative():
+    scattered = timed(0.05, 1.1, 1.1, 9.0, 40.0)
+    space = [({"x": 1}, timed(1.0)), ({"x": 2}, scattered), ({"x": 3}, timed(0.0, 1.2, 3.9))]
+    one = StoredRecord(record(space), "memory")
+    drawn = {each.title: each.layout for each in figures(Subject(one, one))}
+    assert len(drawn) == 5
+    assert drawn["The fastest: all samples"]["xaxis"]["range"][0] == 0
+    for layout in drawn.values():
+        for axis in (layout["xaxis"], layout["yaxis"]):
+            assert axis["rangemode"] in ("nonnegative", "tozero")
+            assert axis.get("range", [0])[0] >= 0
+
+
+def test_plotly_knows_every_property_of_the_figures(tmp_path):
+    graph_objects = pytest.importorskip("plotly.graph_objects", reason="needs plotly, extra report")
+    (file,) = kept(record())
+    log_of(file, (1.5, Config(SPACE[1][0])), (1.0, Config(SPACE[0][0])))
+    stored = StoredRecord(record(), file)
+    drawn = [*figures(Subject(stored, stored))]
+    assert len(drawn) == 8
+    for each in drawn:
+        graph_objects.Figure(each.data, each.layout)  # raises ValueError for an unknown property
+
+
+USE = """<script>
+const status = document.querySelector("[role=status]"), input = document.querySelector("input");
+const rows = () => document.querySelector("tbody").querySelectorAll("tr:not(.space)");
+const seen = [rows().length, status.textContent];
+const select = [...document.querySelectorAll("label")].find(
+  label => label.textContent.startsWith("algorithm")).querySelector("select");
+select.value = "1";
+select.dispatchEvent(new Event("change"));
+seen.push(status.textContent, dimmed);
+document.querySelectorAll("th button")[1].click();
+document.querySelectorAll("th button")[1].click();
+seen.push(rows()[0].textContent, document.querySelectorAll("th")[1].getAttribute("aria-sort"));
+document.querySelector(".scroll").scrollTop = 1e9;
+document.querySelector(".scroll").onscroll();
+seen.push([...rows()].at(-1).textContent);
+input.value = "launch";
+input.dispatchEvent(new Event("input"));
+seen.push(status.textContent);
+document.body.textContent = `seen ${JSON.stringify(seen)} nees`;
+</script>"""
+
+
+def test_a_browser_shows_filters_and_sorts_a_large_table(tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("needs chromium or google-chrome")
+    plotly = """let dimmed = 0; var Plotly = {
+        newPlot(place, data) { place.data = data; },
+        restyle(place, { selectedpoints: [points] }) { dimmed = Math.max(dimmed, points.length); },
+    };"""
+    (tmp_path / "page.html").write_text(record_page(big(), plotly) + USE)
+    options = "--headless --no-sandbox --disable-gpu --dump-dom"
+    found = subprocess.run(
+        [browser, *options.split(), f"--user-data-dir={tmp_path}", str(tmp_path / "page.html")],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    seen = json.loads(found.partition("seen ")[2].partition(" nees")[0])
+    assert seen[0] < 100, "only rows in sight are in the document"
+    assert [each.partition(";")[0] for each in seen[1:3]] == [
+        "12800 of 12800 rows", "6400 of 12800 rows",
+    ]  # fmt: skip
+    assert seen[3] == 6272, "the measured configs of the algorithm are the bright points"
+    assert seen[4:6] == ["12671128.970128.9700.0080.010measured'push'6299", "descending"]
+    assert seen[6] == "\u2013\u2013\u2013\u2013\u20130launch'push'6399"
+    assert seen[7].startswith("128 of 12800 rows")
+
+
+def test_of_a_log_the_finished_tunings_are_read(tmp_path):
     lines = ["begin", "outcome", "winner a", "begin", "ended", "begin", "winner b", "begin"]
     events = [dict(zip(("event", "config"), line.split(), strict=False)) for line in lines]
     log = "".join(f"{json.dumps(event)}\n" for event in events)
     (tmp_path / "1.log.jsonl").write_text(log + "{cut o")
-    assert events_of(tmp_path / "1.json", "a") == events[:3]
-    assert events_of(tmp_path / "1.json", "b") == events[5:7]
-    assert events_of(tmp_path / "2.json", "a") == []
+    assert tunings_in_log(tmp_path / "1.json") == [events[:3], events[5:7]]
+    assert tunings_in_log(tmp_path / "2.json") == []
 
 
-def test_without_matplotlib_nothing_is_written(run, tmp_path, monkeypatch):
+def test_without_plotly_nothing_is_written(run, tmp_path, monkeypatch):
     kept(record())
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
     status, _, err = run("report", "gemm", "--out", str(tmp_path / "out"))
     assert status == 2
-    assert "report needs matplotlib, which is not installed. Install it: pip install " in err
+    assert "report needs plotly, which is not installed. Install it: pip install " in err
     assert not (tmp_path / "out").exists()
 
 
-def test_one_config_is_a_page_without_pictures(run, tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib, extra report")
-    kept(record([({"x": 1}, timed(1.0))]))
-    assert run("report", "gemm", "--out", str(tmp_path))[0] == 0
-    assert "svg" not in Page((tmp_path / "report.html").read_text()).tags
-    assert (tmp_path / "report.png").exists()
+def test_one_config_is_a_page_without_plots(run, plotly, tmp_path):
+    kept(record([({"x": 1}, timed(0.0))]))
+    assert run("report", "gemm", "--out", str(tmp_path / "a.html"))[0] == 0
+    page = Page((tmp_path / "a.html").read_text())
+    assert page.tree["figures"] == []
+    assert page.table("Configs")[1] == [[1, 0.0, 0.0, 0.0, None, 1, "default, winner"]]

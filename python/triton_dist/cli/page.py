@@ -1,159 +1,213 @@
-"""Write the HTML page of a report: one file that needs no network.
+"""Write the HTML pages of a report: a page for a record, and an index of pages.
 
-Its only script sorts the tables.
+A page is a skeleton with JSON, from which ``report.js`` builds tables and plots. Texts of records
+are in the JSON only, and the script never interprets them as HTML. Pages need no network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
-from triton_dist._tuning.values.analysis import shown
+from triton_dist._tuning.values import Failure
+from triton_dist._tuning.values.analysis import ABSENT, parameters, shown
 from triton_dist.cli import cache, compare, plots
-from triton_dist.cli.plots import Subject
+from triton_dist.cli.report_data import Subject
 from triton_dist.cli.show import spread
 
-_ROWS = 300
-"""Number of configs in the table, fastest first; `show --top` prints more."""
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em;
-       color: #222; background: #fff }
-h1 { font-size: 1.5em; overflow-wrap: anywhere } h2 { font-size: 1.15em; margin: 1.5em 0 .3em }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(24em, 1fr)); gap: 1.5em }
-figure { margin: 0 } figure svg { width: 100%; height: auto } figcaption { font-weight: 600 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .15em .8em .15em 0; text-align: left; vertical-align: top }
-th { border-bottom: 1px solid #999 } table.sortable th { cursor: pointer }
-td.number { text-align: right } tr.winner { background: #e4efe2 }
-code, pre { font-size: .9em; overflow-wrap: anywhere; white-space: pre-wrap }
-.wide { overflow-x: auto }
-"""
-
-_SORT = """
-for (const table of document.querySelectorAll("table.sortable"))
-  table.tHead.rows[0].addEventListener("click", ({target}) => {
-    const column = target.cellIndex, body = table.tBodies[0], cell = row => row.cells[column]
-      .textContent, up = target.dataset.up = target.dataset.up === "1" ? "0" : "1";
-    const order = (a, b) => cell(a).localeCompare(cell(b), undefined, {numeric: true});
-    body.append(...[...body.rows].sort((a, b) => up === "1" ? order(a, b) : order(b, a)));
-  });
-"""
+PLOTLY = "plotly.min.js"
 
 
-def html(subject: Subject) -> str:
-    """Return the whole page."""
-    return "\n".join(_lines(subject))
-
-
-def _lines(subject: Subject) -> Iterator[str]:
-    (record, where), found = subject.stored, subject.found
-    yield '<!doctype html><html lang="en"><meta charset="utf-8">'
-    yield '<meta name="viewport" content="width=device-width">'
-    yield f"<title>{escape(record.key.function)}, a tuning</title><style>{_STYLE}</style>"
-    yield f"<h1>{escape(record.key.full_name)}, key {escape(str(record.key))}</h1>"
-    facts = [
-        ["winner", _code(str(record.best)), f"{found.winner.ms:.4f} ms"],
-        ["on", escape(cache.made_on(record)), ""],
-        ["tuned", escape(record.timestamp), f"in {record.seconds:.1f} s"],
-        ["file", _code(where), ""],
-        *([["how", escape(record.warm_started_from), ""]] if record.warm_started_from else []),
-        *([["all have", _code(shown(found.fixed, found.fixed)), ""]] if found.fixed else []),
-    ]
-    yield _table([], facts)
-    yield '<div class="panels">'
-    for title, svg in plots.svgs(subject):
-        yield f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
-    yield "</div>"
-    if subject.changes is not None and subject.older is not None:
-        yield f"<h2>What changed since {_code(subject.older.where)}</h2>"
-        yield f"<pre>{escape(chr(10).join(compare.lines_of_changes(subject.changes)))}</pre>"
-    count = f"the fastest {_ROWS} of {len(found.timed)}" if len(found.timed) > _ROWS else "all"
-    yield f"<h2>Configs: {count}. A click on a heading sorts.</h2>"
-    rows = [
-        [
-            str(place), f"{each.ms:.4f}", f"{found.ratio(each.ms):.3f}", spread(each.samples),
-            str(len(each.samples)),
-            *(escape(each.parameters.get(name, "-")) for name in found.varying),
-        ]
-        for place, each in enumerate(found.timed[:_ROWS], 1)
-    ]  # fmt: skip
-    heads = ["", "ms", "to best", "spread", "samples", *found.varying]
-    yield '<div class="wide">'
-    yield _table(heads, rows, marked=found.timed.index(found.winner), sortable=True)
-    yield "</div>"
-    yield from _ranks(subject)
-    yield from _prices(subject)
-    yield from _failures(subject)
-    yield f"<script>{_SORT}</script></html>\n"
-
-
-def _ranks(subject: Subject) -> Iterator[str]:
-    """Yield the table of times by rank for the configs with most samples, fastest first."""
-    known = subject.found.record.by_rank
-    several = [each for each in subject.found.timed if each.trial.digest in known]
-    if not several:
-        return
-    yield "<h2>By rank: median ms, and the share of samples in which the rank was the slowest</h2>"
-    names = subject.found.varying
-    rows = []
-    for each in several:
-        own = known[each.trial.digest]
-        total = max(sum(own.slowest), 1)
-        cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
-        rows.append([_code(shown(each.parameters, names)), *cells])
-    heads = [f"rank {rank}" for rank in range(len(rows[0]) - 1)]
-    yield '<div class="wide">'
-    winner = subject.found.winner
-    place = several.index(winner) if winner in several else -1
-    yield _table(["config", *heads], rows, marked=place)
-    yield "</div>"
-
-
-def _prices(subject: Subject) -> Iterator[str]:
-    found = subject.found
-    if not found.varying:
-        return
-    yield "<h2>Parameters: share of the variance, and cost of fixing a value</h2>"
-    yield _table(
-        ["parameter", "variance share", "fastest config with the value, relative to the winner"],
-        [
-            [
-                _code(name),
-                f"{share:.0%}",
-                ", ".join(f"{_code(value)} {p:+.1%}" for value, p in found.price(name).items()),
-            ]
-            for name, share in found.ranked()
-        ],
+def record_page(subject: Subject, plotly: str | None) -> str:
+    """Return the page of one record; arguments as in :func:`_page`."""
+    key = subject.stored.record.key
+    tables = [_configs(subject), _parameters(subject), _history(subject), _by_rank(subject)]
+    return _page(
+        f"{key.full_name}, key {key}",
+        plotly,
+        cards=_cards(subject),
+        facts=[(name, text) for name, text in _facts(subject).items() if text],
+        figures=[each._asdict() for each in plots.figures(subject)],
+        tables=[table for table in (*tables, _failures(subject)) if table["rows"]],
+        changes=[] if subject.changes is None else [*compare.lines_of_changes(subject.changes)],
     )
 
 
-def _failures(subject: Subject) -> Iterator[str]:
-    found = subject.found
-    if found.failed:
-        yield "<h2>Failures</h2>"
-        rows = [[escape(f.kind), str(f.count), _code(f.first[:500])] for f in found.failed]
-        yield _table(["kind", "configs", "message of the first"], rows)
-    if found.pruned:
-        yield "<h2>Pruned</h2>"
-        yield _table(["config", "reason"], [[*map(_code, each)] for each in found.pruned])
-    if always := found.always_failed():
-        values = ", ".join(f"{_code(f'{name}={value}')} ({count})" for name, value, count in always)
-        yield f"<p>Nothing could be measured with {values}.</p>"
+def index_page(subjects: Sequence[Subject]) -> str:
+    """Return the index of the pages of ``subjects``."""
+    columns = [
+        _column("function", filter=True, stuck=True), _column("key"), _column("GPU", filter=True),
+        _column("ranks", filter=True), _column("default ms", 4), _column("winner ms", 4),
+        _column("speed-up", 2), _column("configs"), _column("tuned"), _column("tunings"),
+        _column("to previous", 3), _column("new winner", filter=True), _column("winner"),
+        _column("hardware"),
+    ]  # fmt: skip
+    rows = []
+    for each in subjects:
+        record, past, facts = each.stored.record, each.history, each.stored.record.fingerprint
+        before, now = past[-2:] if len(past) > 1 else (past[0], past[0])
+        rows.append([
+            record.key.full_name, str(record.key), facts.hardware.get("gpu", "-"),
+            _cell(facts.topology.get("world_size", "1")), each.default and each.default.ms,
+            each.found.winner.ms, each.speed_up, len(each.found.timed), record.timestamp, len(past),
+            now.ms / before.ms if len(past) > 1 else None,
+            "yes" if now.winner != before.winner else "no", str(record.best), cache.made_on(record),
+        ])  # fmt: skip
+    several = [each for each in subjects if len(each.history) > 1]
+    note = "to previous: the winner's time divided by the winner's time in the previous tuning"
+    table = _table("Records", columns, rows, note, links=[each.page for each in subjects])
+    figures = [plots.history(several)._asdict()] if several else []
+    return _page("Tunings", None, figures=figures, tables=[table])
+
+
+def _page(title: str, plotly: str | None, **parts: Any) -> str:
+    """Return the page that ``report.js`` fills with ``parts``.
+
+    Args:
+        plotly: source of plotly.js to embed; ``None`` loads the file ``PLOTLY``, next to the index.
+    """
+    style, script = (Path(__file__).with_name(f"report.{end}").read_text() for end in ("css", "js"))
+    # Without "<", no text can end the element.
+    data = json.dumps({"title": title, **parts}, separators=(",", ":")).replace("<", "\\u003c")
+    code = f' src="{PLOTLY}">' if plotly is None else f">{plotly}"
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{style}</style>
+<body>{'<p><a href="index.html">All tunings</a></p>' * (plotly is None and "cards" in parts)}
+<noscript>This page needs JavaScript.</noscript>
+<script{code}</script>
+<script id="data" type="application/json">{data}</script>
+<script>{script}</script></html>
+"""
+
+
+def _cards(subject: Subject) -> list[tuple[str, str, str]]:
+    found, default = subject.found, subject.default
+    digits = _digits(found.winner.ms)
+    winner = ("winner", f"{found.winner.ms:.{digits}f} ms", str(found.winner.trial))
+    if default is None:
+        return [("default config", "not measured", "the first config of the space"), winner]
+    return [
+        ("default config", f"{default.ms:.{digits}f} ms", str(default.trial)),
+        ("speed-up", f"{subject.speed_up:.2f}x", "default config's time / winner's time"),
+        winner,
+    ]
+
+
+def _facts(subject: Subject) -> dict[str, str]:
+    (record, where), found = subject.stored, subject.found
+    facts, samples = record.fingerprint, [len(each.samples) for each in found.timed]
+    software = {name: text for name, text in facts.software.items() if name != "settings"}
+    return {
+        "GPU": facts.hardware.get("gpu", ""),
+        "driver": facts.hardware.get("driver", ""),
+        "versions": ", ".join(f"{name} {text}" for name, text in software.items()),
+        "hardware": cache.made_on(record),
+        "tuned": record.timestamp,
+        "took": f"{record.seconds:.1f} s" if record.seconds else "",
+        "samples": f"{sum(samples)} of {len(samples)} configs, {min(samples)} to {max(samples)} "
+        f"each; {len(record.trials) - len(samples)} configs failed or were pruned",
+        "policy": ", ".join(f"{name} {value}" for name, value in facts.policy.items()),
+        "warm start": record.warm_started_from,
+        "all configs": shown(found.fixed, found.fixed),
+        "file": where,
+    }
+
+
+def _configs(subject: Subject) -> dict[str, Any]:
+    """Return the table of all trials: measured trials, fastest first, then the others."""
+    found, default, names = subject.found, subject.default, subject.found.varying
+    columns = [
+        _column("#", stuck=True), _column("ms", _digits(found.winner.ms), stuck=True),
+        _column("to winner", 3), _column("speed-up", 3), _column("spread %", 1), _column("samples"),
+        _column("status", filter=True), *(_column(name, filter=True) for name in names),
+    ]  # fmt: skip
+    rows: list[list[Any]] = []
+    for place, each in enumerate(found.timed, 1):
+        status = [n for n, of in (("default", default), ("winner", found.winner)) if of is each]
+        rows.append([
+            place, round(each.ms, 6), round(found.ratio(each.ms), 5),
+            default and round(default.ms / max(each.ms, 1e-9), 5),
+            None if (text := spread(each.samples)) == "-" else float(text[:-1]), len(each.samples),
+            ", ".join(status) or "measured",
+            *(_cell(each.parameters.get(name, ABSENT)) for name in names),
+        ])  # fmt: skip
+    for trial in subject.stored.record.trials:
+        if isinstance(trial.outcome, Failure):
+            values = parameters(trial.config)
+            cells = [_cell(values.get(name, ABSENT)) for name in names]
+            rows.append([None, None, None, None, None, 0, trial.outcome.kind, *cells])
+    return _table("Configs", columns, rows, marked=found.timed.index(found.winner))
+
+
+def _parameters(subject: Subject) -> dict[str, Any]:
+    rows = [
+        [name, 100 * share,
+         ", ".join(f"{value} {p:+.1%}" for value, p in subject.found.price(name).items())]
+        for name, share in subject.found.ranked()
+    ]  # fmt: skip
+    note = "cost: the time of the fastest config with the value, relative to the winner"
+    columns = [_column("parameter"), _column("importance %", 1), _column("cost of each value")]
+    return _table("Parameters", columns, rows, note)
+
+
+def _history(subject: Subject) -> dict[str, Any]:
+    columns = [_column("ended"), _column("ms", _digits(subject.found.winner.ms)),
+               _column("seconds", 1), _column("winner"), _column("reason")]  # fmt: skip
+    return _table("Tunings of this key", columns, [[*each] for each in subject.history])
+
+
+def _by_rank(subject: Subject) -> dict[str, Any]:
+    """Return the table of times by rank for the configs with most samples, fastest first."""
+    known, names = subject.found.record.by_rank, subject.found.varying
+    rows = []
+    for each in subject.found.timed:
+        if (own := known.get(each.trial.digest)) is not None:
+            total = max(sum(own.slowest), 1)
+            cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
+            rows.append([shown(each.parameters, names), *cells])
+    ranks = range(len(rows[0]) - 1 if rows else 0)
+    columns = [_column("config"), *(_column(f"rank {rank}") for rank in ranks)]
+    note = "median ms, and the share of samples in which the rank was the slowest"
+    return _table("By rank", columns, rows, note)
+
+
+def _failures(subject: Subject) -> dict[str, Any]:
+    record, found = subject.stored.record, subject.found
+    pruned = Counter(reason for _, reason in found.pruned) + Counter(record.dropped)
+    rows = [[each.kind, each.count, each.first[:500]] for each in found.failed]
+    rows += [["pruned", count, reason] for reason, count in pruned.most_common()]
+    rows += [["always failed", n, f"{name}={value}"] for name, value, n in found.always_failed()]
+    columns = [_column("kind"), _column("configs"), _column("first message, reason or value")]
+    return _table("Not measured", columns, rows)
+
+
+def _column(name: str, digits: int | None = None, **options: bool) -> dict[str, Any]:
+    """Return a column of numbers with ``digits`` decimals, or of any values.
+
+    Args:
+        options: ``filter`` by value; ``stuck`` to the left edge.
+    """
+    return {"name": name, "digits": digits, **options}
 
 
 def _table(
-    heads: Iterable[str], rows: Sequence[Sequence[str]], marked: int = -1, sortable: bool = False
-) -> str:
-    """Return a table; cells are HTML, ``heads`` are text. Row ``marked`` is the winner's."""
-    head = "".join(f"<th>{escape(name)}" for name in heads)
-    body = "\n".join(
-        f"<tr{' class=winner' if place == marked else ''}>" + "".join(f"<td>{c}" for c in row)
-        for place, row in enumerate(rows)
-    )
-    kind = " class=sortable" if sortable else ""
-    return f"<table{kind}>{f'<thead><tr>{head}</thead>' if head else ''}<tbody>{body}</table>"
+    title: str, columns: list[Any], rows: list[Any], note: str = "", **more: Any
+) -> dict[str, Any]:
+    return {"title": title, "columns": columns, "rows": rows, "note": note, **more}
 
 
-def _code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"
+def _cell(value: str) -> str | int:
+    """Return a value as a number if JavaScript can represent it."""
+    return int(value) if value.lstrip("-").isdecimal() and len(value) < 16 else value
+
+
+def _digits(ms: float) -> int:
+    """Return the number of decimals that shows four digits of ``ms``."""
+    return min(6, max(1, 3 - math.floor(math.log10(ms)))) if ms > 0 else 4

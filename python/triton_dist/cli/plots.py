@@ -1,336 +1,256 @@
-"""Plots of a tuning: one function per panel."""
+"""Describe the plots of a report as plotly figures: plain JSON, which plotly.js draws."""
 
 from __future__ import annotations
 
-import datetime
-import io
-import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from triton_dist._tuning.values.analysis import Timed, shown
+from triton_dist.cli.report_data import Subject
 
-from triton_dist._tuning.store import events_of
-from triton_dist._tuning.values import StoredRecord
-from triton_dist._tuning.values.analysis import Analysis, Changes, Timed, shown
-
-
-class Answer(NamedTuple):
-    """One measurement of a tuning."""
-
-    seconds: float
-    """Since the start of the tuning."""
-    ms: float
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A record to draw, and an older record to compare it with."""
-
-    stored: StoredRecord
-    older: StoredRecord | None
-
-    @cached_property
-    def found(self) -> Analysis:
-        return Analysis(self.stored.record)
-
-    @cached_property
-    def changes(self) -> Changes | None:
-        return self.older and Changes.of(self.older.record, self.stored.record)
-
-    @cached_property
-    def answers(self) -> Sequence[Answer]:
-        """The measurements in order; empty if the log is missing or the record is shipped."""
-        found: list[Answer] = []
-        for event in self._events:
-            with suppress(KeyError, TypeError, ValueError):
-                if event["event"] == "outcome" and "samples" in event:
-                    passed = _time(event) - _time(self._events[0])
-                    found.append(Answer(passed.total_seconds(), float(event["ms"])))
-        return found
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Seconds spent in each phase; empty if the log has no phases."""
-        phases = self._events[-1].get("phases") if self._events else None
-        return phases if isinstance(phases, dict) else {}
-
-    @cached_property
-    def _events(self) -> list[dict[str, Any]]:
-        record, where = self.stored
-        return [] if record.shipped else events_of(Path(where), record.best.digest)
-
-
-def _time(event: dict[str, Any]) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(event["time"])
-
-
-_POINT, _BEST, _BAR, _ZONE = "#8fa9c4", "#c0392b", "#1f5f99", "#e4efe2"
-_PHASES = {
-    "compile": "#8a6d1b",
-    "measure": "#1f5f99",
-    "search": "#7a4a8c",
-    "agree": "#6b6b6b",
-    "other": "#a0a0a0",
-}
-_WIDTH, _HEIGHT = 5.6, 3.5
-"""Size of a panel in inches; two panels fill the width of a page."""
-_BARS, _FINALISTS, _LONGEST = 12, 8, 30
+_FAINT, _MAIN, _WINNER, _DEFAULT = "#8fa9c4", "#3b7dd8", "#d9542b", "#8a5cc2"
+_GRID = "rgba(128,128,128,.25)"
+_PHASES = ("compile", "measure", "agree", "search", "other")
+_BARS, _FINALISTS, _LONGEST = 12, 8, 28
 _NEAR = 1.25
-"""Largest ratio to the winner in the panel of the fastest configs, if three are below it."""
+"""Largest ratio to the winner in the plot of the fastest configs, if three are below it."""
 _WIDE = 4
 """An axis is logarithmic if its largest value exceeds its smallest by this factor."""
-_NOTHING = 0.05
-"""Per cent; values that cost less are not drawn."""
-_ROOM = 5
-"""Minimum number of rows in a bar panel; fewer rows would give very thick bars."""
+_MANY = 2000
+"""More points than this are drawn with WebGL."""
 _FEW = 2
 """Configs with at most this number of samples were eliminated early and are drawn faint."""
 
 
-def panels(subject: Subject) -> list[tuple[str, Callable[[Any, Subject], None]]]:
-    """Return the title and the painter of each panel that has data."""
+class Figure(NamedTuple):
+    """A plot, in plotly's JSON.
+
+    ``customdata`` of a trace has the table row of each point, for hover texts and filters.
+    """
+
+    title: str
+    text: str
+    """The main facts, also for readers that cannot see the plot."""
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def figures(subject: Subject) -> Iterator[Figure]:
+    """Yield the figures that have data."""
     found = subject.found
     several = len(found.timed) > 1
-    all_of_them: list[tuple[str, Callable[[Any, Subject], None], object]] = [
-        ("All configs, sorted", _sorted, several),
-        ("Convergence", _convergence, subject.answers),
-        ("The fastest: all samples", _fastest, several),
-        ("Importance of parameters", _importance, found.varying),
-        ("Price of fixing a value", _price, found.varying),
-        ("Failures by kind", _failures, found.failed),
-        ("Since the older record", _since, subject.changes and subject.changes.common),
-    ]
-    return [(title, painter) for title, painter, wanted in all_of_them if wanted]
+    for draw, wanted in (
+        (_sorted, several),
+        (_convergence, subject.answers),
+        (_fastest, several),
+        (_importance, found.varying),
+        (_price, found.varying),
+        (_phases, sum(subject.phases.values()) > 0),
+        (_since, subject.changes and subject.changes.common),
+    ):
+        if wanted:
+            yield draw(subject)
+    if len(subject.history) > 1:
+        yield history([subject])
 
 
-def png(subject: Subject) -> bytes:
-    """Draw all panels in one picture, two columns wide."""
-    key, drawn = subject.stored.record.key, panels(subject)
-    rows = math.ceil(len(drawn) / 2)
-    with _style():
-        figure = Figure(figsize=(2 * _WIDTH, _HEIGHT * rows + 0.7), dpi=100)
-        name = _cut(f"{key.full_name}, key {key}", 120)
-        if not drawn:
-            name = f"{name}: one config was measured, there is nothing to compare"
-        figure.suptitle(f"{name}\n{_cut(key.hardware, 100)}", fontsize=11)
-        if drawn:
-            figure.set_layout_engine("constrained")
-            axes = figure.subplots(rows, 2, squeeze=False).flatten()
-            for ax in axes[len(drawn) :]:
-                ax.set_axis_off()
-            for ax, (title, painter) in zip(axes, drawn, strict=False):
-                painter(ax, subject)
-                _not_below_0(ax)
-                ax.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
-        written = io.BytesIO()
-        figure.savefig(written, format="png")
-    return written.getvalue()
-
-
-def svgs(subject: Subject) -> list[tuple[str, str]]:
-    """Return the title and the SVG of each panel. More than 200 points become one raster image."""
-    drawn = []
-    with _style():
-        for title, painter in panels(subject):
-            figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-            ax = figure.subplots()
-            painter(ax, subject)
-            _not_below_0(ax)
-            written = io.StringIO()
-            figure.savefig(written, format="svg", dpi=150, metadata={"Date": None})
-            text = written.getvalue()
-            drawn.append((title, text[text.index("<svg") :]))
-    return drawn
-
-
-def _style() -> AbstractContextManager[None]:
-    style: AbstractContextManager[None] = matplotlib.rc_context(
-        {
-            "font.size": 9.5,
-            "svg.fonttype": "none",
-            "text.parse_math": False,  # a key may have dollars in it
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
-    return style
-
-
-def _sorted(ax: Any, subject: Subject) -> None:
+def _sorted(subject: Subject) -> Figure:
     found = subject.found
     ratios = [found.ratio(each.ms) for each in found.timed]
-    rough = [len(each.samples) <= _FEW for each in found.timed]
-    for few, colour, label in (
-        (True, _POINT, f"{_FEW} samples or fewer"),
-        (False, _BAR, "more samples"),
-    ):
-        places = [place + 1 for place, is_rough in enumerate(rough) if is_rough == few]
-        if places:
-            times = [ratios[place - 1] for place in places]
-            ax.scatter(places, times, s=9, color=colour, label=label, rasterized=len(places) > 200)
-    ax.axhline(1.01, color=_BEST, linewidth=1, linestyle="--", label="1 % behind the winner")
-    _log_if_wide(ax.set_yscale, ax.yaxis, ratios)
-    ax.set(xlabel=f"config, of {len(ratios)} measured", ylabel="time / winner's")
-    counts = ", ".join(f"{found.within(p / 100)} within {p} %" for p in (1, 5, 10))
-    ax.legend(loc="upper left", fontsize=8.5, title=counts, title_fontsize=9, alignment="left")
+    data = []
+    groups: list[tuple[str, str, str, int, Callable[[Timed], bool]]] = [
+        (f"{_FEW} samples or fewer", _FAINT, "circle", 6, _is_rough),
+        ("more samples", _MAIN, "circle", 6, lambda each: not _is_rough(each)),
+        ("default", _DEFAULT, "diamond", 12, lambda each: each is subject.default),
+        ("winner", _WINNER, "star", 14, lambda each: each is found.winner),
+    ]
+    for name, colour, symbol, size, wanted in groups:
+        among = [row for row, each in enumerate(found.timed) if wanted(each)]
+        x, y = [row + 1 for row in among], [ratios[row] for row in among]
+        if among:
+            data.append(_points(x, y, colour, name, among, size, symbol))
+    layout = _layout(f"config, of {len(ratios)} measured", "time / winner's time", y=ratios)
+    layout["shapes"] = [_line(y0=1.01, y1=1.01, x0=0, x1=1, xref="paper")]
+    near = ", ".join(f"{found.within(p / 100)} within {p} %" for p in (1, 5, 10))
+    text = f"{len(ratios)} configs, fastest first; {near} of the winner (dashed: 1 %)."
+    return Figure("All configs, sorted", text, data, layout)
 
 
-def _convergence(ax: Any, subject: Subject) -> None:
+def _convergence(subject: Subject) -> Figure:
     answers = subject.answers
+    row_of = {each.trial.digest: row for row, each in enumerate(subject.found.timed)}
     seconds, times = [each.seconds for each in answers], [each.ms for each in answers]
-    many = len(answers) > 200
-    ax.scatter(seconds, times, s=9, color=_POINT, rasterized=many, label="an answer")
-    lowest = [min(times[:1])]
-    for ms in times[1:]:
-        lowest.append(min(lowest[-1], ms))
-    ax.step(seconds, lowest, where="post", color=_BEST, linewidth=1.5, label="lowest so far")
-    _log_if_wide(ax.set_yscale, ax.yaxis, times)
-    ax.set(xlabel="seconds since the tuning began", ylabel="ms")
-    ax.legend(loc="upper right", fontsize=8.5)
-    spent = {name: value for name, value in subject.phases.items() if name in _PHASES}
-    whole = sum(spent.values())
-    if whole <= 0:
-        return
-    strip, left = ax.inset_axes((0, 1.02, 1, 0.07)), 0.0
-    for name, value in spent.items():
-        strip.barh([0], [value], left=[left], color=_PHASES[name])
-        if value > whole / 6:
-            strip.text(
-                left + value / 2, 0, f"{name} {value:.3g} s", color="white",
-                ha="center", va="center_baseline", fontsize=8.5, in_layout=False,
-            )  # fmt: skip
-        left += value
-    strip.set_axis_off()
-    strip.set(xlim=(0, whole), ylim=(-0.4, 0.4))
-    seconds_of = ", ".join(f"{name} {value:.3g}" for name, value in spent.items())
-    ax.set_xlabel(f"seconds; spent: {seconds_of}")
+    rows = [row_of.get(each.config, -1) for each in answers]
+    lowest = list(accumulate(times, min))
+    line = {"type": "scatter", "mode": "lines", "name": "lowest so far", "x": seconds, "y": lowest,
+            "line": {"shape": "hv", "color": _WINNER}, "hoverinfo": "skip"}  # fmt: skip
+    last = seconds[lowest.index(lowest[-1])]
+    text = f"{len(answers)} measurements in {seconds[-1]:.3g} s; the lowest after {last:.3g} s."
+    layout = _layout("seconds since the tuning began", "ms", y=times)
+    data = [_points(seconds, times, _MAIN, "measurement", rows, 5), line]
+    return Figure("Convergence", text, data, layout)
 
 
-def _fastest(ax: Any, subject: Subject) -> None:
+def _fastest(subject: Subject) -> Figure:
     found = subject.found
     near = [each for each in found.timed if found.ratio(each.ms) <= _NEAR]
     best = (near if len(near) > 2 else list(found.timed[:3]))[:_FINALISTS]
-    ax.axvspan(1, 1.01, color=_ZONE, label="within 1 %")
-    for place, each in enumerate(best):
-        ratios = [found.ratio(sample) for sample in each.samples]
-        colour = _POINT if len(each.samples) <= _FEW else _BAR
-        colour = _BEST if each is found.winner else colour
-        ax.scatter(ratios, [place] * len(ratios), s=16, color=colour, alpha=0.7, linewidths=0)
-        ax.plot([found.ratio(each.ms)] * 2, [place - 0.2, place + 0.2], color="black", linewidth=1)
-        ax.text(
-            0.01, place - 0.36, _beside_winner(subject, each), fontsize=7.5, color="#555555",
-            va="center", transform=ax.get_yaxis_transform(), in_layout=False,
-        )  # fmt: skip
-    ax.set_yticks(range(len(best)), [f"#{place + 1}" for place in range(len(best))])
-    ax.set_ylim(max(len(best), _ROOM) + 0.4, -0.7)
+    data: list[dict[str, Any]] = []
+    for place, each in enumerate(best, 1):
+        colour = _WINNER if each is found.winner else _FAINT if _is_rough(each) else _MAIN
+        data.append({
+            "type": "box", "name": f"#{place} {_beside_winner(subject, each)}",
+            "x": [round(found.ratio(sample), 5) for sample in each.samples], "boxpoints": "all",
+            "jitter": 0.5, "pointpos": 0, "orientation": "h", "line": {"width": 1},
+            "marker": {"size": 5, "color": colour}, "hoverinfo": "x",
+        })  # fmt: skip
     last = 1.02 + 2 * (max(found.ratio(each.ms) for each in best) - 1)
-    samples = [found.ratio(sample) for each in best for sample in each.samples]
-    beyond = sum(sample > last for sample in samples)
-    ax.set_xlim(right=min(last, max(*samples, 1.01) + 0.005))
-    ax.set_xlabel("sample / winner's median; line: median" + f"; {beyond} beyond" * bool(beyond))
-    ax.legend(loc="lower right", fontsize=8.5)
+    ratios = [ratio for each in data for ratio in each["x"]]
+    beyond = sum(ratio > last for ratio in ratios)
+    layout = _layout("sample / winner's median", "") | {"showlegend": False}
+    first, last = max(0.0, min(ratios) - 0.005), min(last, max(*ratios, 1.01) + 0.005)
+    layout["xaxis"] |= {"range": [first, last]}
+    layout["yaxis"] |= {"autorange": "reversed"}
+    text = f"The {len(best)} fastest configs, named by their differences from the winner"
+    text += f"; samples beyond the axis: {beyond}." if beyond else "."
+    return Figure("The fastest: all samples", text, data, layout)
+
+
+def _is_rough(each: Timed) -> bool:
+    return len(each.samples) <= _FEW
 
 
 def _beside_winner(subject: Subject, each: Timed) -> str:
     """Return the parameters in which a config differs from the winner."""
     winner = subject.found.winner
-    if each is winner:
-        return "winner"
     differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
-    return _cut(shown(each.parameters, differ), 2 * _LONGEST)
+    return "winner" if each is winner else _cut(shown(each.parameters, differ))
 
 
-def _importance(ax: Any, subject: Subject) -> None:
+def _importance(subject: Subject) -> Figure:
     ranked = subject.found.ranked()[:_BARS]
-    _bars(ax, [name for name, _ in ranked], [100 * share for _, share in ranked], "{:.0f} %")
-    left = max(0.0, 1 - sum(share for _, share in subject.found.ranked()))
-    ax.set_xlabel(f"% of the variance of log time, alone; {left:.0%} is joint, or noise")
+    title = "% of the divergences of all parameters"
+    figure = _bars([name for name, _ in ranked], [100 * share for _, share in ranked], title)
+    first = f"{ranked[0][0]} matters most." if ranked[0][1] else "No parameter stands out."
+    text = (
+        f"{first} Method: PED-ANOVA (Watanabe et al., IJCAI 2023). It compares the values of the "
+        "fastest tenth with all values; the difference by chance is subtracted."
+    )
+    return Figure("Importance of parameters (PED-ANOVA)", text, *figure)
 
 
-def _price(ax: Any, subject: Subject) -> None:
+def _price(subject: Subject) -> Figure:
     found = subject.found
     prices = [
         (f"{name}={value}", 100 * price)
         for name in found.varying
         for value, price in found.price(name).items()
     ]
-    costly = [each for each in prices if each[1] >= _NOTHING] or prices
-    dearest = sorted(costly, key=lambda each: -each[1])[:_BARS]
-    _bars(ax, [name for name, _ in dearest], [price for _, price in dearest], "{:+.3g} %")
-    free = len(prices) - sum(price > 1 for _, price in prices)
-    ax.set_xlabel(f"% behind the winner, at best; {free} of {len(prices)} values cost 1 % or less")
-    if dearest[0][1] > 50:
-        ax.set_xscale("symlog", linthresh=10)
-        _plain_numbers(ax.xaxis)
+    dearest = sorted(prices, key=lambda each: -each[1])[:_BARS]
+    free = sum(price <= 1 for _, price in prices)
+    text = f"{free} of {len(prices)} values cost 1 % or less; the {len(dearest)} dearest are shown."
+    title = "% that the fastest config with the value is behind the winner"
+    figure = _bars([name for name, _ in dearest], [price for _, price in dearest], title)
+    return Figure("Cost of fixing a value", text, *figure)
 
 
-def _failures(ax: Any, subject: Subject) -> None:
-    failed, tried = subject.found.failed, len(subject.stored.record.trials)
-    _bars(ax, [each.kind for each in failed], [each.count for each in failed], "{:.0f}")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel(f"configs, of {tried} in all")
+def _phases(subject: Subject) -> Figure:
+    spent = {name: subject.phases[name] for name in _PHASES if name in subject.phases}
+    text = "Seconds: " + ", ".join(f"{name} {value:.3g}" for name, value in spent.items()) + "."
+    return Figure("Time spent", text, *_bars([*spent], [*spent.values()], "seconds"))
 
 
-def _since(ax: Any, subject: Subject) -> None:
+def _since(subject: Subject) -> Figure:
     changes = subject.changes
     assert changes is not None
-    pairs = [(old.ms, new.ms) for old, new in changes.common]
-    ax.scatter(*zip(*pairs, strict=True), s=9, color=_POINT, rasterized=len(pairs) > 200)
-    for marker, colour, label, digest in (
-        ("o", "black", "older winner", changes.before.winner.trial.digest),
-        ("D", _BEST, "winner now", changes.after.winner.trial.digest),
+    row_of = {each.trial.digest: row for row, each in enumerate(subject.found.timed)}
+    old, new = ([pair[side].ms for pair in changes.common] for side in (0, 1))
+    digests = [now.trial.digest for _, now in changes.common]
+    rows = [row_of[digest] for digest in digests]
+    data = [_points(old, new, _MAIN, "config in both", rows)]
+    for name, colour, digest in (
+        ("older winner", _DEFAULT, changes.before.winner.trial.digest),
+        ("winner now", _WINNER, changes.after.winner.trial.digest),
     ):
-        there = [(old.ms, new.ms) for old, new in changes.common if new.trial.digest == digest]
-        for x, y in there:
-            ax.scatter([x], [y], s=60, marker=marker, facecolors="none", edgecolors=colour,
-                       label=label, linewidths=1.6)  # fmt: skip
-    ax.axline(
-        (pairs[0][0],) * 2, slope=1, color="gray", linewidth=1, linestyle=":", label="as fast"
-    )
-    _log_if_wide(ax.set_xscale, ax.xaxis, [old for old, _ in pairs])
-    _log_if_wide(ax.set_yscale, ax.yaxis, [new for _, new in pairs])
-    ax.set(xlabel=f"ms in the older record; {len(pairs)} configs in both", ylabel="ms now")
-    ax.legend(loc="lower right", fontsize=8.5)
+        for at in [at for at, each in enumerate(digests) if each == digest]:
+            data.append(_points([old[at]], [new[at]], colour, name, [rows[at]], 12))
+    layout = _layout("ms in the older record", "ms now", x=old, y=new)
+    first, last = min(*old, *new), max(*old, *new)
+    layout["shapes"] = [_line(x0=first, y0=first, x1=last, y1=last)]
+    text = f"{len(old)} configs that both records measured; on the dashed line: equally fast."
+    return Figure("Since the older record", text, data, layout)
 
 
-def _bars(ax: Any, names: list[str], values: list[float], label: str) -> None:
-    """Draw horizontal bars with their values, the first at the top."""
-    bars = ax.barh(range(len(names)), values, color=_BAR)
-    ax.bar_label(bars, [label.format(value) for value in values], padding=3, fontsize=8.5)
-    ax.set_yticks(range(len(names)), [_cut(name, _LONGEST) for name in names], fontsize=8.5)
-    ax.set_ylim(max(len(names), _ROOM) - 0.5, -0.6)
-    ax.margins(x=0.15)
+def history(subjects: Sequence[Subject]) -> Figure:
+    """Return the figure of the winners' times over all tunings of each subject."""
+    data = []
+    for subject in subjects:
+        past, key = subject.history, subject.stored.record.key
+        data.append({
+            "type": "scatter", "mode": "lines+markers", "name": _cut(f"{key.function_name} {key}"),
+            "x": [each.time for each in past], "y": [each.ms / past[0].ms for each in past],
+            "text": [f"{each.ms:.5g} ms {escape(each.winner)}" for each in past],
+            "hovertemplate": "%{text}<br>%{y:.3f}x",
+        })  # fmt: skip
+    layout = _layout("end of the tuning", "winner's time / first winner's time")
+    layout["xaxis"] |= {"type": "date", "rangemode": "normal"}
+    layout["yaxis"] |= {"rangemode": "tozero"}
+    text = "The winner's time in each tuning, relative to the first tuning of the key."
+    return Figure("History", text, data, layout)
 
 
-def _log_if_wide(set_scale: Callable[[str], object], axis: Any, values: Sequence[float]) -> None:
-    """Use a logarithmic axis if the values differ by more than a factor of ``_WIDE``."""
-    if min(values) > 0 and max(values) > _WIDE * min(values):
-        set_scale("log")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        _plain_numbers(axis)
+def _points(
+    x: Sequence[float], y: Sequence[float], colour: str, name: str, rows: Sequence[int],
+    size: int = 6, symbol: str = "circle",
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "type": "scattergl" if len(x) > _MANY else "scatter", "mode": "markers", "name": name,
+        "x": [round(each, 5) for each in x], "y": [round(each, 5) for each in y],
+        "marker": {"color": colour, "size": size, "symbol": symbol},
+        "unselected": {"marker": {"opacity": 0.05}}, "customdata": rows,
+    }  # fmt: skip
 
 
-def _not_below_0(ax: Any) -> None:
-    """End an axis at 0 if only its margin is negative: times and ratios are positive."""
-    bounds = ax.dataLim
-    if ax.get_xlim()[0] < 0 <= bounds.x0:
-        ax.set_xlim(left=0)
-    if ax.get_ylim()[0] < 0 <= bounds.y0:
-        ax.set_ylim(bottom=0)
+def _bars(
+    names: Sequence[str], values: Sequence[float], title: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return data and layout of horizontal bars, the first at the top."""
+    bars = {"type": "bar", "orientation": "h", "y": [_cut(name) for name in names], "x": values,
+            "marker": {"color": _MAIN}, "text": [f"{value:.3g}" for value in values],
+            "textangle": 0,
+            "hovertemplate": "%{y}: %{x:.4g}<extra></extra>"}  # fmt: skip
+    layout = _layout(title, "")
+    layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
+    return [bars], layout
 
 
-def _plain_numbers(axis: Any) -> None:
-    """Label ticks 1, 2, 5 and 10 instead of powers of ten."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+def _layout(
+    x_title: str, y_title: str, x: Sequence[float] = (), y: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Return a layout; an axis is logarithmic if its values, if given, differ widely."""
+    layout: dict[str, Any] = {
+        "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40}, "paper_bgcolor": _CLEAR,
+        "plot_bgcolor": _CLEAR, "legend": {"orientation": "h", "y": -0.27},
+        "modebar": {"bgcolor": _CLEAR, "color": "#8d8d8d", "activecolor": _MAIN},
+    }  # fmt: skip
+    for name, title, values in (("xaxis", x_title, x), ("yaxis", y_title, y)):
+        # Times and ratios are positive, and margins of an axis must not suggest otherwise.
+        layout[name] = {"title": {"text": title}, "gridcolor": _GRID, "zerolinecolor": _GRID,
+                        "rangemode": "nonnegative", "automargin": True}  # fmt: skip
+        if values and min(values) > 0 and max(values) > _WIDE * min(values):
+            layout[name] |= {"type": "log", "dtick": "D2"}
+    return layout
 
 
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+_CLEAR = "rgba(0,0,0,0)"
+
+
+def _line(**ends: Any) -> dict[str, Any]:
+    return {"type": "line", "line": {"color": _WINNER, "width": 1, "dash": "dash"}, **ends}
+
+
+def _cut(text: str) -> str:
+    """Return the start of a text from a record, without the tags that plotly would interpret."""
+    return escape(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}...", quote=False)

@@ -122,7 +122,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
         try:
             from triton_dist.cli import roofline
         except ImportError as error:
-            raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from error
+            raise MissingExtra("triton-dist profile show --png", "matplotlib", "bench") from error
         _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
     if as_json:
         tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}

@@ -1,14 +1,15 @@
-"""``report``: draw a tuning as HTML and PNG."""
+"""``report``: write HTML pages with plots and tables of tunings."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from triton_dist import _files
-from triton_dist.cli import cache, compare, show
+from triton_dist.cli import cache
 from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import MissingExtra
 
@@ -18,45 +19,79 @@ def add_to(subcommands: Any) -> None:
         subcommands,
         "report",
         _run,
-        help="draw a tuning as HTML and PNG",
-        description="Writes report.html (one file, no network needed) and report.png for one "
-        "record: all times sorted, convergence of the tuning, samples of the finalists, importance "
-        "of each parameter, cost of fixing a value, failures, and changes since an older record. "
-        "Requires matplotlib (the extra `report`).",
+        help="write HTML pages with plots and tables of tunings",
+        description="Writes a page for each record, and index.html, which lists functions, keys, "
+        "GPUs and the history of their tunings. A page has the default config's time, plots, and "
+        "a table of all configs that can be sorted and filtered. No network is needed. With "
+        "--out FILE.html, one record becomes one file. Requires plotly (the extra `report`).",
         examples=[
-            "report matmul --key 8192 --out matmul-report",
-            "report matmul --against old.json --out matmul-report",
+            "report --out reports",
+            "report matmul --key 8192 --out matmul.html",
+            "report matmul --key 8192 --against old.json --out matmul.html",
         ],
     )
-    cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
+    parser.add_argument(
+        "function", metavar="FUNCTION|FILE", nargs="?",
+        help="function name, or a record's file; default: all functions, without shipped records",
+    )  # fmt: skip
+    cache.add_choice(parser)
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="file of an older record to compare with"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
-    parser.add_argument("--json", action="store_true", help="print the data as JSON")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR|FILE.html",
+        help="output folder, or the file for a single record",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the main results as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Check for matplotlib before anything is written.
     try:
-        import matplotlib  # noqa: F401
+        from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingExtra("triton-dist report", "matplotlib", "report") from error
-    from triton_dist.cli import page, plots
+        raise MissingExtra("triton-dist report", "plotly", "report") from error
+    from triton_dist.cli import page
+    from triton_dist.cli.report_data import Subject
 
-    found = cache.chosen(arguments.function, arguments)
-    if not found:
-        return cache.say_none(arguments.function, arguments)
-    stored = cache.only(arguments.function, found)
-    older = None if arguments.against is None else cache.in_file(arguments.against)
-    subject = plots.Subject(stored, older)
-    picture, document = arguments.out / "report.png", arguments.out / "report.html"
-    _files.write(picture, plots.png(subject))
-    _files.write(document, page.html(subject).encode())
-    if arguments.json:
-        tree = {"html": str(document), "png": str(picture), **show.tree(stored)}
-        since = {"since": subject.changes and compare.tree_of_changes(subject.changes)}
-        print(json.dumps(tree | since | {"phases": subject.phases}, indent=2))
+    asked, out = arguments.function, arguments.out
+    if asked is None:
+        found = cache.fitting(cache.records_of(cache.all_stores(), None), arguments)
     else:
-        print(f"{document}, {picture}: {counted(len(subject.found.timed), 'config')} measured")
+        found = cache.chosen(asked, arguments)
+    if not found:
+        return cache.say_none(asked or "any function", arguments)
+    older = None if arguments.against is None else cache.in_file(arguments.against)
+    is_file = out.suffix == ".html"
+    if is_file or older is not None:
+        found = [cache.only(asked or "any function", found)]
+    subjects = sorted((Subject(each, older) for each in found), key=_order)
+    files = [out] if is_file else [out / each.page for each in subjects]
+    pages = {
+        file: page.record_page(subject, get_plotlyjs() if is_file else None)
+        for file, subject in zip(files, subjects, strict=True)
+    }
+    if not is_file:
+        pages |= {out / page.PLOTLY: get_plotlyjs(), out / "index.html": page.index_page(subjects)}
+    for file, text in pages.items():
+        _files.write(file, text.encode("utf-8", "backslashreplace"))
+    if arguments.json:
+        trees = [_tree(subject, file) for subject, file in zip(subjects, files, strict=True)]
+        print(json.dumps({"pages": trees}, indent=2))
+    else:
+        print(f"{out if is_file else out / 'index.html'}: {counted(len(subjects), 'tuning')}")
     return 0
+
+
+def _order(subject: Any) -> str:
+    key = subject.stored.record.key
+    return re.sub(r"\d+", lambda number: number[0].rjust(12, "0"), f"{key.full_name} {key}")
+
+
+def _tree(subject: Any, file: Path) -> dict[str, Any]:
+    key, default = subject.stored.record.key, subject.default
+    return {
+        "html": str(file), "function": key.full_name, "key": str(key), "hardware": key.hardware,
+        "ms": subject.found.winner.ms, "default_ms": default and default.ms,
+        "speed_up": subject.speed_up, "phases": subject.phases,
+        "history": [each._asdict() for each in subject.history],
+    }  # fmt: skip

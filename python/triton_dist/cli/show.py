@@ -139,7 +139,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
         yield f"  the winner by rank: {ranks}"
     important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
     if important:
-        yield f"  share of the variance of log time: {', '.join(important)}"
+        yield f"  importance (PED-ANOVA): {', '.join(important)}"
     for config, reason in found.pruned[:top]:
         yield f"  pruned: {config}, {reason}"
     if len(found.pruned) > top:

@@ -81,6 +81,7 @@ class Report:
             hardware=self._key.hardware,
             ranks=ranks.size,
             candidates=len(candidate_set.candidates),
+            default=self._default,
             pruned=len(candidate_set.pruned),
             reason=reason,
             policy=dict(policy.facts()),

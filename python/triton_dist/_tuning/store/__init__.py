@@ -11,7 +11,7 @@ from triton_dist._tuning.store.beside import (
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
-from triton_dist._tuning.store.log import FileLog, StepLog, events_of, rank_steps
+from triton_dist._tuning.store.log import FileLog, StepLog, rank_steps, tunings_in_log
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 
@@ -25,11 +25,11 @@ __all__ = [
     "PackStore",
     "ReadOnlyStore",
     "StepLog",
-    "events_of",
     "foreign",
     "interrupted",
     "is_held",
     "places",
     "rank_steps",
     "removable",
+    "tunings_in_log",
 ]

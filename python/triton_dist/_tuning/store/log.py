@@ -88,19 +88,17 @@ class FileLog:
         self._lines.close()
 
 
-def events_of(record: Path, winner: str) -> list[dict[str, Any]]:
-    """Return the events of the latest tuning won by ``winner``, a digest of a config.
-
-    The list is empty if the log of ``record`` does not have such a tuning.
-    """
+def tunings_in_log(record: Path) -> list[list[dict[str, Any]]]:
+    """Return the events of each finished tuning in the log of ``record``, oldest first."""
     events: list[dict[str, Any]] = []
-    found: list[dict[str, Any]] = []
+    found = []
     for event in lines_of(record.with_suffix(".log.jsonl")):
         if event.get("event") == "begin":
             events = []
         events.append(event)
-        if event.get("event") == "winner" and event.get("config") == winner:
-            found, events = events, []
+        if event.get("event") == "winner":
+            found.append(events)
+            events = []
     return found
 
 

@@ -1,0 +1,121 @@
+"""Collect what a report shows of one record: its analysis, its default config and its logs."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton_dist._tuning.store import tunings_in_log
+from triton_dist._tuning.values import StoredRecord, codec
+from triton_dist._tuning.values.analysis import Analysis, Changes, Timed
+
+
+class Answer(NamedTuple):
+    """One measurement of a tuning."""
+
+    seconds: float
+    """Since the start of the tuning."""
+    ms: float
+    config: str
+    """Digest."""
+
+
+class PastTuning(NamedTuple):
+    """One finished tuning of a key."""
+
+    time: str
+    """End of the tuning, UTC, ISO 8601."""
+    ms: float
+    seconds: float
+    winner: str
+    reason: str
+    """Why the key was tuned."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A record to show, and an older record to compare it with."""
+
+    stored: StoredRecord
+    older: StoredRecord | None = None
+
+    @cached_property
+    def found(self) -> Analysis:
+        return Analysis(self.stored.record)
+
+    @cached_property
+    def changes(self) -> Changes | None:
+        return self.older and Changes.of(self.older.record, self.stored.record)
+
+    @property
+    def page(self) -> str:
+        """File name of the page, equal for later tunings of the key."""
+        key = self.stored.record.key
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", key.function_name)[:80]
+        return f"{name}-{codec.digest(key.digest, self.stored.where)[:12]}.html"
+
+    @cached_property
+    def default(self) -> Timed | None:
+        """The first config of the space; ``None`` if it is not known or was not measured."""
+        record, events = self.stored.record, self._events
+        digest = events[0].get("default") if events else None
+        limited = {"max_seconds", "max_trials", "tries"} & record.fingerprint.policy.keys()
+        partial = limited or record.warm_started_from or record.dropped or self.found.pruned
+        if digest is None and not record.shipped and not partial:
+            digest = record.trials[0].digest  # every config was tried, in the order of the space
+        return next((each for each in self.found.timed if each.trial.digest == digest), None)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Time of the default config divided by the time of the winner."""
+        return self.default and self.found.ratio(self.default.ms)
+
+    @cached_property
+    def answers(self) -> Sequence[Answer]:
+        """The measurements in order; empty if the log is missing or the record is shipped."""
+        found: list[Answer] = []
+        for event in self._events:
+            with suppress(KeyError, TypeError, ValueError):
+                if event["event"] == "outcome" and "samples" in event:
+                    passed = (_time(event) - _time(self._events[0])).total_seconds()
+                    found.append(Answer(passed, float(event["ms"]), str(event.get("config"))))
+        return found
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds spent in each phase; empty if the log has no phases."""
+        phases = self._events[-1].get("phases") if self._events else None
+        return phases if isinstance(phases, dict) else {}
+
+    @cached_property
+    def history(self) -> Sequence[PastTuning]:
+        """The finished tunings of the key, oldest first; at least the tuning of the record."""
+        found: list[PastTuning] = []
+        for first, *_, last in self._tunings:
+            with suppress(KeyError, TypeError, ValueError):
+                times = _time(last).isoformat(), float(last["ms"]), float(last["seconds"])
+                found.append(PastTuning(*times, str(last["shown"]), str(first["reason"])))
+        one, ms = self.stored.record, self.found.winner.ms
+        return found or [PastTuning(one.timestamp, ms, one.seconds, str(one.best), "")]
+
+    @cached_property
+    def _tunings(self) -> Sequence[Sequence[Mapping[str, Any]]]:
+        record, where = self.stored
+        return [] if record.shipped else tunings_in_log(Path(where))
+
+    @cached_property
+    def _events(self) -> Sequence[Mapping[str, Any]]:
+        """The events of the record's own tuning; a log may have other tunings of the key."""
+        best = self.stored.record.best.digest
+        own = (each for each in reversed(self._tunings) if each[-1].get("config") == best)
+        return next(own, [])
+
+
+def _time(event: Mapping[str, Any]) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(event["time"])
