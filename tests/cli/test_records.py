@@ -542,7 +542,7 @@ def test_pages_of_records_and_an_index(run, plotly, tmp_path):
     assert rows[2] == [3, 2.0, 2.0, 1.0, 0.0, 3, "default", 128, 4]
     assert rows[5] == [None, None, None, None, None, 0, "resources", 256, 8]
     _, past = page.table("Tunings of this key")
-    assert [(each[1], each[3], each[4]) for each in past] == [
+    assert [(each[1], each[4], each[3]) for each in past] == [
         (1.5, str(b), "because 0 <b>"), (1.0, str(a), "because 1 <b>"),
     ]  # fmt: skip
     figures = {each["title"]: each for each in page.tree["figures"]}

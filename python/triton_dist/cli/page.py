@@ -159,7 +159,7 @@ def _parameters(subject: Subject) -> dict[str, Any]:
 
 def _history(subject: Subject) -> dict[str, Any]:
     columns = [_column("ended"), _column("ms", _digits(subject.found.winner.ms)),
-               _column("seconds", 1), _column("winner"), _column("reason")]  # fmt: skip
+               _column("seconds", 1), _column("reason"), _column("winner")]  # fmt: skip
     return _table("Tunings of this key", columns, [[*each] for each in subject.history])
 
 

@@ -150,9 +150,12 @@ def _price(subject: Subject) -> Figure:
     ]
     dearest = sorted(prices, key=lambda each: -each[1])[:_BARS]
     free = sum(price <= 1 for _, price in prices)
-    text = f"{free} of {len(prices)} values cost 1 % or less; the {len(dearest)} dearest are shown."
-    title = "% that the fastest config with the value is behind the winner"
-    figure = _bars([name for name, _ in dearest], [price for _, price in dearest], title)
+    text = (
+        f"How far the fastest config with a value is behind the winner. {free} of {len(prices)} "
+        f"values cost 1 % or less; the {len(dearest)} dearest are shown."
+    )
+    names, values = [name for name, _ in dearest], [price for _, price in dearest]
+    figure = _bars(names, values, "% behind the winner")
     return Figure("Cost of fixing a value", text, *figure)
 
 
@@ -219,9 +222,10 @@ def _bars(
     """Return data and layout of horizontal bars, the first at the top."""
     bars = {"type": "bar", "orientation": "h", "y": [_cut(name) for name in names], "x": values,
             "marker": {"color": _MAIN}, "text": [f"{value:.3g}" for value in values],
-            "textangle": 0,
+            "textposition": "outside", "cliponaxis": False,
             "hovertemplate": "%{y}: %{x:.4g}<extra></extra>"}  # fmt: skip
     layout = _layout(title, "")
+    layout["margin"] |= {"r": 45}
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
     return [bars], layout
 
@@ -240,7 +244,7 @@ def _layout(
         layout[name] = {"title": {"text": title}, "gridcolor": _GRID, "zerolinecolor": _GRID,
                         "rangemode": "nonnegative", "automargin": True}  # fmt: skip
         if values and min(values) > 0 and max(values) > _WIDE * min(values):
-            layout[name] |= {"type": "log", "dtick": "D2"}
+            layout[name] |= {"type": "log", "dtick": "D2", "tickformat": "~g"}
     return layout
 
 

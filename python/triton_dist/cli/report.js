@@ -25,11 +25,12 @@ function table(spec, filtered) {
   const { title, note, columns, rows, marked, links } = spec;
   let visible = rows.map((_, row) => row), order = { at: -1, up: true };
   const picked = new Map(), body = make("tbody"), count = make("p", { class: "dim", role: "status" });
-  const widths = columns.map(({ name, digits }, at) => 3 + Math.min(100,
-    rows.reduce((most, row) => Math.max(most, shown(row[at], digits).length), name.length + 2)));
+  const widths = columns.map(({ name, digits }, at) => 1.5 + 0.66 * Math.min(100, // em: equal in bold headings
+    rows.reduce((most, row) => Math.max(most, shown(row[at], digits).length), name.length + 1)));
   const kinds = columns.map(({ stuck }, at) => (stuck ? "stuck " : "")
     + (rows.every(row => row[at] === null || typeof row[at] === "number") ? "number" : ""));
-  const lefts = widths.map((_, at) => `left: ${widths.slice(0, at).reduce((sum, width) => sum + width, 0)}ch`);
+  const lefts = widths.map((_, at) => columns[at].stuck
+    ? `left: ${widths.slice(0, at).reduce((sum, width) => sum + width, 0)}em` : "");
   const cell = (tag, at, attributes, child) => make(tag, { class: kinds[at], style: lefts[at], ...attributes }, child);
   const space = count => make("tr", { class: "space", "aria-hidden": true, style: `height: ${count * ROW}px` },
     make("td", { colspan: columns.length }));
@@ -75,7 +76,7 @@ function table(spec, filtered) {
   } }, name)));
   const scroll = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title, onscroll: draw },
     make("table", { "aria-rowcount": rows.length + 1 },
-      make("colgroup", {}, ...widths.map(width => make("col", { style: `width: ${width}ch` }))),
+      make("colgroup", {}, ...widths.map(width => make("col", { style: `width: ${width}em` }))),
       make("thead", {}, make("tr", {}, ...heads)), body));
   show(make("h2", {}, title), make("p", { class: "dim" }, note), ...(spec === main ? [filters, count] : []), scroll);
   addEventListener("resize", draw);

@@ -33,9 +33,9 @@ class PastTuning(NamedTuple):
     """End of the tuning, UTC, ISO 8601."""
     ms: float
     seconds: float
-    winner: str
     reason: str
     """Why the key was tuned."""
+    winner: str
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Subject:
         for first, *_, last in self._tunings:
             with suppress(KeyError, TypeError, ValueError):
                 times = _time(last).isoformat(), float(last["ms"]), float(last["seconds"])
-                found.append(PastTuning(*times, str(last["shown"]), str(first["reason"])))
+                found.append(PastTuning(*times, str(first["reason"]), str(last["shown"])))
         one, ms = self.stored.record, self.found.winner.ms
-        return found or [PastTuning(one.timestamp, ms, one.seconds, str(one.best), "")]
+        return found or [PastTuning(one.timestamp, ms, one.seconds, "", str(one.best))]
 
     @cached_property
     def _tunings(self) -> Sequence[Sequence[Mapping[str, Any]]]:
