@@ -290,7 +290,7 @@ class Collective(_Algorithm):
         return [()]
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        # CPU ranks exist to run our kernels.
+        # CPU ranks test our kernels, so the library is not a candidate there.
         return sizes.asked == self.name or current_device().has_nccl
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:

@@ -238,7 +238,7 @@ class Collective(WholeProduct[Call]):
         yield ()
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        # CPU ranks exist to run our kernels.
+        # CPU ranks test our kernels, so the library is not a candidate there.
         return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_nccl
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:

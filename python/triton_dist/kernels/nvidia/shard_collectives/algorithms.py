@@ -274,7 +274,7 @@ class Collective(_Algorithm):
     name = "collective"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        # CPU ranks exist to run our kernels.
+        # CPU ranks test our kernels, so the library is not a candidate there.
         return [()] if current_device().has_nccl else []
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
