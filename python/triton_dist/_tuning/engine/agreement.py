@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,15 +104,7 @@ class Agreement:
     """
 
     def __init__(self, ranks: Channel, name: str, proposals: Sequence[Proposal]) -> None:
-        """Compare the proposals.
-
-        Args:
-            name: the tuned function or kernel.
-            proposals: the proposals by rank.
-
-        Raises:
-            RankDisagreement: compared texts or fingerprints differ; raised on every rank.
-        """
+        """Compare the proposals of all ranks. If they differ, all raise ``RankDisagreement``."""
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
@@ -163,19 +156,12 @@ def mark_used(record: TuningRecord) -> None:
 
 
 def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
-    """Return the constants that invalidate a ``record`` from an earlier start of the program.
-
-    Return an empty text if anything else differs, or if this process used the record.
-    """
-    if record.digest in _used or not _is_of_earlier_start(record.timestamp):
+    """Return the constants that alone invalidate a ``record`` from an earlier program start."""
+    is_earlier = False
+    with suppress(ValueError, TypeError):  # no time, or no time zone
+        is_earlier = datetime.datetime.fromisoformat(record.timestamp) < _process_start
+    if record.digest in _used or not is_earlier:
         return ""
     differences = [each for each in record.fingerprint.compare(now) if not each.patch_level]
     only_constants = all(each.constant for each in differences)
     return "; ".join(each.sentence for each in differences) if only_constants else ""
-
-
-def _is_of_earlier_start(timestamp: str) -> bool:
-    try:
-        return datetime.datetime.fromisoformat(timestamp) < _process_start
-    except (ValueError, TypeError):  # no time, or no time zone
-        return False

@@ -57,42 +57,8 @@ class Answer(NamedTuple):
         return "" if error is None else f"prune_fn raised {said(error)}"
 
 
-class Pruning:
-    """The result of ``prune_fn`` for one call, computed when it is first used.
-
-    Attributes:
-        cause: the error of a prediction on this rank.
-    """
-
-    def __init__(self, subject: Subject, call: Call, ranks: Channel) -> None:
-        self._subject, self._call, self._ranks = subject, call, ranks
-        self.cause: Exception | None = None
-        self._answer: Answer | None = None
-
-    # ``cached_property`` would keep the answer alive in a frame of its ``__get__``.
-    @property
-    def answer(self) -> Answer:
-        """The result of ``prune_fn``.
-
-        Do not store it in a local variable: its failure refers to the frame of the first caller.
-        """
-        if self._answer is None:
-            subject, call = self._subject, self._call
-            try:
-                with self._ranks.user_code(Step("prune_fn")):
-                    kept_and_dropped = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
-                self._answer = Answer(*kept_and_dropped)
-            except Exception as error:
-                self._answer = Answer(failure=error)
-        return self._answer
-
-    def forget(self) -> None:
-        """Drop the errors. They refer to frames that refer to this object."""
-        self.cause = self._answer = None
-
-
 MOST_LISTED = 1000
-"""Most pruned configs that a record lists. Beyond this number it has counts by reason."""
+"""Maximum number of pruned configs that a record lists. Beyond it, it has counts by reason."""
 
 
 @dataclass(frozen=True)
@@ -125,22 +91,17 @@ class CandidateSet:
         pruned: Sequence[Pruned] = (),
         warm_started_from: str = "",
     ) -> None:
-        self._space, self.candidates, self.pruned, self.warm_started_from = (
-            space,
-            candidates,
-            pruned,
-            warm_started_from,
-        )
+        self._space, self.candidates = space, candidates
+        self.pruned, self.warm_started_from = pruned, warm_started_from
         listed = () if isinstance(candidates, Unlisted) else candidates
         self._labels = {
             config.digest: f"{place}/{len(listed)}" for place, config in enumerate(listed, start=1)
         }
 
     def label(self, config: Config, policy: Policy) -> str:
-        """Return the position of ``config``, such as ``3/96``.
+        """Return the position of ``config`` among the candidates, such as ``3/96``.
 
-        It is the position among the candidates, or, if they are not listed, among the tried
-        configs.
+        If the candidates are not listed, return its position among the tried configs.
         """
         place = f"{len(self._labels) + 1}/{policy.max_tried(len(self.candidates))}"
         return self._labels.setdefault(config.digest, place)
@@ -172,24 +133,44 @@ class CandidateSet:
         return dict(Counter(each.reason for each in many))
 
 
-class WarmStart:
-    """Candidates and predictions of one call, from the records of neighbouring sizes.
+class Selection:
+    """Selects the candidates of one call, and predicts configs from records of other sizes.
 
-    All ranks call every method. Only the leader's records are used.
+    All ranks call every method except ``answer``. Only the leader's records are used.
+
+    Attributes:
+        cause: the error of a prediction on this rank.
+        key, fingerprint: set when all ranks agree on them.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        subject: Subject,
-        call: Call,
-        ranks: Channel,
-        pruning: Pruning,
-        key: Key,
-        fingerprint: Fingerprint,
-    ) -> None:
+    key: Key
+    fingerprint: Fingerprint
+
+    def __init__(self, parts: Parts, subject: Subject, call: Call, ranks: Channel) -> None:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
-        self._pruning, self._key, self._fingerprint = pruning, key, fingerprint
+        self.cause: Exception | None = None
+        self._answer: Answer | None = None
+
+    # ``cached_property`` would keep the answer alive in a frame of its ``__get__``.
+    @property
+    def answer(self) -> Answer:
+        """The result of ``prune_fn`` on this rank, computed at first use.
+
+        Do not store it in a local variable: its failure refers to the frame of the first caller.
+        """
+        if self._answer is None:
+            subject, call = self._subject, self._call
+            try:
+                with self._ranks.user_code(Step("prune_fn")):
+                    kept_and_dropped = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
+                self._answer = Answer(*kept_and_dropped)
+            except Exception as error:
+                self._answer = Answer(failure=error)
+        return self._answer
+
+    def forget(self) -> None:
+        """Drop the errors. They refer to frames that refer to this object."""
+        self.cause = self._answer = None
 
     def candidate_set(self, warm: bool = True) -> CandidateSet:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
@@ -203,7 +184,7 @@ class WarmStart:
                 leader raises the original exception.
         """
         ranks, space, plan = self._ranks, self._subject.space, _Plan()
-        answer = self._pruning.answer if ranks.is_leader else Answer()
+        answer = self.answer if ranks.is_leader else Answer()
         failure = answer.failure
         if failure is not None:
             plan = _Plan(failure=answer.raised)
@@ -212,14 +193,9 @@ class WarmStart:
         elif ranks.is_leader:
             try:
                 # Broadcast places instead of configs, because the spaces are equal on all ranks.
-                few, warm_started_from = (
-                    self._warm_started(answer.kept) if warm else (answer.kept, "")
-                )
-                plan = _Plan(
-                    tuple(map(space.place, few)),
-                    tuple((space.place(each.config), each.reason) for each in answer.dropped),
-                    warm_started_from,
-                )
+                few, origin = self._warm_started(answer.kept) if warm else (answer.kept, "")
+                dropped = tuple((space.place(each.config), each.reason) for each in answer.dropped)
+                plan = _Plan(tuple(map(space.place, few)), dropped, origin)
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
                 plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
@@ -240,7 +216,7 @@ class WarmStart:
         pruned = [Pruned(space[place], reason) for place, reason in decided.pruned]
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
-            raise NoValidConfig(self._subject.name, self._key, causes)
+            raise NoValidConfig(self._subject.name, self.key, causes)
         return CandidateSet(space, candidates, pruned, decided.warm_started_from)
 
     def _warm_started(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
@@ -257,23 +233,21 @@ class WarmStart:
         return kept, ""
 
     def predicted(self) -> tuple[TuningRecord | None, str]:
-        """Return the record that neighbours predict without measuring.
+        """Return the record that neighbours predict without measuring, or ``None``.
 
-        Returns:
-            The record, or ``None``, and the failure of a user's function as text. ``None`` and an
-            empty text if there are no neighbours.
+        The second value is the failure of a user's function as text, empty if there is none.
         """
         if self._subject.sizes is None:
             return None, ""
-        pruning, record, failure = self._pruning, None, ""
+        record, failure = None, ""
         near = self._neighbours()
         if near is not None and near.all:
-            pruning.cause, failure = pruning.answer.failure, pruning.answer.raised
-            if pruning.cause is None:
+            self.cause, failure = self.answer.failure, self.answer.raised
+            if self.cause is None:
                 try:
-                    record = near.predict(self._key, pruning.answer.listed, timestamp())
+                    record = near.predict(self.key, self.answer.listed, timestamp())
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
-                    pruning.cause, failure = error, f"{ASKED} raised {said(error)}"
+                    self.cause, failure = error, f"{ASKED} raised {said(error)}"
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
         seconds = self._parts.settings.seconds
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
@@ -295,7 +269,7 @@ class WarmStart:
             # kernel than a size between two multiples.
             special = is_special(near.family.sizes)
             others = [each for each in near.all if is_special(each.sizes) == special]
-            kept = self._pruning.answer.listed if record.shipped else space
+            kept = self.answer.listed if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             times = near.times(record, usable, others)
         seconds = self._parts.settings.seconds
@@ -304,14 +278,13 @@ class WarmStart:
 
     def _neighbours(self) -> Neighbours | None:
         """On the leader, return the neighbours of the key; ``None`` without sizes."""
-        parts, subject = self._parts, self._subject
+        parts, subject, strict = self._parts, self._subject, self._parts.settings.strict
         if subject.sizes is None or not self._ranks.is_leader:
             return None
 
         def is_valid(record: TuningRecord) -> bool:
-            strict = parts.settings.strict
-            return not validity(record, self._fingerprint, subject.space, strict).reasons
+            return not validity(record, self.fingerprint, subject.space, strict).reasons
 
-        records = (record for record, _ in parts.store.records_of(self._key))
+        records = (record for record, _ in parts.store.records_of(self.key))
         value, fallback_kind = self._call.key, subject.fallback_kind
-        return Neighbours.of(subject.sizes, fallback_kind, self._key, value, records, is_valid)
+        return Neighbours.of(subject.sizes, fallback_kind, self.key, value, records, is_valid)

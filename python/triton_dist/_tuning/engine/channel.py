@@ -115,9 +115,6 @@ class Channel:
 
         Args:
             soon: all ranks agreed to send this message soon, so wait no longer than for a step.
-
-        Raises:
-            RankDisagreement: the call of some rank is invalid.
         """
         # Inside a trial of another function, a failed rank reports at the end of that trial's step.
         limit = self._seconds if self._is_nested or soon else None
@@ -126,20 +123,12 @@ class Channel:
         return values
 
     def broadcast(self, at: Step, value: T | None, after: float = 0.0) -> T:
-        """Return the leader's value.
-
-        Args:
-            after: seconds that user code may take before the message.
-        """
+        """Return the leader's value. User code may take ``after`` seconds before the message."""
         limit = self._limit(after)
         return self._exchange(at, lambda: self._ranks.broadcast(str(at), value, limit))
 
     def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
-        """Return the values of all ranks.
-
-        Args:
-            after: seconds that user code may take on other ranks before the message.
-        """
+        """Return the values of all ranks. User code may take ``after`` seconds before."""
         limit = self._limit(after)
         return self._exchange(at, lambda: self._ranks.all_gather(str(at), value, limit))
 
@@ -180,12 +169,8 @@ class Channel:
     ) -> Iterator[Watch]:
         """Context manager that lets user code run for ``seconds`` at most.
 
-        Args:
-            begun: user code runs from the start. Otherwise it runs between ``begin`` and ``end`` of
-                the returned watch.
-
-        Raises:
-            TimeoutError: the code took longer, but returned before the process was ended.
+        If not ``begun``, user code runs between ``begin`` and ``end`` of the returned watch. Raise
+        ``TimeoutError`` if it took longer, but returned before the process was ended.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")

@@ -52,11 +52,7 @@ class NewKeys:
             self._waiting.clear()
 
     def advice(self, function: str, sizes: Collection[str]) -> str:
-        """Return the warning if it is due, and an empty text otherwise. It is due once.
-
-        Args:
-            sizes: names of sizes in the keys. These may vary.
-        """
+        """Return the warning about a part that varies, other than ``sizes``, once if it is due."""
         if len(self._waiting) < _MAX_UNREPEATED:
             return ""
         keys = list(self._waiting)
@@ -117,17 +113,12 @@ def use_first(
     Args:
         ranks: the channel in which all ranks agreed on the record.
         source: the config and the location of its record, as text.
-        remedy: how to tune again.
         votes: every rank calls the function now, and tuning is allowed.
         restores: the function changes its arguments, so a rank that ran it cannot repeat it.
-        random_state: the state of the generators before the call.
 
     Returns:
         The result and an empty text. If the config is unusable on some rank: ``None``, and the
-            reason on every rank. The generators are then rewound, so that all ranks can tune again.
-
-    Raises:
-        Exception: raised by ``call``, with a note about the record.
+        reason on every rank. The generators are then rewound, so that all ranks can tune again.
     """
 
     def reason_to_tune(failure: str | None) -> str:

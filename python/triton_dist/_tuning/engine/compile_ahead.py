@@ -74,14 +74,7 @@ class CompileAhead:
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
-        """Wait until this rank has compiled its share for ``config``.
-
-        The share includes kernels for other ranks.
-
-        Raises:
-            CandidateFailed: a kernel does not compile.
-            CompileTimeout: a kernel takes too long.
-        """
+        """Wait until this rank has compiled its share for ``config``, also for other ranks."""
         for kernel in self._kernels(config):
             if self._compiler is not None:
                 self._compiler.wait(kernel)

@@ -157,9 +157,7 @@ def misfit(
 ) -> str:
     """Return why ``function`` cannot be called with these arguments, or an empty text.
 
-    Args:
-        names: all names that configs set.
-        kwargs: keywords of the call and the values of one config.
+    ``names`` are all names that configs set. ``kwargs`` include the values of one config.
     """
     try:
         signature = inspect.signature(function)
@@ -187,9 +185,6 @@ def key_of(
     """Return the result of ``key_fn``, extended by ``fixed``.
 
     ``fixed`` has the tunable arguments that the caller sets. ``key_fn`` does not receive them.
-
-    Raises:
-        InvalidArgument: the result is not hashable.
     """
     key = key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
     try:
@@ -231,11 +226,7 @@ def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 class OnceWarnings:
-    """Warnings of one tuned function, which point at the user's line.
-
-    Args:
-        entry_points: the functions that users call.
-    """
+    """Warnings of one tuned function, which point at the line that calls an entry point."""
 
     def __init__(self, entry_points: Iterable[Any]) -> None:
         called_by_users(entry_points)

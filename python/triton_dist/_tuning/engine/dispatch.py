@@ -296,9 +296,8 @@ class AutoTuner(Decorated):
         runs: bool = False,
         unusable: str = "",
     ) -> Choice:
-        """Return the choice for these arguments, and make it if there is none.
-
-        One thread makes a choice at a time; others then find it.
+        """Return the choice for these arguments, and make it if there is none, in one thread at a
+        time.
 
         Args:
             runs: the function is called with the choice immediately.
@@ -426,10 +425,7 @@ class AutoTuner(Decorated):
     def _config_if_off(
         self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
     ) -> Config | None:
-        """Return the default config, without the names that the caller sets, if tuning is off.
-
-        Return ``None`` if tuning is on.
-        """
+        """If tuning is off, return the default config without the names that the caller sets."""
         with self._reporting(group):
             if autotune and not self._surroundings.is_off():
                 return None

@@ -126,16 +126,12 @@ def sampled_calls(
 ) -> Sequence[Arguments]:
     """Return the calls that one sample averages over, the same number on each rank.
 
-    The first one is ``call``; ``input_variants_fn`` returns the others. All ranks call this
-    function.
-
-    Args:
-        seconds: time limit for ``input_variants_fn``.
+    The first call is ``call``; ``input_variants_fn`` returns the others in at most ``seconds``. All
+    ranks call this function.
 
     Raises:
         InvalidArgument: ``input_variants_fn`` returned something other than arguments of the call.
         RankDisagreement: other ranks have another number of calls, or the function raised there.
-        Exception: raised by ``input_variants_fn``.
     """
     at, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
     calls: list[Arguments] = [(call.args, call.kwargs)]

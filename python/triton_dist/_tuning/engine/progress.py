@@ -121,8 +121,8 @@ class Progress:
     ) -> Outcome:
         """Write the outcome to the journal, before the next request is broadcast.
 
-        Return the joined outcome of all requests for the config. ``by_rank`` has the samples of
-        each rank, if they were taken now.
+        Return the joined outcome of all requests for the config. ``by_rank`` has each rank's
+        samples.
         """
         config, digest, n = request.config, request.config.digest, self.requests
         own = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
@@ -137,8 +137,7 @@ class Progress:
     def by_rank(self) -> dict[str, ByRank]:
         """Return the times of each rank, if there are several ranks.
 
-        Configs with fewer than half of the samples of the most sampled config are left out, because
-        they lost the race early.
+        Configs that lost the race early, with fewer than half of the most samples, are left out.
         """
         several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
         most = max((len(own[0]) for own in several.values()), default=0)

@@ -237,9 +237,7 @@ _LEGEND = (
 def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> list[str]:
     """Return lines: the fastest configs, the winner and the default, then failures by kind.
 
-    Args:
-        default: digest of the first config of the space.
-        phases: seconds by phase, which add up to the seconds of the record.
+    ``default`` is the digest of the first config of the space. ``phases`` are seconds by phase.
     """
     measured = sorted(
         ((t, t.outcome) for t in record.trials if isinstance(t.outcome, Measurement)),
@@ -269,11 +267,7 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
 
 
 def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
-    """Warn if more than half of the tried configs failed, because the winner had few rivals.
-
-    Args:
-        remedy: where the failures are shown.
-    """
+    """Warn if more than half of the tried configs failed. ``remedy``: where failures are shown."""
     outcomes = [(trial, trial.outcome) for trial in record.trials]
     failures = [(trial, each) for trial, each in outcomes if isinstance(each, Failure)]
     failures = [(trial, each) for trial, each in failures if each.kind != "pruned"]

@@ -21,14 +21,13 @@ from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Arguments, Restorer
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.watchdog import Watch
-from triton_dist._tuning.protocols import Device, Timer
+from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import (
     Config,
     Failure,
     FailureKind,
     Measurement,
     Outcome,
-    Policy,
     Request,
 )
 from triton_dist._tuning.values.show import said
@@ -52,21 +51,12 @@ class Sampler:
     """Timer of repeated runs with a cold cache. All ranks start each run together.
 
     Args:
-        device: the device of this rank.
-        seconds: time limit for other ranks, and for the device after all runs are queued.
         settle: called after each run, untimed. It raises if a wait in a kernel gave up.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        ranks: Channel,
-        policy: Policy,
-        seconds: float,
-        settle: Callable[[], object],
-    ) -> None:
-        self._device, self._ranks, self._policy, self._seconds = device, ranks, policy, seconds
-        self._settle = settle
+    def __init__(self, parts: Parts, ranks: Channel, settle: Callable[[], object]) -> None:
+        self._device, self._ranks, self._settle = parts.device, ranks, settle
+        self._policy, self._seconds = parts.settings.policy, parts.settings.seconds
         self._queueing: dict[Config | None, float] = {}
         """Seconds that the host recently needed to queue a call of a config."""
 
@@ -84,16 +74,8 @@ class Sampler:
         """Return the milliseconds of ``number`` runs, without ``policy.warmup`` earlier runs.
 
         A rank on which a run fails still joins the other ranks before each run, because they wait
-        for it. It raises after the last run.
-
-        Args:
-            reset: called before each run, untimed. It runs user code.
-
-        Raises:
-            TimeoutError: the device did not finish in time.
-            TuningTimeout: another rank did not arrive.
-            RankDisagreement: another rank is at another step.
-            Exception: raised by the call, ``reset`` or ``settle``.
+        for it. It raises after the last run. ``reset`` is user code, called before each run,
+        untimed.
         """
         failures: list[Exception] = []
         timers: list[Timer] = []
@@ -201,9 +183,7 @@ class Attempts:
         self._sampled, self._is_only = sampled, is_only
         self._ready: set[str] = set()
         self._has_run = False
-        self._sampler = Sampler(
-            parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle
-        )
+        self._sampler = Sampler(parts, ranks, settle)
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
         """The first config that was measured, possibly in an earlier start."""
@@ -222,11 +202,7 @@ class Attempts:
         self._first_measured = self._first_measured or config
 
     def undo_the_last(self) -> None:
-        """Undo the changes of the last run, before the user's call.
-
-        Raises:
-            TritonDistError: ``reset_fn`` failed on some rank; raised on every rank.
-        """
+        """Undo the changes of the last run, before the user's call."""
         if self._subject.hooks.reset is None or not self._has_run:
             return
         at, failure = Step("reset after the last run"), None
@@ -244,12 +220,7 @@ class Attempts:
     def attempt(self, request: Request, label: str) -> Outcome:
         """Prepare, run once and check a new config; then measure it.
 
-        Args:
-            label: the position of the config among the candidates, such as ``3/96``.
-
-        Raises:
-            TuningTimeout: a rank did not reach a vote.
-            TuningAborted: some rank could not be reset after a failure.
+        ``label`` is the position of the config among the candidates, such as ``3/96``.
         """
         self.by_rank = ()
         config, clock = request.config, self._ranks.clock
@@ -259,9 +230,15 @@ class Attempts:
                 if is_new:
                     self._prepare(config, label)
             with clock.phase("measure"):
-                has_run = True
-                voted = self._first_run_of(config, label) if is_new else None
-                measured = voted or self._measure(request, label)
+                has_run = self._has_run = True
+                if is_new:
+                    at, arguments = Step(f"run {label}", config), config.arguments()
+                    samples = self._vote(at, "launch", lambda: self._first_run(at, arguments))
+                    self._ready.add(config.digest)
+                if is_new and self._is_only:
+                    measured = Measurement(samples, 0, "maximum")
+                else:
+                    measured = self._measure(request, label)
                 self._first_measured, self._error = self._first_measured or config, None
                 return measured
         except _Failed as failed:
@@ -290,14 +267,6 @@ class Attempts:
             self._user(at, step, limit)
 
         self._vote(at, "compile", watched, limit)
-
-    def _first_run_of(self, config: Config, label: str) -> Measurement | None:
-        """Run the config once. Return ``None`` if it must be measured next."""
-        self._has_run = True
-        at, arguments = Step(f"run {label}", config), config.arguments()
-        voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
-        self._ready.add(config.digest)
-        return Measurement(voted, 0, "maximum") if self._is_only else None
 
     def _measure(self, request: Request, label: str) -> Measurement:
         """Return the samples of a config. The slowest rank of each sample counts."""
@@ -335,14 +304,10 @@ class Attempts:
         step: Callable[[], Sequence[float] | None],
         after: float | None = None,
     ) -> tuple[float, ...]:
-        """Take ``step`` on all ranks. Return the slowest rank's time for each sample of the step.
+        """Take ``step`` on all ranks, which may need ``after`` seconds for it.
 
-        Args:
-            after: seconds that other ranks may need for the step.
-
-        Raises:
-            _Failed: the step failed on some rank; raised on every rank, with the failure of the
-                lowest rank.
+        Return the slowest rank's time for each sample. If the step failed on some rank, raise
+        ``_Failed`` on every rank, with the failure of the lowest rank.
         """
         own: Failure | None = None
         samples: tuple[float, ...] = ()
@@ -377,11 +342,9 @@ class Attempts:
     def _first_run(self, at: Step, arguments: dict[str, Any]) -> Sequence[float]:
         """Run the config once: compile it if needed, and check its output.
 
-        Returns:
-            The milliseconds of the run if nothing else is measured, else an empty list.
-
-        The first config that runs provides the reference output. The output is copied, because a
-        function may return the same buffer each time.
+        Return the milliseconds of the run if nothing else is measured, else an empty list. The
+        first config that runs provides the reference output, copied: a function may reuse its
+        buffer.
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
@@ -434,7 +397,7 @@ class Attempts:
             failure: the failure of ``config``.
 
         Raises:
-            TuningAborted: some rank could not be reset.
+            TuningAborted: some rank could not be reset; raised on every rank.
         """
         at, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
         own: str | None = None

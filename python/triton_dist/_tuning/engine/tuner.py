@@ -20,7 +20,7 @@ from triton_dist._tuning.engine.agreement import (
     own_record,
     unstable_constants,
 )
-from triton_dist._tuning.engine.candidates import CandidateSet, Pruning, WarmStart
+from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.choice import Choice, use_first
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
@@ -88,7 +88,7 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
     finally:
         # Stored errors hold frames of this call, and the frames hold its arguments.
         first.ranks.end()
-        first.pruning.forget()
+        first.selection.forget()
         random_state.rewind()
 
 
@@ -118,7 +118,7 @@ class _FirstCall:
             call=call.number,
             hint=f"{hint}.",
         )
-        self.pruning = Pruning(subject, call, self.ranks)
+        self.selection = Selection(parts, subject, call, self.ranks)
         self._incumbent: Config | None = None
         self._unstable_constants = ""
 
@@ -131,9 +131,8 @@ class _FirstCall:
         # Each rank looks up its own caches first. The first message compares the results.
         own = own_record(stored, lambda record: self._validate(record, fingerprint))
         agreement = self._agree(key, fingerprint, own)
-        self._key = key = key.under(agreement.fingerprint)
-        self._fingerprint = agreement.fingerprint
-        warm_start = WarmStart(parts, subject, call, ranks, self.pruning, key, self._fingerprint)
+        selection, key = self.selection, key.under(agreement.fingerprint)
+        selection.key, selection.fingerprint = key, agreement.fingerprint
         report = Report(parts, key, ranks.clock)
 
         # Rule 1 of ``resolve``: a rank holds a valid record.
@@ -159,13 +158,13 @@ class _FirstCall:
             return Choice(
                 config,
                 record,
-                size_table=warm_start.size_table(record, config),
+                size_table=selection.size_table(record, config),
                 first_use=first_use,
             )
 
         # Rules 2 to 4: nothing may be measured.
         if agreement.frozen or agreement.capturing:
-            predicted, failure = warm_start.predicted()
+            predicted, failure = selection.predicted()
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
                 return Choice(self._winner(predicted), predicted, kept=not agreement.capturing)
@@ -174,7 +173,7 @@ class _FirstCall:
             return Choice(subject.space.default, None)
 
         # Rule 5: tune.
-        record, where = self._tune(warm_start, own, report)
+        record, where = self._tune(own, report)
         report.tuned(record, where)
         mark_used(record)
         config, advice = self._winner(record), ""
@@ -187,21 +186,21 @@ class _FirstCall:
                 "this value differs at each start, the function is tuned at each start: name it in "
                 "ignore=(...) of autotune, or do not bind it"
             )
-        size_table = warm_start.size_table(record, config)
+        size_table = selection.size_table(record, config)
         return Choice(
             config, record, size_table=size_table, tuned=True, advice=advice, changed=self._changed
         )
 
     def _refusal(self, agreement: Agreement, where: str, failure: str) -> Exception:
         """Return the error for a call that must tune where nothing may be measured."""
-        name, key = self._subject.name, self._key
+        name, key = self._subject.name, self.selection.key
         why = f"{where}; {failure}" if failure else where
         why_not = f"key {key} cannot be tuned during a capture: {why}"
         error: Exception = CaptureInProgress(name, why_not)
         if agreement.frozen:
             error = TuningFrozen(name, key, key.hardware, why, agreement.frozen)
         if failure:
-            error.__cause__ = self.pruning.cause
+            error.__cause__ = self.selection.cause
         return error
 
     def _validate(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
@@ -227,19 +226,13 @@ class _FirstCall:
         sizes, key = self._subject.sizes, self._call.key
         if sizes is not None and not sizes.family(key).holds(sizes.values(key), record.at):
             yield f"it was measured at {record.at}, which belongs to another range now"
-        if record.shipped and self.pruning.answer.failure is not None:
-            yield self.pruning.answer.raised
-        elif record.shipped and self._winner(record) not in self.pruning.answer.kept:
+        if record.shipped and self.selection.answer.failure is not None:
+            yield self.selection.answer.raised
+        elif record.shipped and self._winner(record) not in self.selection.answer.kept:
             yield f"prune_fn drops the winner {record.best}"
 
     def _agree(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
-        """Exchange the proposals of all ranks, and check that they are equal.
-
-        Raises:
-            TuningTimeout: a rank did not join.
-            RankDisagreement: functions, keys, details, config spaces or fingerprints differ; raised
-                on every rank. Or the call of some rank is invalid; raised on the other ranks.
-        """
+        """Exchange the proposals of all ranks, and check that they are equal."""
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
         name, space = subject.name, subject.space
         details = "" if agree is None else str(agree(*call.args, **call.kwargs))
@@ -273,12 +266,12 @@ class _FirstCall:
         self._parts.memory.put(record)
         return record
 
-    def _tune(self, warm_start: WarmStart, own: OwnRecord, report: Report) -> StoredRecord:
+    def _tune(self, own: OwnRecord, report: Report) -> StoredRecord:
         """Tune, and store the record: the leader on disk, the other ranks in memory."""
         forced = (
             "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if self._parts.settings.always_tune else ""
         )
-        candidate_set = warm_start.candidate_set()
+        candidate_set = self.selection.candidate_set()
         try:
             reason = self._call.unusable or forced or own.where
             return self._race(candidate_set, reason, own.record, report)
@@ -286,10 +279,9 @@ class _FirstCall:
             origin = candidate_set.warm_started_from
             if not origin:
                 raise
-            cause = next(iter(none.causes.values()))
-            reason = f"all candidates {origin} failed: {cause}"
+            reason = f"all candidates {origin} failed: {next(iter(none.causes.values()))}"
         # Configs that are fast at neighbouring sizes may fail here, so race all configs.
-        return self._race(warm_start.candidate_set(warm=False), reason, own.record, report)
+        return self._race(self.selection.candidate_set(warm=False), reason, own.record, report)
 
     def _race(
         self, candidate_set: CandidateSet, reason: str, own: TuningRecord | None, report: Report
@@ -298,9 +290,10 @@ class _FirstCall:
         parts, ranks, subject = self._parts, self.ranks, self._subject
         call, restore, sizes = self._call, subject.hooks.restore, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
-        journal = parts.journal(self._key)
+        key, fingerprint = self.selection.key, self.selection.fingerprint
+        journal = parts.journal(key)
         try:
-            head = journal_head(self._key, self._fingerprint, candidate_set.head)
+            head = journal_head(key, fingerprint, candidate_set.head)
             progress = Progress(journal, head, own, ranks)
             ranks.on_stuck = progress.quarantine
             with report.begin(candidate_set, reason, subject.space.default):
@@ -319,7 +312,7 @@ class _FirstCall:
                 ends = call.sizes if sizes is None else sizes.values(call.key)
                 at = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
-                    self._key, self._fingerprint, trials, ended, seconds,
+                    key, fingerprint, trials, ended, seconds,
                     candidate_set.warm_started_from, at, dropped, progress.by_rank(),
                 )  # fmt: skip
                 try:
@@ -343,8 +336,7 @@ class _FirstCall:
     ) -> Exception | None:
         """Answer the requests of the search until there are no more.
 
-        Returns:
-            The first exception of a config on this rank, if no config was measured.
+        Return the first exception of a config on this rank, if no config was measured.
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
@@ -427,10 +419,7 @@ class _FirstCall:
         return Request(space[place], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:
-        """Return the winner as a config of this process.
-
-        All ranks have it, because their spaces are equal.
-        """
+        """Return the winner as a config of this process. Spaces are equal, so all ranks have it."""
         best = record.best
         config = self._subject.space.find(best.digest, best.config)
         assert config is not None, best

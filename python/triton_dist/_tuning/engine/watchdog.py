@@ -122,8 +122,7 @@ class Watchdog:
         """Context manager that limits the time of user code.
 
         User code runs between ``begin`` and ``end`` of the returned watch. After ``seconds``,
-        ``report`` is called; ``grace`` seconds later, the process ends. ``overdue`` of the watch
-        records whether ``report`` was called.
+        ``report`` is called and ``overdue`` is set; ``grace`` seconds later, the process ends.
         """
         watch = Watch(seconds, grace, report, notify_ranks, self._now)
         before = self.around.put((*(self.around.get() or ()), watch))

@@ -198,11 +198,7 @@ class Context:
     def resume(
         self, record: TuningRecord | None, parts: ContextualParts, messages: Messages, call: int
     ) -> None:
-        """Continue an interrupted tuning, equally on all ranks, without quarantined configs.
-
-        Args:
-            record: the record that is replaced.
-        """
+        """Continue an interrupted tuning, equally on all ranks, without quarantined configs."""
         head = journal_head(self.key, self.fingerprint, head_of(self.candidates))
         journal = parts.journal(self.key)
         stuck, entries = dict(journal.quarantined(head)), list[Entry]()
@@ -349,14 +345,9 @@ Suspect: TypeAlias = Callable[[], tuple[Context, Config] | None]
 class Messages(Channel):
     """Messages of one contextual tuning.
 
-    Every message is an ``all_gather`` whose phase is compared. If ranks are at different points,
-    they raise an error that names the point of each rank.
-
-    Args:
-        suspect: returns the kernel and the config that are running now, if any.
-
-    Attributes:
-        limit: time limit for the current call of the function, in seconds.
+    Every message is an ``all_gather`` whose phase is compared: ranks at different points raise an
+    error that names the point of each rank. ``suspect`` returns the kernel and config that run now,
+    if any. ``limit`` is the time limit of the current call of the function, in seconds.
     """
 
     def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
@@ -365,12 +356,7 @@ class Messages(Channel):
         self._suspect, self.limit = suspect, parts.settings.compile_seconds
 
     def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
-        """Return the values of all ranks.
-
-        Args:
-            after: seconds that other ranks may take before this point; default: the limit of the
-                call.
-        """
+        """Return the values of all ranks, which may take ``after`` seconds, default ``limit``."""
         with watchdog.paused():  # pause the watch of the call
             at = replace(at, phase=f"{self._function}, {at.phase}")
             if not self.has_met:
@@ -409,9 +395,7 @@ def open_context(
     messages: Messages,
     call: int,
 ) -> Context:
-    """Create the context of a kernel and key, on all ranks.
-
-    It already has a winner if there is a record.
+    """Create the context of a kernel and key, on all ranks, with a winner if there is a record.
 
     Args:
         prune: returns the live configs that the kernel's own pruning keeps for this launch.

@@ -66,13 +66,6 @@ class ContextualAutoTuner(Decorated):
         is_off: Callable[[], bool],
         torch_state: Callable[[Any], RandomState],
     ) -> None:
-        """
-        Args:
-            default_group: has the group of all ranks in ``WORLD``. In another world, all configs
-                are chosen again.
-            is_off: returns ``True`` if nothing is tuned now and default configs are used.
-            torch_state: returns the state of torch's generators and of generators in the arguments.
-        """
         super().__init__(fn)
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
@@ -219,11 +212,7 @@ class ContextualAutoTuner(Decorated):
         result: Any,
         before: RandomState | None,
     ) -> Any:
-        """Finish the tuning, if any, that began in the call that returned ``result``.
-
-        Args:
-            before: state of torch's generators before the call, if the function uses them.
-        """
+        """Finish the tuning, if any, that began in the call that returned ``result``."""
         session: Session | Defaults | None = self._interception.late.pop(watch, None)
         if session is None:  # the session belongs to another thread
             return result

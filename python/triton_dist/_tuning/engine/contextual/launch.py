@@ -168,14 +168,7 @@ class Launch:
             kernel._init_handles()
 
     def step(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
-        """Launch a candidate, with ``timer`` around this launch only.
-
-        Args:
-            timed: flush the cache before the launch.
-
-        Raises:
-            Exception: raised by a hook or by the launch.
-        """
+        """Launch a candidate, with ``timer`` around this launch only."""
         tuner, arguments = self._tuner, self._arguments(config)
         # Triton checks this in its ``run``, which is bypassed here.
         conflicts = self._kwargs.keys() & config.kwargs.keys()

@@ -63,10 +63,6 @@ class Session:
         interception: Interception,
         random_state: RandomState,
     ) -> None:
-        """
-        Args:
-            random_state: the state of the generators before each call.
-        """
         self.random_state = random_state
         self._contexts, self._parts = contexts, parts
         self._interception = interception
@@ -151,12 +147,7 @@ class Session:
         return self._turn.launch(context, launch)
 
     def end_call(self) -> bool:
-        """Exchange the results of the call. Return whether it was the last call.
-
-        Raises:
-            RankDisagreement: ranks launched different kernels, or in another order.
-            NoValidConfig: every config of some kernel failed.
-        """
+        """Exchange the results of the call. Return whether it was the last call."""
         if self._messages.final_error is not None:  # the function caught and ignored it
             raise self._messages.final_error
         turn = self._turn
@@ -252,10 +243,7 @@ class Session:
             warn_of_failures(title, record, "the log of each rank lists them")
 
     def _never_ends(self) -> bool:
-        """Return whether tuning would never end.
-
-        That is so if each call launches a new key and no call repeats the earlier ones.
-        """
+        """Return whether each call launches a new key and no call repeats an earlier key."""
         stepped = self._turn.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
         if not self._turn.opened or len(left) < _MAX_UNTUNED_KEYS:

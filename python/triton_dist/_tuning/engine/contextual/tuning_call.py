@@ -71,11 +71,7 @@ class TuningCall:
         self.exhausted: NoValidConfig | None = None
 
     def launch(self, context: Context, launch: Launch) -> Any:
-        """Launch the winner of ``context``, or its current candidate if there is no winner yet.
-
-        Raises:
-            NoValidConfig: no config can be launched.
-        """
+        """Launch the winner of ``context``, or its current candidate if there is no winner yet."""
         if context.winner is None and context not in self.steps:
             self._compile_current(context, launch)
             if context.plan.current is None:
@@ -109,11 +105,7 @@ class TuningCall:
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
     def read_timers(self) -> None:
-        """Wait for the device, and store the time of each step.
-
-        Raises:
-            TimeoutError: the device did not finish in time.
-        """
+        """Wait for the device, and store the time of each step."""
         if self._timers:
             self._parts.device.synchronize(self._messages.limit)
         for context, timer in self._timers.items():
@@ -123,10 +115,7 @@ class TuningCall:
                 stepped.milliseconds = round(timer.milliseconds(), 6)
 
     def suspect(self) -> tuple[Context, Config] | None:
-        """Return the config that this rank waits for.
-
-        It is the config that is being compiled, or the first launched config that has not finished.
-        """
+        """Return the config that compiles now, or the first launched config that is not done."""
         if self._compiling is not None:
             return self._compiling
         # A copy: the watchdog calls this from its thread.
@@ -141,10 +130,7 @@ class TuningCall:
         return int(self._messages.global_rank(self._parts.ranks.rank))
 
     def _compile_current(self, context: Context, launch: Launch) -> None:
-        """Ensure that all ranks can launch the current config, and drop configs that cannot run.
-
-        Interpreted kernels need no compilation.
-        """
+        """Ensure that all ranks can launch the current config, and drop configs that cannot run."""
         if jit_function(context.tuner) is None:
             return
         ahead = context.ahead
