@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "agreement: ranks vary their calls as often",
         _VARIED,
-        "if len(set(said)) > 1:",
-        "if len(set(said)) > 2:",
+        "if len(set(results)) > 1:",
+        "if len(set(results)) > 2:",
         VARIED,
     ),
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant(
         "sizes: neighbours that could not try a kind of config do not leave it out",
         _CANDIDATES,
-        "near is not None and near.know(kept)",
+        "near is not None and near.tried_all_kinds(kept)",
         "near is not None",
         ("tests/tuning/test_sizes.py",),
     ),

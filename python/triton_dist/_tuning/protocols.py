@@ -203,7 +203,7 @@ class Journal(Protocol):
     def trying(self, config: str) -> None:
         """On the leader, note that a config is about to run. It may end the process."""
 
-    def spared(self, config: str) -> None:
+    def ended_otherwise(self, config: str) -> None:
         """On the leader, note that tuning ends early for a reason other than the config."""
 
     def append(self, entry: Entry) -> None:

@@ -19,7 +19,7 @@ from triton_dist._tuning.values import (
     StoredRecord,
     TuningRecord,
     Validity,
-    agreed,
+    with_common_constants,
 )
 from triton_dist.errors import RankDisagreement
 
@@ -110,7 +110,7 @@ class Agreement:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
                 raise ranks.ended_by(RankDisagreement(each[ranks.rank][0], texts))
         # Bound constants may differ. All other parts of the fingerprint must be equal to rank 0's.
-        first, *others = agreed([proposal.fingerprint for proposal in proposals])
+        first, *others = with_common_constants([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
             by_rank: dict[int, object] = {
                 ranks.global_rank(0): "(the other ranks are compared with this rank)"

@@ -32,7 +32,7 @@ from triton_dist._tuning.values import (
     codec,
     validity,
 )
-from triton_dist._tuning.values.show import said
+from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import NoValidConfig, RankDisagreement
 
 
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
     def raised(self) -> str:
         """The failure as text; empty if there is none."""
         error = self.failure
-        return "" if error is None else f"prune_fn raised {said(error)}"
+        return "" if error is None else f"prune_fn raised {error_text(error)}"
 
 
 MOST_LISTED = 1000
@@ -198,7 +198,7 @@ class Selection:
                 plan = _Plan(tuple(map(space.place, few)), dropped, origin)
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
-                plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
+                plan = _Plan(failure=f"{ASKED} raised {error_text(error)}", raising=ASKED)
         decided = ranks.broadcast(Step("prune_fn"), plan, self._parts.settings.seconds)
         if failure is not None:
             try:
@@ -227,7 +227,7 @@ class Selection:
         settings, unusable = self._parts.settings, self._call.unusable
         if settings.warm_start_ms > 0 and not (settings.always_tune or unusable):
             near = self._neighbours()
-            if near is not None and near.know(kept):
+            if near is not None and near.tried_all_kinds(kept):
                 few = near.candidates(kept, settings.warm_start_ms)
                 return (few, f"warm-started from {near}") if few else (kept, "")
         return kept, ""
@@ -247,7 +247,7 @@ class Selection:
                 try:
                     record = near.predict(self.key, self.answer.listed, timestamp())
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
-                    self.cause, failure = error, f"{ASKED} raised {said(error)}"
+                    self.cause, failure = error, f"{ASKED} raised {error_text(error)}"
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
         seconds = self._parts.settings.seconds
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)

@@ -155,11 +155,11 @@ class Channel:
 
     def abort(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks, so that they do not wait for this rank."""
-        said = error.summary if isinstance(error, TuningTimeout) else error
-        text = f"{type(error).__name__}: {said}"
+        summary = error.summary if isinstance(error, TuningTimeout) else error
+        text = f"{type(error).__name__}: {summary}"
         # All ranks raise these errors by themselves.
-        told = isinstance(error, (RankTimeout, RankDisagreement))
-        refused = not self.has_met and isinstance(error, Exception) and not told
+        is_known = isinstance(error, (RankTimeout, RankDisagreement))
+        refused = not self.has_met and isinstance(error, Exception) and not is_known
         with suppress(RankTimeout):
             self._ranks.abort(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 

@@ -21,7 +21,7 @@ from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import Config, TuningRecord
-from triton_dist._tuning.values.show import said
+from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import InvalidArgument, RankDisagreement, TuningTimeout
 
 _IMMEDIATE_HITS = 4
@@ -146,7 +146,7 @@ def use_first(
     try:
         result = call()
     except Exception as error:
-        why = reason_to_tune(said(error) if is_unusable(error) else None)
+        why = reason_to_tune(error_text(error) if is_unusable(error) else None)
         if why:
             return None, why
         if not isinstance(error, _REFUSALS):
@@ -161,7 +161,7 @@ def use_first(
 def is_unusable(error: Exception) -> bool:
     """Return whether the error blames the config, which another compiler build may reject."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    return not names.isdisjoint(_UNUSABLE) or _FAILED_PASS in said(error)
+    return not names.isdisjoint(_UNUSABLE) or _FAILED_PASS in error_text(error)
 
 
 def add_note(error: Exception, text: str) -> None:

@@ -102,15 +102,15 @@ def share(everyone: Sequence[Needs], rank: int) -> list[str]:
     """
     sharers = [other for other, needs in enumerate(everyone) if needs.cache == everyone[rank].cache]
     shares: dict[int, list[str]] = {other: [] for other in sharers}
-    taken: set[str] = set()
+    assigned: set[str] = set()
     for config in everyone[rank].kernels:
         missed_by: dict[str, list[int]] = {}
         for other in sharers:
             for kernel in everyone[other].kernels.get(config, ()):
                 missed_by.setdefault(kernel, []).append(other)
         for kernel, ranks in missed_by.items():
-            if kernel not in taken:
-                taken.add(kernel)
+            if kernel not in assigned:
+                assigned.add(kernel)
                 # The rank with the fewest kernels so far; the lowest of these.
                 shares[min(ranks, key=lambda other: (len(shares[other]), other))].append(kernel)
     return shares[rank]

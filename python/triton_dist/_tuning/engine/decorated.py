@@ -13,7 +13,7 @@ from typing import Any
 
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values import Config, fine_bucket, original, qualified_name
-from triton_dist._tuning.values.show import said
+from triton_dist._tuning.values.show import error_text
 from triton_dist._warn import called_by_users, user_frame, warn_at
 from triton_dist.errors import InvalidArgument, TritonDistError, TuningWarning
 
@@ -100,8 +100,8 @@ def reporting_errors(
         yield
     except BaseException as error:  # KeyboardInterrupt too: release the other ranks
         with suppress(TritonDistError):
-            about = ranks().channel(function, call=call)
-            about.abort(said(error), refused=isinstance(error, Exception))
+            channel = ranks().channel(function, call=call)
+            channel.abort(error_text(error), refused=isinstance(error, Exception))
         raise
 
 
@@ -139,9 +139,9 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return
-    taken = [name for name in CALL_KEYWORDS if name in parameters]
-    if taken and decorator == "autotune":
-        raise refuse(f"parameter names other than {', '.join(taken)}: the tuner uses these")
+    reserved = [name for name in CALL_KEYWORDS if name in parameters]
+    if reserved and decorator == "autotune":
+        raise refuse(f"parameter names other than {', '.join(reserved)}: the tuner uses these")
     variable = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for name in restore:
         if name not in parameters and not variable:

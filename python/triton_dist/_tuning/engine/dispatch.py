@@ -32,7 +32,7 @@ from triton_dist._tuning.values import (
     Sizes,
     TuningRecord,
 )
-from triton_dist._tuning.values.config import validator_of_whole
+from triton_dist._tuning.values.config import on_complete_configs
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import (
     CaptureInProgress,
@@ -236,9 +236,9 @@ class AutoTuner(Decorated):
             choice = self._choose(args, kwargs, *options, runs=True)
             arguments = choice.config.arguments()
             if choice.first_use is not None:
-                whole = {**arguments, **kwargs}
+                all_arguments = {**arguments, **kwargs}
                 # The winner of a record may fail with this driver. All ranks then tune again.
-                result, unusable = choice.first_use(lambda: self.fn(*args, **whole))
+                result, unusable = choice.first_use(lambda: self.fn(*args, **all_arguments))
                 if not unusable:
                     return result
                 choice = self._choose(args, kwargs, *options, True, unusable)
@@ -281,8 +281,8 @@ class AutoTuner(Decorated):
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
         """Cache the arguments of ``choice`` for calls with this exact key, and return them."""
         arguments = choice.config.arguments()
-        named = {self.key_argument: key} if self.key_argument else {}
-        self._choices.keep(process_group, key, {**arguments, **named})
+        key_argument = {self.key_argument: key} if self.key_argument else {}
+        self._choices.keep(process_group, key, {**arguments, **key_argument})
         return arguments
 
     @held_warnings()
@@ -333,7 +333,7 @@ class AutoTuner(Decorated):
                 self.prune_fn,
                 self._hooks,
                 self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
-                validator_of_whole(self.fallback_kind, fixed) if fixed else self.fallback_kind,
+                on_complete_configs(self.fallback_kind, fixed) if fixed else self.fallback_kind,
             )
         # Trials of an enclosing tuned function are not charged for the time of this tuning.
         with watchdog.paused(), parts.tuning_lock():
@@ -341,10 +341,12 @@ class AutoTuner(Decorated):
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
-                agreed = tuple(key for group, key in choices.by_ranks if group == ranks)
-                if not agreed:  # only at the first key of a group, to keep other calls cheap
+                agreed_keys = tuple(key for group, key in choices.by_ranks if group == ranks)
+                if not agreed_keys:  # only at the first key of a group, to keep other calls cheap
                     choices.drop_destroyed(self._surroundings.is_destroyed)
-                call = Call(args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed)
+                call = Call(
+                    args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed_keys
+                )
                 known = self._resolve(subject, parts, call)
                 self._calls = 0
             if known.record is not None and known.kept:

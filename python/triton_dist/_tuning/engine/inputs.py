@@ -39,7 +39,7 @@ class Restorer:
         self._others: list[tuple[str, Any]] = []
         """Tensors of the other arguments, each with the name of the argument."""
         self._versions: list[int | None] = []
-        for name, value in _named(function, args, kwargs).items():
+        for name, value in _arguments_by_name(function, args, kwargs).items():
             found = list(_tensors(value))
             # ``changed`` checks the tensors that ``restore`` does not cover.
             if name not in names:
@@ -87,7 +87,7 @@ def elements(tensor: Any) -> Any:
     return found
 
 
-def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+def _arguments_by_name(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by name; empty for a builtin without a signature."""
     try:
         signature = inspect.signature(function)
@@ -95,11 +95,11 @@ def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
         return {}
     bound = signature.bind_partial(*args, **kwargs)
     bound.apply_defaults()
-    named = dict(bound.arguments)
+    arguments = dict(bound.arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            named |= named.pop(parameter.name)
-    return named
+            arguments |= arguments.pop(parameter.name)
+    return arguments
 
 
 def _version(tensor: Any) -> int | None:
@@ -141,13 +141,13 @@ def sampled_calls(
         with ranks.user_code(at, seconds):
             signature = inspect.signature(subject.function)
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
-            varied: object = input_variants(*call.args, **call.kwargs)
-            if not isinstance(varied, Iterable):
+            variants: object = input_variants(*call.args, **call.kwargs)
+            if not isinstance(variants, Iterable):
                 expected = "mappings, one per additional call"
                 raise InvalidArgument(
-                    "autotune", "the result of input_variants_fn", varied, expected
+                    "autotune", "the result of input_variants_fn", variants, expected
                 )
-            for others in varied:
+            for others in variants:
                 if not isinstance(others, Mapping) or not others.keys() <= given.keys():
                     expected = f"mappings from names of arguments of the call: {', '.join(given)}"
                     raise InvalidArgument(
@@ -159,13 +159,13 @@ def sampled_calls(
     except Exception as error:
         failure = error
     own = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
-    said = ranks.all_gather(at, own, seconds)
+    results = ranks.all_gather(at, own, seconds)
     if failure is not None:
         try:
             raise failure
         finally:
             del failure  # the error refers to this frame
-    if len(set(said)) > 1:
-        by_rank = {ranks.global_rank(rank): each for rank, each in enumerate(said)}
+    if len(set(results)) > 1:
+        by_rank = {ranks.global_rank(rank): each for rank, each in enumerate(results)}
         raise RankDisagreement(f"input_variants_fn of {subject.name}", by_rank)
     return calls

@@ -186,5 +186,5 @@ class Call:
     """The function is called with the choice immediately."""
     unusable: str = ""
     """Failure of the recorded winner in this call. No record is then used."""
-    agreed: tuple[object, ...] = ()
+    agreed_keys: tuple[object, ...] = ()
     """Keys that these ranks agreed on before. Calls with one of them send no message."""

@@ -113,7 +113,7 @@ class Progress:
         except RankTimeout:
             raise
         except BaseException:
-            self._journal.spared(config.digest)
+            self._journal.ended_otherwise(config.digest)
             raise
 
     def learn(

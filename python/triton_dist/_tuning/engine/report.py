@@ -24,7 +24,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.outcome import outcome_tree
-from triton_dist._tuning.values.show import said
+from triton_dist._tuning.values.show import error_text
 from triton_dist._warn import print_line, printable, warn
 from triton_dist.errors import TuningWarning
 
@@ -94,7 +94,7 @@ class Report:
         try:
             yield
         except BaseException as error:
-            text = said(error)
+            text = error_text(error)
             self._event("ended", error=text, **self._spent())
             self._log.line(f"ended by {text}")
             self._log.close()

@@ -21,16 +21,17 @@ from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Arguments, Restorer
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.watchdog import Watch
-from triton_dist._tuning.protocols import Timer
+from triton_dist._tuning.protocols import Device, Timer
 from triton_dist._tuning.values import (
     Config,
     Failure,
     FailureKind,
     Measurement,
     Outcome,
+    Policy,
     Request,
 )
-from triton_dist._tuning.values.show import said
+from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import (
     RankDisagreement,
     TritonDistError,
@@ -51,12 +52,20 @@ class Sampler:
     """Timer of repeated runs with a cold cache. All ranks start each run together.
 
     Args:
+        seconds: time limit for other ranks, and for the device after all runs are queued.
         settle: called after each run, untimed. It raises if a wait in a kernel gave up.
     """
 
-    def __init__(self, parts: Parts, ranks: Channel, settle: Callable[[], object]) -> None:
-        self._device, self._ranks, self._settle = parts.device, ranks, settle
-        self._policy, self._seconds = parts.settings.policy, parts.settings.seconds
+    def __init__(
+        self,
+        device: Device,
+        ranks: Channel,
+        policy: Policy,
+        seconds: float,
+        settle: Callable[[], object],
+    ) -> None:
+        self._device, self._ranks, self._policy = device, ranks, policy
+        self._seconds, self._settle = seconds, settle
         self._queueing: dict[Config | None, float] = {}
         """Seconds that the host recently needed to queue a call of a config."""
 
@@ -183,7 +192,8 @@ class Attempts:
         self._sampled, self._is_only = sampled, is_only
         self._ready: set[str] = set()
         self._has_run = False
-        self._sampler = Sampler(parts, ranks, settle)
+        policy, seconds = parts.settings.policy, parts.settings.seconds
+        self._sampler = Sampler(parts.device, ranks, policy, seconds, settle)
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
         """The first config that was measured, possibly in an earlier start."""
@@ -287,8 +297,8 @@ class Attempts:
             self._settle()
 
         def samples() -> Sequence[float]:  # milliseconds of a call
-            taken = self._sampler.sample(at, run, request.samples, self._reset)
-            return [round(each / len(self._sampled), 6) for each in taken]
+            times = self._sampler.sample(at, run, request.samples, self._reset)
+            return [round(each / len(self._sampled), 6) for each in times]
 
         if policy.timing == "graph":
             # A separate vote: if one rank cannot capture the run, no rank replays it.
@@ -439,6 +449,8 @@ def text_of(error: Exception) -> str:
     If a wait for other ranks timed out in a clean-up, the exception before it comes first.
     """
     cause = cause_of(error)
-    message = said(error) if cause is error else f"{said(cause)}; then {said(error)}"
+    message = (
+        error_text(error) if cause is error else f"{error_text(cause)}; then {error_text(error)}"
+    )
     message = message.encode("utf-8", "backslashreplace").decode()
     return message if len(message) <= 1000 else f"{message[:500]} ... {message[-500:]}"

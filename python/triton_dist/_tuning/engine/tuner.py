@@ -102,12 +102,13 @@ class _FirstCall:
         self._random_state = random_state
         self._changed: tuple[str, ...] = ()
         hint = f"The key of this rank is {call.key!r:.200}"
-        if call.agreed:
-            known = ", ".join(f"{key!r:.200}" for key in call.agreed[-3:])
+        if call.agreed_keys:
+            known = ", ".join(f"{key!r:.200}" for key in call.agreed_keys[-3:])
             hint += (
-                f", which is new here. Ranks that call with one of the {len(call.agreed)} tuned "
-                f"key(s), such as {known}, do not tune and will not join. Check that all ranks "
-                "use the same sizes, and that clear() was called on all ranks or on none"
+                ", which is new here. Ranks that call with one of the "
+                f"{len(call.agreed_keys)} tuned key(s), such as {known}, do not tune and "
+                "will not join. Check that all ranks use the same sizes, and "
+                "that clear() was called on all ranks or on none"
             )
         self.ranks = Channel(
             parts.ranks,
@@ -399,23 +400,23 @@ class _FirstCall:
             if search.runs_user_code:
                 watching = self.ranks.user_code(Step("the search"))
             with self.ranks.clock.phase("search"), watching:
-                asked = search.ask()
-                named = tuple(map(space.place, search.ahead()))
+                request = search.ask()
+                upcoming = tuple(map(space.place, search.ahead()))
             most, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
-            if asked is not None:
-                too_many = most is not None and tried >= most and not progress.has(asked.config)
+            if request is not None:
+                too_many = most is not None and tried >= most and not progress.has(request.config)
                 too_long = seconds is not None and tried > 0 and progress.seconds >= seconds
                 if not (too_many or too_long):
-                    known = progress.known(asked)
-                    wanted = (space.place(asked.config), asked.samples, known, named)
+                    known = progress.known(request)
+                    wanted = (space.place(request.config), request.samples, known, upcoming)
         at = Step(f"request {progress.requests + 1}")
-        place, samples, outcome, named = self.ranks.broadcast(
+        place, samples, outcome, upcoming = self.ranks.broadcast(
             at, wanted, self._parts.settings.seconds
         )
         if place is None:
             return None
-        if named:
-            ahead.begin([space[each] for each in named])
+        if upcoming:
+            ahead.begin([space[each] for each in upcoming])
         return Request(space[place], samples), outcome
 
     def _winner(self, record: TuningRecord) -> Config:

@@ -36,7 +36,7 @@ ASKED = "fallback_fn or waves_fn"
 """User functions that are called with configs of neighbours, for messages."""
 _CANDIDATES, _FORESEEN = 6, 4
 """Number of neighbours' configs that race: without and with known waves."""
-_ALIKE = 0.03
+_SAME_WAVES_PENALTY = 0.03
 """Penalty on a candidate's relative time for each chosen candidate with the same number of
 waves."""
 _FALLBACKS = 4
@@ -123,7 +123,7 @@ class Neighbours:
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
     """Return the number of waves of a config at some sizes, or ``None`` if unknown."""
 
-    def know(self, kept: Sequence[Config]) -> bool:
+    def tried_all_kinds(self, kept: Sequence[Config]) -> bool:
         """Return whether fully tuned neighbours have tried every kind of config in ``kept``.
 
         If a kind, such as an algorithm for small sizes, was not tried, a warm start would never
@@ -184,7 +184,7 @@ class Neighbours:
         near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)]
         share = math.sqrt(max(1.0, milliseconds / 30))
         number = round(share * (_FORESEEN if foreseen else _CANDIDATES))
-        near = _varied(near, scores, waves, number)
+        near = _with_different_waves(near, scores, waves, number)
         if not near:
             return []
         fallback = self.fallback(kept)
@@ -304,7 +304,7 @@ def nearest(
     return list(found.values())
 
 
-def _varied(
+def _with_different_waves(
     near: Sequence[Config],
     scores: Mapping[str, float],
     waves: Mapping[Config, float | None],
@@ -312,15 +312,17 @@ def _varied(
 ) -> list[Config]:
     """Return the ``number`` best of ``near``, with a penalty for each chosen config with the same
     number of waves: their times are correlated."""
-    taken: Counter[float | None] = Counter()
+    chosen_by_waves: Counter[float | None] = Counter()
     chosen: list[Config] = []
     left = list(near)
     while left and len(chosen) < number:
-        best = min(left, key=lambda c: scores[c.digest] + _ALIKE * taken[waves[c]])
+        best = min(
+            left, key=lambda c: scores[c.digest] + _SAME_WAVES_PENALTY * chosen_by_waves[waves[c]]
+        )
         left.remove(best)
         chosen.append(best)
         if waves[best] is not None:
-            taken[waves[best]] += 1
+            chosen_by_waves[waves[best]] += 1
     return chosen
 
 

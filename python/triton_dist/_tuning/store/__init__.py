@@ -1,6 +1,7 @@
 """Store tuning records, journals and logs: in memory, in folders, and in packs."""
 
-from triton_dist._tuning.store.beside import (
+from triton_dist._tuning.store.file import FileStore
+from triton_dist._tuning.store.inventory import (
     Interrupted,
     foreign,
     interrupted,
@@ -8,7 +9,6 @@ from triton_dist._tuning.store.beside import (
     places,
     removable,
 )
-from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
 from triton_dist._tuning.store.log import FileLog, StepLog, rank_steps, tunings_in_log

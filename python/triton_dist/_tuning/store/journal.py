@@ -116,7 +116,7 @@ class FileJournal:
     def trying(self, config: str) -> None:
         self._add({"trying": config})
 
-    def spared(self, config: str) -> None:
+    def ended_otherwise(self, config: str) -> None:
         self._add({"spared": config})
 
     def append(self, entry: Entry) -> None:

@@ -12,7 +12,7 @@ from triton_dist._tuning.values.fingerprint import (
     Difference,
     Fingerprint,
     ShippedFingerprint,
-    agreed,
+    with_common_constants,
 )
 from triton_dist._tuning.values.key import (
     Key,
@@ -73,7 +73,7 @@ __all__ = [
     "TuningRecord",
     "Unlisted",
     "Validity",
-    "agreed",
+    "with_common_constants",
     "bucket",
     "fine_bucket",
     "merge",

@@ -34,7 +34,7 @@ class Config(Mapping[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any], number: int = 1) -> None:
-        self._values = {name: _own(value) for name, value in values.items()}
+        self._values = {name: _copied(value) for name, value in values.items()}
         self.tree: codec.Tree = {name: _encode(name, value) for name, value in self._values.items()}
         if number > 1:
             self.tree["#"] = number
@@ -71,7 +71,7 @@ class Config(Mapping[str, Any]):
 
         Each call gets its own copy of a ``triton.Config``, which the called function may change.
         """
-        return {name: _own(value) for name, value in self._values.items()}
+        return {name: _copied(value) for name, value in self._values.items()}
 
     def functions(self) -> Iterator[Callable[..., Any]]:
         """Yield the functions whose source the result depends on.
@@ -116,13 +116,13 @@ def show_config(tree: codec.Tree) -> str:
     return "{" + ", ".join(f"{name!r}: {show(value)}" for name, value in tree.items()) + "}"
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Copy a ``triton.Config``, which is mutable; its ``pre_hook`` is shared."""
     if not codec.is_triton_config(value):
         return value
-    own = copy.copy(value)
-    own.kwargs = dict(value.kwargs)
-    return own
+    copied = copy.copy(value)
+    copied.kwargs = dict(value.kwargs)
+    return copied
 
 
 def _encode(name: str, value: object) -> codec.Tree:
@@ -223,16 +223,16 @@ class ConfigSpace(Sequence[Config]):
             expected = "dicts of keyword arguments"
             raise InvalidArgument("autotune", "the result of config_space", candidates, expected)
         configs: dict[str, Config] = {}
-        alike: list[str] = []
+        ambiguous: list[str] = []
         for config in numbered(map(_as_config, candidates)):
             first = configs.setdefault(config.digest, config)
             if first is not config:
-                alike += [name for name in config if not _same(config[name], first[name])]
-        if alike:
+                ambiguous += [name for name in config if not _same(config[name], first[name])]
+        if ambiguous:
             warn(
-                f"config_space: {len(alike)} values of {', '.join(sorted(set(alike)))} print like "
-                "an earlier value but are not equal to it; their configs are dropped. Give these "
-                "objects distinct reprs, or use a number or a name instead",
+                f"config_space: {len(ambiguous)} values of {', '.join(sorted(set(ambiguous)))} "
+                "print like an earlier value but are not equal to it; their configs are dropped. "
+                "Give these objects distinct reprs, or use a number or a name instead",
                 TuningWarning,
             )
         return tuple(configs.values())
@@ -314,7 +314,7 @@ class ConfigSpace(Sequence[Config]):
 class FixedSpace(ConfigSpace):
     """The configs of ``space`` without the names that the caller passes.
 
-    ``prune_fn`` still gets whole configs.
+    ``prune_fn`` still gets complete configs.
     """
 
     def __init__(self, space: ConfigSpace, fixed: Config) -> None:
@@ -330,11 +330,11 @@ class FixedSpace(ConfigSpace):
         kwargs: Mapping[str, Any],
     ) -> tuple[list[Config], list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        validator = prune_fn and validator_of_whole(prune_fn, self._fixed)
+        validator = prune_fn and on_complete_configs(prune_fn, self._fixed)
         return super().prune(validator, args, others)
 
 
-def validator_of_whole(validator: Callable[..., object], fixed: Config) -> Callable[..., object]:
+def on_complete_configs(validator: Callable[..., object], fixed: Config) -> Callable[..., object]:
     """Wrap ``prune_fn`` or ``fallback_fn`` to add ``fixed`` to each config that it gets."""
 
     @functools.wraps(validator)

@@ -136,7 +136,7 @@ class ShippedFingerprint(Fingerprint):
         yield from self._compare_version(now)
 
 
-def agreed(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
+def with_common_constants(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
     """Return the fingerprint of each rank after agreement on bound constants.
 
     A bound constant that differs between ranks becomes uncounted on all ranks. The order of ranks
@@ -144,19 +144,19 @@ def agreed(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
     """
     bound = {name for each in fingerprints for name in each.bound}
     held = [each.constants for each in fingerprints]
-    alike = {
+    common = {
         name: held[0][name]
         for name in sorted(bound)
         if all(each.get(name, "") == held[0].get(name) for each in held)
     }
-    uncounted = dict.fromkeys(sorted(bound - alike.keys()), DIFFERS)
+    uncounted = dict.fromkeys(sorted(bound - common.keys()), DIFFERS)
     for each in reversed(fingerprints):
         uncounted |= each.uncounted
     return [
         replace(
             each,
             literal={name: text for name, text in each.literal.items() if name not in bound},
-            bound=alike,
+            bound=common,
             uncounted=dict(sorted(uncounted.items())),
         )
         for each in fingerprints

@@ -112,7 +112,7 @@ class ByRank(NamedTuple):
     def of(cls, samples: Sequence[Sequence[float]]) -> ByRank:
         """Summarise ``samples``: one sequence per rank, in the order of measurement."""
         rounds = list(zip(*samples, strict=True))
-        slowest = [round_.index(max(round_)) for round_ in rounds]
+        slowest = [times.index(max(times)) for times in rounds]
         medians = (round(statistics.median(own), 6) for own in samples)
         return cls(tuple(medians), tuple(map(slowest.count, range(len(samples)))))
 
@@ -165,8 +165,8 @@ class Entry:
     """Seconds since the tuning began, without pauses between an interruption and the next start."""
 
     def to_tree(self) -> dict[str, Any]:
-        asked = {"n": self.n, "config": self.config, "asked": self.samples}
-        return {**asked, "seconds": round(self.seconds, 3), **outcome_tree(self.outcome)}
+        request = {"n": self.n, "config": self.config, "asked": self.samples}
+        return {**request, "seconds": round(self.seconds, 3), **outcome_tree(self.outcome)}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Entry:

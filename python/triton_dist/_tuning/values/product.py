@@ -17,8 +17,8 @@ from triton_dist._tuning.values.config import (
     Config,
     ConfigSpace,
     Pruned,
+    on_complete_configs,
     reason_of,
-    validator_of_whole,
 )
 from triton_dist.errors import InvalidArgument
 
@@ -151,9 +151,9 @@ class Product(ConfigSpace):
 
     def without(self, fixed: Config) -> ConfigSpace:
         where = self.where
-        whole = None if where is None else lambda values: where({**values, **fixed})
+        complete_where = None if where is None else lambda values: where({**values, **fixed})
         left = {name: values for name, values in self.values.items() if name not in fixed}
-        return _Rest(left, whole, fixed) if left else ConfigSpace([{}])
+        return _Rest(left, complete_where, fixed) if left else ConfigSpace([{}])
 
     def prune(
         self,
@@ -181,7 +181,7 @@ class Product(ConfigSpace):
 
 
 class _Rest(Product):
-    """A product without the names that the caller passes; ``prune_fn`` still gets whole configs."""
+    """A product without the names that the caller passes. ``prune_fn`` gets complete configs."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _Rest(Product):
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        validator = prune_fn and validator_of_whole(prune_fn, self._fixed)
+        validator = prune_fn and on_complete_configs(prune_fn, self._fixed)
         return super().prune(validator, args, others)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton_dist._tuning.values.codec import Tree
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return type and message of an exception, also if its ``__str__`` raises."""
     try:
         message = str(error)

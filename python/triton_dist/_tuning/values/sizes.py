@@ -110,7 +110,7 @@ class Sizes:
     def with_fixed(self, fixed: Config) -> Sizes:
         """Return the sizes for calls that pass the values ``fixed`` of a config.
 
-        ``waves_fn`` still gets the result of ``key_fn`` itself and whole configs.
+        ``waves_fn`` still gets the result of ``key_fn`` itself and complete configs.
         """
         waves_fn = self._waves_fn
         if waves_fn is None:

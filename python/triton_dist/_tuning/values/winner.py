@@ -60,24 +60,26 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
     common = [0.0] * max(map(len, samples))
     for _ in range(_PASSES):
         level = [
-            typical([time - round_ for time, round_ in zip(own, common, strict=False)])
+            typical([time - drift for time, drift in zip(own, common, strict=False)])
             for own in samples
         ]
         if len(samples) == 1:
             break
         pairs = list(zip(samples, level, strict=True))
         common = [
-            statistics.median(own[round_] - mine for own, mine in pairs if round_ < len(own))
-            for round_ in range(len(common))
+            statistics.median(
+                own[place] - own_level for own, own_level in pairs if place < len(own)
+            )
+            for place in range(len(common))
         ]
     left = [
-        abs(time - round_ - mine)
-        for own, mine in zip(samples, level, strict=True)
-        for time, round_ in zip(own, common, strict=False)
+        abs(time - drift - own_level)
+        for own, own_level in zip(samples, level, strict=True)
+        for time, drift in zip(own, common, strict=False)
     ]
     # The round deviations absorb a share of the noise: half of it with two candidates.
-    taken = len(samples) / max(len(samples) - 1, 1)
-    return Levels(level, _DEVIATIONS * statistics.median(left) * math.sqrt(taken))
+    absorbed = len(samples) / max(len(samples) - 1, 1)
+    return Levels(level, _DEVIATIONS * statistics.median(left) * math.sqrt(absorbed))
 
 
 _CLOCKS = 0.1

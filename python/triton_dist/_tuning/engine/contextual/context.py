@@ -271,7 +271,7 @@ class Context:
         if error is None:
             journal.remove()
         elif self._tried_digest and not isinstance(error, RankTimeout):
-            journal.spared(self._tried_digest)
+            journal.ended_otherwise(self._tried_digest)
         journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:

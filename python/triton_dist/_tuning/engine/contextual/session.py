@@ -166,15 +166,15 @@ class Session:
         everyone = self._messages.all_gather(ending, list(turn.steps.values()))
         positions = [[(s.context, s.digest, s.iteration) for s in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
-            named = [
+            names_of_steps = [
                 [f"{each.context} iter {each.iteration}" for each in steps] for steps in everyone
             ]
-            said = {
+            by_rank = {
                 self._messages.global_rank(rank): "; ".join(steps) or "none"
-                for rank, steps in enumerate(named)
+                for rank, steps in enumerate(names_of_steps)
             }
             what = f"the kernels launched in call {turn.number}"
-            raise self._messages.ended_by(RankDisagreement(what, said))
+            raise self._messages.ended_by(RankDisagreement(what, by_rank))
         for context, *steps in zip(turn.steps, *everyone, strict=True):
             # Record one step: the slowest rank counts, and a failure on any rank.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest

@@ -23,7 +23,7 @@ from triton_dist._tuning.engine.trial import failure_of
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure
-from triton_dist._tuning.values.show import said
+from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
 
 _OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
@@ -98,7 +98,7 @@ class TuningCall:
                 launch.compile(context.winner)
         except Exception as error:
             # Other errors are raised again by the launch.
-            own = said(error) if is_unusable(error) else ""
+            own = error_text(error) if is_unusable(error) else ""
         at = Step(f"call {self.number}: compile the recorded winner of {context.name}")
         whys = self._messages.all_gather(at, own, self._parts.settings.compile_seconds)
         ranks = map(self._messages.global_rank, range(len(whys)))
