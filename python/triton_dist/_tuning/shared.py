@@ -128,7 +128,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
         journal=lambda key: FileJournal(files.path(key).with_suffix(".journal"), key.module),
         # Other ranks wait for ``seconds``. A wait in a kernel must end earlier.
-        quiet=functools.partial(_trials, device, ranks, seconds / 2),
+        quiet=functools.partial(_bounded_trials, device, ranks, seconds / 2),
         deferred_checks=functools.partial(deferred_checks, device, seconds),
         tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).held,
         compiler=CompilePool if device.name == "cuda" else None,
@@ -137,7 +137,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
 
 
 @contextmanager
-def _trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
+def _bounded_trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
     """Context manager for trials: a wait in a kernel ends after ``seconds``."""
     if device.name == "cuda" and ranks_per_gpu() > 1 and ranks.is_leader:
         _warn_of_shared_gpus(ranks_per_gpu())
@@ -148,7 +148,6 @@ def _trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
 @functools.cache
 def _warn_of_shared_gpus(ranks: int) -> None:
     """Warn once per process."""
-    """Once in a process."""
     warn(
         f"{ranks} ranks share a GPU and run alternately on it. Tuning works, but the times do "
         "not predict the performance with one rank per GPU. Records are kept separately from "
@@ -181,13 +180,13 @@ def fingerprint_of(
         source=source.digests,
         space=space,
         version=version,
-        literal=source.literal | _validating(validators.literal, source.literal),
-        bound=source.bound | _validating(validators.bound, source.bound),
-        uncounted=source.uncounted | _validating(validators.uncounted, source.uncounted),
+        literal=source.literal | _only_validators_read(validators.literal, source.literal),
+        bound=source.bound | _only_validators_read(validators.bound, source.bound),
+        uncounted=source.uncounted | _only_validators_read(validators.uncounted, source.uncounted),
     )
 
 
-def _validating(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+def _only_validators_read(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
     """Return the validators' constants that ``known`` lacks or has differently, renamed."""
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text

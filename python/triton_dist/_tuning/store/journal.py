@@ -35,16 +35,13 @@ _CRASHES = 2
 _journals: weakref.WeakSet[FileJournal] = weakref.WeakSet()
 
 
-def _leave_to_the_parent() -> None:
-    """Close the inherited journals in a forked child.
-
-    Otherwise the child would hold the lock after the end of its parent.
-    """
+def _close_inherited() -> None:
+    """In a forked child, close the journals, whose locks it would hold after its parent's end."""
     for journal in list(_journals):
         journal.leave()
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class FileJournal:

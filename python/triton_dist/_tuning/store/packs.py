@@ -79,7 +79,12 @@ class PackStore:
             for name, read in _readers(path):
                 if name.startswith(start):
                     if (path, name) not in self._read:
-                        self._read[path, name] = _by_key(path, name, read)
+                        self._read[path, name] = {}
+                        try:
+                            records = _parsed(path, name, read())
+                            self._read[path, name] = {each.key: each for each in records}
+                        except (OSError, PackRefused) as error:
+                            warn(str(error), CacheWarning)
                     yield str(path), self._read[path, name]
 
 
@@ -90,14 +95,6 @@ def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     elif packed := opened(path):
         for name in packed.records:
             yield name, functools.partial(packed.record, name)
-
-
-def _by_key(path: Path, name: str, read: Callable[[], bytes]) -> Mapping[Key, TuningRecord]:
-    try:
-        return {record.key: record for record in _parsed(path, name, read())}
-    except (OSError, PackRefused) as error:
-        warn(str(error), CacheWarning)
-        return {}
 
 
 def records_of(packed: Pack) -> list[TuningRecord]:
@@ -192,10 +189,15 @@ def merged(packs: Sequence[Contents]) -> Contents:
     If a key is in several packs, the latest result is kept. Kernels with equal digests differ only
     by paths in their metadata; the kernel with the smallest hashes is kept.
     """
+
+    def order(kernel: PackedKernel) -> tuple[object, ...]:
+        entry = kernel.entry
+        return sorted(entry.files.items()), sorted(entry.facts.items()), entry.name
+
     trees = [codec.loads(data.decode("ascii")) for each in packs for data in each.records.values()]
     kernels: dict[str, PackedKernel] = {}
     for digest, kernel in itertools.chain.from_iterable(each.kernels.items() for each in packs):
-        kernels[digest] = min(kernels.get(digest, kernel), kernel, key=_order)
+        kernels[digest] = min(kernels.get(digest, kernel), kernel, key=order)
     return _with_trees(trees, kernels)
 
 
@@ -223,26 +225,18 @@ def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]
     """Return a pack with one file for each function, version and GPU model."""
     files: dict[str, list[codec.Tree]] = {}
     for tree in trees:
-        files.setdefault(_file_name(tree), []).append(tree)
+        identity = [str(tree[name]) for name in ("module", "function", "version", "gpu")]
+        function = _readable(identity[1].rpartition(".")[2])
+        name = f"{function}.{codec.digest(*identity)[:8]}.json"
+        files.setdefault(name, []).append(tree)
     records = {
         name: readable_json(merge(parts), COLUMNS).encode("ascii") for name, parts in files.items()
     }
     return Contents(records, kernels)
 
 
-def _file_name(tree: codec.Tree) -> str:
-    about = [str(tree[name]) for name in ("module", "function", "version", "gpu")]
-    function = str(tree["function"]).rpartition(".")[2]
-    return f"{_readable(function)}.{codec.digest(*about)[:8]}.json"
-
-
 def _readable(function: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", function)[:100]
-
-
-def _order(kernel: PackedKernel) -> tuple[object, ...]:
-    entry = kernel.entry
-    return sorted(entry.files.items()), sorted(entry.facts.items()), entry.name
 
 
 def _results(packed: Pack) -> dict[tuple[str, ...], TuningRecord]:

@@ -279,9 +279,9 @@ class _Detour:
 
     def begin(self) -> None:
         tuner = self._tuner
-        tuner.fn, tuner.pre_hook = self, _do_nothing
+        tuner.fn, tuner.pre_hook = self, lambda *_, **__: None
         tuner.cache, tuner.cache_results = {}, False
-        tuner._bench = _measure_nothing
+        tuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
 
     def run(self, /, *_: Any, **__: Any) -> Any:
         tuner = self._tuner
@@ -293,14 +293,6 @@ class _Detour:
         except BaseException:
             tuner.nargs = None  # Triton's run resets it only if it returns
             raise
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _measure_nothing(*_: Any, **__: Any) -> list[float]:
-    return [0.0, 0.0, 0.0]
 
 
 class Defaults:

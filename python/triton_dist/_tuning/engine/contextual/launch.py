@@ -240,8 +240,5 @@ class Launch:
     def _restore_later(self, arguments: dict[str, Any], names: list[str]) -> None:
         for tensor in map(arguments.get, names):
             if tensor is not None:
-                self._undo.callback(_restore, tensor, elements(tensor).clone())
-
-
-def _restore(tensor: Any, copy: Any) -> None:
-    elements(tensor).copy_(copy)
+                view = elements(tensor)
+                self._undo.callback(view.copy_, view.clone())
