@@ -63,7 +63,7 @@ def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
     held: list[Any] | None = getattr(_held, "warnings", None)
     if held is None:
-        _give(text, category, *where)
+        _emit(text, category, *where)
     else:
         held.append((text, category, *where))
 
@@ -87,7 +87,7 @@ def held_warnings() -> Iterator[None]:
         _held.warnings = None
         for each in held:
             try:
-                _give(*each)
+                _emit(*each)
             except Warning as error:
                 raised = raised or error
     if raised is not None:  # not in ``finally``: it must not replace an exception of the block
@@ -97,7 +97,7 @@ def held_warnings() -> Iterator[None]:
             raised = None  # break the reference cycle: the warning refers to this frame
 
 
-def _give(text: str, category: type[Warning], file: str, line: int, module: str) -> None:
+def _emit(text: str, category: type[Warning], file: str, line: int, module: str) -> None:
     try:
         warnings.warn_explicit(printable(text, keep="\n"), category, file, line, module)
     except ValueError:
