@@ -492,7 +492,7 @@ def learns(n, config):
 
 
 def spares(config):
-    return lambda opened: opened.spared(config)
+    return lambda opened: opened.ended_otherwise(config)
 
 
 def test_a_config_that_ended_two_starts_is_not_tried_again(path):
