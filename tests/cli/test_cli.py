@@ -229,6 +229,8 @@ def test_a_closed_output_is_said(monkeypatch, capsys):
         ("compare f --cache /not/there", "--cache: '/not/there': no such folder"),
         ("debug interp", "a command is needed: debug MODE -- COMMAND"),
         ("debug attach", "attach needs a RANK: debug attach RANK"),
+        ("profile show a.json b", "unexpected 'b'; the program to run follows --"),
+        ("list -- python a.py", "list takes no program after --"),
     ],
 )
 def test_a_command_that_is_none_has_status_2_and_an_example(capsys, line, said):
@@ -238,7 +240,7 @@ def test_a_command_that_is_none_has_status_2_and_an_example(capsys, line, said):
     message, _, example = capsys.readouterr().err.partition(" error: ")[2].partition("\n")
     assert said in message
     subcommand = line.partition(" ")[0]
-    known = subcommand in ("explain", "clear", "replay", "compare", "debug")
+    known = subcommand in ("explain", "clear", "replay", "compare", "debug", "profile")
     assert (f"\n  triton-dist {subcommand} " if known else ": triton-dist list\n") in example
 
 
@@ -576,7 +578,7 @@ def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lac
     out = capsys.readouterr().out
     assert f"usage: triton-dist {subcommand} " in out
     usage = out.partition("\n\n")[0]
-    assert ("-- COMMAND" in usage) == (subcommand in ("debug", "pack", "profile"))
+    assert ("-- COMMAND" in usage) == (subcommand in ("debug", "dump", "pack", "profile"))
     assert f"\n  triton-dist {subcommand}" in out
     assert max(map(len, out.splitlines())) <= 80
     pages = [ROOT / f"docs/reference/{page}.md" for page in ("cli", "cli-records", "LLM")]

@@ -35,20 +35,19 @@ def user_store() -> ReadOnlyStore:
     return store
 
 
+def folders_of_records() -> list[ReadOnlyStore]:
+    """Return the folders of records that a tuner searches, in the tuner's order."""
+    return [user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())]
+
+
 def all_stores() -> LayeredStore:
-    """Return the record folders that a tuner searches, in the tuner's order."""
-    return LayeredStore([user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())])
+    """Return :func:`folders_of_records` as one store."""
+    return LayeredStore(folders_of_records())
 
 
-def with_packs() -> LayeredStore:
-    """Return the record folders of :func:`all_stores`, followed by the shipped packs."""
-    return LayeredStore([*layers()])
-
-
-def layers() -> list[Store]:
-    """Return the stores of :func:`with_packs` in the order in which a tuner searches them."""
-    read_only = map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())
-    return [user_store(), *read_only, *map(PackStore, pack_places())]
+def with_packs() -> list[Store]:
+    """Return :func:`folders_of_records`, followed by the shipped packs."""
+    return [*folders_of_records(), *map(PackStore, pack_places())]
 
 
 def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
@@ -81,10 +80,7 @@ def add_function(parser: Any, **options: Any) -> None:
 
 def _functions_with_records(**_: object) -> set[str]:
     """Return the names of folders and packs of records, because reading records takes seconds."""
-    roots = [
-        user_store().root,
-        *(ReadOnlyStore(d).root for d in knobs.autotune_readonly_dirs.get()),
-    ]
+    roots = (store.root for store in folders_of_records())
     names = {path.name for root in roots if root.is_dir() for path in root.iterdir()}
     packs = (path for place in pack_places() for path in files_in(place, (RECORDS_SUFFIX,)))
     return names | {path.name.partition(".")[0] for path in packs}
@@ -102,7 +98,7 @@ def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
     """
     if asked.endswith(".json"):
         return [in_file(Path(asked))]
-    return fitting(records_of(with_packs(), asked), arguments)
+    return fitting(records_of(LayeredStore(with_packs()), asked), arguments)
 
 
 def fitting(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:

@@ -99,8 +99,8 @@ def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[
             modules.setdefault(module, []).append(number)
     for module, numbers in modules.items():
         chosen = [records[number].record for number in numbers]
-        asked = [(record.key.function, record) for record in chosen]
-        found = imported(module, asked, {}, any_settings=True)
+        pairs = [(record.key.function, record) for record in chosen]
+        found = imported(module, pairs, {}, any_settings=True)
         for number, each in zip(numbers, found, strict=True):
             verdicts[number] = each
     stale: set[Path] = set()
@@ -120,10 +120,10 @@ def _print(
     settings: Mapping[Path, str],
 ) -> None:
     for file, why in left.items():
-        text.say(f"{file}: kept, {why}")
+        text.print_lines(f"{file}: kept, {why}")
     for path in (path for path, kind in gone.items() if kind != "log"):
         under = settings.get(path)
-        text.say(f"{path}, tuned under {under}" if under else str(path))
+        text.print_lines(f"{path}, tuned under {under}" if under else str(path))
     counts = {kind: list(gone.values()).count(kind) for kind in _THINGS}
     parts = [counted(n, _THINGS[kind]) for kind, n in counts.items() if n or kind != "journal"]
     done = "would remove" if arguments.dry_run else "removed"

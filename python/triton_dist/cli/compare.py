@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return cache.say_none(arguments.function, arguments)
     for group in several:
         for line in _lines(group):
-            print(*text.fitted(line, indent=6), sep="\n")
+            print(*text.wrapped(line, indent=6), sep="\n")
     alone = len(keys) - len(several)
     print(f"{counted(len(several), 'key')} of {arguments.function} with several records, "
           f"{alone} with one.")  # fmt: skip
@@ -152,11 +152,11 @@ def _place(stored: StoredRecord) -> str:
 
 def _diff(arguments: argparse.Namespace) -> int:
     pair = []
-    for asked in (arguments.old, arguments.new):
-        found = cache.chosen(asked, arguments)
+    for name in (arguments.old, arguments.new):
+        found = cache.chosen(name, arguments)
         if not found:
-            return cache.say_none(asked, arguments)
-        pair.append(cache.only(asked, found))
+            return cache.say_none(name, arguments)
+        pair.append(cache.only(name, found))
     old, new = pair
     changes = Changes.of(old.record, new.record)
     if arguments.json:
@@ -165,7 +165,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         )
     else:
         for line in [f"old  {old.where}", f"new  {new.where}", *lines_of_changes(changes)]:
-            print(*text.fitted(line, indent=4), sep="\n")
+            print(*text.wrapped(line, indent=4), sep="\n")
     differ = changes.facts or changes.new or changes.gone or not changes.same_winner
     return 1 if differ else 0
 

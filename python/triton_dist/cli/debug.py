@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from triton_dist import knobs
-from triton_dist.cli.subcommand import add_subcommand
+from triton_dist.cli.subcommand import add_command, add_subcommand
 
 _SLOWER = 50.0  # factor on timeouts under compute-sanitizer
 
@@ -42,7 +42,6 @@ def add_to(subcommands: Any) -> None:
             "debug attach 1",
             "debug where",
         ],
-        takes_command=True,
     )
     parser.add_argument("mode", metavar="MODE", help="one or more modes, separated by commas")
     parser.add_argument("rank", nargs="?", type=int, help="attach: global rank")
@@ -52,7 +51,7 @@ def add_to(subcommands: Any) -> None:
         help="attach: seconds to wait until the rank stops; default: 60",
     )  # fmt: skip
     parser.add_argument("--reports", type=Path, help="folder for the reports of compute-sanitizer")
-    parser.set_defaults(fail=parser.error, command=[])
+    add_command(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -70,12 +69,12 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.fail("attach needs a RANK: debug attach RANK")
     if not arguments.command or not words:
         arguments.fail("a command is needed: debug MODE -- COMMAND")
-    told = {knobs.debug.variable: ",".join(words)}
+    variables = {knobs.debug.variable: ",".join(words)}
     before: list[str] = []
     tools = [word for word in words if word in modes.MODES and modes.MODES[word].tool]
     if modes.checks_of(words) or "attach" in words:
         modes.check(words, modes.Environment(triton_version(), modes.INTERPRETER))
-        told |= {knobs.triton_interpret.variable: "1", knobs.device.variable: "cpu"}
+        variables |= {knobs.triton_interpret.variable: "1", knobs.device.variable: "cpu"}
     elif words != ("where",):
         modes.check(words, modes.Environment(triton_version(), modes.GPU, "".join(tools[:1])))
     reports = Path()
@@ -84,19 +83,21 @@ def _run(arguments: argparse.Namespace) -> int:
         if program is None:
             reason = sanitizer.missing().rstrip(".")
             raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
-        told[knobs.debug_tool.variable] = tools[0]
-        told["CUDA_LAUNCH_BLOCKING"] = "1"  # the tool blocks too, and some algorithms read this
-        told["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor
+        variables[knobs.debug_tool.variable] = tools[0]
+        variables["CUDA_LAUNCH_BLOCKING"] = (
+            "1"  # the tool blocks too, and some algorithms read this
+        )
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor
         for limit in (knobs.autotune_timeout, knobs.compile_timeout):
-            told[limit.variable] = str(_SLOWER * limit.get())
+            variables[limit.variable] = str(_SLOWER * limit.get())
         reports = arguments.reports or Path(tempfile.mkdtemp(prefix="triton_dist-debug-"))
         reports.mkdir(parents=True, exist_ok=True)
         if sanitizer.starts_ranks(arguments.command):
             python = sanitizer.write_rank_python(program, tools[0], reports.resolve())
-            told["PYTHON_EXEC"] = str(python)
+            variables["PYTHON_EXEC"] = str(python)
         else:
             before = sanitizer.command_with_children(program, tools[0], reports)
-    ran = subprocess.run([*before, *arguments.command], env=knobs.environment() | told)
+    ran = subprocess.run([*before, *arguments.command], env=knobs.environment() | variables)
     if tools:
         found = {
             path.stem: sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
@@ -165,10 +166,10 @@ def _talk(connection: socket.socket, typed: BinaryIO, shown: BinaryIO) -> None:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is connection:
-                    said = connection.recv(1 << 16)
-                    if not said:
+                    output = connection.recv(1 << 16)
+                    if not output:
                         return
-                    shown.write(said)
+                    shown.write(output)
                     shown.flush()
                 elif line := os.read(typed.fileno(), 1 << 16):
                     connection.sendall(line)

@@ -13,7 +13,7 @@ from typing import Any
 
 from triton_dist import _files, knobs
 from triton_dist.cli import site, text
-from triton_dist.cli.subcommand import add_subcommand, counted
+from triton_dist.cli.subcommand import add_command, add_subcommand, counted
 from triton_dist.errors import InvalidArgument
 
 _SASS = "sass"
@@ -47,8 +47,7 @@ def add_to(subcommands: Any) -> None:
         help="some of ttir,ttgir,llir,ptx,cubin,sass; cubin is always written (default: all)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="with --diff: print JSON")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
-    parser.set_defaults(fail=parser.error)
+    add_command(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:

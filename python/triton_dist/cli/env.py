@@ -166,16 +166,16 @@ def _path(path: Path) -> str:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
-    for name, told in facts.items():
-        if isinstance(told, dict):
+    for name, fact in facts.items():
+        if isinstance(fact, dict):
             yield f"{name}:"
-            for each, value in told.items():
+            for each, value in fact.items():
                 several = isinstance(value, list) and len(value) > 1
                 one = (value or ["none"])[0] if isinstance(value, list) else value
                 yield f"  {each}:" if several else f"  {each}: {one}"
                 yield from (f"    {item}" for item in value if several)
-        elif isinstance(told, list):
-            yield f"{name}:" + " none" * (not told)
-            yield from (f"  {line}" for line in told)
+        elif isinstance(fact, list):
+            yield f"{name}:" + " none" * (not fact)
+            yield from (f"  {line}" for line in fact)
         else:
-            yield f"{name}: {told}"
+            yield f"{name}: {fact}"

@@ -15,7 +15,6 @@ from triton_dist.cli.subcommand import add_subcommand, counted, positive
 from triton_dist.cli.validator import OTHER_FUNCTION, Verdict, imported, is_ours, verdict
 from triton_dist.errors import NoSuchFunction
 
-_FOUND, _NOTHING = 0, 1
 _SHADOWED = "a record of this key that is found first is used"
 
 
@@ -63,14 +62,8 @@ def add_to(subcommands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     module, _, name = arguments.function.rpartition(":")
     module = arguments.module or module
-    ranks = {
-        fact: str(value)
-        for fact, value in (
-            ("world_size", arguments.world_size),
-            ("local_world_size", arguments.local_world_size),
-        )
-        if value is not None
-    }
+    sizes = {name: getattr(arguments, name) for name in ("world_size", "local_world_size")}
+    ranks = {name: str(size) for name, size in sizes.items() if size is not None}
     records = _records(module, name)
     if module and not records and (arguments.imports or is_ours(module)):
         # The function may have been tuned under a different name.
@@ -102,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"No record of {name} would be used. Without --used, the reasons are printed.")
     else:
         _print(shown, ranks, arguments.all)
-    return _FOUND if any(each.verdict.used is not False for each in shown) else _NOTHING
+    return 0 if any(each.verdict.used is not False for each in shown) else 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ class _Explained:
 def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
     """Return the function's records (``None``: all records), each with the index of its store."""
     found = []
-    for layer, store in enumerate(cache.layers()):
+    for layer, store in enumerate(cache.with_packs()):
         if not (module and name):
             found += [(layer, each) for each in cache.records_of(store, name)]
             continue
@@ -141,8 +134,8 @@ def _explained(
     for where, group in groups.items():
         records = [stored.record for _, stored in group]
         if is_ours(where) or (imports and where):
-            asked = [(name if module else record.key.function, record) for record in records]
-            verdicts = imported(where, asked, ranks)
+            pairs = [(name if module else record.key.function, record) for record in records]
+            verdicts = imported(where, pairs, ranks)
         else:
             verdicts = [verdict(record, ranks, module=where) for record in records]
         keys: dict[Key, list[tuple[int, _Explained]]] = {}
@@ -176,19 +169,19 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -
     for group in order:
         about = group[0].verdict
         if len(order) < len(found):
-            text.say(f"{len(group)} of {counted(len(found), 'record')}, for example:")
-        text.say(*_heading(*group[0].stored))
+            text.print_lines(f"{len(group)} of {counted(len(found), 'record')}, for example:")
+        text.print_lines(*_heading(*group[0].stored))
         how = "not compared" if about.used is None else "not used"
-        text.say(*(f"  {how}: {reason}" for reason in about.reasons))
+        text.print_lines(*(f"  {how}: {reason}" for reason in about.reasons))
         if about.used:
-            text.say("  used" + ", unless prune_fn drops the winner" * about.may_be_dropped)
-        text.say(*(f"  accepted: {difference}" for difference in about.accepted))
+            text.print_lines("  used" + ", unless prune_fn drops the winner" * about.may_be_dropped)
+        text.print_lines(*(f"  accepted: {difference}" for difference in about.accepted))
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: the next call tunes again anyway.")
     given = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
     used = sum(each.verdict.used is True for each in found)
     unknown = sum(each.verdict.used is None for each in found)
-    text.say(
+    text.print_lines(
         f"{counted(len(found), 'record')} of {found[0].stored.record.key.function}, {used} used"
         + f", {unknown} not compared" * bool(unknown)
         + f". Ranks: {given}."

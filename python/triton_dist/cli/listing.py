@@ -30,54 +30,54 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    store, asked = cache.user_store(), arguments.function
-    records = list(cache.records_of(cache.all_stores(), asked))
-    begun, others = cache.interrupted_of(store, asked), foreign(store.root)
+    store, function = cache.user_store(), arguments.function
+    records = list(cache.records_of(cache.all_stores(), function))
+    unfinished, others = cache.interrupted_of(store, function), foreign(store.root)
     if arguments.json:
         tree = {
             "records": [tree_of(each) for each in records],
-            "interrupted": [*map(tree_of_begun, begun)],
+            "interrupted": [*map(tree_of_unfinished, unfinished)],
             "of_other_programs": [*map(str, others)],
         }
         print(json.dumps(tree, indent=2))
-    elif records or begun:
-        for line in _lines(records, begun, in_full=asked is not None):
-            text.say(line)
+    elif records or unfinished:
+        for line in _lines(records, unfinished, in_full=function is not None):
+            text.print_lines(line)
     else:
-        print(f"No record of {asked or 'any function'} in {cache.folders()}.")
+        print(f"No record of {function or 'any function'} in {cache.folders()}.")
     if others and not arguments.json:
-        text.say(
+        text.print_lines(
             f"{counted(len(others), 'file')} of another program in {store.root}, such as "
             f"{others[0].relative_to(store.root)}: not read, not changed. Triton-distributed uses "
             "the same default folder; TRITON_DIST_CACHE_DIR selects another."
         )
-    return 1 if asked and not records and not begun else 0
+    return 1 if function and not records and not unfinished else 0
 
 
 def _lines(
-    records: Sequence[StoredRecord], begun: Sequence[Interrupted], in_full: bool
+    records: Sequence[StoredRecord], unfinished: Sequence[Interrupted], in_full: bool
 ) -> Iterator[str]:
     groups: dict[str, dict[str, list[StoredRecord | Interrupted]]] = {}
     for stored in records:
         by_hardware = groups.setdefault(stored.record.key.full_name, {})
         by_hardware.setdefault(cache.made_on(stored.record), []).append(stored)
-    for each in begun:
+    for each in unfinished:
         name = each.key.full_name if each.key is not None else each.path.parent.name
         hardware = each.key.hardware if each.key is not None else "unknown hardware"
         groups.setdefault(name, {}).setdefault(hardware, []).append(each)
     for name, by_hardware in sorted(groups.items()):
         yield name
         for hardware, entries in by_hardware.items():
-            yield from text.fitted(f"  on {hardware}")
+            yield from text.wrapped(f"  on {hardware}")
             if in_full:
                 for line in (line for entry in entries for line in _block(entry)):
-                    yield from text.fitted(line)
+                    yield from text.wrapped(line)
                 continue
             for line in text.table(("time (ms)", "tuned", "key"), [*map(_row, entries)], ("key",)):
-                yield text.cut(f"    {line}")
+                yield text.truncated(f"    {line}")
     yield (
         f"{counted(len(records), 'record')} of {counted(len(groups), 'function')}"
-        + f", {counted(len(begun), 'unfinished tuning')}" * bool(begun)
+        + f", {counted(len(unfinished), 'unfinished tuning')}" * bool(unfinished)
         + f" in {cache.folders()}."
         + " Winners and files: triton-dist list FUNCTION" * (not in_full)
     )
@@ -131,7 +131,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
     }
 
 
-def tree_of_begun(each: Interrupted) -> dict[str, Any]:
+def tree_of_unfinished(each: Interrupted) -> dict[str, Any]:
     """Return a tuning that has no record yet as a JSON tree."""
     key = each.key
     return {

@@ -30,7 +30,7 @@ from triton_dist.cli import (
     status,
     tune_model,
 )
-from triton_dist.cli.subcommand import Parser, show_commands, split
+from triton_dist.cli.subcommand import Parser
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -71,13 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # keys may contain characters outside the locale
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    words, command = split(sys.argv[1:] if arguments is None else arguments)
+    words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()
+    if "--" in words:
+        at = words.index("--")
+        words, command = words[:at], words[at + 1 :]
     parsed, rest = parser.parse_known_args(words)
     # argparse collects a positional with nargs="*" only once: before an option or after it.
     if rest and ("words" not in parsed or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.words += rest
+    if command and "command" not in parsed:
+        parser.error(f"{parsed.subcommand} takes no program after --")
     if command:
         parsed.command = command
     with warnings.catch_warnings():
@@ -115,7 +120,6 @@ def parser_of_all() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subcommands)
-    show_commands()
     return parser
 
 

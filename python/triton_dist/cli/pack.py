@@ -21,7 +21,7 @@ from triton_dist._tuning.store.packs import (
 )
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, text
-from triton_dist.cli.subcommand import add_subcommand, counted
+from triton_dist.cli.subcommand import add_command, add_subcommand, counted
 from triton_dist.errors import PackRefused
 
 _NAMES = f"{SUFFIX}, or in {RECORDS_SUFFIX} for the records of one function and GPU model as text"
@@ -50,7 +50,6 @@ def add_to(subcommands: Any) -> None:
             "pack verify model.tdpack",
             "pack import model.tdpack",
         ],
-        takes_command=True,
         aliases=("packs",),
     )
     parser.add_argument(
@@ -63,7 +62,7 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument("--kernels", action="store_true", help="add the kernels COMMAND loads")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the name ends in {_NAMES}")
     parser.add_argument("--json", action="store_true", help="show: print JSON")
-    parser.set_defaults(fail=parser.error, command=[])
+    add_command(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -100,10 +99,10 @@ def _make(arguments: argparse.Namespace) -> int:
     if arguments.kernels:
         _files.check_writable(arguments.out)
         with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as loaded:
-            told = {knobs.record_kernels.variable: loaded, knobs.autotune_frozen.variable: "1"}
+            variables = {knobs.record_kernels.variable: loaded, knobs.autotune_frozen.variable: "1"}
             known, interpret = knobs.environment(), knobs.triton_interpret.variable
-            told[interpret] = known.get(interpret) or "0"
-            status = subprocess.run(arguments.command, env=known | told).returncode
+            variables[interpret] = known.get(interpret) or "0"
+            status = subprocess.run(arguments.command, env=known | variables).returncode
             if status:
                 print(f"The command exited with status {status}: {arguments.out} is not written.")
                 return 1
@@ -114,7 +113,7 @@ def _make(arguments: argparse.Namespace) -> int:
 def _write(out: Path, contents: Contents) -> int:
     data = _archive.write(out, contents)
     packed = Pack(out, data)
-    text.say(f"{out}: {_counts(packed)}, {len(data) / 1e3:.0f} kB", *_functions(packed))
+    text.print_lines(f"{out}: {_counts(packed)}, {len(data) / 1e3:.0f} kB", *_functions(packed))
     return 0
 
 
@@ -124,18 +123,18 @@ def _show(arguments: argparse.Namespace) -> int:
         print(json.dumps([_facts(packed) for packed in packs], indent=2))
         return 0
     for packed in packs:
-        text.say(f"{packed.path}: {_counts(packed)}", *_functions(packed))
+        text.print_lines(f"{packed.path}: {_counts(packed)}", *_functions(packed))
         for digest, entry in sorted(packed.kernels.items(), key=lambda each: each[1].name):
             for_what = ", ".join(
                 entry.facts[fact] for fact in ("target", "python", "triton") if fact in entry.facts
             )
-            text.say(f"  {digest[:12]}  {entry.name}  ({for_what})")
+            text.print_lines(f"  {digest[:12]}  {entry.name}  ({for_what})")
     return 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     lines = list(differences(*map(Pack, arguments.files)))
-    text.say(*(lines or ["no difference"]))
+    text.print_lines(*(lines or ["no difference"]))
     return 1 if lines else 0
 
 
@@ -148,9 +147,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     refused = 0
     for path in arguments.files:
         try:
-            text.say(f"{path}: good: {_counts(verified(path))}")
+            text.print_lines(f"{path}: good: {_counts(verified(path))}")
         except PackRefused as error:
-            text.say(str(error))
+            text.print_lines(str(error))
             refused += 1
     return 1 if refused else 0
 
@@ -166,7 +165,7 @@ def _import(arguments: argparse.Namespace) -> int:
             there = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
         written[there] = path
         _archive.write(there, contents)
-        text.say(f"{there}: {_counts(packed)}")
+        text.print_lines(f"{there}: {_counts(packed)}")
     return 0
 
 

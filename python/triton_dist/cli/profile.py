@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 from triton_dist import _files, knobs
 from triton_dist._warn import printable
 from triton_dist.cli import site
-from triton_dist.cli.subcommand import add_subcommand, counted
-from triton_dist.cli.text import fitted, say
+from triton_dist.cli.subcommand import add_command, add_subcommand, counted
+from triton_dist.cli.text import print_lines, table, wrapped
 from triton_dist.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
     from triton_dist.timelines.summary import OpSummary
 
 _OUT = Path("profile.json.gz")
-_ROW = "{:<17} {:>5} {:>9} {:>7} {:>7} {:>6} {:>6} {:>10} {:>5}"
 _HEAD = ("op", "calls", "ms", "skew us", "TFLOP/s", "GB/s", "link", "bound by", "share")
 
 
@@ -44,7 +43,6 @@ def add_to(subcommands: Any) -> None:
             "profile show p.json.gz",
             "profile show p.json.gz --png roofline.png",
         ],
-        takes_command=True,
     )
     parser.add_argument("show", nargs="?", choices=["show"], help="print the ops of a timeline")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="show: the timeline")
@@ -64,7 +62,7 @@ def add_to(subcommands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="show: print JSON")
     parser.add_argument("--png", type=Path, metavar="FILE", help="show: write a roofline plot")
-    parser.set_defaults(fail=parser.error, command=[])
+    add_command(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -80,12 +78,12 @@ def _run(arguments: argparse.Namespace) -> int:
         expected = f"{knobs.profile_calls.expected}, FIRST below LAST"
         raise InvalidArgument("profile", "--calls", calls, expected) from error
     with tempfile.TemporaryDirectory(prefix="triton_dist-profile-") as folder:
-        told = {
+        variables = {
             knobs.profile_dir.variable: folder,
             knobs.profile_calls.variable: calls,
             knobs.profile_marks.variable: str(int(arguments.marks)),
         }
-        status = site.run(arguments.command, told)
+        status = site.run(arguments.command, variables)
         from triton_dist.timelines import recording
 
         files = recording.files_of_ranks(Path(folder), recording.ENDING)
@@ -128,7 +126,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
         tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}
         print(json.dumps(tree, indent=2))
     else:
-        say(*_lines(found, ranks))
+        print_lines(*_lines(found, ranks))
     return 0 if found else 1
 
 
@@ -137,34 +135,35 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
     numbers = [rank["rank"] for rank in ranks]
     lines = [f"{_counted(numbers)} on {counted(len(hosts), 'host')}, {ranks[0]['gpu']}"]
     if ranks[0]["device"] != "cuda":
-        lines += fitted("shares refer to the peaks of an H200 and are meaningless on CPU ranks", 0)
+        lines += wrapped("shares refer to the peaks of an H200 and are meaningless on CPU ranks", 0)
     if not found:
         return [*lines, "no call of a tuned function was recorded"]
-    lines.append(_ROW.format(*_HEAD))
-    for each in found:
-        rates = (each.tflops, each.gbps, each.link_gbps)
-        lines.append(
-            _ROW.format(
-                each.op[:17], each.calls, _number(each.ms, 4), f"{each.skew_us:.0f}",
-                *(_number(rate, 1) for rate in rates), each.bound or "-",
-                "-" if each.share is None else f"{each.share:.0%}",
-            )
-        )  # fmt: skip
+    head, *rows = table(_HEAD, [*map(_row, found)], left=("op",))
+    lines.append(head)
+    for each, row in zip(found, rows, strict=True):
+        lines.append(row)
         notes = [" ".join(filter(None, (each.shape, each.dtype)))]
         notes += [f"{each.num_ranks} ranks"] * (each.num_ranks > 1)
         notes += [f"program {each.run + 1}"] * (len(set(numbers)) < len(numbers))
         by_rank = [f"{ms:.4g}" for ms in each.ms_by_rank.values()]
         notes += [f"ms by rank: {', '.join(by_rank)}"] * (len(by_rank) > 1)
         notes += [f"{counted(each.tuned_calls, 'call')} tuned, left out"] * bool(each.tuned_calls)
-        lines += fitted("  " + "; ".join(filter(None, notes)), 4) if any(notes) else []
+        lines += wrapped("  " + "; ".join(filter(None, notes)), 4) if any(notes) else []
         if each.marks:
-            told = ", ".join(f"{name} {share:.0%}" for name, share in each.marks.items())
-            lines += fitted(f"  share of kernel program time: {told}", 4)
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in each.marks.items())
+            lines += wrapped(f"  share of kernel program time: {shares}", 4)
     made = [rank.get("marks", {"kept": 0, "made": 0}) for rank in ranks]
     lost = sum(each["made"] - each["kept"] for each in made)
     if lost:
-        lines += fitted(f"{lost} marks are missing: the buffer was full; profile fewer calls", 0)
+        lines += wrapped(f"{lost} marks are missing: the buffer was full; profile fewer calls", 0)
     return lines
+
+
+def _row(each: OpSummary) -> list[str]:
+    rates = (_number(rate, 1) for rate in (each.tflops, each.gbps, each.link_gbps))
+    share = "-" if each.share is None else f"{each.share:.0%}"
+    numbers = (str(each.calls), _number(each.ms, 4), f"{each.skew_us:.0f}", *rates)
+    return [each.op, *numbers, each.bound or "-", share]
 
 
 def _counted(ranks: Sequence[int]) -> str:

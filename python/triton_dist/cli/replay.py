@@ -75,7 +75,9 @@ def _run(arguments: argparse.Namespace) -> int:
         tree = {"space": space.name, "configs": len(space.configs), "seeds": arguments.seeds}
         print(json.dumps({**tree, "scores": [asdict(each) for each in scores]}, indent=2))
         return 0
-    text.say(f"{space.name}: {counted(len(space.configs), 'config')}, {arguments.seeds} orders")
+    text.print_lines(
+        f"{space.name}: {counted(len(space.configs), 'config')}, {arguments.seeds} orders"
+    )
     print(*(f"  {each}" for each in scores), sep="\n")
     return 0
 

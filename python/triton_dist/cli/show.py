@@ -52,12 +52,12 @@ def _run(arguments: argparse.Namespace) -> int:
         # With this argument, ``tune.autotune`` has a single config and does not measure.
         for record in (stored.record for stored in found):
             where = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
-            text.say(f"# {where}: {Analysis(record).winner.ms:.4f} ms")
-            text.say(f"config_space=[{record.best}],")
+            text.print_lines(f"# {where}: {Analysis(record).winner.ms:.4f} ms")
+            text.print_lines(f"config_space=[{record.best}],")
         return 0
     for place, stored in enumerate(found):
         for line in [*([""] if place else []), *_lines(stored, arguments.top)]:
-            print(*text.fitted(line, indent=4), sep="\n")
+            print(*text.wrapped(line, indent=4), sep="\n")
     return 0
 
 

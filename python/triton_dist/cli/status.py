@@ -51,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"tunings": tunings}, indent=2))
     elif tunings:
         for line in (line for tuning in tunings for line in _lines(tuning)):
-            print(*text.fitted(line), sep="\n")
+            print(*text.wrapped(line), sep="\n")
     else:
         _print_none("running or interrupted", arguments.function)
     return 1 if arguments.function and not tunings else 0
@@ -67,7 +67,7 @@ def _tree(each: Interrupted) -> _Tree:
         with suppress(OSError):  # ``seconds`` ends at the last outcome
             age = max(0.0, time.time() - each.path.stat().st_mtime)
     return {
-        **listing.tree_of_begun(each),
+        **listing.tree_of_unfinished(each),
         "going_on": running,
         "candidates": each.candidates,
         "best_ms": each.best,
@@ -147,13 +147,13 @@ def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]
         printed = set[tuple[object, ...]]()
 
         def show(tunings: Collection[_Tree], ends: Collection[str]) -> None:
-            text.say(*ends)
+            text.print_lines(*ends)
             for tuning in tunings:
                 state = tuning["file"], tuning["tried"], tuning["best_ms"]
                 if state not in printed:
                     printed.add(state)
                     steps = "".join(f"; rank {step}" for step in _steps(tuning))
-                    text.say(f"{_title(tuning)}: {_progress(tuning)}{steps}")
+                    text.print_lines(f"{_title(tuning)}: {_progress(tuning)}{steps}")
             sys.stdout.flush()
 
         yield show

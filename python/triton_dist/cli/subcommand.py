@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 COLUMNS = 80
-_WITH_COMMAND: dict[str, argparse.ArgumentParser] = {}
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,15 +26,12 @@ def add_subcommand(
     help: str,
     description: str,
     examples: Sequence[str],
-    takes_command: bool = False,
     aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     """Return a parser for ``name`` whose help ends with examples.
 
     Args:
-        run: runs the subcommand and returns the exit status.
-        takes_command: a command follows ``--``. :func:`split` removes it before argparse runs,
-            which would add it to a positional argument with ``nargs="*"``.
+        run: runs the subcommand and returns the exit status. Its ``fail`` reports a usage error.
         aliases: other names of the subcommand.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
@@ -47,26 +43,18 @@ def add_subcommand(
         epilog=f"example{'s' * (len(examples) > 1)}:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
-    if takes_command:
-        _WITH_COMMAND.update(dict.fromkeys((name, *aliases), parser))
+    parser.set_defaults(run=run, fail=parser.error)
     return parser
 
 
-def show_commands() -> None:
-    """Add ``-- COMMAND`` to the usage of subcommands that take one; call it after ``add_to``."""
-    for parser in set(_WITH_COMMAND.values()):
-        usage = parser.format_usage().removeprefix("usage: ").rstrip()
-        indent = " " * len(f"usage: {parser.prog} ")
-        parser.usage = f"{usage}\n{indent}[-- COMMAND ...]".replace("%", "%%")
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Add the program that follows ``--``, which ``main`` splits off before argparse runs."""
+    parser.add_argument("command", nargs="*", type=_not_after_dashes, metavar="-- COMMAND",
+                        help="the program to run, and its arguments")  # fmt: skip
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the subcommand and, if it takes a command, the words after ``--``."""
-    if "--" not in words or words[0] not in _WITH_COMMAND:
-        return list(words), []
-    end = words.index("--")
-    return list(words[:end]), list(words[end + 1 :])
+def _not_after_dashes(word: str) -> str:
+    raise argparse.ArgumentTypeError(f"unexpected {word!r}; the program to run follows --")
 
 
 def positive(word: str) -> int:

@@ -13,26 +13,26 @@ from triton_dist._warn import printable
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print each of ``lines`` on one line, with control characters escaped."""
     for line in lines:
         print(printable(line))
 
 
-def fitted(line: str, indent: int = 12) -> list[str]:
+def wrapped(line: str, indent: int = 12) -> list[str]:
     """Return ``line`` wrapped to the terminal; a single line in a pipe, which grep can search."""
     line = printable(line)
     if not is_terminal():
         return [line]
     width = shutil.get_terminal_size().columns
-    wrapped = textwrap.wrap(
+    lines = textwrap.wrap(
         line, width, subsequent_indent=" " * indent,
         break_on_hyphens=False, break_long_words=False,  # paths must stay copyable
     )  # fmt: skip
-    return wrapped or [""]
+    return lines or [""]
 
 
-def cut(line: str) -> str:
+def truncated(line: str) -> str:
     """Return ``line`` cut to the width of the terminal."""
     line = printable(line)
     width = shutil.get_terminal_size().columns

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from triton_dist.tune import AutoTuner
 
 SECONDS = 120.0
-"""Time limit for importing one module and judging its records."""
+"""Time limit for importing one module and comparing its records."""
 
 OTHER_FUNCTION = "it is of another function"
 OURS = {"triton_dist"}
@@ -118,7 +118,7 @@ def is_ours(module: str) -> bool:
 
 def imported(
     module: str,
-    asked: Sequence[tuple[str, TuningRecord]],
+    pairs: Sequence[tuple[str, TuningRecord]],
     ranks: Mapping[str, str],
     any_settings: bool = False,
 ) -> list[Verdict]:
@@ -128,9 +128,9 @@ def imported(
     arguments are described at :func:`verdict`.
     """
     if is_ours(module):
-        return _judged(module, asked, ranks, any_settings)
+        return _verdicts(module, pairs, ranks, any_settings)
     with tempfile.TemporaryDirectory(prefix="triton_dist-import-") as folder:
-        request = pickle.dumps((sys.path, module, asked, dict(ranks), any_settings))
+        request = pickle.dumps((sys.path, module, pairs, dict(ranks), any_settings))
         Path(folder, "request").write_bytes(request)
         with Path(folder, "output").open("wb") as output:
             paths = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -152,7 +152,7 @@ def imported(
         except (OSError, ValueError):
             last = Path(folder, "output").read_bytes().decode("utf-8", "replace").split("\n")[-2:-1]
             unknown = Verdict(None, (f"{module}: {': '.join([why, *last])}",))
-            return [unknown] * len(asked)
+            return [unknown] * len(pairs)
     return [Verdict(used, tuple(why), tuple(accepted), *rest)
             for used, why, accepted, *rest in answer]  # fmt: skip
 
@@ -161,20 +161,20 @@ def _serve(folder: str) -> None:
     """Write the verdicts for the request in ``folder``; runs in the process of :func:`imported`."""
     path, *request = pickle.loads(Path(folder, "request").read_bytes())
     sys.path[:] = path
-    _files.write(Path(folder, "answer"), json.dumps(_judged(*request)).encode())
+    _files.write(Path(folder, "answer"), json.dumps(_verdicts(*request)).encode())
     os._exit(0)  # threads that the module started may never end
 
 
-def _judged(
+def _verdicts(
     module: str,
-    asked: Sequence[tuple[str, TuningRecord]],
+    pairs: Sequence[tuple[str, TuningRecord]],
     ranks: Mapping[str, str],
     any_settings: bool,
 ) -> list[Verdict]:
     validators: dict[str, Validator | NoSuchFunction] = {}
     try:
         loaded = load_module(module)
-        for function in dict.fromkeys(function for function, _ in asked):
+        for function in dict.fromkeys(function for function, _ in pairs):
             try:
                 validator = Validator(function_in(loaded, function), ranks, any_settings)
                 if module.endswith(".py"):
@@ -183,12 +183,12 @@ def _judged(
             except NoSuchFunction as error:
                 validators[function] = error
     except NoSuchFunction as error:
-        return [Verdict(None, (str(error),))] * len(asked)
+        return [Verdict(None, (str(error),))] * len(pairs)
     return [
         validator.verdict(record)
         if isinstance(validator, Validator)
         else Verdict(None, (str(validator),))
-        for validator, record in ((validators[function], record) for function, record in asked)
+        for validator, record in ((validators[function], record) for function, record in pairs)
     ]
 
 
