@@ -54,7 +54,7 @@ def elsewhere(pack, sm90, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setattr(triton.knobs.cache, "manager_class", None)
-    for name, fresh in (("_laid_out", {}), ("_warned", set())):
+    for name, fresh in (("_extracted", {}), ("_warned", set())):
         monkeypatch.setattr(shipped, name, fresh)
     monkeypatch.setattr(_archive, "_used", [])
     packed.scale.device_caches.clear()
@@ -108,7 +108,7 @@ def test_tritons_own_files_come_first(pack, elsewhere):
     launch()
     launch(32)
     assert elsewhere == [False, True, True]
-    assert len(shipped._laid_out) == 1
+    assert len(shipped._extracted) == 1
 
 
 def test_a_damaged_kernel_is_compiled_after_one_warning(pack, elsewhere, tmp_path):

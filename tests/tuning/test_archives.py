@@ -65,7 +65,7 @@ def whole() -> bytes:
 def pack_at(tmp_path, monkeypatch) -> Callable[[bytes], Path]:
     """Puts a file where packs are looked for, and forgets it afterwards."""
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path))
-    for name, fresh in (("_laid_out", {}), ("_warned", set())):
+    for name, fresh in (("_extracted", {}), ("_warned", set())):
         monkeypatch.setattr(shipped, name, fresh)
     monkeypatch.setattr(_archive, "_used", [])
 

@@ -79,7 +79,7 @@ def tunings(device, ranks):
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         for _ in range(2):
-            with shared._trials(device, ranks, 1.0):
+            with shared._bounded_trials(device, ranks, 1.0):
                 assert waits.limit_seconds() == 1.0
     return [(each.category, str(each.message)) for each in given]
 

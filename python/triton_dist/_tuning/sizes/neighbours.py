@@ -148,11 +148,9 @@ class Neighbours:
         records: Iterable[TuningRecord],
         is_valid: Callable[[TuningRecord], bool],
     ) -> Neighbours:
-        """Return the neighbours of ``key`` among ``records``.
+        """Return the neighbours of ``key``, the key of ``value``, among ``records``.
 
-        Args:
-            value: the result of ``key_fn`` from which ``key`` was made.
-            is_valid: whether a record may be used for this call.
+        ``is_valid`` decides whether a record may be used for this call.
         """
         family = sizes.family(value)
         relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
@@ -225,13 +223,10 @@ class Neighbours:
         return size_times(record, at, measured, is_fallback)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
-        """Return the record to use for ``key`` if nothing can be measured, or ``None``.
+        """Return the record, with timestamp ``now``, to use for ``key`` if nothing can be measured.
 
         The config is the one with the smallest delay at the neighbours on both sides; in doubt, a
-        fallback config.
-
-        Args:
-            now: the timestamp of the record.
+        fallback config. Return ``None`` if there is none.
         """
         candidates = self.candidates(kept)
         if not candidates:

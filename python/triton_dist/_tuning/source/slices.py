@@ -145,6 +145,9 @@ class Slice:
         if file is not None and found and not imports:
             self._constant(scope, file, name, found)
         if found or imports:
+            own = function_in(value)
+            if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
+                self.name(scope, own.__name__)  # another function may be in the place of its own
             self.follow(value, scope)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text

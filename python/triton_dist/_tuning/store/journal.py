@@ -47,9 +47,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 class FileJournal:
     """The journal of one key, at ``path``. No method raises if a file operation fails.
 
-    Args:
-        path: path of the journal.
-        module: module of the function, for messages.
+    ``module`` is the module of the function, for messages.
     """
 
     def __init__(self, path: Path, module: str = "") -> None:

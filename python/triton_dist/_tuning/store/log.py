@@ -24,8 +24,7 @@ _steps = logging.getLogger("triton_dist.contextual")
 class _Lines:
     """A text file to append to, created at the first line. After an error, nothing is written.
 
-    Args:
-        refused: called with the error, once.
+    ``refused`` is called with the error, once.
     """
 
     def __init__(

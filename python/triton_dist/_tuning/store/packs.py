@@ -128,14 +128,10 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
     """Return the latest record of each key, for the version that was tuned last.
 
     A record tuned with environment settings, such as a debugging run, is used only if the key has
-    no other record.
-
-    Args:
-        name: name of the function, for the error.
-        found: at least one record, all of one function on one GPU model.
+    no other record. ``found`` has at least one record, all of one function on one GPU model.
 
     Raises:
-        NoSuchFunction: the function declares no version.
+        NoSuchFunction: the function, ``name`` in the message, declares no version.
     """
     by_time = sorted(found, key=lambda record: record.timestamp)
     ordered = sorted(by_time, key=lambda record: not record.fingerprint.settings)

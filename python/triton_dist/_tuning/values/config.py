@@ -280,11 +280,7 @@ class ConfigSpace(Sequence[Config]):
         return tuple(dict.fromkeys(c for config in self._configs for c in config.classes()))
 
     def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
-        """Return the config with this digest; ``None`` if it is not in the space.
-
-        Args:
-            tree: tree of the config, which an unlisted space needs for the lookup.
-        """
+        """Return the config with this digest, or ``None``. An unlisted space needs its ``tree``."""
         place = self._place_of.get(config_digest)
         return None if place is None else self._configs[place]
 

@@ -29,12 +29,7 @@ _NEAR, _NEAR_BEST = 8, 1.25
 
 
 def pack(records: Sequence[TuningRecord]) -> codec.Tree:
-    """Return the tree of ``records``.
-
-    Args:
-        records: at least one record. All have different keys and belong to one function, version
-            and GPU model.
-    """
+    """Return the tree of ``records``: at least one, of one function, version and GPU model."""
     key, found = records[0].key, records[0].fingerprint
     facts = key.function, key.module, found.version, found.hardware.get("gpu")
     about = dict(zip(_ABOUT, facts, strict=True))

@@ -191,10 +191,8 @@ class TuningRecord:
     def unread(cls, tree: codec.Tree, best: codec.Tree, trials: bytes) -> TuningRecord:
         """Return a record whose trials are parsed at first use. Raises like :meth:`from_tree`.
 
-        Args:
-            tree: tree of the record without trials.
-            best: tree of the winning trial.
-            trials: JSON text of the trials. The caller has verified its checksum.
+        ``trials`` is JSON text with a verified checksum; ``tree`` lacks them; ``best`` is the
+        winner.
         """
         tree, record = _upgraded(tree), object.__new__(cls)
         try:

@@ -28,12 +28,7 @@ class Levels(NamedTuple):
     """Robust standard deviation of a sample in milliseconds; outliers have little effect."""
 
     def standard_error(self, first: int, second: int) -> float:
-        """Return the standard error of the difference of two levels.
-
-        Args:
-            first: number of samples of one candidate.
-            second: number of samples of the other candidate.
-        """
+        """Return the standard error of the difference of two levels, for two numbers of samples."""
         return self.noise * math.sqrt(1 / first + 1 / second)
 
 

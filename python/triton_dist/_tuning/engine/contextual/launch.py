@@ -35,10 +35,7 @@ class RunTarget(enum.Enum):
 
 
 def run_target(kind: Any) -> RunTarget:
-    """Return which target ``run`` of a class leads to.
-
-    The result is derived from the names in the code of ``run`` and of the methods that it calls.
-    """
+    """Return which target ``run`` of a class leads to, from the names in the code that it calls."""
     runs = [(each, vars(each)["run"]) for each in kind.__mro__ if "run" in vars(each)]
     return _run_target(kind, tuple(runs))
 
@@ -149,8 +146,7 @@ def _subclasses(kind: type[Autotuner]) -> Iterator[type[Autotuner]]:
 class Launch:
     """The launch ``tuner.run(*args, **kwargs)``, for any config.
 
-    Args:
-        undo: receives the callbacks that undo the launch before the next call of the function.
+    ``undo`` receives callbacks that undo the launch before the next call of the function.
     """
 
     def __init__(
