@@ -259,7 +259,7 @@ def test_a_pack_that_is_damaged_or_foreign_is_refused_by_name_and_a_miss(what, p
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
-            found = [list(store.find(key)), shipped.files_of(MM), shipped.files_of(STUB)]
+            found = [list(store.find(key)), shipped.extracted_files(MM), shipped.extracted_files(STUB)]
     assert [each.category for each in warned] == [CacheWarning]
     assert str(path) in str(warned[0].message)
     assert member in str(warned[0].message)
@@ -282,10 +282,10 @@ def test_a_whole_pack_is_found_and_equal_contents_are_equal_bytes(pack_at):
     packed = Pack(path)
     assert packed.contents() == contents(1, 5)
     assert packed.contents().to_bytes() == whole()
-    paths = shipped.files_of(MM)
+    paths = shipped.extracted_files(MM)
     assert {name: Path(each).read_bytes() for name, each in paths.items()} == kernel().files
-    assert set(shipped.files_of(STUB)) == {STUB_FILE}
-    assert shipped.files_of(sha256(b"other")) is None
+    assert set(shipped.extracted_files(STUB)) == {STUB_FILE}
+    assert shipped.extracted_files(sha256(b"other")) is None
     rank = one(path.parent)
     assert rank.tuned(1) == (1, {"n": 1})
     assert rank.tuned.tuning_count == 0
@@ -297,7 +297,7 @@ def test_a_used_pack_goes_before_those_in_folders(pack_at, tmp_path):
     newer = tmp_path / "newer.tdpack"
     newer.write_bytes(Contents({}, {MM: kernel(cubin=CUBIN + b"newer")}).to_bytes())
     packs.use(newer)
-    assert Path(shipped.files_of(MM)["mm.cubin"]).read_bytes() == CUBIN + b"newer"
+    assert Path(shipped.extracted_files(MM)["mm.cubin"]).read_bytes() == CUBIN + b"newer"
 
 
 def test_a_merge_is_the_same_bytes_in_any_order():
@@ -383,7 +383,7 @@ def test_what_was_tuned_under_a_modules_earlier_name_is_packed_under_its_present
 def test_where_a_kernel_comes_from_is_no_part_of_what_was_timed():
     def loads(n):
         packs.use("model.tdpack")
-        return shipped.files_of(MM), n
+        return shipped.extracted_files(MM), n
 
     tuned = autotune([{"n": 1}], key_fn=lambda: 1)(loads)
     assert [name.rpartition(".")[2] for name in tuned.fingerprint().source] == ["loads", "MM"]
