@@ -259,7 +259,11 @@ def test_a_pack_that_is_damaged_or_foreign_is_refused_by_name_and_a_miss(what, p
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
-            found = [list(store.find(key)), shipped.extracted_files(MM), shipped.extracted_files(STUB)]
+            found = [
+                list(store.find(key)),
+                shipped.extracted_files(MM),
+                shipped.extracted_files(STUB),
+            ]
     assert [each.category for each in warned] == [CacheWarning]
     assert str(path) in str(warned[0].message)
     assert member in str(warned[0].message)
