@@ -1,7 +1,7 @@
-"""A folder that stands in for a model: scripts/python examples/model_folder.py FOLDER
+"""Write a folder that scripts accept as a model: scripts/python examples/model_folder.py FOLDER
 
-It has a ``config.json`` and no weights. What makes models here gives them random ones, and scripts
-that ask for the name of a model take it: ``--model FOLDER``. Nothing is downloaded.
+The folder has a ``config.json`` and no weights; models created from it have random weights. Scripts
+with an option ``--model`` accept the folder. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from triton_dist.models.utils import init_model_cpu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", help="default: one that is removed at the end")
-    parser.add_argument("--model", default="tiny", help=f"whose sizes: {', '.join(KNOWN)}")
+    parser.add_argument("folder", nargs="?", help="default: a temporary folder")
+    parser.add_argument(
+        "--model", default="tiny", help=f"model whose sizes are used: {', '.join(KNOWN)}"
+    )
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--vocab_size", type=int, help="default: from the model")
     args = parser.parse_args()
@@ -30,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as unnamed:
         folder = args.folder or unnamed
         config.save(folder)
-        with torch.device("meta"):  # no memory for it yet: it is only counted
+        with torch.device("meta"):  # count parameters without allocating memory
             model = init_model_cpu(folder, torch.bfloat16)
         count = sum(parameter.numel() for parameter in model.parameters())
         print(f"{folder}: {args.layers} layers of {args.model}, {count:,} parameters")

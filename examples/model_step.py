@@ -1,4 +1,4 @@
-"""One training step of a transformer block whose Triton kernels choose their configs together.
+"""One training step of a transformer block whose Triton kernels are tuned together.
 
     bash scripts/launch.sh examples/model_step.py                 # on GPUs: fla-core's kernels
     bash scripts/launch.sh examples/model_step.py --kernels own   # the kernels below
@@ -46,7 +46,7 @@ _BLOCKS = [
 @triton.autotune(_ROWS, key=["N"])
 @triton_dist.jit
 def rms_norm_kernel(x_ptr, weight_ptr, y_ptr, inverse_ptr, N, eps, WIDTH: tl.constexpr):
-    """y = x / rms(x) * weight, a row a program; 1 / rms(x) is kept for the backward pass."""
+    """y = x / rms(x) * weight, one row per program; 1 / rms(x) is stored for the backward pass."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * N + column, mask=column < N, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ Op = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Ops:
-    """What a block is made of besides matrix products."""
+    """Functions of a block other than matrix products."""
 
     rms_norm: Op
     """``rms_norm(x, weight)``, over the last dimension."""
@@ -163,7 +163,7 @@ def own_ops() -> Ops:
 
 
 def fla_ops() -> Ops:
-    """Those of fla-core (flash-linear-attention): pip install fla-core."""
+    """Return the functions of fla-core (flash-linear-attention): pip install fla-core."""
     from fla.modules.activations import swiglu
     from fla.modules.norm.layernorm import rms_norm
     from fla.ops.retention import chunk_retention
@@ -172,7 +172,7 @@ def fla_ops() -> Ops:
         output: torch.Tensor = chunk_retention(q, k, v)[0]
         return output
 
-    # Triton's interpreter cannot run its attention kernels.
+    # Triton's interpreter cannot run fla-core's attention kernels.
     attention = retention if is_cuda() else softmax_attention
     return Ops(lambda x, weight: rms_norm(x, weight, None), swiglu, attention)
 
@@ -181,7 +181,7 @@ KERNELS = {"own": own_ops, "fla": fla_ops}
 
 
 class Block(torch.nn.Module):
-    """Attention and MLP, each after a norm and with a residual."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, ops: Ops) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, tokens, width] -> the same."""
+        """Map x [batch, tokens, width] to a tensor of equal shape."""
         normed = self.ops.rms_norm(x, self.norms[0])
         q, k, v = self.qkv(normed).unflatten(-1, (3, self.heads, -1)).unbind(2)
         mixed = self.ops.attention(q.contiguous(), k.contiguous(), v.contiguous())
@@ -204,7 +204,7 @@ class Block(torch.nn.Module):
 
 
 def agreed(choices: dict[str, Any]) -> int:
-    """Number of kernels and keys, after a look whether all ranks chose the same for them."""
+    """Return the number of kernels and keys; raise if ranks chose different configs for them."""
     own = {name: str(config) for name, config in choices.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -214,7 +214,7 @@ def agreed(choices: dict[str, Any]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train some steps; how many extra calls of the step tuning took."""
+    """Train some steps; return the number of extra calls of the step for tuning."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -227,14 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     batch, tokens, width, heads = (4, 2048, 2048, 16) if is_cuda() else (1, 16, 32, 2)
     dtype = torch.bfloat16 if is_cuda() else torch.float32
     ops = KERNELS[args.kernels or ("fla" if is_cuda() else "own")]()
-    init_seed(0)  # the same weights on all ranks
+    init_seed(0)  # equal weights on all ranks
     block = Block(width, heads, ops).to(device, dtype)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
-    init_seed(1 + dist.get_rank())  # other data on each
+    init_seed(1 + dist.get_rank())  # different data on each rank
 
     @contextual_autotune(is_dist=True, race=args.race)
     def forward_backward(x: torch.Tensor) -> torch.Tensor:
-        """The loss; leaves the gradients of all ranks' mean in the parameters."""
+        """Return the loss; store the mean gradients of all ranks in the parameters."""
         optimizer.zero_grad()
         loss = (block(x) - x).square().mean()
         loss.backward()

@@ -1,8 +1,8 @@
-"""Serving a tensor-parallel LLaMA: bash scripts/launch.sh examples/serve_llama.py
+"""Serve a tensor-parallel Llama: bash scripts/launch.sh examples/serve_llama.py
 
-Prompts are read at once (prefill), then each step decodes one token of every sequence. The step has
-the same shapes each time, as keys and values stay in a cache of fixed size: on GPUs it is captured
-in a CUDA graph and replayed. The same model on one rank must produce the same tokens.
+One call processes all prompts (prefill). Then each step decodes one token of every sequence. Keys
+and values are in a cache of fixed size, so the shapes of a step do not change, and on GPUs it is
+captured in a CUDA graph and replayed. The tokens are compared with the model's on one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton_dist.utils import (
 
 
 class Server:
-    """A model that is shared out, and what it keeps between steps."""
+    """A parallelized model, with its cache and current tokens."""
 
     def __init__(self, model: Llama, ranks: TensorParallel, batch: int, most: int) -> None:
         self.model, config = model, model.config
@@ -40,12 +40,12 @@ class Server:
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=ranks.device)
 
     def step(self) -> None:
-        """The next token of each sequence, from and to ``token``."""
+        """Replace ``token`` by the next token of each sequence."""
         self.token.copy_(self.next_token(self.token))
 
     @torch.no_grad()
     def next_token(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [batch, tokens] to the most likely token after each sequence, [batch, 1]."""
+        """Return the most likely token after each sequence of ids [batch, tokens], [batch, 1]."""
         decoder, tokens = self.model.model, ids.shape[1]
         offset = self.cache.kv_offset[:, None]
         positions = (offset + torch.arange(tokens, device=ids.device)).long()
@@ -61,7 +61,7 @@ class Server:
 
 
 def on_one_rank(model: Llama, ids: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The same by whole sequences, without a cache: [batch, tokens]."""
+    """Decode without a cache, from whole sequences. Return [batch, tokens]."""
     with torch.no_grad():
         for _ in range(tokens):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
@@ -72,8 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny", help="tiny, tiny-moe, or a folder's config.json")
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=32 if is_cuda() else 5, help="tokens of it")
-    parser.add_argument("--tokens", type=int, default=32 if is_cuda() else 4, help="to decode")
+    parser.add_argument(
+        "--prompt", type=int, default=32 if is_cuda() else 5, help="tokens of a prompt"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32 if is_cuda() else 4, help="tokens to decode"
+    )
     args = parser.parse_args()
 
     initialize_distributed()
@@ -86,17 +90,17 @@ def main() -> None:
         server = Server(model, ranks, args.batch, args.prompt + args.tokens + 1)
         server.token.copy_(server.next_token(prompts.to(ranks.device)))
         tokens = [server.token.clone()]
-        server.step()  # tunes the shapes of a step, and is part of no graph
+        server.step()  # tune the shapes of a step before the capture
         tokens.append(server.token.clone())
         state = server.token.clone(), server.cache.kv_offset.clone()
-        step = captured(server.step)  # runs it some times: back to where it was
+        step = captured(server.step)  # runs the step; the next lines restore the state
         server.token.copy_(state[0])
         server.cache.kv_offset.copy_(state[1])
         while len(tokens) < args.tokens:
             step()
             tokens.append(server.token.clone())
         found = torch.cat(tokens, 1).cpu()
-        del step  # a graph ends before its contexts
+        del step  # delete the graph before the contexts that it uses
         assert torch.equal(found, golden), f"{found}, on one rank {golden}"
     dist_print(f"{args.tokens} tokens of {args.batch} sequences, as on one rank: {found.tolist()}")
     assert dist.get_world_size() == ranks.num_ranks

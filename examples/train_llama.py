@@ -1,8 +1,8 @@
-"""Training a tensor-parallel LLaMA: bash scripts/launch.sh examples/train_llama.py
+"""Train a tensor-parallel Llama: bash scripts/launch.sh examples/train_llama.py
 
-A small model with random weights learns to repeat a few sequences. Its blocks are shared out by one
-call of ``parallelize``: tokens are spread over the ranks, and so are the weights of attention and
-feed-forward. The same model is trained on one rank, and the losses are compared.
+A small model with random weights learns to repeat a few sequences. One call of ``parallelize``
+shards the weights of attention and feed-forward layers over the ranks; tokens are sharded too. An
+equal model is trained on one rank, and the losses are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="tiny, tiny-moe, or a folder's config.json")
     parser.add_argument("--steps", type=int, default=20 if is_cuda() else 4)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64 if is_cuda() else 8, help="a sequence")
+    parser.add_argument(
+        "--tokens", type=int, default=64 if is_cuda() else 8, help="tokens of a sequence"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
@@ -53,7 +55,7 @@ def main() -> None:
         optimiser, alone = optimiser_of(model), optimiser_of(whole)
         for step in range(args.steps):
             optimiser.zero_grad()
-            # This rank's tokens: the loss is the sum of all ranks', divided by all tokens.
+            # Logits of this rank's tokens. The loss is the sum over ranks, divided by all tokens.
             logits = model(inputs, shard).logits.float()
             own = cross_entropy(logits, own_targets, reduction="sum") / rows
             own.backward()

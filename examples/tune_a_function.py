@@ -1,8 +1,8 @@
 """Tune a function: python examples/tune_a_function.py
 
-Attention over a long sequence needs a [rows, columns] matrix of scores for each head, which does
-not fit; computed by blocks of queries it does. How many blocks is best depends on shape and device.
-Runs on a GPU, or without one on the CPU; no Triton kernel of ours, so nothing is interpreted.
+Attention over a long sequence needs a [queries, keys] matrix of scores, which may not fit into
+memory. So it is computed in blocks of queries; the best number of blocks depends on shape and
+device. The program runs on a GPU or on the CPU. It has no Triton kernel, so nothing is interpreted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from triton_dist.utils import is_cuda, rand_tensor
 
 
 def key_fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
-    """One tuning for all sequence lengths up to the next power of two."""
+    """Return the key: sequence lengths are rounded up to a power of two, so they share a tuning."""
     return bucket(q.shape[0]), bucket(k.shape[0]), q.shape[1], q.dtype
 
 
 def prune_fn(config: dict[str, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """A block has at least one query."""
+    """Keep configs whose blocks have at least one query."""
     return config["blocks"] <= q.shape[0]
 
 
@@ -37,7 +37,7 @@ def check_fn(output: torch.Tensor, reference: torch.Tensor) -> bool:
     max_seconds=30,
 )
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: int) -> torch.Tensor:
-    """softmax(q @ k.T) @ v: q [queries, width], k and v [keys, width], in blocks of q."""
+    """Return softmax(q @ k.T) @ v for q [queries, width], k and v [keys, width], in blocks of q."""
     return torch.cat([torch.softmax(part @ k.T, dim=1) @ v for part in q.chunk(blocks)])
 
 

@@ -1,7 +1,7 @@
-"""A kernel that reads a neighbour's memory: bash scripts/launch.sh examples/wait_for_a_peer.py
+"""A kernel that writes to a neighbour's memory: bash scripts/launch.sh examples/wait_for_a_peer.py
 
-Every rank writes to its right neighbour's memory and sets a flag there; its kernel waits, inside
-the kernel, for the flag that its left neighbour sets. No barrier, no host in between.
+Each rank's kernel writes to the right neighbour's memory and sets a flag there. Then it waits for
+the flag that the left neighbour sets. Neither a barrier nor the host is involved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def kernel_pass_right(
     source_ptr, inbox_ptr, inbox_table, flag_ptr, flag_table, out_ptr, rank, num_ranks,
     LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """out = the left neighbour's source. All [LENGTH] fp32; grid (1,)."""
+    """Copy the left neighbour's source to out. All tensors are fp32 [LENGTH]; the grid is (1,)."""
     offset = tl.arange(0, LENGTH)
     right = (rank + 1) % num_ranks
     tl.store(dl.symm_at(inbox_ptr, inbox_table, right) + offset, tl.load(source_ptr + offset))
@@ -47,7 +47,9 @@ def main() -> None:
         )  # fmt: skip
         left = (rank - 1) % num_ranks
         assert torch.equal(out, torch.full_like(out, left)), out
-        dist_print(f"rank {rank} has what rank {left} sent", allowed_ranks="all", need_sync=True)
+        dist_print(
+            f"rank {rank} received the data of rank {left}", allowed_ranks="all", need_sync=True
+        )
         memory.barrier()  # a neighbour may still write to this memory
     finalize_distributed()
 
