@@ -58,20 +58,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
     parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
-    parser.add_argument("--M", type=parse_numbers, default=[], help="these besides")
+    parser.add_argument("--M", type=parse_numbers, default=[], help="further values of M")
     parser.add_argument("--M-random", type=int, default=64, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bounds", type=int, metavar="N", help="number of bounds; default: all")
-    parser.add_argument("--most", type=int, default=16384, help="the largest M")
+    parser.add_argument("--most", type=int, default=16384, help="largest M")
     parser.add_argument("--regret", type=int, default=0, metavar="N", help="tune N points in full")
-    parser.add_argument("--limit", action="store_true", help="time what bounds a call, too")
+    parser.add_argument("--limit", action="store_true", help="also time the limit")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=15, help="samples of each candidate")
     parser.add_argument("--minutes", type=float, help="start no point after this time")
-    parser.add_argument("--json", type=Path, help="written at each point, and gone on with")
-    parser.add_argument("--png", type=Path, help="file for a picture; needs matplotlib")
-    parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")
-    parser.add_argument("--again", action="store_true", help="the second pass alone")
+    parser.add_argument("--json", type=Path, help="file for the results; resumed")
+    parser.add_argument("--png", type=Path, help="file for a plot; needs matplotlib")
+    parser.add_argument("--from-json", type=Path, help="show and draw this file")
+    parser.add_argument("--again", action="store_true", help="run only the second pass")
     options = parser.parse_args(arguments)
     options.sizes = NAMED[options.layer]
     return options
@@ -88,7 +88,7 @@ class Sweep:
         self.begin = time.perf_counter()
 
     def run(self) -> dict[str, Any]:
-        """Measure all points that are not there, or those that are low once more."""
+        """Measure all missing points; in the second pass, measure the low points again."""
         options, asked = self.options, self._asked()
         done = {each["M"] for each in self.tree["points"]}
         again = {e["M"]: e for e in self.tree["points"] if e["ratio"] < FLOOR and "before" not in e}
@@ -110,7 +110,7 @@ class Sweep:
         return self.tree
 
     def _asked(self) -> list[int]:
-        """Rows, as the op takes them: the given, the random, then the bounds."""
+        """Return the values of M: given, random, then bounds."""
         options = self.options
         each = [
             *options.M,
@@ -180,8 +180,11 @@ class Sweep:
 
 
 class _Rows:
-    """A tuned op and its peers. ``limit``: also the product and the transfers alone. ``regret``:
-    also the finalists of a race of its whole space at the same size."""
+    """A tuned op and its baselines at one M.
+
+    ``limit``: also time the GEMM and the transfers alone. ``regret``: also race the whole space at
+    this M and time its finalists.
+    """
 
     def __init__(self, tuned: TunedOp, limit: bool, regret: bool) -> None:
         self._tuned, self._limit = tuned, limit
@@ -205,7 +208,7 @@ class _Rows:
 
 @contextlib.contextmanager
 def _all_anew() -> Iterator[None]:
-    """Within, every config is tried, and nothing is kept."""
+    """Context manager in which every config is tried and no result is stored."""
     with (
         tempfile.TemporaryDirectory() as folder,
         environment_with(TRITON_DIST_AUTOTUNE_ALWAYS_TUNE="1", TRITON_DIST_CACHE_DIR=folder),
@@ -225,7 +228,7 @@ def show(tree: dict[str, Any], png: Path | None) -> None:
 
 
 def drive(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    """Launch both passes, each in processes of its own."""
+    """Run both passes, each in separate processes."""
     with tempfile.TemporaryDirectory() as folder:
         given = list(arguments)
         if options.json is None:

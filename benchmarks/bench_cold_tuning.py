@@ -1,12 +1,12 @@
-"""How long a cold tuning of AllGather-GEMM takes, and how good its winners are; on GPUs.
+"""Time of a tuning of AllGather-GEMM with empty caches, and quality of its winners; on GPUs.
 
     bash scripts/launch.sh benchmarks/bench_cold_tuning.py --json cold.json
 
-The space has 96 candidates, 24 kernels with 4 schedules each. First it is tuned serially, as tuners
-do that compile one config after another and give each 5 warm-up and 10 timed runs. Then by
-``tune.autotune``, several times, each with empty caches (Triton's and the tuner's). In the end all
-winners, and the best of the serial tuning, are timed interleaved: how many are within 1 % of the
-best?
+The space has 96 candidates: 24 kernels with 4 schedules each. They are first tuned serially, as a
+simple tuner does: compile a config, run it 5 times untimed and 10 times timed, continue with the
+next. Then ``tune.autotune`` tunes several times, each time with empty caches (Triton's and the
+tuner's). At the end all winners, and the best of the serial tuning, are timed interleaved. The
+result is the number of winners within 1 % of the best.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def space() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def empty_caches() -> Iterator[None]:
-    """No kernel is compiled yet, in memory or on disk, and no tuning is known; on all ranks."""
+    """Forget all compiled kernels, in memory and on disk, and all records, on all ranks."""
     folder = [tempfile.mkdtemp(prefix="cold-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     knobs.put("TRITON_CACHE_DIR", f"{folder[0]}/triton")
@@ -107,7 +107,7 @@ def empty_caches() -> Iterator[None]:
 
 
 def tuned_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, list[float]]:
-    """Seconds, and the slowest rank's ms of each candidate: compile, 5 + 10 runs, next."""
+    """Return the seconds of a serial tuning, and each candidate's ms on the slowest rank."""
     device = current_device()
     results = []
     with empty_caches():
@@ -135,7 +135,7 @@ def tuned_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, l
 
 
 def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, Config]:
-    """Seconds of one tuning with empty caches, and its winner."""
+    """Return the seconds of one tuning with empty caches, and its winner."""
     with empty_caches():
         tuner = tune.autotune(
             space, ag_gemm.key_fn, ag_gemm.prune_fn,

@@ -4,13 +4,15 @@
     bash scripts/launch.sh benchmarks/bench_collectives.py --ops all_reduce --sizes 16K,64K,1M
     scripts/python benchmarks/bench_collectives.py --from-json collectives.json
 
-For each size the op is tuned, or its cached config used. Then the winner, the best config of each
-way by the record, the library's collective and, for all-reduce, torch's own over symmetric
-memory are each checked against a sum in fp32 and timed: interleaved, ranks lined up, cold L2, the
-slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
-may differ too. With --calls 20 a sample is of 20 calls after one another, in graph mode all in one
-graph: its launch, and how far apart the ranks begin, then count for a twentieth of each. Sizes are
-of the whole: the result of an all-gather, the input of the others. On CPU ranks they are divided.
+For each size, the op is tuned or its recorded config is used. The candidates are the winner, the
+best recorded config of each algorithm, the library's collective and, for all-reduce, PyTorch's
+all-reduces over symmetric memory. Each is checked against a sum in fp32, then timed: interleaved,
+ranks aligned, cold L2, slowest rank of each sample. The winner is timed twice, under two names:
+smaller differences than between these two mean nothing.
+
+With --calls 20 a sample covers 20 consecutive calls, in graph mode in one graph. The launch of the
+graph and the skew between ranks then count only for a twentieth per call. A size is the size of the
+whole tensor: the result of an all-gather, the input of the others. CPU ranks scale sizes down.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _CPU_SCALE = 1024
 
 
 def _collectives() -> dict[str, CollectiveOpInfo]:
-    """Cases of the plain collectives, the dearest first."""
+    """OpInfos of the plain collectives, the most expensive first."""
     found = [info for info in OPINFOS.values() if isinstance(info, CollectiveOpInfo)]
     costs = {info.name: info.cost(Size(1 << 20), torch.bfloat16, 2) for info in found}
     found.sort(key=lambda info: -costs[info.name].read_bytes - costs[info.name].link_bytes)
@@ -62,7 +64,7 @@ Tree = dict[str, Any]
 
 
 def parse_sizes(text: str) -> list[int]:
-    """``16K,1M``, for argparse."""
+    """Parse ``16K,1M`` for argparse."""
     found = [re.fullmatch(r"(\d+)([KM]?)", each) for each in text.split(",")]
     if not all(found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 16K,1M")
@@ -81,13 +83,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--scale", type=int, help="divide every size; default: 1, on CPU ranks 1024"
     )
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
-    parser.add_argument("--best", type=int, default=1, help="configs of each algorithm, best first")
+    parser.add_argument("--best", type=int, default=1, help="configs of each algorithm")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
-    parser.add_argument("--calls", type=int, default=1, help="in a sample, after one another")
-    parser.add_argument("--limit", type=int, default=300, help="seconds for a size, tuning too")
+    parser.add_argument("--calls", type=int, default=1, help="consecutive calls per sample")
+    parser.add_argument("--limit", type=int, default=300, help="seconds per size, with tuning")
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each size")
-    parser.add_argument("--from-json", type=Path, help="measure nothing: show this file")
+    parser.add_argument("--from-json", type=Path, help="show this file")
     options = parser.parse_args(arguments)
     for name, known in (("ops", INFOS), ("mode", MODES)):
         unknown = set((getattr(options, name) or "eager").split(",")) - {*known, "eager"}
@@ -97,7 +99,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> Tree:
-    """Measure every op and size; collective. Rank 0 shows and writes what there is after each."""
+    """Measure every op and size. Collective. Rank 0 writes the results after each size."""
     modes = (options.mode or ("eager,graph" if is_cuda() else "eager")).split(",")
     rounds = options.rounds or (25 if is_cuda() else 3)
     scale = options.scale or (1 if is_cuda() else _CPU_SCALE)
@@ -118,7 +120,7 @@ def run(options: argparse.Namespace) -> Tree:
         info = INFOS[op]
         asked = info.shapes if options.sizes is None else map(Size, options.sizes)
         for size in dict.fromkeys(info.scaled(each, scale, num_ranks) for each in asked):
-            # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
+            # A rank that hangs prints its stacks to the original stderr and ends.
             faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             begin = time.perf_counter()
             with open_op(info, size, dtype_named(options.dtype), choice) as work:
@@ -154,7 +156,7 @@ def _row_tree(row: Row) -> Tree:
 
 
 def tables(result: Tree) -> Iterator[Table]:
-    """A table for each op and mode: a line a size, microseconds."""
+    """Return a table for each op and mode: one line per size, in microseconds."""
     cases = {(tree["op"], row["mode"]) for tree in result["sizes"] for row in tree["rows"]}
     for op, mode in sorted(cases):
         trees = [tree for tree in result["sizes"] if tree["op"] == op]

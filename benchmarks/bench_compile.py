@@ -1,11 +1,11 @@
-"""How fast candidates are compiled, and what that does to the thread that measures; needs no GPU.
+"""Rate at which candidates are compiled, and its effect on the measuring thread; needs no GPU.
 
     python benchmarks/bench_compile.py --json compile.json
 
-The persistent GEMM's tiles are compiled for an H200 by threads of this process, as many as asked
-for, and by the processes that the tuner uses. Meanwhile another thread sleeps for half a
-millisecond, again and again, as a tuner does while it waits for its samples: how late it wakes is
-by how much the compilation disturbs it.
+The tiles of the persistent GEMM are compiled for an H200 by a number of threads of this process,
+and by the processes that the tuner uses. Meanwhile another thread repeatedly sleeps for 0.5 ms, as
+a tuner does while it waits for samples. The time by which it wakes too late shows how much the
+compilation disturbs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def by_threads(launches: Sequence[Launch], workers: int) -> None:
 
 
 def by_processes(launches: Sequence[Launch], workers: int) -> None:
-    """With as many as there are processors."""
+    """Compile with as many processes as there are processors."""
     pool = CompilePool()
     kernels = [kernel for each in launches for kernel in pool.missing(each.compile)]
     pool.begin(kernels, max(1, len(os.sched_getaffinity(0)) // workers))
@@ -63,7 +63,7 @@ def by_processes(launches: Sequence[Launch], workers: int) -> None:
 
 
 def measure(algorithm: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
-    """From an empty cache."""
+    """Measure from an empty cache."""
     kernel_gemm_persistent.device_caches.clear()
     launches = [launch(config) for config in PERSISTENT_TILES]
     late: list[float] = []

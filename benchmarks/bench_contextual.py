@@ -1,9 +1,9 @@
-"""How often ``contextual_autotune`` calls the function to tune a kernel in it, and how well.
+"""Number of calls that ``contextual_autotune`` needs, and quality of its winners.
 
     bash scripts/launch.sh benchmarks/bench_contextual.py --json contextual.json
 
 The kernel is the consumer of an AllGather-GEMM, which cannot be timed alone; it has 24 configs. It
-is tuned inside the op, by every config in turn and by a race, several times each with an empty
+is tuned inside the op, with every config in turn and by a race, several times each with an empty
 cache. At the end all winners are timed interleaved, to compare the race with the full search.
 """
 
@@ -70,7 +70,7 @@ def configs() -> list[triton.Config]:
 def tuned(
     buffer: AllGatherBuffer, A: torch.Tensor, B: torch.Tensor, race: bool
 ) -> tuple[int, float, triton.Config]:
-    """Calls of the op, seconds, and the winner, with an empty cache."""
+    """Return calls of the op, seconds, and the winner of a tuning with an empty cache."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     knobs.put("TRITON_DIST_CACHE_DIR", folder[0])

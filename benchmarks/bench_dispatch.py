@@ -1,14 +1,14 @@
-"""Cost of a call of a tuned function once it is tuned, and cost of a large config space.
+"""Cost of a call of a tuned function after its tuning, and cost of a large config space.
 
     scripts/python benchmarks/bench_dispatch.py --json dispatch.json --configs 10000
 
 Each number is the minimum of many repeats, because other processes only add time. The overhead of a
-hit is its time minus the plain call and one call of ``key_fn``. A guarded dictionary look-up, the
-minimum for any tuner, is measured too. A settled contextual call has no key, so its overhead is
-understated by one ``key_fn``.
+hit is its time minus the plain call and one call of ``key_fn``. A dictionary lookup, the minimum
+for any tuner, is measured too. A contextual call without anything to tune has no key, so its
+overhead is understated by one ``key_fn``.
 
-With ``--configs N``, also the first call of a key of an empty function: with a record of N configs
-on disk, and with a tuning of all N configs or of 20.
+With ``--configs N``, the first call of a key of an empty function is measured too: with a record of
+N configs on disk, and with a tuning of all N configs or of 20.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layer:
 
 
 class Guarded:
-    """The least: a call that looks its config up."""
+    """The minimum for a tuner: a call that looks its config up in a dictionary."""
 
     def __init__(self) -> None:
         self.chosen = {1: {"n": 3}}
@@ -68,7 +68,7 @@ ALGORITHMS = {
 
 
 def subjects() -> dict[str, Any]:
-    """What ``ALGORITHMS`` call, by name: with configs chosen."""
+    """Return the functions that ``ALGORITHMS`` call, by name, with chosen configs."""
     names: dict[str, Any] = {
         "function": function,
         "key_fn": key_fn,
@@ -84,21 +84,21 @@ def subjects() -> dict[str, Any]:
 
 
 def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
-    """Microseconds of one call, the best of ``repeats`` averages over ``number``."""
+    """Return the microseconds of one call: the best of ``repeats`` averages over ``number``."""
     names = subjects()
     timers = {
         algorithm: timeit.Timer(statement, globals=names)
         for algorithm, statement in ALGORITHMS.items()
     }
     best = dict.fromkeys(ALGORITHMS, float("inf"))
-    for _ in range(repeats):  # in turn, so that a slow moment of the machine is one of all
+    for _ in range(repeats):  # alternate, so that a slow moment of the machine affects all
         for algorithm, timer in timers.items():
             best[algorithm] = min(best[algorithm], timer.timeit(number) / number * 1e6)
     return best
 
 
 def overhead(times: dict[str, float], algorithm: str) -> float:
-    """Microseconds that ``algorithm`` takes beyond the plain call and ``key_fn``."""
+    """Return the microseconds of ``algorithm`` beyond the plain call and ``key_fn``."""
     return times[algorithm] - times["plain call"] - times["key_fn"]
 
 
@@ -107,7 +107,7 @@ def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
     space = [{"n": n} for n in range(configs)]
     tuned = autotune(space, key_fn, scope="rank")(function)
     few = autotune(space, key_fn, scope="rank", max_trials=20)(function)
-    # In this order: of two functions of one name, the later one's record is on the disk.
+    # The order matters: the record on disk belongs to the later of two functions with one name.
     took = {"tune 20": _timed(few), "tune all": _timed(tuned), "look up": float("inf")}
     for _ in range(repeats):
         tuned.clear()

@@ -1,11 +1,11 @@
-"""Host time of an eager ``ag_gemm`` call, from the call to its return, and what takes it.
+"""Host time of an eager ``ag_gemm`` call, from the call to its return, and its parts.
 
     torchrun --nproc_per_node=4 benchmarks/bench_host_cost.py --json host_cost.json
 
-Calls are queued behind work that keeps the GPU busy, so that no launch starts, let alone ends,
-while the host is timed: several in a row, as in a model's step, and the first of each row by
-itself, which finds the processor's caches cold. Medians of each rank; the slowest rank is printed.
-The outputs are checked before anything is timed, in memory that held NaN.
+Calls are queued behind work that keeps the GPU busy, so no launch begins while the host is timed.
+Several calls in a row are timed, as in a model's step. The first call of each row is timed
+separately, because it finds the processor's caches cold. Printed are medians of the slowest rank.
+Outputs, which contained NaN before, are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IN_A_ROW = 8
 
 
 def in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
-    """What ``step`` returned, by row of calls behind a busy GPU; collective."""
+    """Return the results of ``step`` for each row of calls behind a busy GPU. Collective."""
     device, ranks, rows = current_device(), group_for(None), []
     for _ in range(samples):
         device.synchronize()
@@ -52,7 +52,7 @@ def in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
 
 
 def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
-    """Median host time of ``call`` in a row, and of the first in a row."""
+    """Return the median host time of ``call`` in a row, and of the first call of a row."""
 
     def timed() -> float:
         begin = time.perf_counter()
@@ -69,7 +69,7 @@ def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
 def parts(
     A: torch.Tensor, B: torch.Tensor, ctx: Any, config: dict[str, Any], samples: int
 ) -> dict[str, float]:
-    """The steps of a call in a row, timed apart."""
+    """Return the steps of a call in a row, timed separately."""
     arguments = inspect.signature(ag_gemm.fn).bind(A, B, ctx, **config)
     arguments.apply_defaults()
     values = tuple(arguments.arguments.values())
@@ -95,7 +95,7 @@ def parts(
 
 
 def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
-    """Microseconds of the slowest rank by what was timed."""
+    """Return microseconds of the slowest rank by name of the measurement."""
     device, rank, num_ranks = current_device(), dist.get_rank(), dist.get_world_size()
     dtype = torch.float16 if device.name == "cpu" else torch.bfloat16
     generator = torch.Generator().manual_seed(rank)
@@ -114,9 +114,9 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
 
     with create_ag_gemm_context(M, N, K, dtype, rank, num_ranks) as ctx:
         expected = all_gather_matmul(A, B)
-        for _ in range(6):  # each slot: laid out, repeated, repeated
+        for _ in range(6):  # for each slot: the first call builds the launch, two calls repeat it
             poisoned = torch.full((M, N // num_ranks), float("nan"), dtype=dtype, device=A.device)
-            del poisoned  # its memory is the output's next
+            del poisoned  # so that the next output gets its memory
             assert_allclose(ag_gemm.fn(A, B, ctx, **config), expected, rtol=2e-2, atol=2e-2)
         tuned(A, B, ctx)
         tuned(A, B, ctx)

@@ -1,13 +1,13 @@
-"""Host time of one launch by Triton, by its autotuner, by ours and by the runner.
+"""Host time of one launch by Triton, by its autotuner, by this package and by the runner.
 
     scripts/python benchmarks/bench_launch.py --json launch.json
 
-Each is a call that the GPU finishes sooner than the host returns, so that nothing queues up. Calls
-are timed in rows; the contenders take turns, so that a slow moment of the machine is one of all;
-medians are printed, with what a contender takes beyond plain ``triton.jit``. Then milliseconds of
-the first launch of a kernel from each level, in a process that has launched others.
+The GPU finishes each call before the host returns, so nothing queues up. Calls are timed in rows.
+The candidates alternate, so that a slow moment of the machine affects all. Printed are medians, and
+the time beyond plain ``triton.jit``. Then follow milliseconds of the first launch of a kernel from
+each level, in a process that has launched other kernels.
 
-Without a GPU launches are recorded, not run: what Python takes of them.
+Without a GPU, launches are recorded and not run: the times are those of the Python code.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ TILES = [{"BLOCK_M": m, "BLOCK_N": n} for m, n in ((64, 64), (64, 128))]
 
 
 def contenders(folder: Path) -> dict[str, Callable[[], Any]]:
-    """Calls that add two matrices, by name; kernels are compiled, tuned and exported into
-    ``folder`` here."""
+    """Return calls that add two matrices, by name; export their kernels to ``folder``."""
     device = current_device()
     a, b, c = (torch.ones(64, 64, dtype=torch.float16, device=device.torch_device) for _ in "abc")
     values = (a, b, c, *_SIZES, 64)
@@ -87,7 +86,7 @@ def contenders(folder: Path) -> dict[str, Callable[[], Any]]:
         launcher, tensors = Launcher(), {"a_ptr": a, "b_ptr": b, "c_ptr": c}
         launch = Launch(plain, (1,), values, tile)
         calls["laid out"] = lambda: launcher.run(0, lambda: launch, tensors)
-    for call in calls.values():  # compile, tune, lay out
+    for call in calls.values():  # compile, tune, build launches
         call()
         call()
     _check(calls, a, b, c)
@@ -112,7 +111,7 @@ def _check(calls: dict[str, Callable[[], Any]], a: Any, b: Any, c: Any) -> None:
 def microseconds(
     calls: dict[str, Callable[[], Any]], rounds: int, row: int = 50
 ) -> dict[str, float]:
-    """Median host time of each call."""
+    """Return the median host time of each call."""
     device = current_device()
     took: dict[str, list[float]] = {name: [] for name in calls}
     turns = list(calls.items())
@@ -129,7 +128,7 @@ def microseconds(
 
 
 def first_uses(folder: Path) -> dict[str, float]:
-    """Milliseconds of the first launch of a kernel from each level, the files' reading included."""
+    """Return milliseconds of the first launch from each level, including reading the files."""
     device = current_device()
     values = [torch.ones(64, 64, dtype=torch.float16, device=device.torch_device)] * 3
     exported = triton.jit(add)[(1,)](*values, *_SIZES, 64, **TILES[0], num_warps=8)
@@ -147,7 +146,7 @@ def first_uses(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def _somewhere() -> Iterator[None]:
-    """A GPU, or a stand-in that records launches."""
+    """Context manager with a GPU, or with a driver that records launches."""
     if current_device().name == "cuda":
         yield
     else:
@@ -156,7 +155,7 @@ def _somewhere() -> Iterator[None]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a launch by contender, milliseconds of a first use by level."""
+    """Return microseconds of a launch by candidate, and milliseconds of a first use by level."""
     with tempfile.TemporaryDirectory() as folder, _somewhere():
         calls = contenders(Path(folder, "cubins"))
         return {

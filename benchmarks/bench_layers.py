@@ -72,7 +72,7 @@ def get_args() -> argparse.Namespace:
 
 
 class Candidates:
-    """A layer of one model, in every way, for one number of tokens. Collective."""
+    """A layer of one model by every implementation, for one number of tokens."""
 
     def __init__(self, args: argparse.Namespace, model: str, layer: str, tokens: int) -> None:
         config = LlamaConfig.of(model)
@@ -104,7 +104,7 @@ class Candidates:
         return lambda x: layer(x, self.rotary)[0]
 
     def make(self, name: str) -> tuple[Call, list[torch.Tensor]]:
-        """The layer as a function of x, and its parameters; raises where it cannot be."""
+        """Return the layer as a function of x, and its parameters; raise if it is not possible."""
         if name == "dtensor":
             return self._dtensor()
         layer = self._layer(self.contexts) if name in (OURS, COMPILED) else self.plain
@@ -115,7 +115,7 @@ class Candidates:
 
     @property
     def names(self) -> list[str]:
-        """Ways of our layer."""
+        """Return the names of the implementations of our layer."""
         return [OURS, COMPILED] if self.is_spread and is_cuda() else [OURS]
 
     def _async_tp(self, layer: TP_MLP | TP_Attn) -> Call:
@@ -198,7 +198,7 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def operators(call: Call, x: torch.Tensor) -> str:
-    """Names of the operators that a call runs."""
+    """Return the names of the operators that a call runs."""
     call(x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call(x)
@@ -221,7 +221,7 @@ def both_of(call: Call, x: torch.Tensor, parameters: list[torch.Tensor]) -> Call
 
 
 def said(failures: dict[str, str], name: str, error: str | None) -> bool:
-    """Note the error of a candidate that some rank had; ranks leave it out alike. Collective."""
+    """Record the error of a candidate that failed on some rank; all skip it."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error)
     first = next((each for each in found if each is not None), None)
@@ -240,7 +240,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
 def point(
     args: argparse.Namespace, model: str, layer: str, tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """Times of each pass, with the errors of what did not run. Collective."""
+    """Return the times of each pass, and the errors of failed candidates. Collective."""
     made = Candidates(args, model, layer, tokens)
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Call, list[torch.Tensor]]] = {}

@@ -3,14 +3,14 @@
     scripts/python benchmarks/bench_matmul.py --json matmul.json
     scripts/python benchmarks/bench_matmul.py --shapes 4096,4096,4096 8192,7168,4096 --first 1
 
-For each shape all are checked, then timed in turn in one run, cache flushed (medians; TFLOP/s). The
-kernel under ``triton.autotune`` is what most tutorials end with: pointers, tiles in groups, the
-usual eight configs, one tuning for each shape.
+For each shape all candidates are checked, then timed interleaved with a cold cache (medians and
+TFLOP/s). The kernel under ``triton.autotune`` is the kernel of most tutorials: pointers, grouped
+tiles, the usual eight configs, one tuning per shape.
 
-With ``--first N``, for the first N shapes: seconds from the first call to its result, in a process
-of its own that has imported everything and touched the GPU. ``cold``: all caches empty; ``warm``:
-the same again, with the caches that the first has left. Triton's autotuner tunes in both: it is
-run as it comes, without ``cache_results``.
+With ``--first N``, for the first N shapes: seconds from the first call to its result, in a separate
+process that has imported everything and touched the GPU. ``cold``: all caches are empty. ``warm``:
+the caches contain the results of the cold process. Triton's autotuner tunes in both cases, because
+it is run with its defaults, without ``cache_results``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def kernel_in_groups(  # type: ignore[no-untyped-def]
 
 
 def in_groups(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-    """A [M, K] @ B [K, N], both contiguous."""
+    """Return A [M, K] @ B [K, N], both contiguous."""
     (M, K), N = A.shape, B.shape[1]
     C = torch.empty(M, N, dtype=A.dtype, device=A.device)
 
@@ -110,7 +110,7 @@ def operands(shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(shape: Sequence[int], rounds: int) -> dict[str, float]:
-    """Microseconds of each contender; all results are checked."""
+    """Return the microseconds of each candidate; check all results."""
     A, B = operands(shape)
     expected = (A.float() @ B.float()).to(A.dtype)
     limit = tolerance(A.dtype, 1)
@@ -121,7 +121,7 @@ def compare(shape: Sequence[int], rounds: int) -> dict[str, float]:
 
 
 def first_result(name: str, shape: Sequence[int]) -> float:
-    """Seconds from the first call of a contender to its result, in this process."""
+    """Return the seconds from the first call of a candidate to its result, in this process."""
     A, B = operands(shape)
     device = current_device()
     device.synchronize()
@@ -132,7 +132,7 @@ def first_result(name: str, shape: Sequence[int]) -> float:
 
 
 def first_results(shape: str, seconds: float) -> dict[str, dict[str, float | str]]:
-    """The same, each in a process of its own, cold and warm."""
+    """Return the first results of candidates in separate processes, cold and warm."""
     found: dict[str, dict[str, float | str]] = {}
     for name in CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
@@ -161,8 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="M,N,K")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="cold and warm starts")
-    parser.add_argument("--seconds", type=float, default=300, help="most that a start may take")
-    parser.add_argument("--only", choices=list(CONTENDERS), help="one first result, in seconds")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of a start")
+    parser.add_argument(
+        "--only", choices=list(CONTENDERS), help="print only its first result, in seconds"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]

@@ -6,13 +6,13 @@
     bash scripts/launch.sh benchmarks/bench_overlap.py --op ag_group_gemm --routing zipf
     scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
-For each shape the op is tuned, or its cached config used. Then the winner, the best few other
-configs by the record, and the peers are each checked against the unfused reference, on fresh
-random data and with outputs that held NaN, and timed: interleaved, ranks lined up, cold L2, the
-slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
-may differ too.
+For each shape the op is tuned, or its recorded config is used. The candidates are the winner, the
+next best configs of the record, and the baselines. Each is checked against the unfused reference,
+on fresh random data with outputs that contained NaN, then timed: interleaved, ranks aligned, cold
+L2, slowest rank of each sample. The winner is timed twice, under two names: smaller differences
+than between these two mean nothing.
 
-limit = max(GEMM alone, fastest transfer alone). On CPU ranks everything runs scaled down.
+limit = max(GEMM alone, fastest transfer alone). On CPU ranks everything is scaled down.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from triton_dist.testing.opinfo.moe import ROUTINGS, RoutedOpInfo
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 256
-# One product has nothing to hide, but peers and a limit like the others.
+# One GEMM overlaps nothing, but it has baselines and a limit.
 INFOS = OVERLAPPED_OPINFOS | {"grouped_gemm": OPINFOS["grouped_gemm"]}
 
 
@@ -52,24 +52,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(INFOS), default="ag_gemm")
-    parser.add_argument("--shapes", help="M:N:K,... global; default: a mix")
+    parser.add_argument("--shapes", help="global M:N:K,...; default: a mix")
     parser.add_argument(
-        "--layers", help="N and K by name, or models of ops with experts, or all; with --M"
+        "--layers", help="names of layers, or of models for ops with experts, or all; with --M"
     )
     parser.add_argument(
-        "--routing", choices=list(ROUTINGS), default="even", help="where an op has experts"
+        "--routing", choices=list(ROUTINGS), default="even", help="of ops with experts"
     )
     parser.add_argument("--M", type=parse_numbers, default=[8192], help="rows for --layers")
     parser.add_argument("--scale", type=int, help="divide every size; default: 1, on CPU ranks 256")
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
-    parser.add_argument("--best", type=int, default=4, help="other configs, by the record")
-    parser.add_argument("--all-candidates", action="store_true", help="all that pruning leaves")
+    parser.add_argument("--best", type=int, default=4, help="further recorded configs")
+    parser.add_argument("--all-candidates", action="store_true", help="all unpruned configs")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
-    parser.add_argument("--limit", type=int, default=300, help="seconds for a shape, tuning too")
+    parser.add_argument("--limit", type=int, default=300, help="seconds per shape, with tuning")
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each shape")
     parser.add_argument("--png", type=Path, help="file for a plot; needs matplotlib")
-    parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")
+    parser.add_argument("--from-json", type=Path, help="show and draw this file")
     options = parser.parse_args(arguments)
     if options.shapes is not None:
         try:
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every shape; collective. Rank 0 shows and writes what there is after each."""
+    """Measure every shape. Collective. Rank 0 writes the results after each shape."""
     num_ranks = dist.get_world_size()
     scale = options.scale or (1 if is_cuda() else _CPU_SCALE)
     modes = (options.mode or ("eager,graph" if is_cuda() else "eager")).split(",")
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         info.routing = options.routing
     asked = (info.scaled(each, scale, num_ranks) for each in wanted(options, info))
     for shape in dict.fromkeys(asked):
-        # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
+        # A rank that hangs prints its stacks to the original stderr and ends.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
         trees.append(measured(info, shape, dtype, choice, modes, rounds))
         faulthandler.cancel_dump_traceback_later()
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def measured(
     info: OpInfo[Any], shape: Any, dtype: torch.dtype, choice: Choice, modes: list[str], rounds: int
 ) -> dict[str, Any]:
-    """The tree of one shape, of which nothing else is left: the next may need the memory."""
+    """Return the results of one shape as a tree; free everything else."""
     with open_op(info, shape, dtype, choice) as workload:
         begin = time.perf_counter()
         rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
@@ -123,7 +123,7 @@ def measured(
 
 
 def wanted(options: argparse.Namespace, info: OpInfo[Any]) -> list[Any]:
-    """Shapes that the command line asks for; default: what the op has to be good at."""
+    """Return the shapes of the command line; default: the shapes of the op's OpInfo."""
     asked = list(options.shapes or [])
     asked += [layer(M) for layer in options.layers or [] for M in options.M]
     return asked or list(info.shapes)

@@ -1,11 +1,11 @@
-"""Write what a GPU report has measured into the documentation, and its records into the package.
+"""Write the results of a GPU report into the documentation, and its records into the package.
 
     scripts/python benchmarks/gpu_pages.py gpu-report
 
-draws a page of tables from the JSON of the steps that ``gpu_report.py`` ran, with the commit and
-the day of each step, and says what was not reached: no number is typed by hand. The records of
-packs in the folder are merged into the records that ship; the latest result of each key is kept.
-A folder of packs alone will do.
+The command makes a page of tables from the JSON files of the steps that ``gpu_report.py`` ran, with
+the commit and day of each step, and lists the steps that did not run. No number is typed by hand.
+Records of packs in the folder are merged into the records that ship; the latest result of each key
+is kept. The folder may also contain only packs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tree = dict[str, Any]
 
 
 def page(folder: Path) -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     report = json.loads((folder / "report.json").read_text("utf-8"))
     lines = [f"# {_TITLE}", "", "Written by `benchmarks/gpu_pages.py`.", ""]
     for part in ("hardware", "software"):
@@ -84,7 +84,7 @@ def _markdown(table: Table) -> Iterator[str]:
 
 
 def put_into_index(page: Path) -> None:
-    """Put a page of the documentation into its index, behind the other one of performance."""
+    """Add a page to the index of the documentation, after the other performance page."""
     index = page.parents[1] / "README.md"
     entry = f"- [{_TITLE}]({page.parent.name}/{page.name})"
     lines = index.read_text("utf-8").splitlines() if index.exists() else []
@@ -101,7 +101,7 @@ def ship(folder: Path, records: Path) -> list[Path]:
     for tree in [json.loads(each.record(name)) for each in packs for name in each.records]:
         file = records / f"{tree['function']}.{tree['gpu'].replace(' ', '_')}.json"
         shipped = json.loads(file.read_text("ascii")) if file.exists() else {}
-        # Results of an earlier version of the op are found no more.
+        # Lookups ignore results of an earlier version of the op.
         trees = [each for each in (shipped, tree) if each.get("version") == tree["version"]]
         file.write_text(readable_json(merge(trees), COLUMNS), encoding="ascii")
         written.append(file)
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="of gpu_report.py")
+    parser.add_argument("folder", type=Path, help="output of gpu_report.py")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
     parser.add_argument("--records", type=Path, default=RECORDS, help="default: %(default)s")
     options = parser.parse_args(arguments)

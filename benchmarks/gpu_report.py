@@ -1,4 +1,4 @@
-"""Run everything that is measured on GPUs, the most valuable first, and stop in time.
+"""Run all measurements that need GPUs, the most valuable first, within a time limit.
 
     make gpu-report MINUTES=25
     scripts/python benchmarks/gpu_report.py --minutes 25 --out report
@@ -6,11 +6,11 @@
     scripts/python benchmarks/gpu_report.py --minutes 5 --out report --steps "any M"
     scripts/python benchmarks/gpu_report.py --minutes 30 --out /tmp/tried --ranks 2
 
-Each step is a command of this repository, with a rank on every GPU and a limit of its own. What it
-writes and prints lies in the folder: JSON, logs, and ``report.json`` and ``report.md``, which say
-on what commit, machine and versions each step ran, how it ended, and what was not reached. The same
-command goes on: what is done is not repeated; what was cut off or failed is. Steps whose name has
-the text of --steps are all that is run with it.
+Each step is a command of this repository, with one rank per GPU and its own limit. The folder
+receives its JSON files and logs. ``report.json`` and ``report.md`` list commit, machine and
+versions of each step, how it ended, and the steps that did not run. The same command resumes:
+finished steps are not repeated, interrupted and failed steps are. --steps selects the steps whose
+name contains the text.
 
 The exit status is the number of steps that failed.
 """
@@ -49,8 +49,11 @@ DONE, FAILED, CUT_OFF, NOT_REACHED = "done", "failed", "cut off", "not reached"
 
 @dataclass(frozen=True)
 class Step:
-    """A command; ``{out}`` in it is the path of the step's results, without a suffix, ``{launch}``
-    what starts a program on all ranks."""
+    """A command, with placeholders.
+
+    ``{out}`` is the path of the results without a suffix; ``{launch}`` starts a program on all
+    ranks.
+    """
 
     name: str
     minutes: float
@@ -140,7 +143,7 @@ STEPS = _steps()
 
 
 def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, Any]:
-    """Run it for ``seconds`` at most; what the report says of it."""
+    """Run the step for at most ``seconds``; return its entry in the report."""
     seconds = min(60 * step.minutes, seconds)
     share = " --share-gpus" if 0 < torch.cuda.device_count() < ranks else ""
     launch = f"bash scripts/launch.sh{share} --nproc_per_node={ranks}"
@@ -165,7 +168,7 @@ def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, 
 
 
 def _ended(process: subprocess.Popen[Any], seconds: float) -> int | None:
-    """Its exit status; ``None`` if it was ended, with all that it had started."""
+    """Return the exit status; ``None`` if the step was ended, with all its processes."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -183,7 +186,7 @@ def now() -> str:
 
 
 def commit() -> str:
-    """The commit of this tree, with ``+`` if files differ from it; empty without git."""
+    """Return the commit of this tree, with ``+`` if files differ from it; empty without git."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
@@ -195,7 +198,7 @@ def commit() -> str:
 
 
 def run(steps: Sequence[Step], folder: Path, minutes: float, ranks: int) -> dict[str, Any]:
-    """Run what is not done yet; the report, which is written after each step."""
+    """Run all unfinished steps; return the report, which is written after each step."""
     deadline = time.monotonic() + 60 * minutes
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.json"
@@ -222,7 +225,7 @@ def _done(steps: dict[str, Any], step: Step) -> bool:
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """The report as JSON, and for people with the end of each log."""
+    """Write the report as JSON, and as Markdown with the end of each log."""
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     lines = ["# GPU report", ""]
     for part in ("hardware", "software", "environment"):
@@ -240,7 +243,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """How each step ended."""
+    """Return a table of how each step ended."""
     found = Table(title="GPU report", title_justify="left")
     for name in ("step", "", "s", "commit"):
         found.add_column(name)
@@ -253,15 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="in all; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=60.0, help="total; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder")
-    parser.add_argument("--steps", default="", help="only those whose name has this text")
+    parser.add_argument("--steps", default="", help="run only steps whose name has this text")
     parser.add_argument(
         "--ranks", type=int, default=0,
         help="more than there are GPUs, or CPU ranks without GPUs: tries the commands, and "
         "its times mean nothing; default: a rank on every GPU",
     )  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="show the steps, run none")
+    parser.add_argument("--list", action="store_true", help="list the steps")
     options = parser.parse_args(arguments)
     steps = [step for step in STEPS if options.steps in step.name]
     if not steps:

@@ -3,9 +3,9 @@
     bash scripts/launch.sh benchmarks/record_spaces.py --op ag_gemm --out ag_gemm_sizes.json.gz
     bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --random 24 --out sizes.json.gz
 
-At each M every config that pruning leaves is run ``--runs`` times: interleaved, cold L2, ranks
-lined up, the slowest rank counts. ``bench_search_quality.py`` replays the file. It holds, by M, the
-times of each config by its place in ``configs``, or the reason why it failed, and its waves.
+At each M every unpruned config is run ``--runs`` times: interleaved, cold L2, ranks aligned,
+slowest rank of each sample. ``bench_search_quality.py`` replays the file. For each M it contains
+the times of each config by its index in ``configs``, or the reason of its failure, and its waves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layer", help="N:K, or its name; default: the first")
     parser.add_argument("--M", type=parse_numbers, default=_SIZES)
     parser.add_argument("--random", type=int, default=0, help="number of further M, log-uniform")
-    parser.add_argument("--seed", type=int, default=0, help="of the random M")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random M")
     parser.add_argument("--runs", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -84,7 +84,7 @@ def _shape(N: int, K: int, M: int) -> Shape:
 
 
 class Recorder:
-    """The space of one op, at one size after another. Collective."""
+    """The space of one op, recorded at one size after another. Collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -93,7 +93,7 @@ class Recorder:
         self.configs = list(self.op.config_space)
 
     def record(self) -> dict[str, Any]:
-        """Runs of all configs, by M."""
+        """Return the runs of all configs, by M."""
         sizes, waves = {}, {}
         for M, (args, kwargs) in self._calls():
             sizes[str(M)] = self._runs(M, args, kwargs)
@@ -107,7 +107,7 @@ class Recorder:
         }  # fmt: skip
 
     def _shape(self, M: int) -> Any:
-        """That of ``M``; on CPU ranks with as many rows, and little else."""
+        """Return the shape of ``M``; on CPU ranks with as many rows and small other sizes."""
         shape = self.options.shape(M)
         if is_cuda():
             return shape
@@ -115,7 +115,7 @@ class Recorder:
         return dataclasses.replace(shape, N=N, K=K)
 
     def _calls(self) -> Iterator[tuple[int, Call]]:
-        """A call of each size; it holds until the next one."""
+        """Return a call of each config. The calls are valid until the next size."""
         if self.info is None:
             for M in self.options.M:
                 yield M, self._matrices(self._shape(M))
@@ -157,12 +157,12 @@ class Recorder:
         return runs
 
     def _first_run(self, call: Callable[[], Any]) -> str:
-        """Why it fails on some rank; nothing if it does not."""
+        """Return why the config fails on some rank; an empty text if it does not."""
         reason = ""
         try:
             call()
             current_device().synchronize(_SECONDS)
-        except Exception as error:  # one config's failure is not the space's
+        except Exception as error:  # a config that fails must not end the recording
             reason = f"{type(error).__name__}: {error}"[:200]
         return next(filter(None, group_for().all_gather("first run", reason)), "")
 

@@ -4,13 +4,13 @@
     scripts/triton-dist pack ag_gemm --out tuned/ag_gemm.tdpack
     scripts/python benchmarks/gpu_pages.py tuned
 
-Powers of two are tuned in full, the ranges between them with what was learned there. Records go to
-``TRITON_DIST_CACHE_DIR``, as of any call; what is there, or ships, is not tuned again: delete the
-op's file in records/ first. One run for each number of ranks; tune on an idle machine. On CPU ranks
-sizes are scaled down. With --run each winner is called once, which loads its kernels, so that a
-pack for hosts that have no compiler is made by
+Powers of two are tuned in full, and the ranges between them are warm-started. Records are stored in
+``TRITON_DIST_CACHE_DIR``. Keys with a record, own or shipped, are not tuned again: delete the op's
+file in records/ first. Run it once for each number of ranks, on an idle machine. CPU ranks scale
+sizes down. With --run each winner is called once, which loads its kernels. This makes a pack for
+hosts without a compiler:
 
-    scripts/triton-dist pack --kernels --out ag_gemm.NVIDIA_H200.tdpack -- \\
+    scripts/triton-dist pack --kernels --out ag_gemm.NVIDIA_H200.tdpack -- \
         bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm --run
 """
 
@@ -60,10 +60,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def every_range(most: int = _MOST) -> list[int]:
-    """A size of each range up to ``most``, the largest first, which compile what the others need
-    too; before them powers of two. Of ranges with multiples of 32 their end, of others the middle,
-    from which no size is far, or the size next to it: at multiples of 16 libraries may have kernels
-    that they have nowhere else."""
+    """Return one size of each range up to ``most``: powers of two first, then the others.
+
+    The largest size is first, because smaller sizes use the kernels that it compiles. A range of
+    multiples of 32 is represented by its end. Another range is represented by the size in its
+    middle, because no size is far from it; if this is a multiple of 16, by the next size, because
+    libraries may have special kernels for multiples of 16.
+    """
     ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)})
     middles = [(below + 1 + end) // 2 for below, end in itertools.pairwise([0, *ends])]
     sizes = [
@@ -74,18 +77,18 @@ def every_range(most: int = _MOST) -> list[int]:
 
 
 def is_in_full(M: int) -> bool:
-    """True for the powers of two."""
+    """Return True for powers of two, which are tuned in full."""
     return M & (M - 1) == 0
 
 
 def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
-    """Those of each layer, each once: all rows that are tuned in full, then the others."""
+    """Return the shapes of each layer, each once: first the rows that are tuned in full."""
     scale = 1 if is_cuda() else _CPU_SCALE
     layers = {
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
     }
     info = GEMM_OPINFOS[options.op]
-    # The most that the ranks can share: a middle may be odd.
+    # Round down to a multiple of the ranks: a middle may be odd.
     rows = options.M or [max(M // num_ranks, 1) * num_ranks for M in every_range()]
     return [
         list(dict.fromkeys(info.scaled(info.layer(M, N, K), scale, num_ranks) for M in rows))

@@ -1,1 +1,1 @@
-"""The harness of ``bench_overlap.py``: what is the same for every overlapped op, and the ops."""
+"""Harness of ``bench_overlap.py``: code that all overlapped ops share."""

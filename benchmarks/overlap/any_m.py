@@ -1,4 +1,4 @@
-"""Points of a sweep over M: which, what they amount to, and a picture of them."""
+"""Points of a sweep over M: their selection, evaluation and plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONFIDENCE = 0.95
 
 
 def random_sizes(number: int, most: int, seed: int) -> list[int]:
-    """Sizes from 1 to ``most``, log-uniform."""
+    """Return sizes from 1 to ``most``, log-uniform."""
     draw = random.Random(seed)
     return [round(math.exp(draw.uniform(0, math.log(most)))) for _ in range(number)]
 
@@ -42,7 +42,7 @@ def bounds(most: int, number: int | None, seed: int) -> list[int]:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median of what ``ratios`` are drawn from, by order statistics."""
+    """Return the 95 % interval of the median of ``ratios``, by order statistics."""
     ranked, n = sorted(ratios), len(ratios)
     below = [math.comb(n, k) / 2**n for k in range(n + 1)]
     sums = [sum(below[: k + 1]) for k in range(n + 1)]
@@ -53,10 +53,10 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 def point(
     M: int, samples: dict[str, Sequence[float]], baselines: Sequence[str], **about: Any
 ) -> Tree:
-    """A point from the samples of each candidate, round by round."""
+    """Return a point from the samples of each candidate, round by round."""
     medians = {name: round(statistics.median(each), 6) for name, each in samples.items()}
     best = min(baselines, key=medians.__getitem__)
-    # Of one round, so that what drifts from round to round hits both.
+    # Ratios within one round, so that drift between rounds cancels.
     ratios = [theirs / ours for theirs, ours in zip(samples[best], samples[TUNED], strict=True)]
     low, high = interval(ratios)
     return {
@@ -72,7 +72,7 @@ def point(
 
 
 def is_low(each: Tree) -> bool:
-    """True for a point that counts as slower than the best peer."""
+    """Return True for a point that counts as slower than the best baseline."""
     return each["ratio"] < FLOOR and not each["interval"][0] <= FLOOR <= each["interval"][1]
 
 
@@ -122,7 +122,7 @@ def summary(points: Sequence[Tree]) -> list[str]:
 
 
 def draw(tree: Tree, path: Path) -> None:
-    """Write a PNG: tuned and each peer over the best peer, along M."""
+    """Write a PNG: speed-up of the tuned op and the baselines over the best baseline, by M."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -155,7 +155,7 @@ def draw(tree: Tree, path: Path) -> None:
 
 
 def progress(points: Sequence[Tree], asked: int, took: float, log: Callable[[str], Any]) -> None:
-    """Say how far a sweep is."""
+    """Print the progress of a sweep."""
     last = points[-1]
     log(
         f"[{len(points)}/{asked}, {took:.0f} s] M = {last['M']}: {last['ms'][TUNED]:.4f} ms, "

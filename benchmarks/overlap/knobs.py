@@ -1,4 +1,4 @@
-"""Environment variables for a part of a run."""
+"""Set environment variables for a part of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def environment_with(**asked: str) -> Iterator[None]:
-    """Within, these variables are set; then they are what they were."""
+    """Context manager that sets these variables and restores their old values."""
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
     try:

@@ -26,7 +26,7 @@ _SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in a mode, and its samples, of one call each."""
+    """A candidate in a mode, and its samples, in time per call."""
 
     name: str
     mode: str
@@ -35,17 +35,18 @@ class Row:
 
 
 class Failed(Exception):
-    """A candidate cannot be measured, which every rank knows."""
+    """A candidate cannot be measured; every rank raises this."""
 
 
 def measure(
     workload: Workload, modes: Sequence[str], rounds: int, warmup_rounds: int, num_calls: int = 1
 ) -> tuple[list[Row], dict[str, str]]:
-    """Rows in the order of the candidates, and why the others failed, by ``name, mode``.
+    """Return rows in the order of the candidates, and the errors of failed candidates by name and
+    mode.
 
-    A sample is of ``num_calls`` calls with nothing between them, in graph mode in one graph,
-    divided by their number: as in a model, where the launch of a graph, and how far apart the
-    ranks begin, is shared by many calls.
+    A sample covers ``num_calls`` consecutive calls, in graph mode in one graph, and is divided by
+    their number. As in a model, many calls then share the launch of a graph and the skew between
+    ranks.
     """
     ready: dict[str, tuple[str, str, Baseline]] = {}
     calls: dict[str, Callable[[], Any]] = {}
@@ -68,7 +69,7 @@ def measure(
 def _checked(
     candidate: Baseline, label: str, graph: bool, tolerance: float, num_calls: int
 ) -> Callable[[], Any]:
-    """What to time, after one run of it whose last output was right on every rank."""
+    """Return the function to time, after one run whose last output was right on every rank."""
     latest: dict[str, torch.Tensor] = {}
 
     def keep() -> None:
@@ -81,7 +82,7 @@ def _checked(
 
     def run() -> None:
         if graph and candidate.expected is not None:
-            for output in latest.values():  # none on CPU ranks, where nothing has run yet
+            for output in latest.values():  # CPU ranks have no warm-up
                 output.fill_(float("nan"))
         with poisoned_empty():
             call()
@@ -96,14 +97,16 @@ def _checked(
 
 
 def _together(phase: str, step: Callable[[], T]) -> T:
-    """What ``step`` returns; if it raised on some rank, ``Failed`` on all. So no rank goes on to
-    what another will not come to."""
+    """Return the result of ``step``; if it raised on some rank, raise ``Failed`` on all ranks.
+
+    So no rank continues to a collective that another rank does not reach.
+    """
     failure = ""
     try:
         with bounded_waits(_SECONDS):
             value = step()
             current_device().synchronize(_SECONDS)
-    except Exception as error:  # whatever a candidate raises, the others are still worth measuring
+    except Exception as error:  # any error of a candidate: measure the others
         failure = f"{type(error).__name__}: {error}"
     for rank, reason in enumerate(group_for().all_gather(phase, failure)):
         if reason:

@@ -1,5 +1,4 @@
-"""A picture of a report: how much is gained over doing one part after the other, and how far the
-limit is."""
+"""Plot of a report: speed-up over the serial baseline, and time relative to the limit."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from .table import median, title
 from .workload import TUNED
 
 Tree = dict[str, Any]
-# The same in every picture. A peer's is found by a part of its name.
+# Colours are equal in all plots. A baseline's colour is found by a part of its name.
 _TUNED_COLOUR, _SERIAL_COLOUR, _OTHER_COLOUR = "#1f5f99", "#8c8c8c", "#c9b458"
 _BASELINE_COLOURS = {"async-TP": "#d98c3f", "one-shot": "#b65f7c", "two-shot": "#5a9e6f"}
 _OPS = {"ag_gemm": "AllGather-GEMM", "gemm_rs": "GEMM-ReduceScatter", "gemm_ar": "GEMM-AllReduce"}
@@ -20,7 +19,7 @@ _WIDTH = 11.0
 
 
 def check_matplotlib() -> None:
-    """Raises ``SystemExit`` with what to do, before anything was measured in vain."""
+    """Raise ``SystemExit`` with instructions if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -31,7 +30,7 @@ def check_matplotlib() -> None:
 
 
 def draw(report: Tree, path: Path) -> None:
-    """Write a PNG with a row of two panels a mode: speed-up, and time over the limit."""
+    """Write a PNG with two panels per mode: speed-up, and time over the limit."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -43,7 +42,7 @@ def draw(report: Tree, path: Path) -> None:
     figure.suptitle(
         f"{_OPS.get(report['op'], report['op'])} on {hardware['ranks']} x {hardware['gpu']}, "
         f"{report['dtype'].removeprefix('torch.')}, torch {software['torch']}, "
-        f"triton {software['triton']}\n\n"  # the legend is there
+        f"triton {software['triton']}\n\n"  # the first panel has the legend
     )
     panels = figure.subplots(len(modes), 2, squeeze=False, sharey="row")
     for (left, right), mode in zip(panels, modes, strict=True):
@@ -62,14 +61,14 @@ def draw(report: Tree, path: Path) -> None:
 
 
 def series(shapes: list[Tree]) -> list[str]:
-    """What has a bar: the tuned op, the peers, and last the two parts one after the other."""
+    """Return the series of bars: tuned op, baselines, and last the serial baseline."""
     serial = shapes[0]["serial"]
     rows = [row for tree in shapes for row in tree["rows"] if row["kind"] == "baseline"]
     return [TUNED, *dict.fromkeys(row["name"] for row in rows if row["name"] != serial), serial]
 
 
 def notes(report: Tree) -> list[str]:
-    """What a reader has to know of the bars, one sentence a line."""
+    """Return notes for the reader of the bars, one sentence per line."""
     shapes = report["shapes"]
     found = [
         f"Left: {shapes[0]['serial']} is 1. Right: the limit is 1, the larger of the GEMM alone "
@@ -99,7 +98,7 @@ def notes(report: Tree) -> list[str]:
 
 
 def ratio(tree: Tree, mode: str, name: str, over_limit: bool) -> float | None:
-    """Length of a bar; ``None`` where something failed."""
+    """Return the length of a bar; ``None`` if a candidate failed."""
     time, unit = median(tree, name, mode), _unit(tree, mode, over_limit)
     if time is None or unit is None:
         return None
@@ -112,7 +111,7 @@ def _unit(tree: Tree, mode: str, over_limit: bool) -> float | None:
 
 
 def _bars(panel: Any, shapes: list[Tree], mode: str, names: list[str], over_limit: bool) -> None:
-    """Groups of horizontal bars from 0 on, the first shape on top, with a line at 1."""
+    """Draw groups of horizontal bars from 0, the first shape on top, with a line at 1."""
     thickness = 1 / (len(names) + 1)
     for place, name in enumerate(names):
         lengths = [ratio(tree, mode, name, over_limit) for tree in shapes]

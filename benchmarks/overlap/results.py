@@ -1,4 +1,4 @@
-"""What was measured, as the tree of a JSON file: the table and the plot are drawn from it alone."""
+"""The results as the tree of a JSON file, from which tables and plots are made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tree = dict[str, Any]
 
 
 def report(op: str, dtype: torch.dtype, rounds: int, shapes: Sequence[Tree]) -> Tree:
-    """Everything of one run."""
+    """Return the results of one run."""
     return {
         "benchmark": "overlap",
         "op": op,
@@ -52,7 +52,7 @@ def software() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that change how fast libraries are."""
+    """Return the variables that affect the speed of libraries."""
     prefixes = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_", "TRITON_")
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
@@ -60,7 +60,7 @@ def environment() -> dict[str, str]:
 def shape_tree(
     shape: Any, workload: Workload, rows: Sequence[Row], failures: Mapping[str, str], took: float
 ) -> Tree:
-    """One shape: every row with its samples, and by mode what they amount to."""
+    """Return the results of one shape: every row with its samples, and a summary by mode."""
     modes = dict.fromkeys(row.mode for row in rows)
     measured = current_device().name == "cuda"
     return {
@@ -93,7 +93,7 @@ def _row_tree(row: Row) -> Tree:
 
 
 def _summary(rows: Sequence[Row], serial: str) -> Tree:
-    """The rows of one mode in a few numbers; what a failed candidate would give is left out."""
+    """Summarise the rows of one mode; omit values that need a failed candidate."""
     by_name = {row.name: row for row in rows}
     medians = {row.name: row.samples.median for row in rows}
     summary: Tree = {}
@@ -108,7 +108,8 @@ def _summary(rows: Sequence[Row], serial: str) -> Tree:
     own = [
         name
         for name, row in by_name.items()
-        if row.candidate.kind == "own" and name != TUNED_AGAIN  # two draws would flatter the winner
+        if row.candidate.kind == "own"
+        and name != TUNED_AGAIN  # the minimum of two measurements would favour the winner
     ]
     if own:
         summary["best_own"] = min(own, key=medians.__getitem__)

@@ -1,4 +1,4 @@
-"""Shapes to measure, as the command line names them."""
+"""Shapes to measure, parsed from the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMED = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFI
 
 
 def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
-    """``M:N:K,M:N:K``, or the sizes of an op's own ``kind`` of shape."""
+    """Parse ``M:N:K,M:N:K``, or the sizes of an op's own ``kind`` of shape."""
     names = ":".join(kind.__annotations__)
     try:
         shapes = [kind(*map(int, each.split(":"))) for each in text.split(",")]
@@ -39,15 +39,14 @@ def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
 
 
 def layers_of(info: OpInfo[Any]) -> dict[str, Callable[[int], Any]]:
-    """By the name of a layer, or of a model whose layers have experts: the shape of ``case`` with
-    so many rows."""
+    """Return the shapes of ``case`` with the given rows, by name of a layer or model."""
     if isinstance(info, RoutedOpInfo):
         return {name: functools.partial(_with_rows, shape) for name, shape in info.models.items()}
     return {name: functools.partial(_of_layer, info.shape, N, K) for name, (N, K) in LAYERS.items()}
 
 
 def parse_layers(text: str, info: OpInfo[Any]) -> list[Callable[[int], Any]]:
-    """Names of ``layers_of``, or ``all``, for argparse."""
+    """Parse names of ``layers_of``, or ``all``, for argparse."""
     layers = layers_of(info)
     names = list(layers) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in layers]
@@ -65,7 +64,7 @@ def _of_layer(kind: Callable[[int, int, int], Any], N: int, K: int, M: int) -> A
 
 
 def parse_numbers(text: str) -> list[int]:
-    """``512,1024``, for argparse."""
+    """Parse ``512,1024`` for argparse."""
     try:
         return [int(each) for each in text.split(",")]
     except ValueError:

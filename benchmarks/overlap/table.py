@@ -27,7 +27,7 @@ def console() -> Console:
 
 
 def shape_table(tree: Tree) -> Table:
-    """Every row of one shape."""
+    """Return a table of every row of one shape."""
     named = title(tree)
     if "seconds" in tree:
         named += f": config {tree['tuning']}; measured in {tree['seconds']:.1f} s"
@@ -59,12 +59,12 @@ def _row_cells(tree: Tree, row: Tree) -> list[str]:
 
 
 def _short(config: str) -> str:
-    """Without what every config has, and without quotes and brackets; the file has all of it."""
+    """Return a config without common values, quotes and brackets; the file has all."""
     return re.sub(r"triton\.Config\(|num_ctas=1, |'gemm_config': |\w+Method\.|[{}()']", "", config)
 
 
 def summary_table(report: Tree) -> Table:
-    """One line a shape and mode: what was gained, and what remains to the limit."""
+    """Return a table with one line per shape and mode: speed-ups, and time over the limit."""
     hardware = report["hardware"]
     table = Table(
         title=f"{report['op']}, {report['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}; "
@@ -110,7 +110,7 @@ def _shown(value: float | None, unit: float | None, digits: int = 3) -> str:
 
 
 def title(tree: Tree) -> str:
-    """The shape as it prints; files of before it was written down are of products."""
+    """Return the shape as text. Older files do not contain it; their shapes are M, N and K."""
     return str(tree.get("shape") or f"{tree['M']}x{tree['N']}x{tree['K']}")
 
 

@@ -1,4 +1,4 @@
-"""A tuned op in the harness: its winner, its other configs, its peers. Any op that has a case."""
+"""A tuned op in the harness: its winner, other configs and baselines. For any op with an OpInfo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RACED = 12
 
 
 class TunedOp:
-    """The op of ``case`` at ``shape``, tuned when it is made, or its cached config used."""
+    """The op of ``case`` at ``shape``, tuned at construction unless it has a record."""
 
     def __init__(
         self, info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
@@ -49,11 +49,11 @@ class TunedOp:
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
     def run(self) -> Any:
-        """Call the op as a program does; returns its result."""
+        """Call the op as a program does; return its result."""
         return self.info.op(*self._args, **self._kwargs)
 
     def raced_anew(self, number: int = 3) -> list[Baseline]:
-        """The fastest of a new tuning at this size, which is then forgotten."""
+        """Return the winner of a new tuning at this size, whose record is not kept."""
         op = self.info.op
         op.clear()
         record = op.tune(*self._args, **self._kwargs)
@@ -89,8 +89,8 @@ class TunedOp:
         return "own" if self.info.is_own(config) else "library"
 
     def _others(self) -> dict[str, Any]:
-        """Configs to measure in addition to the winner, best first by the record, with their labels
-        here."""
+        """Return recorded configs to measure in addition to the winner, best first, with their
+        labels."""
         space, record = self.info.op.config_space, self._record
         found = (space.find(trial.digest) for trial in _measured(record))
         ranked = [each for each in found if each is not None]
@@ -103,7 +103,7 @@ class TunedOp:
         }
 
     def _best_of_all(self, ranked: list[Any]) -> list[Any]:
-        """All, or the best few and in any case the best of an own algorithm."""
+        """Return all, or the best few and always the best of our algorithms."""
         if self._choice.every:
             return ranked
         few = ranked[: self._choice.best]
@@ -124,7 +124,7 @@ class TunedOp:
 
 
 def _measured(record: TuningRecord) -> list[Trial]:
-    """Trials with times, the fastest first."""
+    """Return the trials with times, the fastest first."""
     measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
     return sorted(measured, key=_median)
 
@@ -135,9 +135,11 @@ def _median(trial: Trial) -> float:
 
 
 def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
-    """Milliseconds of the host, and of all runs on the device: a config runs once to the end, and
-    some times untimed whenever samples of it are asked for. Of a final, whose laps a record does
-    not tell, only the samples are counted."""
+    """Return the milliseconds of the host, and of all runs on the device.
+
+    A config runs once to the end, and some times untimed whenever samples are requested. Of a final
+    only the samples are counted, because a record does not contain its rounds.
+    """
     policy = Policy.on(current_device().name, timing="graph", search="racing")  # as of the ops
     rounds = tuple(itertools.accumulate(ROUNDS if record.warm_started_from else policy.rounds))
     device = 0.0
@@ -152,6 +154,6 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
 def open_op(
     info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, choice: Choice
 ) -> Iterator[TunedOp]:
-    """One op at one shape, with a context of its own. Collective."""
+    """Return one op at one shape, with its own context. Collective."""
     with info.context(shape, dtype) as ctx:
         yield TunedOp(info, shape, dtype, ctx, choice)

@@ -1,4 +1,4 @@
-"""What the harness asks of an op: one shape of it, with operands, on this rank."""
+"""Interface of an op in the harness: one shape, with operands, on this rank."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ class Workload(Protocol):
     """Work of a call for each rank."""
 
     def candidates(self) -> Mapping[str, Baseline]:
-        """By name, in the order in which they are to be run: peers, ``TUNED``, other configs,
-        ``TUNED_AGAIN``."""
+        """Return the candidates by name, in the order in which they run.
+
+        These are the baselines, ``TUNED``, other configs, ``TUNED_AGAIN``.
+        """
 
     def refresh(self) -> None:
         """Give the operands new random values, in place."""
 
     def recover(self) -> None:
-        """Bring all ranks back to one state after a candidate failed on some rank."""
+        """Restore a common state of all ranks after a candidate failed on some rank."""
