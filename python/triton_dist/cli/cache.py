@@ -13,7 +13,6 @@ from triton_dist._archive import RECORDS_SUFFIX, files_in, pack_places
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.store import (
     Interrupted,
-    LayeredStore,
     PackStore,
     ReadOnlyStore,
     interrupted,
@@ -40,28 +39,23 @@ def folders_of_records() -> list[ReadOnlyStore]:
     return [user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())]
 
 
-def all_stores() -> LayeredStore:
-    """Return :func:`folders_of_records` as one store."""
-    return LayeredStore(folders_of_records())
-
-
 def with_packs() -> list[Store]:
     """Return :func:`folders_of_records`, followed by the shipped packs."""
     return [*folders_of_records(), *map(PackStore, pack_places())]
 
 
-def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
+def records_of(stores: Sequence[Store], function: str | None) -> Iterator[StoredRecord]:
     """Yield the records of all functions named ``function``; ``None`` yields all records.
 
     ``function`` is a bare name, a qualified name, or a name with its module.
     """
-    for stored in store.records():
-        if function is None or names(stored.record.key, function):
+    for stored in (stored for store in stores for stored in store.records()):
+        if function is None or has_name(stored.record.key, function):
             yield stored
 
 
 def add_choice(parser: argparse.ArgumentParser, metavar: str = "", about: str = "") -> None:
-    """Add ``--key`` and ``--on``, which select records (:func:`chosen`).
+    """Add ``--key`` and ``--on``, which select records (:func:`select`).
 
     With ``metavar``, also add the positional argument that names the function.
     """
@@ -86,23 +80,23 @@ def _functions_with_records(**_: object) -> set[str]:
     return names | {path.name.partition(".")[0] for path in packs}
 
 
-def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
+def select(function: str, arguments: argparse.Namespace) -> list[StoredRecord]:
     """Return the records that the arguments select, shipped records last.
 
-    If ``asked`` ends in ``.json``, return the record in that file. Otherwise return the records of
-    the function whose key contains ``--key`` and whose hardware contains ``--on``. If ``--key`` or
-    ``--on`` equals the whole text of some records, return only these.
+    If ``function`` ends in ``.json``, return the record in that file. Otherwise return the records
+    of the function whose key contains ``--key`` and whose hardware contains ``--on``. If ``--key``
+    or ``--on`` equals the whole text of some records, return only these.
 
     Raises:
-        NoSuchRecord: the file ``asked`` does not contain a record.
+        NoSuchRecord: the file ``function`` does not contain a record.
     """
-    if asked.endswith(".json"):
-        return [in_file(Path(asked))]
-    return fitting(records_of(LayeredStore(with_packs()), asked), arguments)
+    if function.endswith(".json"):
+        return [in_file(Path(function))]
+    return matching(records_of(with_packs(), function), arguments)
 
 
-def fitting(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
-    """Return the records that match ``--key`` and ``--on``; see :func:`chosen`."""
+def matching(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
+    """Return the records that match ``--key`` and ``--on``; see :func:`select`."""
     found = [each for each in records if (arguments.on or "") in made_on(each.record)]
     found = [each for each in found if made_on(each.record) == arguments.on] or found
     if arguments.key is None:
@@ -117,7 +111,7 @@ def made_on(record: TuningRecord) -> str:
     return record.key.hardware + f", under {settings}" * bool(settings)
 
 
-def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
+def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
     """Return the only record of ``found``, which is not empty.
 
     Raises:
@@ -131,7 +125,7 @@ def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
     )
     more = f"\n  and {len(found) - _SOME} more" if len(found) > _SOME else ""
     raise NoSuchRecord(
-        asked,
+        name,
         f"{len(found)} records match, but exactly one is required:{some}{more}",
         "Select one with --key TEXT or --on TEXT, or pass its file instead of the function",
     )
@@ -140,14 +134,14 @@ def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
 _SOME = 5
 
 
-def say_none(asked: str, arguments: argparse.Namespace) -> int:
+def print_no_record(function: str, arguments: argparse.Namespace) -> int:
     """Print that no record matches, and return exit status 1."""
     that = "".join(
         f", {option} {text!r}"
         for option, text in (("--key", arguments.key), ("--on", arguments.on))
         if text is not None
     )
-    print(f"No record of {asked}{that} in {folders()}. All records: triton-dist list")
+    print(f"No record of {function}{that} in {folders()}. All records: triton-dist list")
     return 1
 
 
@@ -169,11 +163,11 @@ def interrupted_of(store: ReadOnlyStore, function: str | None) -> list[Interrupt
     return [
         each
         for each in interrupted(store.root)
-        if function is None or (each.key is not None and names(each.key, function))
+        if function is None or (each.key is not None and has_name(each.key, function))
     ]
 
 
-def names(key: Key, function: str) -> bool:
+def has_name(key: Key, function: str) -> bool:
     module_and_function = f"{key.module}:{key.function}"
     return function in (key.function_name, key.function, key.full_name, module_and_function)
 

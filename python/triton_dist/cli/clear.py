@@ -60,7 +60,7 @@ def add_to(subcommands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     store, name = cache.user_store(), None if arguments.all else arguments.function
-    records = list(cache.records_of(store, name))
+    records = list(cache.records_of([store], name))
     journals = [each.path for each in cache.interrupted_of(store, name)]
     found = {path.with_suffix("") for path in (*(Path(r.where) for r in records), *journals)}
     known = places(store.root) if arguments.all else found

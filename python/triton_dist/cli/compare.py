@@ -65,11 +65,11 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = cache.chosen(arguments.function, arguments)
+    found = cache.select(arguments.function, arguments)
     for place in arguments.cache:
         known = {stored.where for stored in found}
-        more = cache.records_of(ReadOnlyStore(place), arguments.function)
-        found += [each for each in cache.fitting(more, arguments) if each.where not in known]
+        more = cache.records_of([ReadOnlyStore(place)], arguments.function)
+        found += [each for each in cache.matching(more, arguments) if each.where not in known]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:
         keys.setdefault(_text(stored, arguments.ranks), []).append(stored)
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"keys": [_tree(group) for group in several]}, indent=2))
         return 0 if several else 1
     if not found:
-        return cache.say_none(arguments.function, arguments)
+        return cache.print_no_record(arguments.function, arguments)
     for group in several:
         for line in _lines(group):
             print(*text.wrapped(line, indent=6), sep="\n")
@@ -97,10 +97,9 @@ def _text(stored: StoredRecord, but_ranks: bool) -> str:
     return f"{key.function} {text}"
 
 
-def _order(stored: StoredRecord) -> list[str]:
+def _order(stored: StoredRecord) -> str:
     """Return a sort key: by hardware, 2 ranks before 16, then by age."""
-    parts = re.split(r"(\d+)", f"{stored.record.key.hardware} {stored.record.timestamp}")
-    return [part.rjust(8, "0") if part.isdigit() else part for part in parts]
+    return text.natural_order(f"{stored.record.key.hardware} {stored.record.timestamp}")
 
 
 def _lines(group: Sequence[StoredRecord]) -> list[str]:
@@ -153,10 +152,10 @@ def _place(stored: StoredRecord) -> str:
 def _diff(arguments: argparse.Namespace) -> int:
     pair = []
     for name in (arguments.old, arguments.new):
-        found = cache.chosen(name, arguments)
+        found = cache.select(name, arguments)
         if not found:
-            return cache.say_none(name, arguments)
-        pair.append(cache.only(name, found))
+            return cache.print_no_record(name, arguments)
+        pair.append(cache.single(name, found))
     old, new = pair
     changes = Changes.of(old.record, new.record)
     if arguments.json:

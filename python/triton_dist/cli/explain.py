@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if module and not records and (arguments.imports or is_ours(module)):
         # The function may have been tuned under a different name.
         records = _records("", None)
-    kept = {id(each) for each in cache.fitting((each for _, each in records), arguments)}
+    kept = {id(each) for each in cache.matching((each for _, each in records), arguments)}
     records = [pair for pair in records if id(pair[1]) in kept]
     found = _explained(records, module, name, ranks, arguments.imports)
     found = [each for each in found if OTHER_FUNCTION not in each.verdict.reasons]
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ]
         print(json.dumps({"records": trees, "why": why}, indent=2))
     elif not found:
-        return cache.say_none(name, arguments)
+        return cache.print_no_record(name, arguments)
     elif not shown:
         print(f"No record of {name} would be used. Without --used, the reasons are printed.")
     else:
@@ -111,7 +111,7 @@ def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
     found = []
     for layer, store in enumerate(cache.with_packs()):
         if not (module and name):
-            found += [(layer, each) for each in cache.records_of(store, name)]
+            found += [(layer, each) for each in cache.records_of([store], name)]
             continue
         for function in (name, f"{module}.{name}"):  # records of schema 1 have the module too
             key = Key(function, "", "", module)

@@ -54,11 +54,11 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = cache.chosen(arguments.function, arguments)
+    found = cache.select(arguments.function, arguments)
     if not found:
-        return cache.say_none(arguments.function, arguments)
+        return cache.print_no_record(arguments.function, arguments)
     if arguments.format == "t4":
-        found = [cache.only(arguments.function, found)]
+        found = [cache.single(arguments.function, found)]
     written = _FORMATS[arguments.format](found)
     if arguments.out is None:
         sys.stdout.write(written)

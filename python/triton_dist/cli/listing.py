@@ -31,7 +31,7 @@ def add_to(subcommands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     store, function = cache.user_store(), arguments.function
-    records = list(cache.records_of(cache.all_stores(), function))
+    records = list(cache.records_of(cache.folders_of_records(), function))
     unfinished, others = cache.interrupted_of(store, function), foreign(store.root)
     if arguments.json:
         tree = {

@@ -90,7 +90,7 @@ def _make(arguments: argparse.Namespace) -> int:
     store = ReadOnlyStore(folder) if arguments.cache else cache.user_store()
     chosen: list[TuningRecord] = []
     for name in arguments.words:
-        found = [stored.record for stored in cache.records_of(store, name)]
+        found = [stored.record for stored in cache.records_of([store], name)]
         if not found:
             print(f"No record of {name} in {folder}.")
             return 1

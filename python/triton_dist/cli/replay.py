@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     space = _space(arguments)
     if space is None:
-        return cache.say_none(arguments.function, arguments)
+        return cache.print_no_record(arguments.function, arguments)
     scores = []
     for name in arguments.search:
         policy = Policy.on("cuda", timing="events", search=name, max_trials=arguments.tries)
@@ -94,8 +94,8 @@ def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
             if path.suffix == ".gz":
                 remedy = "Name a record, or a file in the T4 format"
                 raise NoSuchRecord(str(path), str(error), remedy) from error
-    found = cache.chosen(arguments.function, arguments)
+    found = cache.select(arguments.function, arguments)
     if not found:
         return None
-    record = cache.only(arguments.function, found)
+    record = cache.single(arguments.function, found)
     return RecordedSpace.parse(export.t4([record]), record.record.key.full_name)

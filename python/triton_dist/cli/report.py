@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from triton_dist import _files
-from triton_dist.cli import cache
+from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.errors import MissingExtra
 
@@ -30,8 +29,8 @@ def add_to(subcommands: Any) -> None:
             "report matmul --key 8192 --against old.json --out matmul.html",
         ],
     )
-    parser.add_argument(
-        "function", metavar="FUNCTION|FILE", nargs="?",
+    cache.add_function(
+        parser, metavar="FUNCTION|FILE", nargs="?",
         help="function name, or a record's file; default: all functions, without shipped records",
     )  # fmt: skip
     cache.add_choice(parser)
@@ -55,15 +54,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
     asked, out = arguments.function, arguments.out
     if asked is None:
-        found = cache.fitting(cache.records_of(cache.all_stores(), None), arguments)
+        found = cache.matching(cache.records_of(cache.folders_of_records(), None), arguments)
     else:
-        found = cache.chosen(asked, arguments)
+        found = cache.select(asked, arguments)
     if not found:
-        return cache.say_none(asked or "any function", arguments)
+        return cache.print_no_record(asked or "any function", arguments)
     older = None if arguments.against is None else cache.in_file(arguments.against)
     is_file = out.suffix == ".html"
     if is_file or older is not None:
-        found = [cache.only(asked or "any function", found)]
+        found = [cache.single(asked or "any function", found)]
     subjects = sorted((Subject(each, older) for each in found), key=_order)
     files = [out] if is_file else [out / each.page for each in subjects]
     pages = {
@@ -72,8 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     if not is_file:
         pages |= {out / page.PLOTLY: get_plotlyjs(), out / "index.html": page.index_page(subjects)}
-    for file, text in pages.items():
-        _files.write(file, text.encode("utf-8", "backslashreplace"))
+    for file, content in pages.items():
+        _files.write(file, content.encode("utf-8", "backslashreplace"))
     if arguments.json:
         trees = [_tree(subject, file) for subject, file in zip(subjects, files, strict=True)]
         print(json.dumps({"pages": trees}, indent=2))
@@ -84,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _order(subject: Any) -> str:
     key = subject.stored.record.key
-    return re.sub(r"\d+", lambda number: number[0].rjust(12, "0"), f"{key.full_name} {key}")
+    return text.natural_order(f"{key.full_name} {key}")
 
 
 def _tree(subject: Any, file: Path) -> dict[str, Any]:

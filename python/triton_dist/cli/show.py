@@ -42,12 +42,12 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    found = cache.chosen(arguments.function, arguments)
+    found = cache.select(arguments.function, arguments)
     if arguments.json:
         print(json.dumps({"records": [tree(each) for each in found]}, indent=2))
         return 0 if found else 1
     if not found:
-        return cache.say_none(arguments.function, arguments)
+        return cache.print_no_record(arguments.function, arguments)
     if arguments.code:
         # With this argument, ``tune.autotune`` has a single config and does not measure.
         for record in (stored.record for stored in found):

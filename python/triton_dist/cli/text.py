@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
 import sys
 import textwrap
@@ -49,6 +50,11 @@ def table(
         "  ".join(f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)).rstrip()
         for row in (heads, *rows)
     ]
+
+
+def natural_order(line: str) -> str:
+    """Return a sort key that places 2 before 16."""
+    return re.sub(r"\d+", lambda number: number[0].rjust(12, "0"), line)
 
 
 def is_terminal() -> bool:
