@@ -6,14 +6,17 @@ import ctypes
 import dataclasses
 import os
 import signal
+import sys
 import time
 import traceback
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton.runtime.interpreter
 
 from triton_dist._traceback import format_exception
 from triton_dist.errors import InvalidArgument, NoValidConfig
@@ -160,7 +163,12 @@ def test_ranks_that_interpret_start_with_rewritten_kernels() -> None:
     assert first == second > 20
 
 
-def test_a_setting_that_torch_reads_at_import_gets_a_fresh_interpreter() -> None:
+def test_a_setting_that_torch_reads_at_import_gets_a_fresh_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook = types.ModuleType("__main__")
+    notebook.__file__ = triton.runtime.interpreter.__file__  # Triton adds it to a notebook's module
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
     value = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     assert spawn_ranks(1, settings, tuple(value), env=value, init=False) == [value]
 
@@ -314,3 +322,7 @@ def test_bad_arguments() -> None:
         spawn_ranks(1, numbers, 1, device="tpu")
     with pytest.raises(InvalidArgument, match="top of a module"):
         spawn_ranks(1, lambda: None)
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def work(): pass", "<ipython-input-1>", "exec"), cell)
+    with pytest.raises(InvalidArgument, match="cannot import functions of a notebook .*%%writefile"):
+        spawn_ranks(1, cell["work"])

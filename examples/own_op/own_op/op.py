@@ -129,7 +129,7 @@ class KernelAlgorithm(Algorithm[Call, int]):
     """``SEND`` and ``NORMALISE`` of each launch."""
 
     def candidates(self) -> list[tuple[int, int]]:
-        return [(1, 4), (1, 8), (4, 8), (16, 8)]
+        return [(1, 4), (1, 8), (2, 8), (4, 8)]
 
     def fits(self, config: Mapping[str, Any], rows: int) -> bool:
         return config["block_m"] <= rows

@@ -119,6 +119,11 @@ class RankPool(AbstractContextManager["RankPool"]):
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="triton_dist_ranks_")
         base = self._environment()
+        main = sys.modules["__main__"]
+        # Triton's interpreter adds its globals to the module of a kernel, such as a notebook.
+        # multiprocessing would run this file in each rank.
+        if str(getattr(main, "__file__", "")).endswith("triton/runtime/interpreter.py"):
+            del main.__file__
         with _environment_of_ranks(base):
             context = multiprocessing.get_context("spawn") if self.fresh else _context(base)
             for rank in range(self.world_size):
@@ -259,6 +264,12 @@ def _collect(
 
 
 def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    code = getattr(fn, "__code__", None)
+    if code is not None and fn.__module__ == "__main__" and not Path(code.co_filename).is_file():
+        expected = "a function in a file. Ranks are new processes, which cannot import functions "
+        expected += "of a notebook or an interactive session: write it to a file (in a notebook, "
+        expected += "begin the cell with %%writefile ranks.py) and import it"
+        raise InvalidArgument("spawn_ranks", "fn", fn, expected)
     try:
         return pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -343,8 +354,8 @@ def spawn_ranks(
 ) -> list[T]:
     """Run ``fn(*args)`` in ``world_size`` processes; return the results in rank order.
 
-    ``fn`` must be a top-level function of an importable module. ``fn``, ``args`` and results are
-    pickled. Ranks have the variables of a torchrun worker (``RANK``, ``WORLD_SIZE``,
+    ``fn`` must be a top-level function of an importable module, not of a notebook. ``fn``,
+    ``args`` and results are pickled. Ranks have the variables of a torchrun worker (``RANK``, ``WORLD_SIZE``,
     ``MASTER_PORT``, ...) and one torch thread. No process and no file in /dev/shm remains.
 
     Args:
