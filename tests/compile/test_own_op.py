@@ -1,8 +1,8 @@
 """The kernel of the template ``examples/own_op`` compiles for sm_90."""
 
 import torch
-from own_op.op import Slot, kernel_rms_norm
 
+from own_op.op import Slot, kernel_rms_norm
 from triton_dist.testing.compile_only import compile_kernel, compile_only
 
 

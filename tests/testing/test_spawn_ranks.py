@@ -324,5 +324,7 @@ def test_bad_arguments() -> None:
         spawn_ranks(1, lambda: None)
     cell: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("def work(): pass", "<ipython-input-1>", "exec"), cell)
-    with pytest.raises(InvalidArgument, match="cannot import functions of a notebook .*%%writefile"):
+    with pytest.raises(
+        InvalidArgument, match=r"cannot import functions of a notebook .*%%writefile"
+    ):
         spawn_ranks(1, cell["work"])

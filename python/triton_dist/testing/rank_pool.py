@@ -355,8 +355,9 @@ def spawn_ranks(
     """Run ``fn(*args)`` in ``world_size`` processes; return the results in rank order.
 
     ``fn`` must be a top-level function of an importable module, not of a notebook. ``fn``,
-    ``args`` and results are pickled. Ranks have the variables of a torchrun worker (``RANK``, ``WORLD_SIZE``,
-    ``MASTER_PORT``, ...) and one torch thread. No process and no file in /dev/shm remains.
+    ``args`` and results are pickled. Ranks have the variables of a torchrun worker (``RANK``,
+    ``WORLD_SIZE``, ``MASTER_PORT``, ...) and one torch thread. No process and no file in /dev/shm
+    remains.
 
     Args:
         world_size: number of ranks.
