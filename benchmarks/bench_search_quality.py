@@ -50,7 +50,7 @@ from triton_dist._tuning import protocols
 from triton_dist._tuning.search import Brief, Racing, search_for
 from triton_dist._tuning.search.choose import GENERATION, Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
-from triton_dist._tuning.sizes.neighbours import REACH, Neighbours, nearest
+from triton_dist._tuning.sizes.neighbours import MAX_DISTANCE, Neighbours, nearest
 from triton_dist._tuning.values import (
     Config,
     Failure,
@@ -364,7 +364,9 @@ class SizedSpace:
     ) -> protocols.Search:
         """Return the search at ``M`` from the ``known`` sizes, with or without ``waves_fn``."""
         far = {size: distance((size,), (M,)) for size in known}
-        near = nearest((far[size], (size,), known[size]) for size in known if far[size] <= REACH)
+        near = nearest(
+            (far[size], (size,), known[size]) for size in known if far[size] <= MAX_DISTANCE
+        )
         found = Neighbours(_SIZES.family(AtSize(M)), near, self.fallback.__contains__)
         if waves:
             lookup = lambda config, sizes: self.waves.get(sizes[0], {}).get(config)  # noqa: E731

@@ -17,7 +17,12 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._archive import pack_places, packs_in
-from triton_dist._tuning.engine.decorated import check_tunable, names_of, one_of, roundings
+from triton_dist._tuning.engine.decorated import (
+    check_choice,
+    check_tunable,
+    names_of,
+    rounding_functions,
+)
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.protocols import RankGroup, Search
@@ -156,11 +161,11 @@ def autotune(
     Raises:
         InvalidArgument: an argument has an unsupported value.
     """
-    one_of("scope", scope, _SCOPES)
-    one_of("timing", timing, _TIMINGS)
+    check_choice("scope", scope, _SCOPES)
+    check_choice("timing", timing, _TIMINGS)
     if not callable(search):
-        one_of("search", search, _SEARCHES)
-    one_of("effort", effort, tuple(EFFORTS))
+        check_choice("search", search, _SEARCHES)
+    check_choice("effort", effort, tuple(EFFORTS))
     if max_seconds is not None and not _is_positive(max_seconds):
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
@@ -184,7 +189,7 @@ def autotune(
     if input_variants_fn is not None and (restore or reset_fn is not None):
         expected = "None, because restore and reset_fn restore what a run changes"
         raise InvalidArgument("autotune", "input_variants_fn", input_variants_fn, expected)
-    rounding = roundings(sizes)
+    rounding = rounding_functions(sizes)
     if waves_fn is not None and not rounding:
         raise InvalidArgument("autotune", "waves_fn", waves_fn, "None without sizes")
     if isinstance(config_space, Product) and sizes:

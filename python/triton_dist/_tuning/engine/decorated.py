@@ -149,7 +149,7 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
             raise InvalidArgument(decorator, "restore", name, expected)
 
 
-def misfit(
+def signature_error(
     function: Callable[..., Any],
     names: Set[str],
     args: Sequence[Any],
@@ -195,13 +195,13 @@ def key_of(
     return (key, f"with {fixed}", fixed.digest) if fixed else key
 
 
-def one_of(argument: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``InvalidArgument`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
 
 
-def roundings(
+def rounding_functions(
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]],
 ) -> dict[str, Callable[[int], int]]:
     """Return the function of each size that rounds it to the end of its range."""

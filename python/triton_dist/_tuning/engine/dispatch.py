@@ -17,8 +17,8 @@ from triton_dist._tuning.engine.decorated import (
     Decorated,
     OnceWarnings,
     key_of,
-    misfit,
     reporting_errors,
+    signature_error,
 )
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
@@ -220,9 +220,9 @@ class AutoTuner(Decorated):
     ) -> Any:
         """Make a call that the hot path does not serve."""
         self._count_call()
-        served = self._served(args, kwargs, process_group) if autotune else None
-        if served is not None:
-            return self.fn(*args, **kwargs, **served)
+        known = self._from_tuned_range(args, kwargs, process_group) if autotune else None
+        if known is not None:
+            return self.fn(*args, **kwargs, **known)
         off = self._config_if_off(kwargs, process_group, allow_overwrite, autotune)
         if off is not None:
             arguments = off.arguments()
@@ -258,7 +258,7 @@ class AutoTuner(Decorated):
         """Calls since the last call that all ranks made together. Relates errors to calls."""
         self._world = world
 
-    def _served(
+    def _from_tuned_range(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
         """Return the arguments for new exact sizes in a tuned range, without a message.
@@ -311,7 +311,9 @@ class AutoTuner(Decorated):
             if fixed and not space.names:  # the caller sets all tunable arguments
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
                 return Choice(space.default, None)
-            wrong = misfit(self.fn, self.config_space.names, args, {**self._default(), **kwargs})
+            wrong = signature_error(
+                self.fn, self.config_space.names, args, {**self._default(), **kwargs}
+            )
             if wrong:
                 raise TypeError(f"{self._name}(): {wrong}{self._without_object(args)}")
             exact = key_of(self._name, self.key_fn, args, kwargs, fixed)

@@ -30,24 +30,24 @@ from triton_dist._tuning.values import (
 from triton_dist._tuning.values.sizes import Family, Sizes, distance
 from triton_dist.errors import InvalidArgument
 
-REACH = 1.0
+MAX_DISTANCE = 1.0
 """Maximum distance of neighbours, in doublings of a size."""
 ASKED = "fallback_fn or waves_fn"
 """User functions that are called with configs of neighbours, for messages."""
-_CANDIDATES, _FORESEEN = 6, 4
-"""Number of neighbours' configs that race: without and with known waves."""
+_MAX_CANDIDATES, _MAX_CANDIDATES_WITH_WAVES = 6, 4
+"""Maximum number of neighbours' configs that race: without and with known waves."""
 _SAME_WAVES_PENALTY = 0.03
 """Penalty on a candidate's relative time for each chosen candidate with the same number of
 waves."""
-_FALLBACKS = 4
+_MAX_FALLBACKS = 4
 """Maximum number of fallback kinds that race in addition."""
-_NEIGHBOURS, _IN_FULL = 6, 3
+_MIN_NEIGHBOURS, _MIN_FULLY_TUNED = 6, 3
 """Number of nearest neighbours that are used, and how many of them must be fully tuned."""
-_HOPELESS = 1.0
+_MAX_DELAY = 1.0
 """Relative delay at the neighbours above which a config is not a candidate."""
-_NEAR_BEST = 0.1
+_MAX_UNMEASURED_DELAY = 0.1
 """Relative delay above which a config is not used without a measurement."""
-_IN_DOUBT = 0.3
+_MAX_ONE_SIDED_DISTANCE = 0.3
 """Distance (doublings) of a single neighbour above which its winner is not used unmeasured."""
 
 _ROUNDS = 8
@@ -158,7 +158,7 @@ class Neighbours:
             at = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
             if at not in (None, family.sizes) and family.holds(at, record.at):
                 far = distance(at, family.sizes)
-                relatives += [(far, at, record)] if far <= REACH else []
+                relatives += [(far, at, record)] if far <= MAX_DISTANCE else []
         waves = functools.partial(sizes.waves, value)
         return cls(family, nearest(relatives, is_valid), fallback_kind, waves)
 
@@ -169,26 +169,25 @@ class Neighbours:
         """Return the configs of ``kept`` that are near the best at the neighbours, best first,
         alternating with one fallback config of each kind. More time allows more configs."""
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
-        foreseen = any(each is not None for each in waves.values())
+        has_waves = any(each is not None for each in waves.values())
         # Mean delay over the neighbours that measured a config, weighted by distance. With known
         # waves, use only fully tuned neighbours: a warm-started neighbour measured few configs.
-        heard = [each for each in self.all if not (foreseen and each.record.warm_started_from)]
-        delays = [self._delays(each, kept) for each in heard]
-        scores = means(delays, [each.weight for each in heard])
+        sources = [each for each in self.all if not (has_waves and each.record.warm_started_from)]
+        delays = [self._delays(each, kept) for each in sources]
+        scores = means(delays, [each.weight for each in sources])
         known = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
         )
-        near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)]
+        near = [c for c in known if scores[c.digest] <= math.log1p(_MAX_DELAY)]
         share = math.sqrt(max(1.0, milliseconds / 30))
-        number = round(share * (_FORESEEN if foreseen else _CANDIDATES))
+        number = round(share * (_MAX_CANDIDATES_WITH_WAVES if has_waves else _MAX_CANDIDATES))
         near = _with_different_waves(near, scores, waves, number)
         if not near:
             return []
         fallback = self.fallback(kept)
-        pairs = itertools.zip_longest(
-            near, fallback[:_FALLBACKS]
-        )  # interleaved, because time may end the race
+        # Interleaved, because time may end the race.
+        pairs = itertools.zip_longest(near, fallback[:_MAX_FALLBACKS])
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
     def fallback(self, kept: Sequence[Config]) -> list[Config]:
@@ -206,11 +205,6 @@ class Neighbours:
                 expected, what = "True, False or a name", "the result of fallback_fn"
                 raise InvalidArgument("autotune", what, kind, expected) from error
         return list(kinds.values())
-
-    @property
-    def below(self) -> list[Neighbour]:
-        """Neighbours with smaller sizes, nearest first."""
-        return [each for each in self.all if each.sizes < self.family.sizes]
 
     def times(
         self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
@@ -232,25 +226,28 @@ class Neighbours:
         if not candidates:
             return None
         above = [each for each in self.all if each.sizes > self.family.sizes]
-        nearest = [*self.below[:1], *above[:1]]
+        below = [each for each in self.all if each.sizes < self.family.sizes]
+        nearest = [*below[:1], *above[:1]]
         delays = [self._delays(each, kept) for each in nearest]
         worst = {
             config: max(each.get(config.digest, math.inf) for each in delays)
             for config in candidates
         }
         chosen = min(candidates, key=lambda config: worst[config])
-        one_sided = len(nearest) == 1 and nearest[0].distance > _IN_DOUBT
-        if one_sided or worst[chosen] > math.log1p(_NEAR_BEST):
+        one_sided = len(nearest) == 1 and nearest[0].distance > _MAX_ONE_SIDED_DISTANCE
+        if one_sided or worst[chosen] > math.log1p(_MAX_UNMEASURED_DELAY):
             chosen = next(filter(self.fallback_kind, candidates), chosen)
         source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
         if source is None:
             return None
         trial = next(each for each in source.record.trials if each.digest == chosen.digest)
-        growth = math.exp(self._growth(chosen, source))
+        assert isinstance(trial.outcome, Measurement)
+        milliseconds = trial.outcome.median * math.exp(self._growth(chosen, source))
+        outcome = Measurement((round(milliseconds, 6),), 0, trial.outcome.reduction)
         return dataclasses.replace(
             source.record,
             key=key,
-            trials=(Trial(trial.digest, trial.config, _scaled(trial, growth)),),
+            trials=(Trial(trial.digest, trial.config, outcome),),
             timestamp=now,
             seconds=0.0,
             warm_started_from=f"predicted from {self}",
@@ -289,12 +286,12 @@ def nearest(
     found: dict[tuple[int, ...], Neighbour] = {}
     full = 0
     for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
-        if sizes in found or (len(found) >= _NEIGHBOURS and record.warm_started_from):
+        if sizes in found or (len(found) >= _MIN_NEIGHBOURS and record.warm_started_from):
             continue
         if is_valid(record):
             found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
             full += not record.warm_started_from
-        if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
+        if full >= _MIN_FULLY_TUNED and len(found) >= _MIN_NEIGHBOURS:
             break
     return list(found.values())
 
@@ -324,9 +321,3 @@ def _with_different_waves(
 def _kind(config: Config) -> frozenset[tuple[str, str | None]]:
     """Return the parameter names of a config and its string values, such as the algorithm."""
     return frozenset((k, v if isinstance(v, str) else None) for k, v in config.items())
-
-
-def _scaled(trial: Trial, growth: float) -> Measurement:
-    """Return the measurement of a trial, scaled by ``growth``."""
-    assert isinstance(trial.outcome, Measurement)
-    return Measurement((round(trial.outcome.median * growth, 6),), 0, trial.outcome.reduction)

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningRecord
 
-_WORTH = 0.99
+_REPLACE_BELOW = 0.99
 """Near the measured size, another config replaces the winner only below this share of its time.
 Elsewhere both times are predictions, and the faster one is chosen."""
-_SURE = 0.98
+_TILED_BELOW = 0.98
 """At other sizes, a config with fixed tiles is used only below this share of the fastest fallback's
 time: some take longer for fewer rows of a tile (99 us for 33 rows, 92 us for 48)."""
-_NEAR = 1 / 64
+_MEASURED_WITHIN = 1 / 64
 """Relative distance from the measured size within which measured times hold."""
-_APART = 15 / 16
+_MAX_SLOPE_RATIO = 15 / 16
 """Largest ratio of two sizes from which a slope is extrapolated. Between closer sizes, a change of
 the library's tiles distorts the slope (44 us per row instead of 0.4)."""
 
@@ -53,7 +53,7 @@ class SizeTimes(NamedTuple):
     fixed: tuple[str, float] | None
     """Digest and milliseconds of the winner if it is not a fallback, else of the fastest config
     that is not a fallback."""
-    lines: tuple[LatencyCurve, ...]
+    curves: tuple[LatencyCurve, ...]
     """Latency curves of the fallback configs."""
 
 
@@ -66,7 +66,7 @@ class SizeTable:
 
     @classmethod
     def of(cls, times: SizeTimes, space: ConfigSpace) -> SizeTable:
-        digests = [times.winner, *(line.digest for line in times.lines)]
+        digests = [times.winner, *(curve.digest for curve in times.curves)]
         if times.fixed is not None:
             digests.append(times.fixed[0])
         found = {digest: space.find(digest) for digest in digests}
@@ -74,14 +74,14 @@ class SizeTable:
 
     def at(self, size: int) -> Config:
         """Return the config that is expected to be the fastest; in doubt, a fallback config."""
-        lines, fixed = self.times.lines, self.times.fixed
-        estimates = {line.digest: line.at(size) for line in lines}
-        known = not lines or abs(size - lines[0].size) <= _NEAR * size
-        if fixed is not None and (known or fixed[1] < _SURE * min(estimates.values())):
+        curves, fixed = self.times.curves, self.times.fixed
+        estimates = {curve.digest: curve.at(size) for curve in curves}
+        known = not curves or abs(size - curves[0].size) <= _MEASURED_WITHIN * size
+        if fixed is not None and (known or fixed[1] < _TILED_BELOW * min(estimates.values())):
             estimates[fixed[0]] = fixed[1]
         winner = self.times.winner
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
-        if known and winner in estimates and estimates[chosen] > _WORTH * estimates[winner]:
+        if known and winner in estimates and estimates[chosen] > _REPLACE_BELOW * estimates[winner]:
             chosen = winner
         return self.configs[chosen if chosen in self.configs else winner]
 
@@ -110,15 +110,15 @@ def size_times(
         statistics.median([each for each in side if each is not None] or [0.0])
         for side in zip(*growths.values(), strict=True)
     ]
-    lines = []
+    curves = []
     for digest, sides in growths.items():
         down, up = (u if each is None else each for each, u in zip(sides, usual, strict=True))
-        lines.append(LatencyCurve(digest, at, medians[digest], down, up))
+        curves.append(LatencyCurve(digest, at, medians[digest], down, up))
     winner = record.best.digest
     tiled = {digest: ms for digest, ms in medians.items() if not is_fallback[digest]}
     first = winner if winner in tiled else min(tiled, key=tiled.__getitem__, default="")
     fixed = (first, tiled[first]) if first else None
-    return SizeTimes(winner, fixed, tuple(lines))
+    return SizeTimes(winner, fixed, tuple(curves))
 
 
 def _growths(
@@ -126,16 +126,16 @@ def _growths(
 ) -> tuple[float | None, float | None]:
     """Return ``LatencyCurve.down`` and ``up`` from the times at other sizes (nearest first)."""
 
-    def towards(size: int, other: float) -> float:
+    def slope(size: int, other: float) -> float:
         share = (ms - other) / ms * at / (at - size) if ms > 0 else 0.0
         return min(1.0, max(0.0, share))
 
     below = [each for each in there if each[0] < at]
     above = [each for each in there if each[0] > at]
-    beyond = [each for each in below if each[0] <= _APART * at]
-    across = [each for each in above if at <= _APART * each[0]]
-    down, up = below or across, above or beyond
-    return towards(*down[0]) if down else None, towards(*up[0]) if up else None
+    apart_below = [each for each in below if each[0] <= _MAX_SLOPE_RATIO * at]
+    apart_above = [each for each in above if at <= _MAX_SLOPE_RATIO * each[0]]
+    down, up = below or apart_above, above or apart_below
+    return slope(*down[0]) if down else None, slope(*up[0]) if up else None
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:

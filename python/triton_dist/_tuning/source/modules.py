@@ -104,8 +104,9 @@ class Statement:
                         continue
                     if field == "decorator_list" and cut == _first_line(part):
                         value = [each for each in value if not file.is_tuner(each)]
-                    elif field == "body" and isinstance(value, list) and _is_docstring(value[0]):
-                        value = value[1:] or [ast.Pass()]
+                    elif field == "body" and isinstance(value, list):
+                        has_docstring = ast.get_docstring(part, clean=False) is not None  # type: ignore[arg-type]
+                        value = value[has_docstring:] or [ast.Pass()]
                     runs_later = field == "body" and not isinstance(part, ast.ClassDef)
                     ahead.append((value, later or runs_later))
             else:
@@ -195,10 +196,6 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
         return {x.asname or x.name: Import(module, level, x.name) for x in node.names}
     names = node.names if isinstance(node, ast.Import) else ()
     return {x.asname or _root(x.name): Import(x.name if x.asname else _root(x.name)) for x in names}
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
 
 @functools.cache

@@ -77,9 +77,9 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
     return Levels(level, _DEVIATIONS * statistics.median(left) * math.sqrt(absorbed))
 
 
-_CLOCKS = 0.1
+_MAX_DRIFT = 0.1
 """Relative difference of medians that clock drift alone can cause."""
-_MOST = 16
+_MAX_COMPARED = 16
 """Maximum number of fastest candidates that are compared round by round."""
 _WIDTH = 0.5
 """Width of the indifference zone, in standard errors of the difference of two candidates."""
@@ -103,13 +103,13 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     Raises:
         ValueError: ``indifference`` is not in [0, 1).
     """
-    medians = _in_the_running(outcomes, indifference)
+    medians = _well_sampled(outcomes, indifference)
     if not medians:
         return None
     lowest = min(medians.values())
-    limit = lowest + _CLOCKS * abs(lowest)  # negative if a clock was set back
+    limit = lowest + _MAX_DRIFT * abs(lowest)  # negative if a clock was set back
     near = sorted(index for index, median in medians.items() if median <= limit)
-    near = sorted(sorted(near, key=medians.__getitem__)[:_MOST])
+    near = sorted(sorted(near, key=medians.__getitem__)[:_MAX_COMPARED])
     samples = [outcomes[index].samples for index in near]  # type: ignore[union-attr]
     found = levels(samples)
     first = min(range(len(near)), key=found.level.__getitem__)
@@ -126,14 +126,14 @@ def could_win(outcomes: Sequence[Outcome], index: int, indifference: float) -> b
 
     This is true if its median is within ``indifference`` of the lowest. Raises like :func:`winner`.
     """
-    medians = _in_the_running(outcomes, indifference)
+    medians = _well_sampled(outcomes, indifference)
     if index not in medians:
         return False
     lowest = min(medians.values())
     return medians[index] <= lowest + indifference * abs(lowest)
 
 
-def _in_the_running(outcomes: Sequence[Outcome], indifference: float) -> dict[int, float]:
+def _well_sampled(outcomes: Sequence[Outcome], indifference: float) -> dict[int, float]:
     """Return the medians of the outcomes with enough samples, by index."""
     if not 0 <= indifference < 1:
         raise ValueError(f"indifference is {indifference}, expected a number in [0, 1)")
