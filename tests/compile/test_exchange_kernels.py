@@ -11,10 +11,10 @@ import torch
 from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
 from triton_dist.kernels.common.exchange import protocol, pushed, sums
 from triton_dist.kernels.common.exchange.buffer import (
-    DEFAULT_SHAPE,
-    LARGE_SHAPES,
-    SMALL_SHAPES,
-    Shape,
+    DEFAULT_PARAMS,
+    LARGE_PARAMS,
+    SMALL_PARAMS,
+    LaunchParams,
     plan_of,
     shard_elements,
 )
@@ -39,7 +39,7 @@ KERNELS = ONE_LAUNCH | PUSHED
 SHAPES = {
     (shape.block_bytes, shape.num_chunks > 1): shape
     for shape in sorted(
-        (*LARGE_SHAPES, *SMALL_SHAPES, DEFAULT_SHAPE), key=lambda each: each.num_chunks
+        (*LARGE_PARAMS, *SMALL_PARAMS, DEFAULT_PARAMS), key=lambda each: each.num_chunks
     )
 }
 LARGEST = SHAPES[16384, True]
@@ -70,7 +70,7 @@ def assert_only_vectors(ptx):
 
 EVERY_SHAPE = [
     *itertools.product(ONE_LAUNCH, SHAPES.values()),
-    *itertools.product(PUSHED, [Shape(16, 16384, 1), Shape(64, 16384, 4)]),
+    *itertools.product(PUSHED, [LaunchParams(16, 16384, 1), LaunchParams(64, 16384, 4)]),
 ]
 # The largest blocks, with and without a loop over pieces.
 IN_CI = [
@@ -78,8 +78,8 @@ IN_CI = [
         (name, LARGEST if name in ("two shot", "all-gather") else SHAPES[16384, False])
         for name in ONE_LAUNCH
     ),
-    ("add", Shape(64, 16384, 4)),
-    ("copy", Shape(16, 16384, 1)),
+    ("add", LaunchParams(64, 16384, 4)),
+    ("copy", LaunchParams(16, 16384, 1)),
 ]
 
 
@@ -124,7 +124,7 @@ def test_an_exchange_moves_vectors_behind_flags_and_spills_nothing(sm90, name, s
 )
 def test_odd_sizes(sm90, name, elements):
     # An element at a time takes more addresses than vectors do: some spill, most in Triton 3.7.
-    assert_fits(compile_launch(prepared(name, DEFAULT_SHAPE, elements)), stack_bytes=264)
+    assert_fits(compile_launch(prepared(name, DEFAULT_PARAMS, elements)), stack_bytes=264)
 
 
 @pytest.mark.parametrize(  # by turns: all kernels move blocks by the same functions
@@ -139,7 +139,7 @@ def test_odd_sizes(sm90, name, elements):
 )
 def test_dtypes_numbers_of_ranks_and_generations(name, arch, dtype, num_ranks):
     with compile_only(arch):
-        launch = prepared(name, DEFAULT_SHAPE, dtype=dtype, num_ranks=num_ranks)
+        launch = prepared(name, DEFAULT_PARAMS, dtype=dtype, num_ranks=num_ranks)
         kernel = compile_launch(launch)
     assert_fits(kernel, stack_bytes=64)  # a few addresses, in Triton 3.6
     assert_only_vectors(kernel.ptx)

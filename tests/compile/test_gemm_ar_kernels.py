@@ -35,7 +35,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering, Slot
-from triton_dist.kernels.common.scatter.to_all import TwoShots, copy_sums
+from triton_dist.kernels.common.scatter.to_all import TwoShotLaunches, copy_sums
 from triton_dist.runtime.triton_compat import triton_version
 
 IN_ONE_LAUNCH = ("one shot", "two shot, one launch", "reduce-scatter")
@@ -85,10 +85,10 @@ def prepared(
         return exchanged_gemm(
             A, B, C, vector, config, (slots, Peers(flags, table, flags, words(32))), 1 << 20,
             rank=rank, num_ranks=num_ranks, to_owners=kind != "one shot",
-            pass_on=kind == "two shot, one launch", **common,
+            broadcasts_sums=kind == "two shot, one launch", **common,
         )  # fmt: skip
     to = scattering(rank, num_ranks, dtype)
-    options = common | {"kernel": TwoShots.kernel, "num_chunks": num_chunks}
+    options = common | {"kernel": TwoShotLaunches.kernel, "num_chunks": num_chunks}
     return scattered_gemm(A, B, C, vector, config, to, **options)
 
 

@@ -28,7 +28,7 @@ from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TIL
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering, Slot
 from triton_dist.kernels.common.scatter.tiles import add_deferred
-from triton_dist.kernels.common.scatter.to_owners import ToOwners
+from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.testing.compile_only import compile_only
 
 
@@ -41,8 +41,8 @@ def prepared(
     B = right(4096, columns, layout, dtype)
     return scattered_gemm(
         A, B, C, matrix(columns, dtype=dtype) if bias else None, config,
-        scattering(scatter, rank, num_ranks, dtype), kernel=ToOwners.kernel, num_sms=132,
-        persistent=persistent, num_chunks=num_chunks,
+        scattering(scatter, rank, num_ranks, dtype), kernel=ReduceScatterLaunches.kernel,
+        num_sms=132, persistent=persistent, num_chunks=num_chunks,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_row_blocks_are_counted_and_chunks_awaited(sm90, persistent, index, colu
         has=[WGMMA, ACQUIRE, re.compile(r"sys\.release\.add")],
     )
     if persistent:
-        assert launch.options["summing"].LATER is (columns == 65536)
+        assert launch.options["summing"].ANNOUNCE_LATER is (columns == 65536)
         check = assert_announced_later if columns == 65536 else assert_announced_at_once
         check(kernel.ptx)
 

@@ -24,7 +24,7 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.columns import kernel_add_columns
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
-from triton_dist.kernels.common.moe.rows import gathered_rows
+from triton_dist.kernels.common.moe.rows import gather_rows
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
 from triton_dist.kernels.common.moe.topk_exchange import kernel_topk_exchange
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -143,7 +143,7 @@ def test_the_map_fits(sm90, experts):
 
 
 def test_copied_rows_are_moved_by_16_bytes(sm90):
-    launch = gathered_rows(matrix(TOKENS, K), matrix(TOKENS * TOPK, K), block_map(routed(), E, 128))
+    launch = gather_rows(matrix(TOKENS, K), matrix(TOKENS * TOPK, K), block_map(routed(), E, 128))
     assert_fits(compile_launch(launch), has=WHOLE_VECTORS)
 
 

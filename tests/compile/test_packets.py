@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
-from triton_dist.kernels.common.exchange.buffer import Shape, plan_of
+from triton_dist.kernels.common.exchange.buffer import LaunchParams, plan_of
 from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
 from triton_dist.kernels.common.exchange.protocol import Packets
-from triton_dist.kernels.common.gemm.spaces import LOW, POINTER_TILES_TO_ALL, TILES_TO_ALL
+from triton_dist.kernels.common.gemm.spaces import (
+    LOWEST_TILE_ROWS,
+    POINTER_TILES_TO_ALL,
+    TILES_TO_ALL,
+)
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scatter.packets import packet_gemm
-from triton_dist.kernels.nvidia.allreduce.algorithms import PACKET_SHAPES
+from triton_dist.kernels.nvidia.allreduce.algorithms import PACKET_PARAMS_LIST
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import compile_only
 
@@ -23,10 +27,10 @@ POLL = "ld.relaxed.sys.global.v2.b64"
 SEND = "st.global.v2.b64"
 HALF_A_LINE = "st.global.b64"
 FENCE = re.compile(r"\S*(?:fence|membar|release|acquire|\.volatile)\S*")
-BLOCKS_OF_2048 = Shape(64, 2048)
-BLOCKS = [*{shape.block_bytes: shape for shape in PACKET_SHAPES}.values()]
+BLOCKS_OF_2048 = LaunchParams(64, 2048)
+BLOCKS = [*{shape.block_bytes: shape for shape in PACKET_PARAMS_LIST}.values()]
 TILES = {
-    persistent: [config for config in tiles if config.kwargs["BLOCK_SIZE_M"] == LOW]
+    persistent: [config for config in tiles if config.kwargs["BLOCK_SIZE_M"] == LOWEST_TILE_ROWS]
     for persistent, tiles in ((True, TILES_TO_ALL), (False, POINTER_TILES_TO_ALL))
 }
 
@@ -64,8 +68,8 @@ EVERY_BLOCK = [
     ("shape", "dtype", "num_ranks"),
     quick(
         EVERY_BLOCK,
-        (Shape(32, 512), torch.float32, 2),
-        (Shape(64, 4096), torch.float16, 8),
+        (LaunchParams(32, 512), torch.float32, 2),
+        (LaunchParams(64, 4096), torch.float16, 8),
         (BLOCKS[0], torch.bfloat16, 4),
     ),
 )

@@ -27,7 +27,7 @@ from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
-from triton_dist.kernels.common.peers import count_in, flag_value
+from triton_dist.kernels.common.peers import flag_count, flag_value
 from triton_dist.kernels.common.slots.epochs import SLOTS, kernel_await_consumption
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia import LibraryAlgorithm, ag_gemm
@@ -299,7 +299,7 @@ def epochs_wrap_around() -> int:
         for method in AllGatherMethod:
             calls(5, method=method)
     count = calls.check()
-    assert count_in(int(epochs.min())) > 2**31
+    assert flag_count(int(epochs.min())) > 2**31
     calls.ctx.finalize()
     return count
 
@@ -451,7 +451,7 @@ def library_alternating(rounds: int) -> int:
     calls = Calls(max_rows=32, columns=64, K=64)
     methods = list(AllGatherMethod)
     for number in range(rounds):
-        for method in libraries.methods_here(libraries.ALL_GATHER_MATMUL):
+        for method in libraries.supported_library_algorithms(libraries.ALL_GATHER_MATMUL):
             calls(16 + 8 * (number % 3), method=method, gemm_config=None)
             calls(32 - 8 * (number % 2), method=methods[number % len(methods)])
     return calls.finish()

@@ -23,7 +23,7 @@ from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.exchange import packets, protocol, sums
 from triton_dist.kernels.common.exchange.buffer import MAX_CHUNKS, MAX_CTAS
-from triton_dist.kernels.common.peers import count_in, flag_value
+from triton_dist.kernels.common.peers import flag_count, flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
@@ -257,7 +257,7 @@ def pushed_epochs_wrap_around(op: str) -> int:
     for number in range(6):
         calls(700, **algorithm(op, "copy_engine"), **shape(number))
     count = calls.check()
-    assert count_in(int(counts.min())) > 2**31
+    assert flag_count(int(counts.min())) > 2**31
     calls.ctx.finalize()
     return count
 

@@ -18,11 +18,11 @@ _LATE_CYCLES = 10_000_000
 
 
 @jit
-def kernel_poll(flag_ptr, polls_ptr, MOST_POLLS: tl.constexpr):
-    """Poll until the flag is set, ``MOST_POLLS`` times at most; programs of 1024 threads."""
+def kernel_poll(flag_ptr, polls_ptr, MAX_POLLS: tl.constexpr):
+    """Poll until the flag is set, ``MAX_POLLS`` times at most; programs of 1024 threads."""
     polls = 0
     seen = tl.load(flag_ptr, volatile=True)
-    while (seen == 0) & (polls < MOST_POLLS):
+    while (seen == 0) & (polls < MAX_POLLS):
         seen = tl.load(flag_ptr, volatile=True)
         polls += 1
     tl.store(polls_ptr + tl.program_id(0), polls)

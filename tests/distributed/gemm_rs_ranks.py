@@ -19,7 +19,7 @@ def library_alternating(rounds: int) -> int:
     """What torch brings, between calls of our own, the number of rows changing."""
     calls = Calls(max_rows=32, columns=64, K=64)
     for number in range(rounds):
-        for method in libraries.methods_here(libraries.MATMUL_REDUCE_SCATTER):
+        for method in libraries.supported_library_algorithms(libraries.MATMUL_REDUCE_SCATTER):
             calls(16 + 8 * (number % 3), method=method, gemm_config=None, has_bias=number % 2 == 0)
             calls(32 - 8 * (number % 2), algorithm=("copy_engine", "fused")[number % 2 == 0])
     return calls.finish()

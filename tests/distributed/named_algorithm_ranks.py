@@ -67,7 +67,7 @@ def asked_for(rank: int, size: int) -> Iterator[tuple[Any, Any, tuple[Any, ...],
     with create_gemm_ar_context(N, 8, rank, size, size, FP32) as ctx:
         yield gemm_ar, ctx, addends, {each.value: {"method": each} for each in GEMMAllReduceMethod}
     with create_allreduce_ctx(1 << 12, rank, size, size) as ctx:
-        methods = [each for each in AllReduceMethod if each.instead is None]
+        methods = [each for each in AllReduceMethod if each.replacement is None]
         yield all_reduce, ctx, (row,), {each.value: {"method": each} for each in methods}
     for op, create, kind in (
         (all_gather, create_all_gather_ctx, GatherMethod),

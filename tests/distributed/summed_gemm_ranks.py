@@ -17,7 +17,7 @@ from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import Algorithm, SummedCalls
 from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.peers import count_in, flag_value
+from triton_dist.kernels.common.peers import flag_count, flag_value
 from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.slots import epochs
@@ -218,7 +218,7 @@ def epochs_wrap_around(kind: Kind, rounds: int) -> int:
         for algorithm in kind.epoch_algorithms:
             calls(kind.few, **algorithm)
     count = calls.check()
-    assert count_in(int(counts.min())) > 2**31
+    assert flag_count(int(counts.min())) > 2**31
     calls.ctx.finalize()
     return count
 

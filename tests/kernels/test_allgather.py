@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import uniform
 from triton_dist.debugging import races
 from triton_dist.errors import InvalidArgument, WaitTimeout
-from triton_dist.kernels.common.peers import count_in, flag_value
+from triton_dist.kernels.common.peers import flag_count, flag_value
 from triton_dist.kernels.common.slots.epochs import GAVE_UP
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime import waits
@@ -55,7 +55,7 @@ def gather_by_every_schedule():
         for peer, received in enumerate(arrived(buffer, gathered, rows)):
             if peer != buffer.rank:
                 assert torch.equal(received, shard(peer, number, rows)), (method, streams, chunks)
-        numbers.append(count_in(int(gathered.epoch[0])))
+        numbers.append(flag_count(int(gathered.epoch[0])))
         buffer.finish(awaited=number % 5 != 0)  # all arrived; the next call need not know
     buffer.slots.memory.barrier()
     buffer.free()
@@ -200,7 +200,7 @@ def test_copies_that_would_be_handed_on_are_released(spawn_ranks):
 def test_a_freed_buffer_has_nothing_to_say():
     buffer = AllGatherBuffer(7, K, torch.float32, None, "freed")
     buffer.free()
-    assert buffer.slots.timeout_words.gave_up() is None
+    assert buffer.slots.timeout_words.timeout_error() is None
 
 
 def test_a_gather_of_one_rank_has_nothing_to_bring():

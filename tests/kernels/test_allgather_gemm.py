@@ -18,9 +18,9 @@ from triton_dist.errors import (
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.exchange import buffer
-from triton_dist.kernels.common.exchange.buffer import Shape
+from triton_dist.kernels.common.exchange.buffer import LaunchParams
 from triton_dist.kernels.common.gemm.launch import split_k_tiles
-from triton_dist.kernels.common.gemm.spaces import most_rows
+from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,
@@ -29,7 +29,11 @@ from triton_dist.kernels.nvidia import (
     create_ag_gemm_context,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import algorithms as allgather_gemm_algorithms
-from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS, fits_serial, shape_for
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import (
+    ALGORITHMS,
+    fits_serial,
+    serial_params,
+)
 from triton_dist.kernels.nvidia.allgather_gemm.context import GATHERED_BYTES, exchanged_rows
 from triton_dist.kernels.nvidia.allgather_gemm.op import key_fn
 from triton_dist.runtime.device import cpu, current_device
@@ -178,7 +182,7 @@ def test_what_the_key_keeps_the_context_has_room_for():
         most = exchanged_rows(max_M, K, torch.float16, num_ranks)
         assert most % num_ranks == 0
         rows = range(1, max_M // num_ranks + 1)
-        for bucket in sorted({most_rows(each, num_ranks) for each in rows}):
+        for bucket in sorted({max_rows_of_key(each, num_ranks) for each in rows}):
             A = torch.empty(bucket, K, dtype=torch.float16, device="meta")
             if fits_serial(A, 8, num_ranks):
                 assert min(bucket * num_ranks, max_M) <= most
@@ -203,14 +207,14 @@ def test_what_the_key_keeps_the_context_has_room_for():
 def test_a_program_moves_little_at_a_time_where_it_moves_little(
     shard_bytes, asked, chunks, shape, monkeypatch
 ):
-    monkeypatch.setattr(buffer, "untuned", lambda shape: shape)  # as on GPUs
-    expected = Shape(*shape, chunks)
-    assert shape_for.__wrapped__(shard_bytes, asked, chunks) == expected
+    monkeypatch.setattr(buffer, "params_for_device", lambda shape: shape)  # as on GPUs
+    expected = LaunchParams(*shape, chunks)
+    assert serial_params.__wrapped__(shard_bytes, asked, chunks) == expected
 
 
 def test_where_kernels_are_interpreted_a_program_is_one_of_three():
-    assert shape_for(128 << 10, None, 1) == Shape(3, 8192)
-    assert shape_for(128 << 10, 16, 1) == Shape(16, 8192)
+    assert serial_params(128 << 10, None, 1) == LaunchParams(3, 8192)
+    assert serial_params(128 << 10, 16, 1) == LaunchParams(16, 8192)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 33])

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.gemm.launch import (
     split_k_tiles,
     split_workspace_size,
 )
-from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, most_rows
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, max_rows_of_key
 from triton_dist.kernels.common.gemm.work_items import split_tiles
 from triton_dist.kernels.nvidia import ag_gemm
 
@@ -50,7 +50,7 @@ def test_each_tile_is_there_once():
     ],
 )
 def test_a_cut_is_tried_where_it_saves_waves(rows, tiles, tried):
-    assert 4 * -(-most_rows(rows, 4) // 128) * (7168 // 256) == tiles
+    assert 4 * -(-max_rows_of_key(rows, 4) // 128) * (7168 // 256) == tiles
     assert kept(SPLIT_K_TILES, rows) == (list(SPLIT_K_TILES) if tried else [])
 
 

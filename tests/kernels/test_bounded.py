@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from triton_dist.kernels.common.launch import Bounded
+from triton_dist.kernels.common.launch import BoundedDict
 
 
 def test_a_cache_is_emptied_before_it_has_more_than_its_most():
-    cache = Bounded()
-    cache.most = 3
+    cache = BoundedDict()
+    cache.max_entries = 3
     for number in range(3):
         cache[number] = number
     cache[2] = "again"

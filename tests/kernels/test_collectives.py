@@ -12,12 +12,12 @@ from tests.distributed.collective_calls import ALGORITHMS, OPS, Calls, algorithm
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.exchange.buffer import (
-    LARGE_SHAPES,
+    LARGE_PARAMS,
     MAX_CHUNKS,
     MAX_CTAS,
-    SMALL_SHAPES,
-    Shape,
-    shape_of,
+    SMALL_PARAMS,
+    LaunchParams,
+    checked_params,
     shard_elements,
 )
 from triton_dist.kernels.nvidia import (
@@ -74,7 +74,7 @@ def test_names_of_methods():
 
 def methods_of(op):
     """Values of those that are here: some of scripts are not."""
-    return {each.value for each in METHODS[op] if getattr(each, "instead", None) is None}
+    return {each.value for each in METHODS[op] if getattr(each, "replacement", None) is None}
 
 
 @EACH_OP
@@ -144,12 +144,12 @@ def test_keys_differ_in_what_a_tuning_depends_on():
 
 
 def test_shapes_stay_within_what_a_launch_can_have():
-    for shape in (*SMALL_SHAPES, *LARGE_SHAPES):
+    for shape in (*SMALL_PARAMS, *LARGE_PARAMS):
         assert 1 <= shape.num_ctas <= MAX_CTAS
         assert 1 <= shape.num_chunks <= MAX_CHUNKS
         assert shape.num_warps * 32 * 16 <= shape.block_bytes
-    assert Shape(1, 512).num_warps == 1
-    assert shape_of("all_reduce", None, None, None).num_chunks == 1
+    assert LaunchParams(1, 512).num_warps == 1
+    assert checked_params("all_reduce", None, None, None).num_chunks == 1
     assert [shard_elements(n) for n in (1, 128, 129)] == [128, 128, 256]
 
 
@@ -161,8 +161,8 @@ def test_a_slot_holds_what_every_way_needs(num_ranks, workspace_nbytes):
     for item in (2, 4):
         elements = -(-workspace_nbytes // item)
         shards = 2 * num_ranks * shard_elements(-(-elements // num_ranks))
-        in_one_shot = sums.most_elements(workspace_nbytes, item, num_ranks, one_shot=True)
-        addends = num_ranks * shard_elements(in_one_shot)
+        one_shot_exchange = sums.max_elements(workspace_nbytes, item, num_ranks, one_shot=True)
+        addends = num_ranks * shard_elements(one_shot_exchange)
         assert max(shards, addends) * item <= slot
         assert max(shards, addends) * item <= sums.slot_bytes(workspace_nbytes, num_ranks)
 
@@ -215,7 +215,7 @@ def test_a_method_that_no_tuning_tries_here_says_how_to_run_it():
 
 
 def test_methods_of_scripts_that_are_not_here_say_what_to_use():
-    absent = [method for method in AllReduceMethod if method.instead is not None]
+    absent = [method for method in AllReduceMethod if method.replacement is not None]
     assert {method.name for method in absent} == {
         "OneShot_TMA", "OneShot_Multimem", "TwoShot_Multimem", "TwoShot_Multimem_ST",
     }  # fmt: skip

@@ -10,13 +10,13 @@ from triton_dist import jit
 from triton_dist.kernels.common.scatter.partials import Out, Slot
 from triton_dist.kernels.common.scatter.tiles import (
     BEGUN,
-    LEAVES,
-    STAYS,
+    MAY_WAIT,
+    MUST_DEFER,
     Summing,
     Tile,
     begin_program,
+    decide_whether_to_wait,
     kernel_add_deferred,
-    stay_or_leave,
 )
 
 PROGRAMS, LINE = 3, 16
@@ -27,7 +27,7 @@ def kernel_decide(epoch_ptr, deferred_ptr, decisions_ptr, begins: tl.constexpr):
     """Of the programs, those below ``begins`` begin; all decide."""
     if tl.program_id(0) < begins:
         begin_program(epoch_ptr)
-    decision = stay_or_leave(epoch_ptr, deferred_ptr)
+    decision = decide_whether_to_wait(epoch_ptr, deferred_ptr)
     tl.store(decisions_ptr + tl.program_id(0), decision)
 
 
@@ -38,7 +38,7 @@ def test_a_program_stays_where_all_have_begun(begins):
     kernel_decide[(PROGRAMS,)](epoch, left, decisions, begins)
     assert int(epoch[BEGUN.value]) == begins
     stays = begins == PROGRAMS
-    assert decisions.tolist() == [STAYS.value if stays else LEAVES.value] * PROGRAMS
+    assert decisions.tolist() == [MAY_WAIT.value if stays else MUST_DEFER.value] * PROGRAMS
     assert left.tolist() == [0 if stays else 1] * PROGRAMS
 
 

@@ -24,7 +24,7 @@ from triton_dist.runtime.waits import bounded_waits
 
 def slots(name="test", found=None):
     regions = {"flags": ((4,), torch.int64), "data": ((3,), torch.float32)}
-    return EpochSlots(name, regions, ("flags",), "the kernel of a test", None, found=found)
+    return EpochSlots(name, regions, ("flags",), "the kernel of a test", None, disagreements=found)
 
 
 def counting_waits():
@@ -45,7 +45,7 @@ def settled_by_the_caller():
     used, waits_seen, steps = slots(), counting_waits(), []
 
     def call(gives_up=False, behind=1):
-        used.take()
+        used.begin()
         if gives_up:
             give_up(used)
             used["flags"].local[:] = used.epoch[EPOCH]
@@ -99,7 +99,7 @@ def count_peer_checks():
     counts = []
 
     def own():
-        used.take()
+        used.begin()
         used.finish(awaited=True)
         counts.append(len(looked))
 
@@ -131,15 +131,15 @@ def nothing_is_left_of_earlier_trials():
     used = slots()
     for _ in range(2):
         with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0):
-            used.take()
+            used.begin()
             give_up(used)
             used.finish()
             # the caller leaves without looking
         with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
-            used.take()
+            used.begin()
             used.finish()
             settle()
-        used.take()
+        used.begin()
         used.finish()
     used.memory.barrier()
     used.free()
@@ -152,7 +152,7 @@ def test_nobody_is_blamed_for_what_earlier_trials_left(spawn_ranks):
 def test_freed_slots_have_nothing_to_say():
     used = slots("freed")
     used.free()
-    assert used.timeout_words.gave_up() is None
+    assert used.timeout_words.timeout_error() is None
 
 
 @triton_dist.jit
@@ -170,7 +170,7 @@ def test_a_disagreement_ends_the_waits_of_all_memories_of_a_context():
         expected[number] = DISAGREED.value
         assert [int(timeout_words[GAVE_UP.value]) for timeout_words in guards] == expected
         for used in memories:
-            assert isinstance(used.timeout_words.gave_up(), RankDisagreement)
+            assert isinstance(used.timeout_words.timeout_error(), RankDisagreement)
         with pytest.raises(RankDisagreement, match="the rows of A"):
             found.check()
         for used in memories:
@@ -186,7 +186,7 @@ def test_one_rank_launches_nothing(monkeypatch):
     monkeypatch.setattr(used.launcher, "run", lambda *_, **__: pytest.fail("launched"))
     with bounded_waits(20.0):
         for index in (1, 0, 1):
-            used.take()
+            used.begin()
             used.finish()
             assert used.index == index
         assert used.run_without_slots(lambda: 3) == 3

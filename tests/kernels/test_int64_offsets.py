@@ -18,7 +18,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     add_deferred,
     add_partials,
     store_tile_by_pointers,
-    tile_of,
+    tile_constants,
 )
 from triton_dist.kernels.common.scatter.to_all import copy_sums, kernel_copy_sums
 from triton_dist.kernels.nvidia import (
@@ -80,7 +80,7 @@ def test_kernels_use_64_bits_only_where_they_must():
     def of(a_stride, b_stride, columns):
         A = torch.empty_strided((64, 64), (1, a_stride), device="meta", dtype=torch.float16)
         B = torch.empty_strided((64, columns), (b_stride, 1), device="meta", dtype=torch.float16)
-        return tile_of(config, A, B)[0].INT64_OFFSETS
+        return tile_constants(config, A, B)[0].INT64_OFFSETS
 
     assert not of(far - 1, far - 1, far - 1)
     assert of(far, 64, 64)

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.ag_gemm_calls import some_configs
 from triton_dist.testing.opinfo import OPINFOS
 
-CHECKS = {"buffer_of", "signature_of", "check_tensor"}
+CHECKS = {"checked_buffer", "operand_signature", "check_tensor"}
 
 
 @pytest.mark.parametrize("name", OPINFOS)

@@ -10,12 +10,12 @@ import triton.language as tl
 
 import triton_dist
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.buffer import Shape
+from triton_dist.kernels.common.exchange.buffer import LaunchParams
 from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, values_of
-from triton_dist.kernels.common.exchange.protocol import tag_number
+from triton_dist.kernels.common.exchange.protocol import host_tag
 from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_SHAPES
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_PARAMS_LIST
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -52,8 +52,8 @@ def test_a_tag_is_never_zero_and_says_which_call_of_which_size(epoch):
     for number in (epoch, epoch + 2):
         for size in (0, 1, 17, 2**20 - 1, 2**20 + 40):
             tag_at[(1,)](torch.tensor([number]), tags, size)
-            assert int(tags) & 0xFFFFFFFF == tag_number(number, size)
-            assert tag_number(number, size) >> 31 == 1
+            assert int(tags) & 0xFFFFFFFF == host_tag(number, size)
+            assert host_tag(number, size) >> 31 == 1
             seen.add(int(tags))
     assert len(seen) == 10
 
@@ -73,9 +73,9 @@ def test_packets_are_tried_where_they_fit():
 
 
 def test_a_thread_has_a_line_in_each_shape_for_packets():
-    for shape in PACKET_SHAPES:
+    for shape in PACKET_PARAMS_LIST:
         assert shape.num_warps_in_packets * 32 * 8 == shape.block_bytes
-    assert Shape(1, 1 << 15).num_warps_in_packets == 32
+    assert LaunchParams(1, 1 << 15).num_warps_in_packets == 32
 
 
 def test_only_one_shot_goes_in_packets():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import routing, spaces
-from triton_dist.kernels.common.moe.routing import block_map, most_tiles
+from triton_dist.kernels.common.moe.routing import block_map, max_tiles
 from triton_dist.testing import poisoned_empty
 
 
@@ -116,7 +116,7 @@ def test_ids_beyond_32_bits_name_nobody():
 
 def test_the_same_ids_give_the_same_map():
     ids = torch.randint(0, 6, (90, 4), generator=torch.Generator().manual_seed(3))
-    first, second = (block_map(ids, 6, 16).make() for _ in range(2))
+    first, second = (block_map(ids, 6, 16).queue() for _ in range(2))
     assert torch.equal(first.routes, second.routes)
     assert torch.equal(first.rows, second.rows)
 
@@ -126,12 +126,12 @@ def test_the_same_ids_give_the_same_map():
 )
 def test_most_tiles_is_what_the_worst_routing_takes(counts, most):
     assert sum(-(-count // 16) for count in counts) == most
-    assert most_tiles(sum(counts), len(counts), 16) >= most
+    assert max_tiles(sum(counts), len(counts), 16) >= most
 
 
 def test_most_tiles_is_reached():
     # All but one row in one expert, and that one behind a full tile.
-    assert most_tiles(16 * 3 + 1 + 4, 5, 16) == 4 + 4
+    assert max_tiles(16 * 3 + 1 + 4, 5, 16) == 4 + 4
 
 
 @pytest.mark.parametrize(

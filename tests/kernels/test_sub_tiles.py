@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from triton_dist._jit import jit
 from triton_dist.kernels.common.scatter.one_launch import (
     place_of_sub_tile,
-    programs_for,
+    programs_with_work,
     sub_tiles_of_program,
 )
 from triton_dist.runtime.device import current_device
@@ -80,7 +80,7 @@ def test_each_row_is_added_once_by_a_program_that_may_wait_for_it(
 ):
     tiles_m, share = -(-rows // block_m), -(-rows // num_ranks) if to_owners else rows
     last = (num_ranks - 1) * share if to_owners else 0
-    num_ctas = min(num_sms, programs_for(tiles_m, tiles_n, last, block_m))
+    num_ctas = min(num_sms, programs_with_work(tiles_m, tiles_n, last, block_m))
     for rank in range(num_ranks):
         begin = rank * share if to_owners else 0
         end = min(begin + share, rows)
@@ -101,7 +101,7 @@ def test_each_row_is_added_once_by_a_program_that_may_wait_for_it(
 def test_all_programs_add_about_as_much(rows, block_m, columns, most):
     """Of 132 programs, for 4 ranks; 256 x 8192 in columns of 256, and the like."""
     tiles_m, share = rows // block_m, rows // 4
-    num_ctas = min(132, programs_for(tiles_m, columns, 3 * share, block_m))
+    num_ctas = min(132, programs_with_work(tiles_m, columns, 3 * share, block_m))
     for rank in (0, 3):
         own = (rank * share, (rank + 1) * share)
         added = Counter(

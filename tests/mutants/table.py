@@ -216,8 +216,9 @@ MUTANTS = (
     Mutant(
         "deferred tiles: what is deferred is noted",
         _TILES,
-        "            tl.store(deferred_ptr + tl.program_id(0), 1)\n            decision = LEAVES",
-        "            decision = LEAVES",
+        "            tl.store(deferred_ptr + tl.program_id(0), 1)\n"
+        "            decision = MUST_DEFER",
+        "            decision = MUST_DEFER",
         ("tests/kernels/test_deferred.py",),
     ),
     Mutant(

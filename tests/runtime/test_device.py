@@ -226,7 +226,7 @@ def test_the_exception_of_the_call_itself_is_raised():
 @pytest.mark.gpu
 def test_memory_of_graphs_that_are_gone_comes_back(monkeypatch):
     # A sixteenth of what is kept otherwise: other tests need the GPU's memory, too.
-    monkeypatch.setattr(cuda, "_KEPT_FOR_GRAPHS", 256)
+    monkeypatch.setattr(cuda, "_GRAPH_MEMORY_DIVISOR", 256)
     device, most = current_device(), torch.cuda.get_device_properties(0).total_memory // 16
     source = torch.ones(most // 64, dtype=torch.uint8, device=device.torch_device)
     device.capture(lambda: source + 1, 30.0)()

@@ -60,17 +60,17 @@ def test_a_shared_gpu_has_no_libraries_that_need_one_alone(gpu, monkeypatch):
     assert gpu.has_async_tp
     monkeypatch.setattr(libraries, "current_device", lambda: gpu)
     both = list(libraries.LibraryAlgorithm)
-    assert libraries.methods_here(libraries.ALL_GATHER_MATMUL) == both
-    assert libraries.candidates_here(libraries.ALL_GATHER_MATMUL) == both
+    assert libraries.supported_library_algorithms(libraries.ALL_GATHER_MATMUL) == both
+    assert libraries.candidate_library_algorithms(libraries.ALL_GATHER_MATMUL) == both
     monkeypatch.setenv("TRITON_DIST_SHARE_GPUS", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not gpu.has_nccl
     assert not gpu.has_async_tp
     # Asked for by name, the group's collective goes through the host.
-    assert libraries.methods_here(libraries.ALL_GATHER_MATMUL) == [
+    assert libraries.supported_library_algorithms(libraries.ALL_GATHER_MATMUL) == [
         libraries.LibraryAlgorithm.COLLECTIVE
     ]
-    assert libraries.candidates_here(libraries.ALL_GATHER_MATMUL) == []
+    assert libraries.candidate_library_algorithms(libraries.ALL_GATHER_MATMUL) == []
 
 
 def tunings(device, ranks):

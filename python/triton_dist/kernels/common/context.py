@@ -19,7 +19,7 @@ from triton_dist.errors import (
     InvalidArgument,
     RankDisagreement,
 )
-from triton_dist.kernels.common.launch import Bounded, fits_descriptor
+from triton_dist.kernels.common.launch import BoundedDict, fits_descriptor
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
@@ -161,7 +161,7 @@ class OpContext(Generic[B]):
 def agree_to_create(
     function: str,
     a_context: str,
-    asked: Mapping[str, Hashable],
+    equal_arguments: Mapping[str, Hashable],
     checks: Iterable[Check],
     group: Group,
 ) -> None:
@@ -170,7 +170,7 @@ def agree_to_create(
     Args:
         function: name of the creating function, for errors.
         a_context: description of the context, for errors.
-        asked: arguments that must be equal on all ranks, by name.
+        equal_arguments: arguments that must be equal on all ranks, by name.
         checks: checks of this rank's arguments; the first failure ends them.
         group: ranks that create the context.
 
@@ -180,29 +180,30 @@ def agree_to_create(
         RankDisagreement: arguments differ between ranks, or are invalid on another rank.
     """
     try:
-        refusal = first_refusal(function, checks) or (
+        error = first_error(function, checks) or (
             None if current_device().runs_kernels else no_device_for_kernels()
         )
     # A comparison with a value that is not a number. Raise later, so that the other ranks are
     # informed.
-    except TypeError as error:
-        refusal = InvalidArgument(function, "an argument", str(error), "int sizes")
+    except TypeError as failure:
+        error = InvalidArgument(function, "an argument", str(failure), "int sizes")
     ranks = group_for(group)
     # Send values that cannot be compared as text. This rank has already refused them.
     values = [
-        each if isinstance(each, numbers.Integral | str) else repr(each) for each in asked.values()
+        each if isinstance(each, numbers.Integral | str) else repr(each)
+        for each in equal_arguments.values()
     ]
-    answers = ranks.all_gather(f"creation of {a_context} context", (*values, str(refusal or "")))
-    if refusal is not None:
-        raise refusal
+    answers = ranks.all_gather(f"creation of {a_context} context", (*values, str(error or "")))
+    if error is not None:
+        raise error
     if len(set(answers)) > 1:
         raise RankDisagreement(
-            f"{', '.join(asked)} or validity of {a_context} context",
+            f"{', '.join(equal_arguments)} or validity of {a_context} context",
             {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)},
         )
 
 
-def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
+def first_error(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
     """Return the error of the first check that fails, or ``None``."""
     for argument, value, good, expected in checks:
         if not good:
@@ -210,11 +211,11 @@ def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | N
     return None
 
 
-def refuse(function: str, checks: Iterable[Check]) -> None:
+def raise_first_error(function: str, checks: Iterable[Check]) -> None:
     """Raise ``InvalidArgument`` for the first check that fails."""
-    refusal = first_refusal(function, checks)
-    if refusal is not None:
-        raise refusal
+    error = first_error(function, checks)
+    if error is not None:
+        raise error
 
 
 def int_checks(**sizes: object) -> Iterator[Check]:
@@ -242,16 +243,16 @@ def from_1_to(most: int, name: str, value: int) -> Check:
     return name, value, 1 <= value <= most, f"1 to {most}"
 
 
-def buffer_of(ctx: Any, kind: type[OpContext[B]], function: str, creator: str) -> B:
-    """Return ``ctx.buffer``, of a context of class ``kind`` or of a substitute.
+def checked_buffer(ctx: Any, context_class: type[OpContext[B]], function: str, creator: str) -> B:
+    """Return ``ctx.buffer``, of a context of class ``context_class`` or of a substitute.
 
     Raises:
         InvalidArgument: ``ctx`` is not a context; ``creator`` names the function that creates one.
         ContextFinalized: the buffer has been freed.
     """
-    if isinstance(ctx, kind):
+    if isinstance(ctx, context_class):
         if ctx._buffer is None:
-            raise ContextFinalized(kind.__name__)
+            raise ContextFinalized(context_class.__name__)
         return ctx._buffer
     if isinstance(ctx, OpContext | type) or not hasattr(ctx, "buffer"):
         expected = f"a context that {creator}(…) made on all ranks"
@@ -280,7 +281,7 @@ class GEMMContext(OpContext[B]):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(self.title, group)
         # Cache of accepted signatures: a check takes several us, a lookup less than 1 us.
-        self.accepted: Bounded[Any, Any] = Bounded()
+        self.checked_keys: BoundedDict[Any, Any] = BoundedDict()
 
 
 def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
@@ -288,19 +289,19 @@ def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
     yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
 
 
-def signature_of(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+def operand_signature(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Return everything but the addresses that decides whether the tensors are valid operands.
 
     For ``aligned``, which is one of the tensors, include its alignment for TMA. For an object that
     is not a tensor, return a signature that no tensor has, so that the call is checked.
     """
     try:
-        looks = tuple(
+        properties = tuple(
             x is not None
             and (x.shape, x.stride(), x.dtype, x.device, is_differentiated(x), x.is_neg())
             for x in tensors
         )
-        return looks, aligned.data_ptr() % 16
+        return properties, aligned.data_ptr() % 16
     except (AttributeError, TypeError):
         return (None,)
 
@@ -327,8 +328,8 @@ class ProductKey(NamedTuple):
     num_ranks: int
 
 
-def accept(
-    accepted: dict[Any, Any],
+def checked_once(
+    cache: dict[Any, Any],
     signature: Hashable,
     function: str,
     checks: Callable[[], Iterable[Check]],
@@ -341,14 +342,14 @@ def accept(
     Raises:
         InvalidArgument: a check failed.
     """
-    known: K | None = accepted.get(signature)
+    known: K | None = cache.get(signature)
     if known is None:
-        refuse(function, checks())
-        known = accepted[signature] = make()
+        raise_first_error(function, checks())
+        known = cache[signature] = make()
     return known
 
 
-def kind_checks(
+def operand_checks(
     dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
 ) -> Iterator[Check]:
     """Yield checks that operands have the context's dtype and device, and need no gradient."""

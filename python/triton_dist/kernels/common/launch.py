@@ -23,17 +23,17 @@ _TMA_ALIGNMENT = 16
 _NO_TENSORS: Mapping[str, torch.Tensor] = {}
 
 
-class Bounded(dict[K, V]):
-    """A dict that is emptied before it exceeds ``most`` entries.
+class BoundedDict(dict[K, V]):
+    """A dict that is emptied before it exceeds ``max_entries`` entries.
 
     It bounds the caches of a service with very many shapes. Entries take a few KB each and can be
     made again.
     """
 
-    most = 4096
+    max_entries = 4096
 
     def __setitem__(self, key: K, value: V) -> None:
-        if len(self) >= self.most and key not in self:
+        if len(self) >= self.max_entries and key not in self:
             self.clear()
         super().__setitem__(key, value)
 
@@ -70,7 +70,7 @@ class Launch:
         except Exception as failure:  # Triton's compiler can raise any exception.
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
-    def followed_by(self, *others: Launch) -> Launch:
+    def preload(self, *others: Launch) -> Launch:
         """Load the kernels of ``others``, which follow on the stream, and return this launch.
 
         Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
@@ -90,7 +90,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._device = current_device()
-        self._laid_out: Bounded[Any, tuple[Any, Any]] = Bounded()
+        self._prepared: BoundedDict[Any, tuple[Any, Any]] = BoundedDict()
         self._scratch: torch.Tensor | None = None
 
     def run(
@@ -119,23 +119,23 @@ class Launcher:
         # another kernel.
         if bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
-        known = self._laid_out.get(key)
-        watched = self._device.launches_are_watched()
-        if known is not None and not watched:
-            known[0](self._device.current_stream(), addresses)
+        prepared = self._prepared.get(key)
+        is_watched = self._device.launches_are_watched()
+        if prepared is not None and not is_watched:
+            prepared[0](self._device.current_stream(), addresses)
             return
-        made = launch()
-        compiled = made.run()
+        new_launch = launch()
+        compiled = new_launch.run()
         # A watched launch may have used an instrumented kernel: do not keep it.
-        if compiled is None or callable(made.grid) or watched:
+        if compiled is None or callable(new_launch.grid) or is_watched:
             return
-        names = made.kernel.arg_names
-        arguments = dict(zip(names, made.args, strict=False)) | made.options
+        names = new_launch.kernel.arg_names
+        arguments = dict(zip(names, new_launch.args, strict=False)) | new_launch.options
         repeated = self._device.repeated_launch(
-            compiled, made.grid, arguments, tuple(tensors), self._at_least
+            compiled, new_launch.grid, arguments, tuple(tensors), self._scratch_buffer
         )
         if repeated is not None:
-            self._laid_out[key] = repeated, alive
+            self._prepared[key] = repeated, alive
 
     def repeat(self, launch: Launch) -> None:
         """Run ``launch``, or repeat an earlier launch that differs only in tensor addresses."""
@@ -155,7 +155,7 @@ class Launcher:
         key = launch.kernel, launch.grid, tuple(others), tuple(launch.options.items())
         self.run(key, lambda: launch, tensors)
 
-    def _at_least(self, nbytes: int) -> torch.Tensor:
+    def _scratch_buffer(self, nbytes: int) -> torch.Tensor:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             with torch.inference_mode(False):
                 self._scratch = torch.empty(

@@ -35,7 +35,7 @@ class LibraryAlgorithm(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-def methods_here(operator: str) -> list[LibraryAlgorithm]:
+def supported_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
     """Return the library algorithms that work on this device; ``operator`` is of async TP."""
     device = current_device()
     if device.has_async_tp and has_operator(operator):
@@ -43,13 +43,13 @@ def methods_here(operator: str) -> list[LibraryAlgorithm]:
     return [LibraryAlgorithm.COLLECTIVE]
 
 
-def candidates_here(operator: str) -> list[LibraryAlgorithm]:
+def candidate_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
     """Return the library algorithms that join a tuning on this device.
 
     Only GPUs with NCCL have any. On CPU ranks an interpreted kernel would never win, and on a
     shared GPU the collective copies through the host.
     """
-    return methods_here(operator) if current_device().has_nccl else []
+    return supported_library_algorithms(operator) if current_device().has_nccl else []
 
 
 def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
@@ -58,14 +58,16 @@ def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
     Raises:
         InvalidArgument: for the argument ``algorithm``.
     """
-    if num_ranks > 1 and LibraryAlgorithm.ASYNC_TP not in methods_here(operator):
+    if num_ranks > 1 and LibraryAlgorithm.ASYNC_TP not in supported_library_algorithms(operator):
         expected = f"another algorithm: torch's {operator} requires GPUs and a build that has it"
         raise InvalidArgument(function, "algorithm", LibraryAlgorithm.ASYNC_TP.value, expected)
 
 
 def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:
     """Return whether ``operator`` can run over ``group``: it needs GPUs and at least two ranks."""
-    return dist.get_world_size(group) > 1 and LibraryAlgorithm.ASYNC_TP in methods_here(operator)
+    return dist.get_world_size(
+        group
+    ) > 1 and LibraryAlgorithm.ASYNC_TP in supported_library_algorithms(operator)
 
 
 def all_gather_into(

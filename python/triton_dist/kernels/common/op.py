@@ -65,22 +65,22 @@ class Algorithm(ABC, Generic[C, S]):
         """Launch the call and return its result."""
 
 
-class NamedSizes(Protocol):
+class SelectableSizes(Protocol):
     """Sizes of a key of an op that accepts deprecated keywords for an algorithm."""
 
     @property
-    def asked(self) -> str | None:
+    def requested_algorithm(self) -> str | None:
         """Algorithm that the caller selected with a deprecated keyword, or ``None``."""
 
 
-A = TypeVar("A", bound=NamedSizes)
+A = TypeVar("A", bound=SelectableSizes)
 
 
-class NamedAlgorithm(Algorithm[C, A]):
+class SelectableAlgorithm(Algorithm[C, A]):
     """An algorithm of an op with deprecated keywords. If a keyword selects it, only it is tried."""
 
     def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
-        return sizes.asked in (None, self.name) and self.fits_sizes(config, sizes)
+        return sizes.requested_algorithm in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
     def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
@@ -105,7 +105,7 @@ class Algorithms(dict[str, Algorithm[C, S]]):
         expected = f"None or one of {', '.join(map(repr, self))}"
         raise InvalidArgument(self.function, "algorithm", name, expected)
 
-    def asked(self, method: object) -> str | None:
+    def requested_algorithm(self, method: object) -> str | None:
         """Return the algorithm that the deprecated keyword ``method`` selects, or ``None``.
 
         ``method`` is an enumeration member whose value is the name of an algorithm.
@@ -231,18 +231,20 @@ def op(
 
         def agree(*args: Any, **kwargs: Any) -> object:
             """Raise at the first call of a key if its arguments would make all candidates fail."""
-            given = signature.bind_partial(*args, **kwargs).arguments
-            if given.get("straggler_option") is not None:
-                check_straggler(algorithms.function, given["straggler_option"])
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            if arguments.get("straggler_option") is not None:
+                check_straggler(algorithms.function, arguments["straggler_option"])
             found = sizes(*args, **kwargs)
-            asked = getattr(found, "asked", None)
-            if asked is not None and not algorithms.has_candidates(asked, found):
-                by = next(name for name in _ALGORITHM_KEYWORDS if given.get(name) is not None)
+            requested = getattr(found, "requested_algorithm", None)
+            if requested is not None and not algorithms.has_candidates(requested, found):
+                keyword = next(
+                    name for name in _ALGORITHM_KEYWORDS if arguments.get(name) is not None
+                )
                 expected = "an algorithm that fits these sizes. To run it anyway, pass "
                 expected += (
-                    f"autotune=False or call {algorithms.function}.fn(…, algorithm={asked!r})"
+                    f"autotune=False or call {algorithms.function}.fn(…, algorithm={requested!r})"
                 )
-                raise InvalidArgument(algorithms.function, by, given[by], expected)
+                raise InvalidArgument(algorithms.function, keyword, arguments[keyword], expected)
             return agree_fn(*args, **kwargs)
 
         def recover(*args: Any, **kwargs: Any) -> None:

@@ -68,31 +68,31 @@ def timeout_word_of(epoch_ptr):
 
 
 @jit
-def flag_of(epoch_ptr, size):
+def current_flag(epoch_ptr, size):
     """Return the flag that a call of ``size`` sets and awaits in the slot's current use."""
     return sized(epoch_at(epoch_ptr), size)
 
 
-def size_in(flag: int) -> int:
+def flag_size(flag: int) -> int:
     """Return the size in a flag modulo 2**20, on the host."""
     mask: int = (1 << SIZE_BITS.value) - 1
     return flag & mask
 
 
-def count_in(flag: int) -> int:
+def flag_count(flag: int) -> int:
     """Return the count in a flag, on the host."""
-    places: int = SIZE_BITS.value
-    return flag >> places
+    size_bits: int = SIZE_BITS.value
+    return flag >> size_bits
 
 
 def flag_value(count: int, size: int) -> int:
     """Compute ``language.sized`` on the host: an int64 that wraps around as on the device."""
-    places: int = SIZE_BITS.value
-    flag = (count << places | size_in(size)) % 2**64
+    size_bits: int = SIZE_BITS.value
+    flag = (count << size_bits | flag_size(size)) % 2**64
     return flag - 2**64 if flag >= 2**63 else flag
 
 
-def folded(number: int) -> int:
+def fold_count(number: int) -> int:
     """Fold an element count into the 20-bit size of a flag.
 
     The divisor is the largest prime below 2**20, because counts tend to differ by powers of two.
@@ -141,7 +141,7 @@ class GatheredShards:
 
 
 # Indices of the timeout words, int64 (``language.wait``).
-MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, TIMEOUT_WORDS = range(8)
+MAX_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, TIMEOUT_WORDS = range(8)
 DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
@@ -175,12 +175,14 @@ class Disagreements:
     def link(self) -> None:
         """Write the next element of the ring and the address of the host word to each slot."""
         each = [
-            words for timeout_words in self._timeouts.values() for words in timeout_words.of_slots()
+            words
+            for timeout_words in self._timeouts.values()
+            for words in timeout_words.slot_words()
         ]
         for words, following in zip(each, each[1:] + each[:1], strict=True):
             words[REPORT], words[NEXT] = self.address, following.data_ptr()
 
-    def noted(self) -> RankDisagreement | None:
+    def find(self) -> RankDisagreement | None:
         """Return the disagreement that a kernel has noted, if any. Requires a finished device."""
         return next(
             filter(
@@ -200,7 +202,7 @@ class Disagreements:
             if self._device.is_capturing():
                 return
             self._device.synchronize(knobs.wait_timeout.get())
-            found = self.noted()
+            found = self.find()
             if found is not None:
                 raise found
 
@@ -213,14 +215,14 @@ class Disagreements:
         """Clear the host word after the memories were reset."""
         self.word[0] = 0
 
-    def error_of(
+    def build_error(
         self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
     ) -> RankDisagreement:
         """Return the error of group rank ``rank``, from its ``timeout_words``.
 
         ``flags`` are searched for the flag with another size, to name the rank that set it.
         """
-        own, others = size_in(timeout_words[AWAITED]), size_in(timeout_words[SEEN])
+        own, others = flag_size(timeout_words[AWAITED]), flag_size(timeout_words[SEEN])
         by_rank: dict[int, object] = {self._global_rank(rank): own}
         for words, source_of in flags:
             # Find the flag by the address that the kernel noted.
@@ -237,7 +239,7 @@ class Disagreements:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-Late: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
+FindLateFlag: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
 """Called after a wait gave up, with the timeout words of the slots concerned, by slot.
 
 Returns the name of the late flag, its expected value and its present value.
@@ -253,26 +255,26 @@ class TimeoutWord:
         kernels: description of the kernels that wait in it, for errors.
         lines: int64 [slots, control words]; the timeout words begin at word ``first``. The host
             writes the limit and the addresses, kernels write the words between them.
-        waits_in_a_row: number of waits in one call that can each last until the limit.
-        late: finds the late flag, for errors.
+        consecutive_waits: number of waits in one call that can each last until the limit.
+        find_late_flag: finds the flag that a wait gave up on, for errors.
         flags: ``flags(slot)`` returns the flags of a slot that carry sizes.
-        found: disagreements of the context.
+        disagreements: disagreements of the context.
     """
 
     name: str
     kernels: str
     lines: torch.Tensor
     first: int
-    waits_in_a_row: int
-    late: Late
+    consecutive_waits: int
+    find_late_flag: FindLateFlag
     flags: Callable[[int], Iterable[Flags]]
-    found: Disagreements
+    disagreements: Disagreements
     ranks: ProcessGroupRanks | SoloRank
-    most_polls: int = 0
+    max_polls: int = 0
 
     def __post_init__(self) -> None:
-        self._device, self._word = current_device(), self.found.word
-        self.found.add(self)
+        self._device, self._word = current_device(), self.disagreements.word
+        self.disagreements.add(self)
 
     def begin(self) -> int:
         """Set the limit of waits of the next call and return it in polls; 0 means no limit.
@@ -281,14 +283,14 @@ class TimeoutWord:
             RankDisagreement: ranks made an earlier call with different sizes.
         """
         if self._word[0]:
-            self.found.check()
-        most_polls = waits.limit_polls()
-        if most_polls != self.most_polls:
-            if not self.most_polls:
+            self.disagreements.check()
+        max_polls = waits.limit_polls()
+        if max_polls != self.max_polls:
+            if not self.max_polls:
                 self._clear()  # Left by earlier trials whose result was not read.
-            self.lines[:, self.first + MOST_POLLS] = most_polls
-            self.most_polls = most_polls
-        return most_polls
+            self.lines[:, self.first + MAX_POLLS] = max_polls
+            self.max_polls = max_polls
+        return max_polls
 
     def end(self) -> None:
         """Check the waits of a call that has been queued.
@@ -298,10 +300,10 @@ class TimeoutWord:
             WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
                 waits itself.
         """
-        if self.most_polls:
+        if self.max_polls:
             self.check_waits()
         if self._word[0]:
-            self.found.check()
+            self.disagreements.check()
 
     def check_waits(self) -> None:
         """Leave the check of waits to the tuner, or check them now if no tuner settles them.
@@ -312,15 +314,15 @@ class TimeoutWord:
             WaitTimeout: a wait gave up.
             RankDisagreement: ranks called with different sizes.
         """
-        if waits.defer(self.gave_up) or self._device.is_capturing():
+        if waits.defer(self.timeout_error) or self._device.is_capturing():
             return
         limit = waits.limit_seconds() or 0.0
-        self._device.synchronize(self.waits_in_a_row * limit + _LAUNCH_SECONDS)
-        overdue = self.gave_up()
+        self._device.synchronize(self.consecutive_waits * limit + _LAUNCH_SECONDS)
+        overdue = self.timeout_error()
         if overdue is not None:
             raise overdue
 
-    def gave_up(self) -> WaitTimeout | RankDisagreement | None:
+    def timeout_error(self) -> WaitTimeout | RankDisagreement | None:
         """Return the error of the first wait that gave up since the last call, if any.
 
         Requires a finished device.
@@ -333,10 +335,10 @@ class TimeoutWord:
         if not late:
             return None
         # A disagreement also ends waits. It is then the cause, not a timeout.
-        disagreed = self.found.noted()
+        disagreed = self.disagreements.find()
         if disagreed is not None:
             return disagreed
-        flag, expected, seen = self.late(late)
+        flag, expected, seen = self.find_late_flag(late)
         self._clear()
         return WaitTimeout(
             rank=self.ranks.rank,
@@ -356,17 +358,17 @@ class TimeoutWord:
         self._device.synchronize(waits.limit_seconds())
         self.ranks.barrier(f"no rank uses the memory of {self.name}")
         yield
-        self.found.link()
-        self.found.clear()
-        self.most_polls = 0
+        self.disagreements.link()
+        self.disagreements.clear()
+        self.max_polls = 0
         self._device.synchronize()
         self.ranks.barrier(f"the flags of {self.name} are reset")
 
     def free(self) -> None:
-        """Release the memory; afterwards ``gave_up`` returns ``None``."""
+        """Release the memory; afterwards ``timeout_error`` returns ``None``."""
         self.lines = torch.empty(0, self.lines.shape[1])
 
-    def of_slots(self) -> Iterable[torch.Tensor]:
+    def slot_words(self) -> Iterable[torch.Tensor]:
         """Return the timeout words of each slot, int64 [slots, words]."""
         return self.lines[:, self.first :]
 
@@ -377,7 +379,9 @@ class TimeoutWord:
         """
         for slot, timeout_words in enumerate(self._timeouts()):
             if timeout_words[GAVE_UP] == DISAGREED:
-                return self.found.error_of(self.ranks.rank, timeout_words, self.flags(slot))
+                return self.disagreements.build_error(
+                    self.ranks.rank, timeout_words, self.flags(slot)
+                )
         return None
 
     def _timeouts(self) -> list[list[int]]:

@@ -40,7 +40,7 @@ def calc_gather_scatter_index_triton(
     if alignment_by_expert < 1:
         function, expected = "calc_gather_scatter_index_triton", "at least 1"
         raise InvalidArgument(function, "alignment_by_expert", alignment_by_expert, expected)
-    blocks = block_map(chosen_experts, nexperts, alignment_by_expert).make()
+    blocks = block_map(chosen_experts, nexperts, alignment_by_expert).queue()
     M, align = chosen_experts.numel(), alignment_by_expert
     most = triton.cdiv(M, align) + nexperts
     begins = torch.cat([blocks.ends.new_zeros(1), blocks.ends[:nexperts]])

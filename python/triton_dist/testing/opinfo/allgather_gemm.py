@@ -132,7 +132,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         rows = M // num_ranks
         ctx = SimpleNamespace(
             K=K, N=columns * num_ranks, max_M=rows * num_ranks, dtype=dtype, num_ranks=num_ranks,
-            accepted={}, buffer=SimpleNamespace(num_ranks=num_ranks),
+            checked_keys={}, buffer=SimpleNamespace(num_ranks=num_ranks),
             symm_workspace=meta(dtype, 1, K),
         )  # fmt: skip
         args = meta(dtype, rows, K), laid_out(layout, dtype, K, columns), ctx

@@ -12,7 +12,7 @@ import triton
 from torch import Generator
 
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.moe.rows import has_fast_library, tries_library
+from triton_dist.kernels.common.moe.rows import has_fast_library, is_library_candidate
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     MoEAllGatherGroupGEMMTensorParallelContext,
     ag_group_gemm,
@@ -125,7 +125,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             self.serial: Baseline("baseline", lambda: grouped_gemm(gathered(), b, ids), expected),
         }
         key = check_operands(a, b, ctx, ids)
-        if has_fast_library() and tries_library(key.N, key.K, key.dtype, key.layout):
+        if has_fast_library() and is_library_candidate(key.N, key.K, key.dtype, key.layout):
             library = {"algorithm": Library.name, "gather": COLLECTIVE}
             baselines[LIBRARIES] = Baseline(
                 "baseline", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
@@ -186,7 +186,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         b = laid_out(layout, dtype, E, K, N)
         ctx = SimpleNamespace(
             max_ntokens=M, K=K, N_per_rank=N, num_experts=E, topk=topk, dtype=dtype,
-            num_ranks=num_ranks, accepted={},
+            num_ranks=num_ranks, checked_keys={},
             buffer=SimpleNamespace(num_ranks=num_ranks, workspace=meta(dtype, 1)),
         )  # fmt: skip
         return (meta(dtype, M // num_ranks, K), b, ctx, meta(torch.int32, M, topk)), {}

@@ -256,7 +256,8 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
-            N=N, max_M=M, output_dtype=dtype, num_ranks=num_ranks, accepted={}, reduce_st=option,
+            N=N, max_M=M, output_dtype=dtype, num_ranks=num_ranks, checked_keys={},
+            reduce_st=option,
             buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
         )  # fmt: skip
         return (A, laid_out(layout, dtype, K, N), ctx), {self.option[0]: option}

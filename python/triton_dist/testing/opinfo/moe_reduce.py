@@ -15,7 +15,7 @@ from torch import Generator
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.common.moe.summing import SumKey, summed_routes
+from triton_dist.kernels.common.moe.summing import SumKey, sum_routes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.nvidia import (
     create_moe_ar_context,
@@ -155,7 +155,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         tiles = grouped_tiles()[0] if current_device().interprets else None
 
         def product() -> torch.Tensor:
-            return summed_routes(self.name, grouped_gemm, x, weights, ids, choices, tiles)
+            return sum_routes(self.name, grouped_gemm, x, weights, ids, choices, tiles)
 
         baselines = {
             "our product alone": Baseline("gemm", product),
@@ -268,7 +268,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         weights = laid_out(layout, dtype, E, K, N)
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
-            N=N, E=E, topk=topk, dtype=dtype, max_tokens=M, max_routes=M * topk, accepted={},
+            N=N, E=E, topk=topk, dtype=dtype, max_tokens=M, max_routes=M * topk, checked_keys={},
             num_ranks=num_ranks, n_chunks_max=n_chunks_max, function=self.name,
             buffer=SimpleNamespace(slots=slots),
         )  # fmt: skip

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.context import (
     gradient_check,
     group_checks,
     int_checks,
-    refuse,
+    raise_first_error,
 )
 from triton_dist.kernels.common.exchange.buffer import (
     VECTOR_BYTES,
@@ -69,7 +69,7 @@ _C = TypeVar("_C", bound=CollectiveContext)
 
 
 def create(
-    kind: type[_C],
+    context_class: type[_C],
     function: str,
     workspace_nbytes: int,
     rank: int,
@@ -77,7 +77,7 @@ def create(
     local_world_size: int,
     group: Group,
 ) -> _C:
-    """Create a context of class ``kind`` for ``function``. Collective over ``group``.
+    """Create a context of class ``context_class`` for ``function``. Collective over ``group``.
 
     Raises:
         InvalidArgument: on every rank, for an invalid value.
@@ -94,9 +94,9 @@ def create(
         )
         yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
 
-    asked = {"workspace_nbytes": workspace_nbytes}
-    agree_to_create(function, f"a {kind.name}", asked, checks(), group)
-    return kind(workspace_nbytes, local_world_size, group)
+    equal_arguments = {"workspace_nbytes": workspace_nbytes}
+    agree_to_create(function, f"a {context_class.name}", equal_arguments, checks(), group)
+    return context_class(workspace_nbytes, local_world_size, group)
 
 
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
@@ -132,7 +132,7 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
     if tensor.numel() == 0:
         raise InvalidArgument(function, f"{argument}.shape", tuple(tensor.shape), "some elements")
     if tensor.requires_grad:
-        refuse(function, [gradient_check(argument, tensor)])
+        raise_first_error(function, [gradient_check(argument, tensor)])
 
 
 def check_output(

@@ -34,7 +34,7 @@ class PushedShards(PushedSlots):
         shard_bytes: int,
         group: dist.ProcessGroup | None,
         name: str,
-        found: Disagreements | None = None,
+        disagreements: Disagreements | None = None,
     ) -> None:
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         regions = {
@@ -43,19 +43,19 @@ class PushedShards(PushedSlots):
         }
         slots = EpochSlots(
             f"{name}.pushed", regions, ("arrivals",), "a kernel of a collective", group,
-            found=found,
+            disagreements=disagreements,
         )  # fmt: skip
         super().__init__(slots)
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """Return the launch that adds or copies the received shards."""
-        slots, shape = self.slots, exchange.shape
+        slots, params = self.slots, exchange.params
         shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
         pushed = Pushed(shards, arrivals, slots.epoch)
         arguments = (x, out, pushed, lengths_of(exchange), exchange.size, self.rank)
-        plan = plan_of(self.num_ranks, shape, x, shape.num_chunks)
-        options = {"plan": plan, "num_warps": shape.num_warps}
-        return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
+        plan = plan_of(self.num_ranks, params, x, params.num_chunks)
+        options = {"plan": plan, "num_warps": params.num_warps}
+        return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
         """Push x, and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what arrives.
@@ -66,7 +66,7 @@ class PushedShards(PushedSlots):
             WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take(exchange.size, copied=True)
+        slots.begin(exchange.size, copied=True)
         stream = self._device.current_stream()
         try:
             key = (slots.index, exchange, x.dtype)
@@ -104,9 +104,9 @@ class PushedShards(PushedSlots):
 
 def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
     """Yield the first element and the end of each chunk of a shard, as the kernels cut it."""
-    shape = exchange.shape
-    round_elements = shape.num_ctas * shape.block_bytes // item_bytes
+    params = exchange.params
+    round_elements = params.num_ctas * params.block_bytes // item_bytes
     rounds = -(-exchange.elements // round_elements)
-    step = -(-rounds // shape.num_chunks) * round_elements
+    step = -(-rounds // params.num_chunks) * round_elements
     for first in range(0, exchange.elements, step):
         yield first, min(first + step, exchange.elements)

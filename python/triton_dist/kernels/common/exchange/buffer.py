@@ -29,7 +29,7 @@ from triton_dist.kernels.common.peers import (
     Disagreements,
     Flags,
     TimeoutWord,
-    size_in,
+    flag_size,
 )
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
@@ -43,7 +43,7 @@ MAX_CHUNKS: int = protocol.MAX_CHUNKS.value
 VECTOR_BYTES = 16
 LINE_BYTES: int = protocol.LINE_BYTES.value
 TUNABLES = ("num_ctas", "block_bytes", "num_chunks")
-"""Names of the values of a ``Shape`` in configs."""
+"""Names of the values of a ``LaunchParams`` in configs."""
 _SHARD_ALIGNMENT: int = protocol.SHARD_ALIGNMENT.value
 _PACKET_ALIGNMENT: int = protocol.PACKET_ALIGNMENT.value
 _LINE_WORDS: int = protocol.LINE_WORDS.value
@@ -53,7 +53,7 @@ VECTOR_ELEMENTS = 16  # Triton compiles whole vectors for sizes that are multipl
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchParams:
     """Layout of a launch.
 
     Attributes:
@@ -85,67 +85,72 @@ class Shape:
         return max(1, min(32, self.block_bytes // (32 * LINE_BYTES)))
 
 
-DEFAULT_SHAPE = Shape(32, 8192)
-SMALL_SHAPES = (
-    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64)),
-    *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
+DEFAULT_PARAMS = LaunchParams(32, 8192)
+SMALL_PARAMS = (
+    *(LaunchParams(ctas, 2048) for ctas in (8, 16, 32, 64)),
+    *(LaunchParams(ctas, 8192) for ctas in (16, 32, 64, 128)),
 )
 """For few bytes, where the latency of the last program counts."""
-LARGE_SHAPES = tuple(Shape(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (1, 4, 8))
+LARGE_PARAMS = tuple(
+    LaunchParams(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (1, 4, 8)
+)
 """For many bytes, where the number of bytes in flight counts."""
 
 
-def shape_in(config: Mapping[str, Any]) -> Shape:
+def params_in(config: Mapping[str, Any]) -> LaunchParams:
     """Return the shape in a config."""
-    return Shape(config["num_ctas"], config["block_bytes"], config.get("num_chunks", 1))
+    return LaunchParams(config["num_ctas"], config["block_bytes"], config.get("num_chunks", 1))
 
 
 @functools.cache
-def untuned(shape: Shape = DEFAULT_SHAPE) -> Shape:
+def params_for_device(params: LaunchParams = DEFAULT_PARAMS) -> LaunchParams:
     """Return ``shape``, limited in the interpreter to the programs that run concurrently there."""
     device = current_device()
-    most = device.num_sms if device.interprets else shape.num_ctas
-    return replace(shape, num_ctas=min(shape.num_ctas, most))
+    most = device.num_sms if device.interprets else params.num_ctas
+    return replace(params, num_ctas=min(params.num_ctas, most))
 
 
-def small_shape(nbytes: int) -> Shape:
-    """Return the first of ``SMALL_SHAPES`` that moves ``nbytes`` at a time, or the last."""
-    at_once = (each for each in SMALL_SHAPES if each.num_ctas * each.block_bytes >= nbytes)
-    return untuned(next(at_once, SMALL_SHAPES[-1]))
+def small_params(nbytes: int) -> LaunchParams:
+    """Return the first of ``SMALL_PARAMS`` that moves ``nbytes`` at a time, or the last."""
+    at_once = (each for each in SMALL_PARAMS if each.num_ctas * each.block_bytes >= nbytes)
+    return params_for_device(next(at_once, SMALL_PARAMS[-1]))
 
 
 @functools.cache
-def shape_of(
+def checked_params(
     function: str,
     num_ctas: int | None,
     block_bytes: int | None,
     num_chunks: int | None,
-    default: Shape = DEFAULT_SHAPE,
-) -> Shape:
+    default: LaunchParams = DEFAULT_PARAMS,
+) -> LaunchParams:
     """Return the shape of the tunables of ``function``; for ``None`` use the value of ``default``.
 
     Raises:
         InvalidArgument: a value is out of range.
     """
-    asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
-    shape = replace(untuned(default), **{name: n for name, n in asked.items() if n is not None})
-    if shape.num_ctas not in range(1, MAX_CTAS + 1):
-        raise InvalidArgument(function, "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
-    nbytes = shape.block_bytes
+    chosen_params = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
+    params = replace(
+        params_for_device(default),
+        **{name: n for name, n in chosen_params.items() if n is not None},
+    )
+    if params.num_ctas not in range(1, MAX_CTAS + 1):
+        raise InvalidArgument(function, "num_ctas", params.num_ctas, f"1 to {MAX_CTAS}")
+    nbytes = params.block_bytes
     if not isinstance(nbytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
         raise InvalidArgument(function, "block_bytes", nbytes, "a power of two from 512 on")
-    if shape.num_chunks not in range(1, MAX_CHUNKS + 1):
-        raise InvalidArgument(function, "num_chunks", shape.num_chunks, f"1 to {MAX_CHUNKS}")
-    return shape
+    if params.num_chunks not in range(1, MAX_CHUNKS + 1):
+        raise InvalidArgument(function, "num_chunks", params.num_chunks, f"1 to {MAX_CHUNKS}")
+    return params
 
 
-def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
+def is_worth_trying(params: LaunchParams, shard_bytes: int) -> bool:
     """Return whether a shard of ``shard_bytes`` has a block for each program and chunk.
 
     The smallest shape always passes, so that at least one config is left.
     """
-    blocks = -(-shard_bytes // shape.block_bytes)
-    return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_chunks
+    blocks = -(-shard_bytes // params.block_bytes)
+    return params == SMALL_PARAMS[0] or blocks >= params.num_ctas * params.num_chunks
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Exchange:
     kernel: Any
     elements: int
     total: int
-    shape: Shape
+    params: LaunchParams
     size: int
     phases: int = 1
     in_packets: bool = False
@@ -180,7 +185,7 @@ def shard_bytes(nbytes: int, num_ranks: int) -> int:
     return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
 
 
-def bytes_of_parts(elements: int, dtype: torch.dtype, num_ranks: int) -> int:
+def bytes_of_slot(elements: int, dtype: torch.dtype, num_ranks: int) -> int:
     """Return the bytes of a slot with a shard of ``elements`` elements per rank; at least 1."""
     nbytes = num_ranks * shard_elements(elements) * dtype.itemsize
     return max(1, nbytes) if num_ranks > 1 else 1
@@ -191,24 +196,30 @@ def lengths_of(exchange: Exchange) -> Lengths:
     return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)
 
 
-def plan_of(num_ranks: int, shape: Shape, x: torch.Tensor, num_chunks: int = 1) -> Plan:
+def plan_of(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: int = 1) -> Plan:
     """Return the kernel argument ``plan`` of an exchange of tensors like x."""
     lanes = triton.next_power_of_2(num_ranks)
-    return Plan(num_ranks, lanes, shape.block_bytes // x.element_size(), num_chunks)
+    return Plan(num_ranks, lanes, params.block_bytes // x.element_size(), num_chunks)
 
 
-def scattering(addend: torch.Tensor, num_ranks: int, shape: Shape) -> tuple[Exchange, torch.Tensor]:
+def reduce_scatter_exchange(
+    addend: torch.Tensor, num_ranks: int, params: LaunchParams
+) -> tuple[Exchange, torch.Tensor]:
     """Describe the launch that sums ``addend`` [M, N] over ranks, and allocate this rank's rows.
 
     M is a multiple of the number of ranks.
     """
     M, N = addend.shape
     rows = addend.new_empty((M // num_ranks, N))
-    return Exchange(kernel_reduce_scatter, M // num_ranks * N, M * N, shape, M), rows
+    return Exchange(kernel_reduce_scatter, M // num_ranks * N, M * N, params, M), rows
 
 
-def gathering(
-    shard: torch.Tensor, num_ranks: int, shape: Shape, size: int, rows: torch.Tensor | None = None
+def all_gather_exchange(
+    shard: torch.Tensor,
+    num_ranks: int,
+    params: LaunchParams,
+    size: int,
+    rows: torch.Tensor | None = None,
 ) -> tuple[Exchange, torch.Tensor]:
     """Describe the launch that gathers ``shard`` [m, N] of all ranks into ``rows`` or a new matrix.
 
@@ -216,7 +227,7 @@ def gathering(
     """
     if rows is None:
         rows = shard.new_empty((shard.shape[0] * num_ranks, shard.shape[1]))
-    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), shape, size), rows
+    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), params, size), rows
 
 
 class ExchangeBuffer:
@@ -250,8 +261,8 @@ class ExchangeBuffer:
         ranks = group_for(group)
         self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device()
-        unit = 4 * _SHARD_ALIGNMENT  # A slot holds whole shards of every dtype.
-        self.slot_bytes = -(-slot_bytes // unit) * unit
+        alignment = 4 * _SHARD_ALIGNMENT  # A slot holds whole shards of every dtype.
+        self.slot_bytes = -(-slot_bytes // alignment) * alignment
         words = max(1, -(-packet_bytes // LINE_BYTES)) * _LINE_WORDS
         self.shard_words = -(-words // _PACKET_ALIGNMENT) * _PACKET_ALIGNMENT
         self.memory = symmetric.allocate(
@@ -273,9 +284,9 @@ class ExchangeBuffer:
         self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
         self.timeout_words = TimeoutWord(
             name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
-            weak_method(self._late), weak_method(self._flags), self.disagreements, ranks,
+            weak_method(self._find_late_flag), weak_method(self._flags), self.disagreements, ranks,
         )  # fmt: skip
-        self._last: tuple[int, int, int] | None = None
+        self._last_call: tuple[int, int, int] | None = None
 
     def regions(self, dtype: torch.dtype) -> tuple[Slots, Peers]:
         """Return the kernel arguments ``slots``, viewed as ``dtype``, and ``peers``."""
@@ -296,18 +307,18 @@ class ExchangeBuffer:
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """Return the launch of an exchange; x and out are contiguous."""
-        shape = exchange.shape
+        params = exchange.params
         arguments: tuple[Any, ...] = (x, out)
         if exchange.in_packets:
             arguments += (self.packet_regions(), exchange.elements)
-            plan, num_warps = plan_of(self.num_ranks, shape, x), shape.num_warps_in_packets
+            plan, num_warps = plan_of(self.num_ranks, params, x), params.num_warps_in_packets
         else:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))
-            plan = plan_of(self.num_ranks, shape, x, shape.num_chunks)
-            num_warps = shape.num_warps
+            plan = plan_of(self.num_ranks, params, x, params.num_chunks)
+            num_warps = params.num_warps
         options = {"plan": plan, "num_warps": num_warps}
         arguments += (exchange.size, self.rank)
-        return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
+        return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
         """Launch an exchange; every rank must launch the same.
@@ -317,8 +328,8 @@ class ExchangeBuffer:
             WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
                 waits itself.
         """
-        shape = exchange.shape
-        self.begin(exchange.phases, shape.num_ctas, shape.num_chunks)
+        params = exchange.params
+        self.begin(exchange.phases, params.num_ctas, params.num_chunks)
         tensors = {"x_ptr": x, "out_ptr": out}
         self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
         self.timeout_words.end()
@@ -332,7 +343,7 @@ class ExchangeBuffer:
             RankDisagreement: ranks made an earlier call with different sizes.
         """
         self.timeout_words.begin()
-        self._last = phases, num_ctas, num_chunks
+        self._last_call = phases, num_ctas, num_chunks
 
     def reset(self) -> None:
         """Bring all ranks to one state after a call that failed on some rank. Collective."""
@@ -352,12 +363,12 @@ class ExchangeBuffer:
             (words, lambda index: index // self.shard_words % self.num_ranks),
         ]
 
-    def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
+    def _find_late_flag(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
         """Return the late packet, or else the first late flag, of the last call."""
-        assert self._last is not None
-        return self._late_word(gave_up[0]) or self._overdue(*self._last)
+        assert self._last_call is not None
+        return self._late_packet(gave_up[0]) or self._late_flag(*self._last_call)
 
-    def _late_word(self, timeout_words: Sequence[int]) -> tuple[str, int, int] | None:
+    def _late_packet(self, timeout_words: Sequence[int]) -> tuple[str, int, int] | None:
         """Return the late packet of the last call, its expected and its seen tag, if any."""
         address = timeout_words[FLAG]
         # Only a wait for packets notes an address.
@@ -365,10 +376,10 @@ class ExchangeBuffer:
             return None
         words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
-        tag = protocol.tag_number(epoch, size_in(timeout_words[AWAITED]))
+        tag = protocol.host_tag(epoch, flag_size(timeout_words[AWAITED]))
         return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
 
-    def _overdue(self, phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
+    def _late_flag(self, phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
         """Return the first late flag of the last call, its expected count and its seen count."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
         expected = epoch * MAX_CHUNKS + num_chunks - 1

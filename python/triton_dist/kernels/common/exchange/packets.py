@@ -57,7 +57,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     LINE_WORDS,
     PACKET_ALIGNMENT,
     begin_call,
-    first_of,
+    block_begin,
 )
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
@@ -152,7 +152,7 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
         lines = lines + (shard_ptr + line * LINE_WORDS,)  # noqa: RUF005
     with dl.mark("wait"):
         if INTERPRETED:
-            payloads = _poll_in_turn(lines, tag, mask, packets.timeout_words)
+            payloads = _poll_interpreted(lines, tag, mask, packets.timeout_words)
         else:
             payloads = _poll_together(lines, tag, mask, packets.timeout_words)
     return payloads
@@ -166,7 +166,7 @@ def _poll_together(lines, tag, mask, timeout_ptr):
     # Operands of the assembly must have one pointer type.
     timeout_ptr = timeout_ptr.to(lines[0].dtype.scalar)
     halves = tl.inline_asm_elementwise(
-        _polling(PEERS),
+        _polling_ptx(PEERS),
         _constraints(PEERS),
         lines + (tag, mask.to(tl.int32), most, timeout_ptr),  # noqa: RUF005
         dtype=_payload_types(PEERS),
@@ -181,27 +181,27 @@ def _poll_together(lines, tag, mask, timeout_ptr):
 
 
 @jit
-def _poll_in_turn(lines, tag, mask, timeout_ptr):
+def _poll_interpreted(lines, tag, mask, timeout_ptr):
     """Poll one peer after another, for the interpreter, and let other programs run in between."""
     # As unsigned numbers: a missing word is smaller than any tag.
-    wanted = tag.to(tl.uint32, bitcast=True).to(tl.int64)
-    there = mask[:, None]
+    expected_tag = tag.to(tl.uint32, bitcast=True).to(tl.int64)
+    valid = mask[:, None]
     payloads = tl.tuple([])
     for peer in tl.static_range(len(lines)):
         word_ptr = lines[peer][:, None] + tl.arange(0, LINE_WORDS)[None, :]
         deadline = wait_deadline()
         polls = 0
-        words = tl.load(word_ptr, mask=there, other=wanted << 32, volatile=True)
+        words = tl.load(word_ptr, mask=valid, other=expected_tag << 32, volatile=True)
         seen = (words >> 32) & 0xFFFFFFFF
-        while (tl.max(tl.where(seen == wanted, 0, 1)) != 0) & (polls >= 0):
-            foreign = (seen != wanted) & (seen > 0x7FFFFFFF)
+        while (tl.max(tl.where(seen == expected_tag, 0, 1)) != 0) & (polls >= 0):
+            foreign = (seen != expected_tag) & (seen > 0x7FFFFFFF)
             if tl.max(foreign.to(tl.int32)) != 0:
                 words_at = word_ptr.to(tl.int64)
                 flag = tl.max(tl.where(foreign, words_at, 0))
                 other = tl.max(tl.where(words_at == flag, seen, 0))
-                note_disagreement(timeout_ptr, flag, other, wanted)
-            polls = spin(word_ptr, seen, wanted, deadline, 0, timeout_ptr, False)
-            words = tl.load(word_ptr, mask=there, other=wanted << 32, volatile=True)
+                note_disagreement(timeout_ptr, flag, other, expected_tag)
+            polls = spin(word_ptr, seen, expected_tag, deadline, 0, timeout_ptr, False)
+            words = tl.load(word_ptr, mask=valid, other=expected_tag << 32, volatile=True)
             seen = (words >> 32) & 0xFFFFFFFF
         payloads = payloads + (words.to(tl.int32),)  # noqa: RUF005
     return payloads
@@ -245,7 +245,7 @@ def _constraints(peers: int) -> str:
 
 
 @triton.constexpr_function
-def _polling(peers: int) -> str:
+def _polling_ptx(peers: int) -> str:
     """Return PTX that polls a line of each peer until all words have the tag.
 
     It gives up if another thread has given up, if a word has the tag of another size, or after
@@ -351,7 +351,7 @@ def kernel_all_reduce_packets(
     PER_LINE: tl.constexpr = BLOCK // LINES
     # Operations that do not need the epoch come first, to overlap with counting the call.
     targets = peers_at(packets, rank, plan.NUM_RANKS)
-    index = first_of(0, BLOCK) + tl.arange(0, BLOCK)
+    index = block_begin(0, BLOCK) + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
     epoch = begin_call(packets.calls)
     tag = tag_of(epoch, size)
@@ -360,17 +360,17 @@ def kernel_all_reduce_packets(
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
     for block in range(blocks):
         if block > 0:
-            index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
+            index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
-        line = first_of(block, LINES) + tl.arange(0, LINES)
+        line = block_begin(block, LINES) + tl.arange(0, LINES)
         send_lines(targets, offset, payload_of(x), line, line * PER_LINE < elements, tag)
     for block in range(blocks):
-        line = first_of(block, LINES) + tl.arange(0, LINES)
-        there = line * PER_LINE < elements
-        index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
+        line = block_begin(block, LINES) + tl.arange(0, LINES)
+        valid = line * PER_LINE < elements
+        index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
         mask = index < elements
         own = payload_of(tl.load(x_ptr + index, mask=mask, other=0.0))
-        payloads = await_lines(packets, epoch, tag, line, there, rank, plan.NUM_RANKS)
+        payloads = await_lines(packets, epoch, tag, line, valid, rank, plan.NUM_RANKS)
         sums = add_lines(own, payloads, rank, plan.NUM_RANKS, x_ptr.dtype.element_ty)
         tl.store(out_ptr + index, sums.to(out_ptr.dtype.element_ty), mask=mask)
-        clear_lines(packets, epoch, line, there, rank, plan.NUM_RANKS)
+        clear_lines(packets, epoch, line, valid, rank, plan.NUM_RANKS)

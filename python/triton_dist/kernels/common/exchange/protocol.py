@@ -172,7 +172,7 @@ def slot_offset(epoch, slot_elements):
 
 
 @jit
-def flag_of_chunk(call, chunk):
+def chunk_flag(call, chunk):
     """Return the flag value of a program that has finished ``chunk`` of ``call``."""
     return sized(call.epoch * MAX_CHUNKS + chunk, call.size)
 
@@ -192,11 +192,11 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
     would each wait until the previous one has crossed the link.
     """
     tl.debug_barrier()  # The release is issued by one thread: wait for the stores of all threads.
-    there = tl.arange(0, plan.LANES) < plan.NUM_RANKS
+    valid = tl.arange(0, plan.LANES) < plan.NUM_RANKS
     values = tl.full((plan.LANES,), 0, tl.int64) + value
     with dl.mark("push"):
         tl.atomic_xchg(
-            call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=there,
+            call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=valid,
             sem="release", scope="sys",
         )  # fmt: skip
 
@@ -220,14 +220,14 @@ def await_peers(peers, phase, value, plan: tl.constexpr):
 
 
 @jit
-def chunks_of(elements, plan: tl.constexpr):
+def blocks_per_chunk(elements, plan: tl.constexpr):
     """Return the blocks of a program per chunk, equal in all programs and on all ranks."""
     blocks = tl.cdiv(elements, plan.BLOCK)
     return tl.cdiv(tl.cdiv(blocks, tl.num_programs(0)), plan.NUM_CHUNKS)
 
 
 @jit
-def first_of(block, BLOCK: tl.constexpr):
+def block_begin(block, BLOCK: tl.constexpr):
     """Return the begin of this program's block number ``block`` in a shard, in elements."""
     return (tl.num_programs(0).to(tl.int64) * block + tl.program_id(0)) * BLOCK
 
@@ -252,20 +252,20 @@ def send_block(values, index, mask, slots, offset, stride, rank, plan: tl.conste
 
 
 @jit
-def send_copies(
-    x_ptr, own_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr
+def send_shard(
+    x_ptr, out_shard_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr
 ):  # fmt: skip
     """Store this program's blocks of x [shard] as this rank's shard in every peer's slot.
 
     Also store them to ``own``, unless it is ``None``.
     """
     for block in range(first_block, end_block):
-        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = index < lengths.shard
         x = tl.load(x_ptr + index, mask=mask)
         send_block(x, index, mask, slots, call.offset, lengths.stride, call.rank, plan)
-        if own_ptr is not None:
-            tl.store(own_ptr + index, x, mask=mask)
+        if out_shard_ptr is not None:
+            tl.store(out_shard_ptr + index, x, mask=mask)
 
 
 @jit
@@ -273,7 +273,7 @@ def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.co
     """Store this program's blocks of each peer's shard of x [total] in the slot of that peer."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
-        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         with dl.mark("push"):
             for step in tl.static_range(1, NUM_RANKS):
                 peer = (call.rank + step) % NUM_RANKS
@@ -290,7 +290,7 @@ def add_shards(
     out_ptr,
     shards_ptr,
     offset,
-    own,
+    shard_begin,
     first_block,
     end_block,
     token,
@@ -298,19 +298,19 @@ def add_shards(
     rank,
     plan: tl.constexpr,
     slots=None,
-    passed_on=None,
+    sums_offset=None,
 ):
     """Add this program's blocks of a shard over all ranks and store the sum in out.
 
     Ranks are added in order in fp32, and the sum is rounded once. With ``slots``, also send it to
-    every peer, ``passed_on`` elements from the begin of its slots. x and out point to the begin of
-    this rank's shard, which is ``own`` elements into the whole tensor. Shards of peers begin
-    ``offset`` elements after ``shards_ptr``.
+    every peer, ``sums_offset`` elements from the begin of its slots. x and out point to the begin
+    of this rank's shard, which is ``shard_begin`` elements into the whole tensor. Shards of peers
+    begin ``offset`` elements after ``shards_ptr``.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
-        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
-        mask = (index < lengths.shard) & (own + index < lengths.total)
+        index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        mask = (index < lengths.shard) & (shard_begin + index < lengths.total)
         from_ptr = shards_ptr + after_wait(offset, token)
         sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
@@ -321,8 +321,8 @@ def add_shards(
             sums += tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
         total = sums.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + index, total, mask=mask)
-        if passed_on is not None:
-            send_block(total, index, mask, slots, passed_on, lengths.stride, rank, plan)
+        if sums_offset is not None:
+            send_block(total, index, mask, slots, sums_offset, lengths.stride, rank, plan)
 
 
 @jit
@@ -343,7 +343,7 @@ def copy_shards(
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
-        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         inside = index < lengths.shard
         from_ptr = shards_ptr + after_wait(offset, token)
         for step in tl.static_range(1, NUM_RANKS):
@@ -355,7 +355,7 @@ def copy_shards(
             tl.store(out_ptr + target, shard, mask=mask)
 
 
-def tag_number(epoch: int, size: int) -> int:
+def host_tag(epoch: int, size: int) -> int:
     """Return the tag of a packet on the host, as an unsigned number."""
     return flag_value(epoch, size) & 0x7FFFFFFF | 0x80000000
 
@@ -367,18 +367,18 @@ def tag_number(epoch: int, size: int) -> int:
 def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
     """Add this rank's shard of x over all ranks into out."""
     call = begin(slots, peers, size, rank, plan)
-    blocks = chunks_of(lengths.shard, plan)
-    own = rank.to(tl.int64) * lengths.shard
+    blocks = blocks_per_chunk(lengths.shard, plan)
+    shard_begin = rank.to(tl.int64) * lengths.shard
     for chunk in range(plan.NUM_CHUNKS + 1):
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
             push_shards(x_ptr, slots, call, first, first + blocks, lengths, plan)
-            notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
+            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
-            token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
+            token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
             add_shards(
-                x_ptr + own, out_ptr, slots.data, call.offset, own, first - blocks, first, token,
-                lengths, rank, plan,
+                x_ptr + shard_begin, out_ptr, slots.data, call.offset, shard_begin, first - blocks,
+                first, token, lengths, rank, plan,
             )  # fmt: skip
 
 
@@ -386,15 +386,15 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
 def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
     """Send x to all ranks and copy the received shards into out."""
     call = begin(slots, peers, size, rank, plan)
-    blocks = chunks_of(lengths.shard, plan)
+    blocks = blocks_per_chunk(lengths.shard, plan)
     for chunk in range(plan.NUM_CHUNKS + 1):
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
-            own_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
-            send_copies(x_ptr, own_ptr, slots, call, first, first + blocks, lengths, plan)
-            notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
+            out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
+            send_shard(x_ptr, out_shard_ptr, slots, call, first, first + blocks, lengths, plan)
+            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
-            token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
+            token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
             copy_shards(
                 out_ptr, slots.data, call.offset, first - blocks, first, token, lengths, rank, plan
             )  # fmt: skip

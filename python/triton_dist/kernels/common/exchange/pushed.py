@@ -22,11 +22,11 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     add_shards,
-    chunks_of,
+    block_begin,
+    blocks_per_chunk,
     copy_shards,
-    first_of,
 )
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, timeout_word_of
 
 
 class Pushed(NamedTuple):
@@ -51,32 +51,32 @@ def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
 @jit(do_not_specialize=["size", "rank"])
 def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
     """Add the pushed shards and this rank's shard of x into out, chunk by chunk as they arrive."""
-    value = flag_of(pushed.epoch, size)
+    value = current_flag(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
-    own = rank.to(tl.int64) * lengths.shard
-    blocks = chunks_of(lengths.shard, plan)
+    shard_begin = rank.to(tl.int64) * lengths.shard
+    blocks = blocks_per_chunk(lengths.shard, plan)
     for chunk in range(plan.NUM_CHUNKS):
         first = chunk * blocks
         # A chunk beyond the end of the shard has no flag.
         if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:
             token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
             add_shards(
-                x_ptr + own, out_ptr, pushed.shards, begin_of_shards, own, first, first + blocks,
-                token, lengths, rank, plan,
+                x_ptr + shard_begin, out_ptr, pushed.shards, begin_of_shards, shard_begin, first,
+                first + blocks, token, lengths, rank, plan,
             )  # fmt: skip
 
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
     """Copy x and the pushed shards into out, chunk by chunk as they arrive."""
-    value = flag_of(pushed.epoch, size)
+    value = current_flag(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
-    blocks = chunks_of(lengths.shard, plan)
-    own_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
+    blocks = blocks_per_chunk(lengths.shard, plan)
+    out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
     for block in range(plan.NUM_CHUNKS * blocks):
-        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = index < lengths.shard
-        tl.store(own_ptr + index, tl.load(x_ptr + index, mask=mask), mask=mask)
+        tl.store(out_shard_ptr + index, tl.load(x_ptr + index, mask=mask), mask=mask)
     for chunk in range(plan.NUM_CHUNKS):
         first = chunk * blocks
         if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:

@@ -17,12 +17,12 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.buffer import (
-    DEFAULT_SHAPE,
+    DEFAULT_PARAMS,
     VECTOR_ELEMENTS,
     Exchange,
     ExchangeBuffer,
-    Shape,
-    shape_of,
+    LaunchParams,
+    checked_params,
     shard_bytes,
     shard_elements,
 )
@@ -31,16 +31,16 @@ from triton_dist.kernels.common.exchange.protocol import (
     add_shards,
     await_peers,
     begin,
-    chunks_of,
+    block_begin,
+    blocks_per_chunk,
+    chunk_flag,
     copy_shards,
-    first_of,
-    flag_of_chunk,
     notify_ranks,
     push_shards,
     send_block,
-    send_copies,
+    send_shard,
 )
-from triton_dist.kernels.common.peers import Disagreements, folded
+from triton_dist.kernels.common.peers import Disagreements, fold_count
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
@@ -51,7 +51,7 @@ ONE_SHOT_BYTES = 4 << 20
 PACKET_BYTES = 256 << 10
 # Size up to which one shot uses packets by default, and their layout.
 PACKETS_UP_TO = 64 << 10
-PACKET_SHAPE = Shape(32, 2048)
+PACKET_PARAMS = LaunchParams(32, 2048)
 # Size from which two shots are the default. Tuning finds the faster algorithm.
 TWO_SHOT_FROM = 256 << 10
 
@@ -66,14 +66,14 @@ def kernel_all_reduce_one_shot(
     """
     tl.static_assert(plan.NUM_CHUNKS == 1)
     # Operations that do not need the epoch come first, to overlap with counting the call.
-    index = first_of(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+    index = block_begin(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
     call = begin(slots, peers, size, rank, plan)
-    blocks = chunks_of(lengths.shard, plan)
+    blocks = blocks_per_chunk(lengths.shard, plan)
     send_block(x, index, mask, slots, call.offset, lengths.stride, rank, plan)
-    send_copies(x_ptr, None, slots, call, 1, blocks, lengths, plan)
-    value = flag_of_chunk(call, 0)
+    send_shard(x_ptr, None, slots, call, 1, blocks, lengths, plan)
+    value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
     add_shards(
@@ -92,30 +92,30 @@ def kernel_all_reduce_two_shot(
     sums are sent, and the one before is copied to out.
     """
     call = begin(slots, peers, size, rank, plan)
-    blocks = chunks_of(lengths.shard, plan)
+    blocks = blocks_per_chunk(lengths.shard, plan)
     sums = call.offset + plan.NUM_RANKS * lengths.stride.to(tl.int64)
-    own = rank.to(tl.int64) * lengths.shard
+    shard_begin = rank.to(tl.int64) * lengths.shard
     for chunk in range(plan.NUM_CHUNKS + 2):
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
             push_shards(x_ptr, slots, call, first, first + blocks, lengths, plan)
-            notify_ranks(call, 0, flag_of_chunk(call, chunk), plan)
+            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if (chunk >= 1) & (chunk <= plan.NUM_CHUNKS):
-            token = await_peers(peers, 0, flag_of_chunk(call, chunk - 1), plan)
+            token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
             add_shards(
-                x_ptr + own, out_ptr + own, slots.data, call.offset, own, first - blocks, first,
-                token, lengths, rank, plan, slots, sums,
+                x_ptr + shard_begin, out_ptr + shard_begin, slots.data, call.offset, shard_begin,
+                first - blocks, first, token, lengths, rank, plan, slots, sums,
             )  # fmt: skip
-            notify_ranks(call, 1, flag_of_chunk(call, chunk - 1), plan)
+            notify_ranks(call, 1, chunk_flag(call, chunk - 1), plan)
         if chunk >= 2:
-            token = await_peers(peers, 1, flag_of_chunk(call, chunk - 2), plan)
+            token = await_peers(peers, 1, chunk_flag(call, chunk - 2), plan)
             copy_shards(
                 out_ptr, slots.data, sums, first - 2 * blocks, first - blocks, token, lengths,
                 rank, plan,
             )  # fmt: skip
 
 
-def one_shot_bytes(num_ranks: int) -> int:
+def max_one_shot_bytes(num_ranks: int) -> int:
     """Return the maximum bytes of a one-shot launch."""
     return 8 * ONE_SHOT_BYTES if num_ranks == 2 else ONE_SHOT_BYTES
 
@@ -125,7 +125,7 @@ def slot_bytes(nbytes: int, num_ranks: int) -> int:
 
     It holds one addend per rank in one shot, or shards and sums in two shots.
     """
-    one_shot = shard_bytes(min(nbytes, one_shot_bytes(num_ranks)), 1)
+    one_shot = shard_bytes(min(nbytes, max_one_shot_bytes(num_ranks)), 1)
     return num_ranks * max(one_shot, 2 * shard_bytes(nbytes, num_ranks))
 
 
@@ -134,7 +134,7 @@ def packet_bytes(nbytes: int, num_ranks: int) -> int:
     return min(nbytes, PACKET_BYTES) if num_ranks > 1 else 0
 
 
-def most_elements(
+def max_elements(
     nbytes: int, item_bytes: int, num_ranks: int, one_shot: bool, in_packets: bool = False
 ) -> int:
     """Return how many elements of ``item_bytes`` one launch can sum in memory for ``nbytes``.
@@ -142,22 +142,22 @@ def most_elements(
     It is a multiple of ``VECTOR_ELEMENTS`` if at least one vector fits.
     """
     if one_shot:
-        nbytes = min(nbytes, PACKET_BYTES if in_packets else one_shot_bytes(num_ranks))
+        nbytes = min(nbytes, PACKET_BYTES if in_packets else max_one_shot_bytes(num_ranks))
     most = nbytes // item_bytes
     return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
 
 
-def in_one_shot(total: int, shape: Shape, size: int, in_packets: bool) -> Exchange:
+def one_shot_exchange(total: int, params: LaunchParams, size: int, in_packets: bool) -> Exchange:
     """Describe a one-shot launch for ``total`` elements; ranks compare ``size``."""
     if in_packets:
-        return Exchange(kernel_all_reduce_packets, total, total, shape, size, 0, in_packets=True)
-    return Exchange(kernel_all_reduce_one_shot, total, total, shape, size)
+        return Exchange(kernel_all_reduce_packets, total, total, params, size, 0, in_packets=True)
+    return Exchange(kernel_all_reduce_one_shot, total, total, params, size)
 
 
-def in_two_shots(total: int, num_ranks: int, shape: Shape, size: int) -> Exchange:
+def two_shot_exchange(total: int, num_ranks: int, params: LaunchParams, size: int) -> Exchange:
     """Describe a two-shot launch for ``total`` elements; ranks compare ``size``."""
     shard = shard_elements(-(-total // num_ranks))
-    return Exchange(kernel_all_reduce_two_shot, shard, total, shape, size, phases=2)
+    return Exchange(kernel_all_reduce_two_shot, shard, total, params, size, phases=2)
 
 
 class SumBuffer(ExchangeBuffer):
@@ -217,14 +217,16 @@ class SumBuffer(ExchangeBuffer):
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
         in_packets = one_shot and nbytes <= PACKETS_UP_TO
-        default = PACKET_SHAPE if in_packets else DEFAULT_SHAPE
-        shape = shape_of("gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_chunks, default)
-        size = folded(product.shape[0])
-        step = most_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
+        default = PACKET_PARAMS if in_packets else DEFAULT_PARAMS
+        params = checked_params(
+            "gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_chunks, default
+        )
+        size = fold_count(product.shape[0])
+        step = max_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):
             total = min(step, elements - first)
             chunk = slice(first, first + total)
             if one_shot:
-                yield chunk, in_one_shot(total, shape, size, in_packets)
+                yield chunk, one_shot_exchange(total, params, size, in_packets)
             else:
-                yield chunk, in_two_shots(total, self.num_ranks, shape, size)
+                yield chunk, two_shot_exchange(total, self.num_ranks, params, size)

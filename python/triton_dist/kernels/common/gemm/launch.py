@@ -19,7 +19,7 @@ from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
 )
-from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for, most_rows
+from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for, max_rows_of_key
 from triton_dist.kernels.common.gemm.tile import Strides
 from triton_dist.kernels.common.gemm.work_items import (
     GEMMPlan,
@@ -36,11 +36,11 @@ ALL_SHARDS = 8
 # A grid with at least this number of waves does not need small tiles.
 _MANY_WAVES = 16
 # Minimum saving of waves by a split, because writing and reading partials takes time.
-_LEAST_SAVING = 0.03
+_MIN_WAVE_SAVING = 0.03
 # Limits per shard for fused push. Copy engines send larger shards, which leaves all SMs to the
 # GEMM.
-_MOST_FUSED_ROWS = 1024
-_MOST_FUSED_BYTES = 16 << 20
+_MAX_FUSED_ROWS = 1024
+_MAX_FUSED_BYTES = 16 << 20
 _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
@@ -169,11 +169,11 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
     It requires peers, a small shard, and operands that fit the kernel on descriptors.
     """
-    rows, K = most_rows(A.shape[0], num_ranks), A.shape[1]
+    rows, K = max_rows_of_key(A.shape[0], num_ranks), A.shape[1]
     return (
         num_ranks > 1
-        and rows <= _MOST_FUSED_ROWS
-        and rows * K * A.element_size() <= _MOST_FUSED_BYTES
+        and rows <= _MAX_FUSED_ROWS
+        and rows * K * A.element_size() <= _MAX_FUSED_BYTES
         and dot_precision(A.dtype) != "ieee"
         and K * A.element_size() % 16 == 0
         and fits_descriptor(B)
@@ -185,26 +185,28 @@ def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -
 
     B has ``columns`` columns. The conditions are:
 
-    * A split along K saves at least ``_LEAST_SAVING`` of the waves.
+    * A split along K saves at least ``_MIN_WAVE_SAVING`` of the waves.
     * Shards are grouped only if one shard has fewer tiles than the GPU has SMs.
     * Tiles of 64 rows need fewer than ``_MANY_WAVES`` waves.
     """
     tile, sms = config.kwargs, current_device().num_sms
-    rows = most_rows(rows, num_ranks)
-    own = triton.cdiv(rows, tile["BLOCK_SIZE_M"]) * triton.cdiv(columns, tile["BLOCK_SIZE_N"])
-    full, last = divmod(own * num_ranks, sms)
+    rows = max_rows_of_key(rows, num_ranks)
+    tiles_per_shard = triton.cdiv(rows, tile["BLOCK_SIZE_M"]) * triton.cdiv(
+        columns, tile["BLOCK_SIZE_N"]
+    )
+    full, last = divmod(tiles_per_shard * num_ranks, sms)
     waves = full + (last > 0)
     if waves >= _MANY_WAVES and tile["BLOCK_SIZE_M"] == 64:
         return False
-    if tile.get("GROUP_SIZE_SHARDS", 1) > 1 and own >= sms:
+    if tile.get("GROUP_SIZE_SHARDS", 1) > 1 and tiles_per_shard >= sms:
         return False
     splits = tile.get("SPLIT_K", 1)
     waves_of_splits = full + triton.cdiv(last * splits, sms) / splits
-    return bool(splits == 1 or waves_of_splits <= (1 - _LEAST_SAVING) * waves)
+    return bool(splits == 1 or waves_of_splits <= (1 - _MIN_WAVE_SAVING) * waves)
 
 
 def sharded_gemm(
-    own: torch.Tensor,
+    local_shard: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
     config: triton.Config,
@@ -239,27 +241,27 @@ def sharded_gemm(
         InvalidArgument: SPLIT_K is above 1 and the workspace is missing or too small.
     """
     M, N = C.shape
-    K = own.shape[1]
+    K = local_shard.shape[1]
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    tiles = num_ranks * triton.cdiv(own.shape[0], block_m) * triton.cdiv(N, block_n)
-    source = gathered or GatheredShards(own, own, own, 1, 1)
+    tiles = num_ranks * triton.cdiv(local_shard.shape[0], block_m) * triton.cdiv(N, block_n)
+    source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
     senders = 0 if push is None else push.num_comm_sms
     tables = (None, None, None) if push is None else (push.shards, push.arrivals, push.consumed)
     shards = Shards(source.rows, source.arrivals, source.epoch, *tables)
-    operands, sharding = (own, shards, B, C, M, N, K), (rank, num_ranks, source.chunk_rows)
+    operands, sharding = (local_shard, shards, B, C, M, N, K), (rank, num_ranks, source.chunk_rows)
     plan = GEMMPlan(
         GATHERED=gathered is not None, B_COLUMN_MAJOR=B.stride(0) == 1,
-        PRECISION=dot_precision(own.dtype), FLAGS_PER_RANK=source.flags_per_rank, NUM_SMS=num_sms,
-        NUM_COMM_SMS=senders, NUM_CHUNKS=1 if push is None else push.num_chunks,
+        PRECISION=dot_precision(local_shard.dtype), FLAGS_PER_RANK=source.flags_per_rank,
+        NUM_SMS=num_sms, NUM_COMM_SMS=senders, NUM_CHUNKS=1 if push is None else push.num_chunks,
         NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False,
     )  # fmt: skip
-    options = config_for(config, own.dtype).all_kwargs()
+    options = config_for(config, local_shard.dtype).all_kwargs()
     # Only the ordinary kernel can send the shard.
     specialized = options.pop("WARP_SPECIALIZED", False) and push is None
-    specialized = specialized and can_specialize_warps(own.dtype)
-    by_descriptor = persistent and plan.PRECISION != "ieee" and own.is_contiguous()
-    if by_descriptor and fits_descriptor(own, source.rows, B, C):
+    specialized = specialized and can_specialize_warps(local_shard.dtype)
+    by_descriptor = persistent and plan.PRECISION != "ieee" and local_shard.is_contiguous()
+    if by_descriptor and fits_descriptor(local_shard, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
         splits = options.get("SPLIT_K", 1)
         if splits > 1:
@@ -291,12 +293,12 @@ def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan
     """Return the warp-specialized kernel, and plan and options in its form."""
     # Imported late, because not every Triton has Gluon.
     from triton_dist.kernels.common.gemm.warp_specialized import (
-        WARPS_OF_A_GROUP,
+        WARPS_PER_GROUP,
         kernel_gemm_warp_specialized,
     )
 
     plan = plan._replace(NUM_STAGES=options["num_stages"], NUM_WARPS=0)
-    return kernel_gemm_warp_specialized, plan, {**options, "num_warps": WARPS_OF_A_GROUP}
+    return kernel_gemm_warp_specialized, plan, {**options, "num_warps": WARPS_PER_GROUP}
 
 
 def _partials(
@@ -305,8 +307,11 @@ def _partials(
     """Return the kernel argument ``partials`` for ``SPLIT_K`` above 1."""
     needed, counted = split_tiles(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
-        there = split and (split.partials.numel(), split.counters.numel())
+        available = split and (split.partials.numel(), split.counters.numel())
         raise InvalidArgument(
-            "sharded_gemm", "split", there, f"a workspace of {needed} fp32 and {counted} counters"
+            "sharded_gemm",
+            "split",
+            available,
+            f"a workspace of {needed} fp32 and {counted} counters",
         )
     return Partials(split.partials, split.counters)

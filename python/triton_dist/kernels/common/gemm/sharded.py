@@ -1,7 +1,7 @@
 """GEMM kernels over an A whose rows come in shards, one per rank; with one shard, a plain GEMM.
 
 ``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A consists of ``num_ranks`` shards of ``M /
-num_ranks`` rows. This rank's shard is read from ``own_ptr`` and computed first. Other shards are
+num_ranks`` rows. This rank's shard is read from ``local_ptr`` and computed first. Other shards are
 read from ``shards.rows`` [M, K] in the order in which producers deliver them, each tile after its
 flags.
 
@@ -32,12 +32,12 @@ from triton_dist.kernels.common.gemm.tile import (
 from triton_dist.kernels.common.gemm.work_items import (
     multiply_arriving_tile,
     publish_partial,
-    push_own_shard,
+    push_local_shard,
     split_of_work_item,
     sum_of_partials,
     work_items_of_tiles,
 )
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, timeout_word_of
 
 
 @jit
@@ -76,7 +76,7 @@ def wait_for_rows(
     count = last_row // chunk_rows - first + 1
     flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
     return dl.wait(
-        flags_ptr, count, flag_of(shards.epoch, rows), timeout_word_of(shards.epoch), True
+        flags_ptr, count, current_flag(shards.epoch, rows), timeout_word_of(shards.epoch), True
     )
 
 
@@ -116,7 +116,7 @@ def finish_tile(
 
 @jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_persistent(
-    own_ptr,
+    local_ptr,
     shards,
     b_ptr,
     c_ptr,
@@ -157,7 +157,9 @@ def kernel_gemm_persistent(
     program = tl.program_id(0)
     if NUM_COMM_SMS > 0:
         if program < NUM_COMM_SMS:
-            push_own_shard(own_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, True)
+            push_local_shard(
+                local_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, True
+            )
         # Rotate the numbers, so that senders take the last work items of a wave.
         program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
@@ -165,10 +167,12 @@ def kernel_gemm_persistent(
     tiles_per_shard = tiles_m * tiles_n
     store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
     tiles = tiles_per_shard * num_ranks
-    whole = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
-    own_work_items = work_items_of_tiles(tiles_per_shard, whole, SPLIT_K)
+    unsplit_tiles = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
+    local_work_items = work_items_of_tiles(tiles_per_shard, unsplit_tiles, SPLIT_K)
 
-    own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
+    local_desc = tl.make_tensor_descriptor(
+        local_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
+    )
     if B_COLUMN_MAJOR:
         b_desc = tl.make_tensor_descriptor(
             b_ptr, [N, K], [stride_b, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
@@ -181,16 +185,16 @@ def kernel_gemm_persistent(
         c_ptr, [num_ranks, rows, N], [rows.to(tl.int64) * N, N, 1], [1, BLOCK_SIZE_M, store_n]
     )
 
-    for work_item in range(program, own_work_items, NUM_SMS):
-        tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
+    for work_item in range(program, local_work_items, NUM_SMS):
+        tile, split, num_splits = split_of_work_item(work_item, unsplit_tiles, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         accumulator = multiply_tile(
-            own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, split, num_splits,
+            local_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, split, num_splits,
             B_COLUMN_MAJOR, PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
         )  # fmt: skip
         finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            partials, tile - whole, split, num_splits,
+            partials, tile - unsplit_tiles, split, num_splits,
             EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
@@ -198,12 +202,12 @@ def kernel_gemm_persistent(
         gathered_desc = tl.make_tensor_descriptor(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
         )
-        taken = tl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
+        local_waves_end = tl.cdiv(local_work_items, NUM_SMS) * NUM_SMS
         # Continue with the programs that had no work item in the last wave of this rank's shard.
-        skipped = taken - own_work_items
-        first = own_work_items + (program + skipped) % NUM_SMS
-        for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
-            tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
+        idle_programs = local_waves_end - local_work_items
+        first = local_work_items + (program + idle_programs) % NUM_SMS
+        for work_item in range(first, work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K), NUM_SMS):
+            tile, split, num_splits = split_of_work_item(work_item, unsplit_tiles, SPLIT_K)
             position, m, n = gathered_tile(
                 tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
             )
@@ -227,14 +231,14 @@ def kernel_gemm_persistent(
                 )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                partials, tile - whole, split, num_splits,
+                partials, tile - unsplit_tiles, split, num_splits,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 
 
 @jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_non_persistent(
-    own_ptr,
+    local_ptr,
     shards,
     b_ptr,
     c_ptr,
@@ -265,22 +269,22 @@ def kernel_gemm_non_persistent(
     tile = tl.program_id(0) - NUM_COMM_SMS
     if NUM_COMM_SMS > 0:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if tile < 0:
-            push_own_shard(
-                own_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, False
+            push_local_shard(
+                local_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, False
             )
             return
     shard = shard_in_arrival_order(tile // tiles_per_shard, rank, num_ranks)
     m, n = tile_in_group(tile % tiles_per_shard, tiles_m, tiles_n, GROUP_SIZE_M)
 
     row = m * BLOCK_SIZE_M
-    a_ptr = own_ptr
+    a_ptr = local_ptr
     a_row = row
     if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if shard != rank:
             # There is no loop over chunks here: wait for all chunks of the shard.
             if NUM_COMM_SMS > 0:
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
-                value = flag_of(shards.epoch, rows)
+                value = current_flag(shards.epoch, rows)
                 flags = gemm_plan.NUM_CHUNKS * NUM_COMM_SMS
                 token = dl.wait(flags_ptr, flags, value, timeout_word_of(shards.epoch), True)
             else:

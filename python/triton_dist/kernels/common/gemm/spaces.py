@@ -15,7 +15,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
-LOW = 16
+LOWEST_TILE_ROWS = 16
 """Rows of the lowest tiles, which are used for few rows."""
 # Largest number of rows for the lowest tiles, which read B once per 16 rows.
 _FEW_ROWS = 64
@@ -24,7 +24,7 @@ _FEW_ROWS = 64
 _COMPUTE_BOUND = 2.0
 
 
-def most_rows(rows: int, num_ranks: int = 1) -> int:
+def max_rows_of_key(rows: int, num_ranks: int = 1) -> int:
     """Return the most rows per rank in the tuner's range of M that contains ``rows``."""
     return tune.fine_bucket(rows * num_ranks) // num_ranks
 
@@ -119,7 +119,7 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
     return list(PERSISTENT_TILES if persistent else POINTER_TILES)
 
 
-def kinds_here() -> tuple[bool, ...]:
+def persistent_values() -> tuple[bool, ...]:
     """Return the values of ``persistent`` to try on this device, the preferred one first.
 
     From compute capability 9.0 on, only the descriptor kernel is tried: the pointer kernel won 1 of
@@ -132,11 +132,11 @@ def kinds_here() -> tuple[bool, ...]:
     return (False, True)
 
 
-def of_both_kinds(
+def with_persistent(
     tiles_of: Callable[[bool], Sequence[triton.Config]],
 ) -> Iterator[tuple[triton.Config, bool]]:
     """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns each set."""
-    return ((each, kind) for kind in kinds_here() for each in tiles_of(kind))
+    return ((each, kind) for kind in persistent_values() for each in tiles_of(kind))
 
 
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
@@ -157,7 +157,7 @@ def warp_specialized_tiles() -> list[triton.Config]:
 
 # Maximum accumulator values per warp of a tile that is sent to all ranks; above it the addresses of
 # peers spill.
-_MOST_VALUES_OF_A_WARP = 64 * 128 // 4
+_MAX_VALUES_PER_WARP = 64 * 128 // 4
 
 # With few rows the GEMM is bound by reading B. Use deep pipelines of narrow tiles: one wave on 132
 # SMs for N = 4096 to 16384.
@@ -179,14 +179,12 @@ _FEW_ROWS_POINTER_TILES = tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
 def _with_free_registers(configs: Sequence[triton.Config]) -> list[triton.Config]:
     """Return the first config of each tile shape whose accumulator leaves registers free."""
 
-    def values_of_a_warp(config: triton.Config) -> int:
+    def values_per_warp(config: triton.Config) -> int:
         tile = config.kwargs
         return int(tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // config.num_warps)
 
     return [
-        config
-        for config in tile_shapes(configs)
-        if values_of_a_warp(config) <= _MOST_VALUES_OF_A_WARP
+        config for config in tile_shapes(configs) if values_per_warp(config) <= _MAX_VALUES_PER_WARP
     ]
 
 
@@ -215,7 +213,9 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
     if current_device().interprets:
         return True
-    return bool(rows <= _FEW_ROWS if block_m == LOW else block_m <= 64 or block_m < 2 * rows)
+    return bool(
+        rows <= _FEW_ROWS if block_m == LOWEST_TILE_ROWS else block_m <= 64 or block_m < 2 * rows
+    )
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:

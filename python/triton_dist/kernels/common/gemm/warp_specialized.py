@@ -39,7 +39,7 @@ from triton_dist.kernels.common.gemm.tile import (
 from triton_dist.kernels.common.gemm.work_items import split_of_work_item, work_items_of_tiles
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 
-WARPS_OF_A_GROUP = 4
+WARPS_PER_GROUP = 4
 """``num_warps`` of the launch; Triton adds the second group and the producer."""
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -109,7 +109,7 @@ def _load_tile(
 
 @gluon.jit
 def _produce(
-    own_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank, num_ranks,
+    local_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank, num_ranks,
     chunk_rows, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
@@ -127,11 +127,11 @@ def _produce(
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
-    whole = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
-    own_work_items = work_items_of_tiles(tiles_per_shard, whole, SPLIT_K)
+    unsplit_tiles = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
+    local_work_items = work_items_of_tiles(tiles_per_shard, unsplit_tiles, SPLIT_K)
 
-    own_desc = tma.make_tensor_descriptor(
-        own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
+    local_desc = tma.make_tensor_descriptor(
+        local_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
     )
     if B_COLUMN_MAJOR:
         b_desc = tma.make_tensor_descriptor(
@@ -143,13 +143,13 @@ def _produce(
         )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for work_item in range(gl.program_id(0), own_work_items, NUM_SMS):
-        tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
+    for work_item in range(gl.program_id(0), local_work_items, NUM_SMS):
+        tile, split, num_splits = split_of_work_item(work_item, unsplit_tiles, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         first_step, end_step = _steps_of_split(K, split, num_splits, BLOCK_SIZE_K)
         with dl.mark("load"):
             stage, phase = _load_tile(
-                own_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
+                local_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
                 m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, first_step, end_step, B_COLUMN_MAJOR,
             )  # fmt: skip
 
@@ -157,12 +157,12 @@ def _produce(
         gathered_desc = tma.make_tensor_descriptor(
             shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
         )
-        taken = gl.cdiv(own_work_items, NUM_SMS) * NUM_SMS
+        local_waves_end = gl.cdiv(local_work_items, NUM_SMS) * NUM_SMS
         # The programs that are idle in the last wave of this rank's shard get the next work items.
-        skipped = taken - own_work_items
-        first = own_work_items + (gl.program_id(0) + skipped) % NUM_SMS
-        for work_item in range(first, work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
-            tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
+        idle_programs = local_waves_end - local_work_items
+        first = local_work_items + (gl.program_id(0) + idle_programs) % NUM_SMS
+        for work_item in range(first, work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K), NUM_SMS):
+            tile, split, num_splits = split_of_work_item(work_item, unsplit_tiles, SPLIT_K)
             position, m, n = gathered_tile(
                 tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
             )
@@ -282,7 +282,7 @@ def _consume(
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
-    whole = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
+    unsplit_tiles = tiles // NUM_SMS * NUM_SMS  # tiles of full waves
     c_desc = tma.make_tensor_descriptor(
         c_ptr,
         [num_ranks, rows, N],
@@ -292,8 +292,10 @@ def _consume(
     )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for work_item in range(gl.program_id(0), work_items_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
-        tile, split, num_splits = split_of_work_item(work_item, whole, SPLIT_K)
+    for work_item in range(
+        gl.program_id(0), work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K), NUM_SMS
+    ):
+        tile, split, num_splits = split_of_work_item(work_item, unsplit_tiles, SPLIT_K)
         shard, m, n = _place_of_tile(
             tile,
             tiles_m,
@@ -314,7 +316,7 @@ def _consume(
         if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if num_splits > 1:
                 is_complete, accumulator = _finish_split(
-                    GROUP, accumulator, partials, tile - whole, split, SPLIT_K
+                    GROUP, accumulator, partials, tile - unsplit_tiles, split, SPLIT_K
                 )
         if is_complete:
             with dl.mark("store"):
@@ -327,7 +329,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_warp_specialized(
-    own_ptr,
+    local_ptr,
     shards,
     b_ptr,
     c_ptr,
@@ -381,7 +383,7 @@ def kernel_gemm_warp_specialized(
                 gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_produce, (
-                own_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank,
+                local_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank,
                 num_ranks, chunk_rows, gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, GROUP_SIZE_SHARDS,
                 SPLIT_K,
             )),

@@ -35,7 +35,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import multiply_steps
-from triton_dist.kernels.common.peers import epoch_at, flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, epoch_at, timeout_word_of
 
 
 class Shards(NamedTuple):
@@ -105,13 +105,13 @@ def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-    value = flag_of(shards.epoch, rows)
+    value = current_flag(shards.epoch, rows)
     return dl.wait(flags_ptr, NUM_COMM_SMS, value, timeout_word_of(shards.epoch), True)
 
 
 @jit
-def push_own_shard(
-    own_ptr,
+def push_local_shard(
+    local_ptr,
     shards,
     rows,
     K,
@@ -129,7 +129,7 @@ def push_own_shard(
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.program_id(0)
     last = (epoch_at(shards.epoch) - 1).to(tl.int32)
-    value = flag_of(shards.epoch, rows)
+    value = current_flag(shards.epoch, rows)
     # The last use of the slot must be consumed before its rows are overwritten.
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):
@@ -138,7 +138,7 @@ def push_own_shard(
 
     # Elements per 16 bytes, for ``tl.multiple_of``. Triton loses the hint on arguments and
     # results of calls.
-    itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
+    itemsize: tl.constexpr = local_ptr.dtype.element_ty.primitive_bitwidth // 8
     vector: tl.constexpr = 16 // itemsize if ALIGNED else 1
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     for chunk in range(NUM_CHUNKS):
@@ -147,7 +147,7 @@ def push_own_shard(
         end = tl.multiple_of(min(end, K), vector)
         with dl.mark("push"):
             _push_columns(
-                own_ptr, shards, rows, K, column, end, program, rank, num_ranks, NUM_COMM_SMS,
+                local_ptr, shards, rows, K, column, end, program, rank, num_ranks, NUM_COMM_SMS,
                 vector,
             )  # fmt: skip
             for first_peer in range(0, peers, _PEERS):
@@ -160,7 +160,7 @@ def push_own_shard(
 
 @jit
 def _push_columns(
-    own_ptr,
+    local_ptr,
     shards,
     rows,
     K,
@@ -177,9 +177,9 @@ def _push_columns(
     Access ``VECTOR`` elements at a time. Serve the peers in the order in which they need this
     shard.
     """
-    itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
+    itemsize: tl.constexpr = local_ptr.dtype.element_ty.primitive_bitwidth // 8
     columns: tl.constexpr = _CHUNK_BYTES // itemsize
-    begin_of_shard = tl.multiple_of(rank.to(tl.int64) * rows * K, VECTOR)
+    shard_begin = tl.multiple_of(rank.to(tl.int64) * rows * K, VECTOR)
     chunks_down = tl.cdiv(rows, _CHUNK_ROWS)
     chunks = chunks_down * tl.cdiv(end - column, columns)
     for chunk in range(program, chunks, NUM_COMM_SMS):
@@ -188,13 +188,13 @@ def _push_columns(
         begin_of_row = tl.multiple_of(row_index.to(tl.int64) * K, VECTOR)
         offsets = begin_of_row[:, None] + column_index[None, :]
         mask = (row_index < rows)[:, None] & (column_index < end)[None, :]
-        block = tl.load(own_ptr + offsets, mask=mask)
+        block = tl.load(local_ptr + offsets, mask=mask)
         for step in range(1, num_ranks):
             peer = (rank + num_ranks - step) % num_ranks
             # Not in a called function, which would lose the hint.
             peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)
             peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
-            tl.store(peer_ptr + begin_of_shard + offsets, block, mask=mask)
+            tl.store(peer_ptr + shard_begin + offsets, block, mask=mask)
 
 
 @jit
@@ -264,23 +264,24 @@ def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, i
 
 
 @jit
-def work_items_of_tiles(tiles, whole, SPLIT_K: tl.constexpr):
-    """Return the work items of the first ``tiles`` tiles; tiles from ``whole`` on are split."""
+def work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K: tl.constexpr):
+    """Return the work items of the first ``tiles`` tiles; tiles from ``unsplit_tiles`` on are
+    split."""
     if SPLIT_K == 1:
         return tiles
     else:
-        return min(tiles, whole) + max(tiles - whole, 0) * SPLIT_K
+        return min(tiles, unsplit_tiles) + max(tiles - unsplit_tiles, 0) * SPLIT_K
 
 
 @jit
-def split_of_work_item(work_item, whole, SPLIT_K: tl.constexpr):
+def split_of_work_item(work_item, unsplit_tiles, SPLIT_K: tl.constexpr):
     """Return (tile, split, number of splits of the tile) of a work item."""
     if SPLIT_K == 1:
         return work_item, 0, 1
     else:
-        beyond = max(work_item - whole, 0)
-        num_splits = tl.where(work_item < whole, 1, SPLIT_K)
-        return min(work_item, whole) + beyond // SPLIT_K, beyond % SPLIT_K, num_splits
+        beyond = max(work_item - unsplit_tiles, 0)
+        num_splits = tl.where(work_item < unsplit_tiles, 1, SPLIT_K)
+        return min(work_item, unsplit_tiles) + beyond // SPLIT_K, beyond % SPLIT_K, num_splits
 
 
 @jit

@@ -26,13 +26,13 @@ from triton_dist.kernels.common.exchange.buffer import shard_elements
 from triton_dist.kernels.common.exchange.protocol import after_wait
 from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.peers import Disagreements, flag_of
+from triton_dist.kernels.common.peers import Disagreements, current_flag
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.ranks import group_for
 
-_ELEMENTS, _WIDEST = 2048, 1024
-_PROGRAMS = 4
+_BLOCK_ELEMENTS, _MAX_BLOCK_N = 2048, 1024
+_PROGRAMS_PER_SM = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Columns:
             yield first, min(first + self.width, self.N)
 
 
-def columns_of(rows: int, N: int, num_chunks: int, multiple: int) -> Columns:
+def cut_columns(rows: int, N: int, num_chunks: int, multiple: int) -> Columns:
     """Cut N columns into at most ``num_chunks`` chunks of a width divisible by ``multiple``."""
     return Columns(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
 
@@ -78,7 +78,7 @@ def kernel_add_columns(
     Any grid. Chunks are ``width`` wide. ``shard_stride`` is the number of elements from one
     source's row block to the next.
     """
-    value = flag_of(pushed.epoch, size)
+    value = current_flag(pushed.epoch, size)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     own = x_ptr + rank.to(tl.int64) * rows * N
     for chunk in range(tl.cdiv(N, width)):
@@ -136,23 +136,25 @@ class PushedColumns(PushedSlots):
             "shards": ((size * self._shard_stride,), dtype),
             "arrivals": ((max_chunks * size,), torch.int64),
         }
-        found = Disagreements(f"the tokens of {name}", group)
+        disagreements = Disagreements(f"the tokens of {name}", group)
         kernels = "the kernel that adds chunks of columns"
-        super().__init__(EpochSlots(name, regions, ("arrivals",), kernels, group, found=found))
+        super().__init__(
+            EpochSlots(name, regions, ("arrivals",), kernels, group, disagreements=disagreements)
+        )
 
     def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
         """Return the launch that adds row blocks of x, as they arrive, into out [rows, N]."""
         slots, item = self.slots, x.element_size()
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
-        block_n = min(_WIDEST, triton.next_power_of_2(columns.width))
-        block_m = _ELEMENTS // block_n
+        block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(columns.width))
+        block_m = _BLOCK_ELEMENTS // block_n
         tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.width, block_n)
         sizes = (columns.rows, columns.N, columns.width, self._shard_stride, size, self.rank)
         # A vector holds 8 elements of 16 bits.
         aligned = item == 2 and columns.N % 8 == 0 and columns.width % 8 == 0
         return Launch(
             kernel_add_columns,
-            (min(tiles, _PROGRAMS * self._device.num_sms),),
+            (min(tiles, _PROGRAMS_PER_SM * self._device.num_sms),),
             (x, out, pushed, *sizes),
             {
                 "NUM_RANKS": self.num_ranks,
@@ -181,7 +183,7 @@ class PushedColumns(PushedSlots):
             WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take(size, copied=True)
+        slots.begin(size, copied=True)
         stream = self._device.current_stream()
         try:
             for chunk, (first, end) in enumerate(columns):

@@ -28,8 +28,8 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.moe.routing import RECORD, BlockMap
-from triton_dist.kernels.common.peers import GatheredShards, flag_of, timeout_word_of
+from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
+from triton_dist.kernels.common.peers import GatheredShards, current_flag, timeout_word_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
@@ -55,7 +55,7 @@ class WeightStrides(NamedTuple):
 class Sources(NamedTuple):
     """This rank's shard of A, and flags and epoch of the slot that receives the other shards."""
 
-    own: Any
+    local_shard: Any
     arrivals: Any
     epoch: Any
 
@@ -80,7 +80,7 @@ class GroupedPlan(NamedTuple):
 
 
 @jit
-def work_item_of_run(
+def tile_of_work_item(
     tiles_ptr, work_item, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
 ):
     """Return (expert, first row, end of rows, column tile, tile) of a work item.
@@ -89,7 +89,7 @@ def work_item_of_run(
     Tile ``work_item // tiles_n`` therefore belongs to the same run, and its record describes the
     run.
     """
-    record = tiles_ptr + work_item // tiles_n * RECORD
+    record = tiles_ptr + work_item // tiles_n * RECORD_WORDS
     expert = tl.load(record)
     row = tl.load(record + 1)
     end = tl.load(record + 2)
@@ -117,7 +117,7 @@ def await_positions(
         awaited += 1
         source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
-        value = flag_of(sources.epoch, shard_rows)
+        value = current_flag(sources.epoch, shard_rows)
         token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
     return awaited, token
 
@@ -181,8 +181,8 @@ def kernel_grouped_gemm(
     """Compute C [R, width] from A and B [E, K, N]. Any grid.
 
     A row of A has ``routes_of_row`` routes. With ``NUM_SOURCES`` above 1, rows come in shards of
-    ``shard_rows``. This rank's shard is at ``sources.own``, the others are in A once their flags
-    are set (``peers.GatheredShards``).
+    ``shard_rows``. This rank's shard is at ``sources.local_shard``, the others are in A once their
+    flags are set (``peers.GatheredShards``).
     """
     PRECISION: tl.constexpr = grouped_plan.PRECISION
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
@@ -207,13 +207,15 @@ def kernel_grouped_gemm(
     # The host does not know the number of tiles.
     work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
-    own_rows_ptr = a_ptr
+    local_base_ptr = a_ptr
     # A virtual base: the own shard lies at its place relative to it, so rows need no case
     # distinction.
     if grouped_plan.NUM_SOURCES > 1:
-        own_rows_ptr = sources.own - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
+        local_base_ptr = (
+            sources.local_shard - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
+        )
     for work_item in range(tl.program_id(0), work_items, tl.num_programs(0)):
-        expert, row, end, n, tile = work_item_of_run(
+        expert, row, end, n, tile = tile_of_work_item(
             blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
         )
         column = n * COLUMNS
@@ -224,11 +226,11 @@ def kernel_grouped_gemm(
         rows_ptr = a_ptr
         if grouped_plan.NUM_SOURCES > 1:
             # Word 6: last position of arrival among the rows of the tile.
-            last = tl.load(blocks.tiles + tile * RECORD + 6)
+            last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
             awaited, token = await_positions(awaited, last, sources, rank, shard_rows, grouped_plan)
             a_row = dl.consume_token(a_row, token)
-            is_own = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
-            rows_ptr = tl.where(is_own, own_rows_ptr, a_ptr)
+            is_local = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
+            rows_ptr = tl.where(is_local, local_base_ptr, a_ptr)
         a_rows = rows_ptr + a_row.to(tl.int64) * weight_strides.am
         if grouped_plan.A_ALIGNED:
             a_rows = tl.multiple_of(a_rows, 16)

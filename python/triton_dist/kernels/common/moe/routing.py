@@ -45,13 +45,13 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-RECORD = tl.constexpr(8)
+RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.
 
 They are: expert, first and end row of its run, first tile of the run, number of tiles of the run,
 first and last position of arrival of its rows, and an unused word.
 """
-MOST_EXPERTS, MOST_TOPK, MOST_GROUPS = 512, 10, 4
+MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 512, 10, 4
 _BLOCK = 128
 """Routes that a program places."""
 _BLOCKS, _EXPERTS = 4, 8
@@ -61,11 +61,11 @@ _COUNTS_AT_ONCE = 4096
 
 
 @jit
-def experts_of(ids_ptr, source, inside, there, routes, E):
-    """Return the experts of routes ``inside`` a source: E for padding, E + 1 if not ``there``."""
-    expert = tl.load(ids_ptr + source * routes + inside, mask=there, other=0)
+def experts_of(ids_ptr, source, inside, valid, routes, E):
+    """Return the experts of routes ``inside`` a source: E for padding, E + 1 if not ``valid``."""
+    expert = tl.load(ids_ptr + source * routes + inside, mask=valid, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
-    return tl.where(there, expert, E + 1)
+    return tl.where(valid, expert, E + 1)
 
 
 @jit(do_not_specialize=["chunks", "steps", "routes", "rank", "E"])
@@ -97,8 +97,8 @@ def kernel_count_routes(
     for first in range(0, steps, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         inside = (chunk % chunks * steps + block)[:, None] * BLOCK + lane[None, :]
-        there = (block < steps)[:, None] & (inside < routes)
-        expert = experts_of(ids_ptr, source, inside, there, routes, E)
+        valid = (block < steps)[:, None] & (inside < routes)
+        expert = experts_of(ids_ptr, source, inside, valid, routes, E)
         found = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
             before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
@@ -163,9 +163,9 @@ def place_routes(
     source = (rank + chunk // chunks) % NUM_SOURCES
     lane = tl.arange(0, BLOCK)
     inside = (block - chunk // chunks * chunks * steps) * BLOCK + lane
-    there = inside < routes
-    expert = experts_of(ids_ptr, source, inside, there, routes, E)
-    before = tl.load(before_ptr + expert * blocks + block, mask=there, other=0)
+    valid = inside < routes
+    expert = experts_of(ids_ptr, source, inside, valid, routes, E)
+    before = tl.load(before_ptr + expert * blocks + block, mask=valid, other=0)
     earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, ROWS)
     total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
     # Rows of smaller experts come first, then earlier chunks of the own expert.
@@ -174,8 +174,8 @@ def place_routes(
     same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.gather(first, expert, 0) + before + tl.sum(same_before.to(tl.int32), 1)
     route = source * routes + inside
-    tl.store(map_memory.routes + row, route, mask=there)
-    tl.store(map_memory.rows + route, row, mask=there)
+    tl.store(map_memory.routes + row, route, mask=valid)
+    tl.store(map_memory.rows + route, row, mask=valid)
 
 
 @jit
@@ -248,13 +248,13 @@ def write_tiles(
         tiles = tl.sum(tl.where(experts == expert, number, 0), 0)
         low = tl.sum(tl.where(experts == expert, done, 0), 0) * block_m
         high = tl.minimum(low + tiles * block_m, rows)
-        for begun in range(0, tiles, BLOCK):
-            tile = begun + tl.arange(0, BLOCK)
+        for first_tile in range(0, tiles, BLOCK):
+            tile = first_tile + tl.arange(0, BLOCK)
             mask = tile < tiles
             tile_low = (low + tile * block_m)[:, None]
             tile_high = tl.minimum(tile_low + block_m, high)
             others = (position < NUM_SOURCES - 1)[None, :]
-            record = map_memory.tiles + (first + tile) * RECORD
+            record = map_memory.tiles + (first + tile) * RECORD_WORDS
             tl.store(record, expert, mask=mask)
             tl.store(record + 1, row + low, mask=mask)
             tl.store(record + 2, row + high, mask=mask)
@@ -327,19 +327,19 @@ class BlockMap:
     The last is R, and the one before it is the first row of padding.
     """
     tiles: torch.Tensor
-    """[maximum number of tiles, 8], see ``RECORD``."""
+    """[maximum number of tiles, 8], see ``RECORD_WORDS``."""
     num_tiles: torch.Tensor
     """[1], number of tiles."""
     launches: tuple[Launch, Launch]
 
-    def make(self) -> BlockMap:
+    def queue(self) -> BlockMap:
         """Queue the launches and return the map."""
         for launch in self.launches:
             launch.run()
         return self
 
 
-def most_tiles(routes: int, experts: int, block_m: int) -> int:
+def max_tiles(routes: int, experts: int, block_m: int) -> int:
     """Return the maximum number of tiles over all routings of ``routes`` to ``experts``."""
     used = min(routes, experts)
     return used + (routes - used) // block_m
@@ -358,11 +358,11 @@ def block_map(
 
     Args:
         topk_ids: [M, topk], int32 or int64, contiguous, of all sources in the order of ranks.
-        E: number of experts, 1 to ``MOST_EXPERTS``. Other ids are padding.
+        E: number of experts, 1 to ``MAX_EXPERTS``. Other ids are padding.
         block_m: rows of a tile.
         rank: the first source in the order of arrival.
         num_sources: number of sources, which divide M equally.
-        group_ends: for each of at most ``MOST_GROUPS`` groups, the position after its last,
+        group_ends: for each of at most ``MAX_GROUPS`` groups, the position after its last,
             ascending to ``num_sources``; by default one group.
 
     Raises:
@@ -374,8 +374,8 @@ def block_map(
     if M % num_sources:
         expected = f"a multiple of {num_sources} rows"
         raise InvalidArgument("block_map", "topk_ids.shape", tuple(topk_ids.shape), expected)
-    if sorted({0, *ends}) != [0, *ends] or ends[-1] != num_sources or len(ends) > MOST_GROUPS:
-        expected = f"at most {MOST_GROUPS} ascending positions, the last {num_sources}"
+    if sorted({0, *ends}) != [0, *ends] or ends[-1] != num_sources or len(ends) > MAX_GROUPS:
+        expected = f"at most {MAX_GROUPS} ascending positions, the last {num_sources}"
         raise InvalidArgument("block_map", "group_ends", group_ends, expected)
     routes = M // num_sources * topk
     e_pad = max(16, 1 << (E + 1).bit_length())
@@ -384,7 +384,7 @@ def block_map(
     all_chunks, total = num_sources * chunks, routes * num_sources
     counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
         topk_ids, all_chunks * e_pad, all_chunks * steps * (E + 1), total, total, E + 1, 1,
-        most_tiles(total, E + 1, block_m) * RECORD.value,
+        max_tiles(total, E + 1, block_m) * RECORD_WORDS.value,
     )  # fmt: skip
     options = {"E_PAD": e_pad, "NUM_SOURCES": num_sources, "BLOCK": _BLOCK, "num_warps": 4}
     cut = chunks, steps, routes, rank
@@ -395,11 +395,11 @@ def block_map(
         {**options, "BLOCKS": _BLOCKS, "EXPERTS": _EXPERTS},
     )
     packed = sum(end << 8 * group for group, end in enumerate(ends))
-    made = MapMemory(routes_of, rows_of, row_ends, tiles, num_tiles)
+    map_memory = MapMemory(routes_of, rows_of, row_ends, tiles, num_tiles)
     place = Launch(
         kernel_map_blocks,
         (all_chunks * steps + E + 1,),
-        (topk_ids, counts, before, made, *cut, packed, block_m, E),
+        (topk_ids, counts, before, map_memory, *cut, packed, block_m, E),
         {
             **options,
             "SOURCES_PAD": 1 << (num_sources - 1).bit_length(),
@@ -407,7 +407,7 @@ def block_map(
             "ROWS": at_once,
         },
     )
-    records = tiles.view(-1, RECORD.value)
+    records = tiles.view(-1, RECORD_WORDS.value)
     return BlockMap(
         E, topk, block_m, routes_of, rows_of, row_ends, records, num_tiles, (count, place)
     )
@@ -419,14 +419,14 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "to
     Raises:
         InvalidArgument: in the name of ``function``, whose ids are the argument ``argument``.
     """
-    if not 1 <= E <= MOST_EXPERTS:
-        raise InvalidArgument(function, "E", E, f"1 to {MOST_EXPERTS}")
+    if not 1 <= E <= MAX_EXPERTS:
+        raise InvalidArgument(function, "E", E, f"1 to {MAX_EXPERTS}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         expected = "torch.int32 or torch.int64"
         raise InvalidArgument(function, f"{argument}.dtype", topk_ids.dtype, expected)
     shape = tuple(topk_ids.shape)
-    if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= MOST_TOPK:
-        expected = f"[M, topk], at least one token, topk 1 to {MOST_TOPK}"
+    if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= MAX_TOPK:
+        expected = f"[M, topk], at least one token, topk 1 to {MAX_TOPK}"
         raise InvalidArgument(function, f"{argument}.shape", shape, expected)
     if not topk_ids.is_contiguous():
         expected = f"contiguous ids; call {argument}.contiguous()"
@@ -464,7 +464,7 @@ def ids_as_text(topk_ids: torch.Tensor) -> str:
     return f"{size}, digest {hashlib.sha256(numbers).hexdigest()[:16]}"
 
 
-def every_call_compares() -> bool:
+def compares_ids_in_every_call() -> bool:
     """Return whether contexts created now compare the ids of every call."""
     return "agree" in knobs.debug.get()
 

@@ -11,7 +11,7 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.runtime.device import current_device
 
-WHOLE_EXPERT = 1 << 20
+UNTILED_ROWS = 1 << 20
 """Rows of a tile in the map of a product without tiles: each expert has a single tile."""
 _BLOCK = 2048
 _LIBRARY_CAPABILITY = "9.0"
@@ -38,7 +38,7 @@ def has_fast_library() -> bool:
     return is_fast and not device.interprets
 
 
-def tries_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
+def is_library_candidate(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
     """Return whether torch's kernel is worth trying: bf16 only, and ``fits_library``."""
     return dtype is torch.bfloat16 and fits_library(N, K, dtype, layout)
 
@@ -83,12 +83,12 @@ def kernel_copy_rows(
     tl.store(out + column, values, mask=column < columns)
 
 
-def gathered_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
+def gather_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
     """Return the launch that fills ``out`` [R, K] with rows of A, [M, K] or [R, K], by expert."""
     return _copy(A, out, blocks.routes, None, len(blocks.routes) // A.shape[0])
 
 
-def rows_put_back(sorted_rows: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
+def restore_row_order(sorted_rows: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
     """Return the launch that copies ``sorted_rows`` to ``out`` [R, N] in the order of routes.
 
     Rows of padding become zero.
@@ -96,7 +96,7 @@ def rows_put_back(sorted_rows: torch.Tensor, out: torch.Tensor, blocks: BlockMap
     return _copy(sorted_rows, out, blocks.rows, blocks.ends[blocks.E - 1 :], 1)
 
 
-def cleared_rows(sorted_rows: torch.Tensor, blocks: BlockMap) -> Launch:
+def clear_padding_rows(sorted_rows: torch.Tensor, blocks: BlockMap) -> Launch:
     """Return the launch that zeroes the rows of padding in ``sorted_rows`` [R, N]."""
     return _copy(sorted_rows, sorted_rows, None, blocks.ends[blocks.E - 1 :], 1)
 

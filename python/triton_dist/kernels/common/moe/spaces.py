@@ -16,13 +16,13 @@ import triton
 
 from triton_dist.kernels.common.gemm.spaces import (
     config_for,
-    most_rows,
+    max_rows_of_key,
     prune_fn_by_shared_memory,
 )
 from triton_dist.runtime.device import current_device
 
-_HIGHEST, _HIGHEST_OF_FEW_ROWS, _NARROWEST = 128, 32, 64
-_MOST_TILES_OF_AN_EXPERT = 16
+_MAX_BLOCK_M, _MAX_BLOCK_M_FEW_ROWS, _MIN_COLUMNS = 128, 32, 64
+_MAX_TILES_PER_EXPERT = 16
 _OTHER_BATCHES = 3
 # Drawing other batches needs enough rows per expert, so that every draw reads all weights. It is
 # useless above a number of routes, because one more tile among dozens of waves does not matter.
@@ -83,20 +83,20 @@ def fits_grouped(
 
     * They fit shared memory.
     * They are not much higher than the mean number of rows per expert. They are not so low that an
-      expert takes more than ``_MOST_TILES_OF_AN_EXPERT`` tiles, each of which reads the weights.
+      expert takes more than ``_MAX_TILES_PER_EXPERT`` tiles, each of which reads the weights.
     * They are less than twice as wide as the product.
     """
     tiles: triton.Config = config["gemm_config"]
     if current_device().interprets:
         return True
     m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
-    rows = most_rows(tokens) * topk / E
-    is_high_enough = rows <= _MOST_TILES_OF_AN_EXPERT * m or m == _HIGHEST
+    rows = max_rows_of_key(tokens) * topk / E
+    is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
     launched = {"gemm_config": config_for(tiles, dtype)}
     return (
-        m <= max(_HIGHEST_OF_FEW_ROWS, 4 * rows)
+        m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)
         and is_high_enough
-        and n < 2 * max(columns, _NARROWEST)
+        and n < 2 * max(columns, _MIN_COLUMNS)
         and prune_fn_by_shared_memory(launched, torch.empty(0, dtype=dtype, device="meta"))
     )
 

@@ -15,12 +15,12 @@ from triton_dist.kernels.common.moe.columns import Columns
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.rows import (
-    WHOLE_EXPERT,
+    UNTILED_ROWS,
     fits_library,
-    gathered_rows,
+    gather_rows,
     grouped_mm,
     has_fast_library,
-    tries_library,
+    is_library_candidate,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
@@ -32,7 +32,7 @@ from triton_dist.runtime.device import current_device
 _CHUNKS = (1, 2, 4, 8)
 # Lower tiles are for products that are bound by reading the weights, which leaves no time to hide a
 # transfer. A copy engine takes some us per push, so pushes have a minimum size in bytes.
-_CHUNKED_FROM, _LEAST_PUSH = 64, 256 << 10
+_MIN_CHUNKED_BLOCK_M, _MIN_PUSH_BYTES = 64, 256 << 10
 
 
 class Product(ABC):
@@ -50,16 +50,16 @@ class Product(ABC):
             self.run(launch)
 
     @abstractmethod
-    def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queue the product of columns ``first`` to ``end``.
 
         Return it, [M * topk, end - first], and the row of each route in it, or ``None`` if rows are
         in the order of routes. It is valid until the next call.
         """
 
-    def summed(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
+    def queue_sums(self, first: int, end: int, out: torch.Tensor, block_rows: int) -> None:
         """Queue the sums of columns into ``out``, in the layout of ``topk_sum``."""
-        products, rows = self.products(first, end)
+        products, rows = self.queue_products(first, end)
         self.run(self._sum(products, rows, first, out, block_rows))
 
     def _sum(
@@ -101,7 +101,7 @@ class TiledProduct(Product):
         super().__init__(call, call.tiles.kwargs["BLOCK_SIZE_M"])
         self._chunk: torch.Tensor | None = None
 
-    def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         C, launch = self._multiply(first, end)
         self.run(launch)
         return C, None
@@ -136,21 +136,21 @@ class LibraryProduct(Product):
     """
 
     def __init__(self, call: SumCall) -> None:
-        super().__init__(call, WHOLE_EXPERT)
+        super().__init__(call, UNTILED_ROWS)
         self._sorted = torch.empty_like(self.x, memory_format=torch.contiguous_format)
 
     def begin(self) -> None:
         super().begin()
-        self.run(gathered_rows(self.x, self._sorted, self.blocks))
+        self.run(gather_rows(self.x, self._sorted, self.blocks))
 
-    def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         ends = self.blocks.ends[: self.call.key.E]
         return grouped_mm(self._sorted, self.weights[:, :, first:end], ends), self.blocks.rows
 
     def launches(
         self, first: int, end: int, out: torch.Tensor, block_rows: int
     ) -> Iterator[Launch]:
-        yield gathered_rows(self.x, self._sorted, self.blocks)
+        yield gather_rows(self.x, self._sorted, self.blocks)
         C = self.x.new_empty(self.call.chosen_experts.numel(), end - first)
         yield self._sum(C, self.blocks.rows, first, out, block_rows)
 
@@ -173,7 +173,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
     def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
         if self.product is LibraryProduct:
-            if sizes.config or not tries_library(key.N, key.K, key.dtype, key.layout):
+            if sizes.config or not is_library_candidate(key.N, key.K, key.dtype, key.layout):
                 return False
         elif sizes.config is not None:
             # The first tiles represent the config that the caller passes.
@@ -188,7 +188,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
         """Return whether the reduction of a config is worth trying."""
 
     def check(self, call: SumCall) -> None:
-        function = call.kind.function
+        function = call.context_class.function
         if self.product is TiledProduct:
             check_tiles(function, call.tiles, self.name)
         elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
@@ -215,9 +215,9 @@ class Chunks(SumAlgorithm):
             return bool(num_chunks == 1)
         if current_device().interprets:  # A single config suffices for tests.
             return key.num_ranks > 1 and _has_first_tiles(config)
-        is_low = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _CHUNKED_FROM
+        is_low = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _MIN_CHUNKED_BLOCK_M
         pushed = sizes.nbytes // key.num_ranks // num_chunks
-        return key.num_ranks > 1 and not is_low and pushed >= _LEAST_PUSH
+        return key.num_ranks > 1 and not is_low and pushed >= _MIN_PUSH_BYTES
 
     def check(self, call: SumCall) -> None:
         super().check(call)
@@ -227,7 +227,7 @@ class Chunks(SumAlgorithm):
             fits = False
         if not fits:
             expected = f"1 to the context's n_chunks_max = {call.ctx.n_chunks_max}"
-            raise InvalidArgument(call.kind.function, "num_chunks", call.chunks, expected)
+            raise InvalidArgument(call.context_class.function, "num_chunks", call.chunks, expected)
 
     def compile(self, call: SumCall) -> None:
         columns, ctx = call.columns, call.ctx
@@ -241,14 +241,14 @@ class Chunks(SumAlgorithm):
     def run(self, call: SumCall) -> torch.Tensor:
         ctx, M, product = call.ctx, call.key.M, TiledProduct(call)
         if ctx.num_ranks == 1:
-            return _whole(product)
+            return sum_all_columns(product)
         columns = call.columns
         addends = call.x.new_empty(ctx.num_ranks * columns.rows * columns.N)
         out = call.x.new_empty(columns.rows, columns.N)
         product.begin()
         ctx.buffer.run(
             columns, addends, out, M,
-            lambda first, end: product.summed(first, end, addends, columns.rows),
+            lambda first, end: product.queue_sums(first, end, addends, columns.rows),
         )  # fmt: skip
         result: torch.Tensor = ctx.finish_chunks(out, M)
         return result
@@ -259,13 +259,13 @@ class Serial(SumAlgorithm):
 
     name: str = "serial"
     tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "reduction")
-    kind: type[MoESumContext]
+    context_class: type[MoESumContext]
 
-    def __init__(self, kind: type[MoESumContext]) -> None:
-        self.kind = kind
+    def __init__(self, context_class: type[MoESumContext]) -> None:
+        self.context_class = context_class
 
     def sums(self) -> tuple[Any, ...]:
-        own, device = self.kind.reductions, current_device()
+        own, device = self.context_class.reductions, current_device()
         if device.interprets:
             return own[:1]
         return (*own, COLLECTIVE) if device.has_nccl else own
@@ -276,19 +276,21 @@ class Serial(SumAlgorithm):
         if current_device().interprets:  # A single config suffices for tests.
             return _has_first_tiles(config)
         reduction = config["reduction"]
-        return reduction == COLLECTIVE or self.kind.fits_sum(reduction, sizes.nbytes)
+        return reduction == COLLECTIVE or self.context_class.fits_sum(reduction, sizes.nbytes)
 
     def check(self, call: SumCall) -> None:
         super().check(call)
-        known = (*self.kind.reductions, COLLECTIVE)
+        known = (*self.context_class.reductions, COLLECTIVE)
         reduction = call.reduction or known[0]
         if reduction not in known:
             expected = f"None or one of {', '.join(map(repr, known))}"
-            raise InvalidArgument(call.kind.function, "reduction", call.reduction, expected)
+            raise InvalidArgument(
+                call.context_class.function, "reduction", call.reduction, expected
+            )
         nbytes = call.key.M * call.key.N * call.key.dtype.itemsize
-        if reduction != COLLECTIVE and not self.kind.fits_sum(reduction, nbytes):
+        if reduction != COLLECTIVE and not self.context_class.fits_sum(reduction, nbytes):
             expected = f"a reduction that supports {nbytes} bytes"
-            raise InvalidArgument(call.kind.function, "reduction", reduction, expected)
+            raise InvalidArgument(call.context_class.function, "reduction", reduction, expected)
         call.reduction = reduction
 
     def compile(self, call: SumCall) -> None:
@@ -309,12 +311,12 @@ class Serial(SumAlgorithm):
 
         def whole() -> torch.Tensor:
             if ctx.num_ranks == 1:
-                return _whole(product)
+                return sum_all_columns(product)
             if call.reduction == TOPK_EXCHANGE:
                 product.begin()
-                sums = _sums(call, *product.products(0, call.key.N))
-                return sums.summed(ctx.exchange, ctx.has_all_rows)
-            total: torch.Tensor = ctx.sum_over_ranks(_whole(product), call.reduction)
+                sums = _sums(call, *product.queue_products(0, call.key.N))
+                return sums.run(ctx.exchange, ctx.has_all_rows)
+            total: torch.Tensor = ctx.sum_over_ranks(sum_all_columns(product), call.reduction)
             return total
 
         result: torch.Tensor = ctx.buffer.slots.run_without_slots(whole)
@@ -328,9 +330,10 @@ class Library(Serial):
     product, is_fallback = LibraryProduct, True
 
 
-def algorithms_of(kind: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
-    """Return the algorithms of the op with contexts of class ``kind``; the first is the default."""
-    return Chunks(), Serial(kind), Library(kind)
+def algorithms_of(context_class: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
+    """Return the algorithms of the op with contexts of class ``context_class``; the first is the
+    default."""
+    return Chunks(), Serial(context_class), Library(context_class)
 
 
 def _has_first_tiles(config: Mapping[str, Any]) -> bool:
@@ -342,10 +345,10 @@ def _sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> R
     return RoutedSums(products, rows, weight, ids, call.key.E)
 
 
-def _whole(product: Product) -> torch.Tensor:
+def sum_all_columns(product: Product) -> torch.Tensor:
     """Return all columns of this rank's sums over choices, [M, N]."""
     call = product.call
     total = product.x.new_empty(call.key.M, call.key.N)
     product.begin()
-    product.summed(0, call.key.N, total, call.key.M)
+    product.queue_sums(0, call.key.N, total, call.key.M)
     return total

@@ -21,27 +21,27 @@ from triton_dist.kernels.common.context import (
     DTYPES,
     Check,
     GEMMContext,
-    accept,
     agree_to_create,
-    buffer_of,
+    checked_buffer,
+    checked_once,
     from_1_to,
     gradient_check,
     group_checks,
     int_checks,
     kernel_checks,
-    kind_checks,
-    refuse,
-    signature_of,
+    operand_checks,
+    operand_signature,
+    raise_first_error,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
-from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, columns_of
+from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, cut_columns
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
-    MOST_EXPERTS,
-    MOST_TOPK,
+    MAX_EXPERTS,
+    MAX_TOPK,
     compare_ids,
-    every_call_compares,
+    compares_ids_in_every_call,
     ids_as_text,
 )
 from triton_dist.kernels.common.moe.spaces import other_batches
@@ -52,13 +52,13 @@ from triton_dist.runtime.ranks import Group, process_group_of
 
 COLLECTIVE = "collective"
 """Reduction by the group's collective: NCCL, or gloo on CPU ranks."""
-MOST_CHUNKS = 64
+MAX_COLUMN_CHUNKS = 64
 _LIBRARY_COLUMNS = 128
 _OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
 _FIXED = ("n_chunks", "persistent", "config")
 
 
-class RoutedProducts(NamedTuple):
+class RoutedProductLimits(NamedTuple):
     """Products that a context serves on the ranks of ``group``."""
 
     max_tokens: int
@@ -92,14 +92,14 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     exchange: ExchangeBuffer
     """Memory of sums in one launch."""
 
-    def __init__(self, products: RoutedProducts) -> None:
+    def __init__(self, products: RoutedProductLimits) -> None:
         super().__init__(products.group)
         self.max_tokens, self.max_routes = products.max_tokens, products.max_tokens * products.topk
         self.N, self.E, self.topk = products.N, products.E, products.topk
         self.dtype, self.n_chunks_max = products.dtype, products.n_chunks_max
         self.world_size = self.num_ranks
         self.local_world_size = min(products.local_world_size, self.num_ranks)
-        self.compares_ids = every_call_compares()
+        self.compares_ids = compares_ids_in_every_call()
 
     @staticmethod
     @abstractmethod
@@ -142,7 +142,7 @@ _Context = TypeVar("_Context", bound=MoESumContext)
 
 
 def create(
-    kind: type[_Context],
+    context_class: type[_Context],
     rank: int,
     world_size: int,
     local_world_size: int,
@@ -154,7 +154,7 @@ def create(
     n_chunks_max: int,
     group: Group,
 ) -> _Context:
-    """Create a context of class ``kind``. Collective over ``group``.
+    """Create a context of class ``context_class``. Collective over ``group``.
 
     Raises the errors of ``agree_to_create`` and of the allocation.
     """
@@ -168,28 +168,30 @@ def create(
         yield from group_checks(
             members, rank, world_size=world_size, local_world_size=local_world_size
         )
-        yield from_1_to(MOST_TOPK, "topk", topk)
+        yield from_1_to(MAX_TOPK, "topk", topk)
         expected = f"a positive multiple of topk = {topk}: routes, not tokens"
         good = max_token_num >= 1 and max_token_num % topk == 0
         yield "max_token_num", max_token_num, good, expected
-        tokens = kind.tokens_check("", max_token_num // topk, world_size)
+        tokens = context_class.tokens_check("", max_token_num // topk, world_size)
         yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
         yield "hidden_dim", hidden_dim, hidden_dim >= 1, "at least 1"
-        yield from_1_to(MOST_EXPERTS, "num_experts", num_experts)
+        yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
         yield from kernel_checks("input_dtype", input_dtype)
-        yield from_1_to(MOST_CHUNKS, "n_chunks_max", n_chunks_max)
+        yield from_1_to(MAX_COLUMN_CHUNKS, "n_chunks_max", n_chunks_max)
 
-    alike = {
+    equal_arguments = {
         "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,
         "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
-        "comparison of ids": every_call_compares(),
+        "comparison of ids": compares_ids_in_every_call(),
     }  # fmt: skip
-    agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
-    products = RoutedProducts(
+    agree_to_create(
+        context_class.creator, f"a {context_class.title}", equal_arguments, checks(), members
+    )
+    products = RoutedProductLimits(
         max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max,
         local_world_size, members,
     )  # fmt: skip
-    return kind(products)
+    return context_class(products)
 
 
 class SumKey(NamedTuple):
@@ -237,11 +239,11 @@ def route_checks(
     )
     ids = tuple(chosen_experts.shape)
     expected = f"[M, topk{'' if topk is None else f' = {topk}'}], at least one token"
-    good = len(ids) == 2 and ids[0] >= 1 and 1 <= ids[1] <= MOST_TOPK and topk in (None, ids[1])
+    good = len(ids) == 2 and ids[0] >= 1 and 1 <= ids[1] <= MAX_TOPK and topk in (None, ids[1])
     yield "chosen_experts.shape", ids, good, expected
-    kind = chosen_experts.dtype
-    good = kind in (torch.int32, torch.int64)
-    yield "chosen_experts.dtype", kind, good, "torch.int32 or torch.int64"
+    ids_dtype = chosen_experts.dtype
+    good = ids_dtype in (torch.int32, torch.int64)
+    yield "chosen_experts.dtype", ids_dtype, good, "torch.int32 or torch.int64"
     shape = tuple(weights.shape)
     good = len(shape) == 3 and min(shape) > 0 and shape[0] == E
     yield "weights.shape", shape, good, f"[E = {E}, K_per_rank, N]"
@@ -284,7 +286,7 @@ class SumCall(OpCall):
     algorithm: str | None
     accepted_key: Any = None
 
-    kind: ClassVar[type[MoESumContext]]
+    context_class: ClassVar[type[MoESumContext]]
     algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
@@ -297,18 +299,18 @@ class SumCall(OpCall):
         self.key: SumKey = known if isinstance(known, SumKey) else known[0]
         self.tiles = self.config or self.gemm_config
         """Tiles of our product; ``None`` for the library's."""
-        given = self.num_chunks if self.n_chunks is None else self.n_chunks
-        self.chunks = 1 if given is None else given
+        num_chunks = self.num_chunks if self.n_chunks is None else self.n_chunks
+        self.chunks = 1 if num_chunks is None else num_chunks
         self.chosen = self.algorithms[self.algorithm or next(iter(self.algorithms))]
         self.chosen.check(self)
 
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
-            compare_ids(self.kind.function, self.ctx, self.chosen_experts)
+            compare_ids(self.context_class.function, self.ctx, self.chosen_experts)
         return self.chosen.run(self)
 
     @classmethod
-    def accept(
+    def check_operands(
         cls,
         x: torch.Tensor,
         weights: torch.Tensor,
@@ -321,26 +323,28 @@ class SumCall(OpCall):
         Raises:
             InvalidArgument, ContextFinalized: the call cannot work.
         """
-        function = cls.kind.function
-        device = buffer_of(ctx, cls.kind, function, cls.kind.creator).slots.epoch.device
+        function = cls.context_class.function
+        device = checked_buffer(
+            ctx, cls.context_class, function, cls.context_class.creator
+        ).slots.epoch.device
         routing = chosen_experts, expert_weight
 
         def checks() -> Iterator[Check]:
             yield from route_checks(x, weights, *routing, ctx.E, ctx.topk)
             M, N = len(chosen_experts), weights.shape[2]
             yield "weights.shape", tuple(weights.shape), ctx.N == N, f"[E, K_per_rank, N = {ctx.N}]"
-            yield cls.kind.tokens_check("M", M, ctx.num_ranks)
+            yield cls.context_class.tokens_check("M", M, ctx.num_ranks)
             expected = f"at most {ctx.max_tokens}, the context's {ctx.max_routes} routes"
             yield "M", M, ctx.max_tokens >= M, expected
-            yield from kind_checks(ctx.dtype, device, x=x, weights=weights)
+            yield from operand_checks(ctx.dtype, device, x=x, weights=weights)
 
         def key() -> SumKey:
             (M, topk), (E, K, N) = chosen_experts.shape, weights.shape
             layout = weights_layout(weights)
             return SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
 
-        signature = signature_of(weights, x, weights, *routing)
-        return accept(ctx.accepted, signature, function, checks, key)
+        signature = operand_signature(weights, x, weights, *routing)
+        return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     @classmethod
     def key_fn(
@@ -356,7 +360,7 @@ class SumCall(OpCall):
         **_: Any,
     ) -> Any:
         """Return the tuning key; it includes the values that the caller fixes."""
-        key = cls.accept(x, weights, chosen_experts, expert_weight, ctx)
+        key = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx)
         if n_chunks is None and config is None:
             return key
         most = ctx.n_chunks_max
@@ -369,16 +373,16 @@ class SumCall(OpCall):
     @classmethod
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
-        named = dict(zip(_OPERANDS + _FIXED, args, strict=False)) | kwargs
-        key = cls.accept(*(named[name] for name in _OPERANDS))
-        return SumSizes(key, named.get("n_chunks"), named.get("config"))
+        arguments = dict(zip(_OPERANDS + _FIXED, args, strict=False)) | kwargs
+        key = cls.check_operands(*(arguments[name] for name in _OPERANDS))
+        return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
 
     @property
     def columns(self) -> Columns:
         """Chunks of the call, whose width is a multiple of the tile width."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
         rows = self.ctx.block_rows(self.key.M)
-        return columns_of(rows, self.key.N, self.chunks, width)
+        return cut_columns(rows, self.key.N, self.chunks, width)
 
 
 def check_config(function: str, config: object) -> None:
@@ -397,7 +401,7 @@ def check_config(function: str, config: object) -> None:
         raise InvalidArgument(function, "config", str(config), expected)
 
 
-def agreed(
+def ids_to_agree(
     x: torch.Tensor,
     weights: torch.Tensor,
     chosen_experts: torch.Tensor,
@@ -411,7 +415,7 @@ def agreed(
     return ids_as_text(chosen_experts)
 
 
-def varied(
+def id_variants(
     x: torch.Tensor,
     weights: torch.Tensor,
     chosen_experts: torch.Tensor,
@@ -422,7 +426,7 @@ def varied(
     return [{"chosen_experts": ids} for ids in other_batches(chosen_experts, len(weights))]
 
 
-def summed_routes(
+def sum_routes(
     function: str,
     multiply: Any,
     x: torch.Tensor,
@@ -439,7 +443,7 @@ def summed_routes(
         InvalidArgument: before any launch.
     """
     E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
-    refuse(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))
+    raise_first_error(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))
     check_config(function, config)
     if config is None:
         products = multiply(x, weights, chosen_experts)

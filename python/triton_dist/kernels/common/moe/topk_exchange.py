@@ -17,18 +17,18 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.buffer import (
-    SMALL_SHAPES,
+    SMALL_PARAMS,
     ExchangeBuffer,
-    Shape,
+    LaunchParams,
+    params_for_device,
     plan_of,
     shard_elements,
-    untuned,
 )
 from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
     await_peers,
     begin,
-    flag_of_chunk,
+    chunk_flag,
     notify_ranks,
 )
 from triton_dist.kernels.common.launch import Launch
@@ -49,7 +49,7 @@ def token_sum(
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
         expert = tl.load(ids_ptr + route)
-        named = (expert >= 0) & (expert < E)
+        has_expert = (expert >= 0) & (expert < E)
         weight = tl.load(weights_ptr + route).to(tl.float32)
         row = route
         if rows_ptr is not None:
@@ -58,10 +58,10 @@ def token_sum(
         # together.
         product = tl.load(
             products_ptr + row.to(tl.int64) * N + column,
-            mask=column < tl.where(named, N, 0),
+            mask=column < tl.where(has_expert, N, 0),
             other=0.0,
         )
-        total += tl.where(named, weight, 0.0) * product.to(tl.float32)
+        total += tl.where(has_expert, weight, 0.0) * product.to(tl.float32)
     return total.to(dtype)
 
 
@@ -81,20 +81,20 @@ def kernel_topk_exchange(
     size,
     rank,
     TOPK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     plan: tl.constexpr,
 ):
     """Sum over choices and ranks into out [rows, N]. Grid: (up to ``MAX_CTAS``,).
 
-    Without ``WHOLE``, out has the ``rows`` tokens of this rank. With ``WHOLE``, it has all tokens,
-    and every rank sends its sums of all tokens to every rank.
+    Without ``ALL_ROWS``, out has the ``rows`` tokens of this rank. With ``ALL_ROWS``, it has all
+    tokens, and every rank sends its sums of all tokens to every rank.
     """
     call = begin(slots, peers, size, rank, plan)
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     across = tl.cdiv(N, plan.BLOCK)
     lanes = tl.arange(0, plan.BLOCK)
-    own = 0 if WHOLE else rank * rows
+    own = 0 if ALL_ROWS else rank * rows
     for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
         row = block // across
         column = block % across * plan.BLOCK + lanes
@@ -106,14 +106,14 @@ def kernel_topk_exchange(
         tl.store(out_ptr + index, sums, mask=column < N)
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
-            if not WHOLE:
+            if not ALL_ROWS:
                 sums = token_sum(
                     products_ptr, weights_ptr, ids_ptr, rows_ptr, peer * rows + row, column, N, E,
                     dtype, TOPK,
                 )  # fmt: skip
             target = target_at(slots.table, peer, slots.data) + call.offset
             tl.store(target + rank.to(tl.int64) * shard_stride + index, sums, mask=column < N)
-    value = flag_of_chunk(call, 0)
+    value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
     for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
@@ -143,56 +143,58 @@ class RoutedSums(NamedTuple):
     topk_ids: torch.Tensor
     E: int
 
-    def summed(self, buffer: ExchangeBuffer, whole: bool) -> torch.Tensor:
-        """Launch and return this rank's tokens of the sum, or with ``whole`` all tokens.
+    def run(self, buffer: ExchangeBuffer, all_rows: bool) -> torch.Tensor:
+        """Launch and return this rank's tokens of the sum, or with ``all_rows`` all tokens.
 
         Raises:
             RankDisagreement: ranks called with different tokens. On a GPU a later call raises it.
             WaitTimeout: a wait gave up while candidates are tried.
         """
-        out = self._out(buffer, whole)
+        out = self._out(buffer, all_rows)
         tensors = {
             "products_ptr": self.products, "weights_ptr": self.expert_weight,
             "ids_ptr": self.topk_ids, "out_ptr": out,
         }  # fmt: skip
         if self.rows is not None:
             tensors["rows_ptr"] = self.rows
-        alike = (self.topk_ids.shape, out.shape[1], self.E, whole, self.rows is None)
+        key = (self.topk_ids.shape, out.shape[1], self.E, all_rows, self.rows is None)
         dtypes = out.dtype, self.topk_ids.dtype, self.expert_weight.dtype
-        buffer.begin(1, self._shape(out).num_ctas, 1)
+        buffer.begin(1, self._launch_params(out).num_ctas, 1)
         buffer.launcher.run(
-            (kernel_topk_exchange, alike, dtypes), lambda: self._launch(buffer, out, whole), tensors
+            (kernel_topk_exchange, key, dtypes),
+            lambda: self._launch(buffer, out, all_rows),
+            tensors,
         )
         buffer.timeout_words.end()
         return out
 
-    def compile(self, buffer: ExchangeBuffer, whole: bool) -> None:
-        """Compile and load what ``summed`` launches."""
-        self._launch(buffer, self._out(buffer, whole), whole).compile()
+    def compile(self, buffer: ExchangeBuffer, all_rows: bool) -> None:
+        """Compile and load what ``run`` launches."""
+        self._launch(buffer, self._out(buffer, all_rows), all_rows).compile()
 
-    def _out(self, buffer: ExchangeBuffer, whole: bool) -> torch.Tensor:
+    def _out(self, buffer: ExchangeBuffer, all_rows: bool) -> torch.Tensor:
         M, N = len(self.topk_ids), self.products.shape[1]
-        return self.products.new_empty(M if whole else M // buffer.num_ranks, N)
+        return self.products.new_empty(M if all_rows else M // buffer.num_ranks, N)
 
     @staticmethod
-    def _shape(out: torch.Tensor) -> Shape:
+    def _launch_params(out: torch.Tensor) -> LaunchParams:
         """Return the layout with one program per block, or the largest layout."""
         rows, N = out.shape
 
-        def blocks(shape: Shape) -> int:
-            return rows * int(triton.cdiv(N * out.element_size(), shape.block_bytes))
+        def blocks(params: LaunchParams) -> int:
+            return rows * int(triton.cdiv(N * out.element_size(), params.block_bytes))
 
-        fits = (each for each in SMALL_SHAPES if each.num_ctas >= blocks(each))
-        return untuned(next(fits, SMALL_SHAPES[-1]))
+        fits = (each for each in SMALL_PARAMS if each.num_ctas >= blocks(each))
+        return params_for_device(next(fits, SMALL_PARAMS[-1]))
 
-    def _launch(self, buffer: ExchangeBuffer, out: torch.Tensor, whole: bool) -> Launch:
-        (rows, N), (M, topk), shape = out.shape, self.topk_ids.shape, self._shape(out)
+    def _launch(self, buffer: ExchangeBuffer, out: torch.Tensor, all_rows: bool) -> Launch:
+        (rows, N), (M, topk), params = out.shape, self.topk_ids.shape, self._launch_params(out)
         operands = self.products, self.expert_weight, self.topk_ids, self.rows, out
         sizes = rows, N, self.E, shard_elements(rows * N), M, buffer.rank
-        plan = plan_of(buffer.num_ranks, shape, out)
+        plan = plan_of(buffer.num_ranks, params, out)
         return Launch(
             kernel_topk_exchange,
-            (shape.num_ctas,),
+            (params.num_ctas,),
             (*operands, *buffer.regions(out.dtype), *sizes),
-            {"TOPK": topk, "WHOLE": whole, "plan": plan, "num_warps": shape.num_warps},
+            {"TOPK": topk, "ALL_ROWS": all_rows, "plan": plan, "num_warps": params.num_warps},
         )

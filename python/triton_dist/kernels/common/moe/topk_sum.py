@@ -13,7 +13,7 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.launch import Launch
 
-_ELEMENTS, _WIDEST = 2048, 1024
+_BLOCK_ELEMENTS, _MAX_BLOCK_N = 2048, 1024
 
 
 @jit(do_not_specialize=["M", "E", "block_rows"])
@@ -43,23 +43,25 @@ def kernel_topk_sum(
     """
     token = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
-    there, inside = token < M, column < width
+    valid, inside = token < M, column < width
     total = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
         # Padding reads neither weight nor row: they may contain NaN.
-        expert = tl.load(ids_ptr + route, mask=there, other=-1)
-        named = there & (expert >= 0) & (expert < E)
-        weight = tl.load(weights_ptr + route, mask=named, other=0.0).to(tl.float32)
+        expert = tl.load(ids_ptr + route, mask=valid, other=-1)
+        has_expert = valid & (expert >= 0) & (expert < E)
+        weight = tl.load(weights_ptr + route, mask=has_expert, other=0.0).to(tl.float32)
         row = route
         if rows_ptr is not None:
-            row = tl.load(rows_ptr + route, mask=named, other=0)
+            row = tl.load(rows_ptr + route, mask=has_expert, other=0)
         products = products_ptr + row.to(tl.int64) * width
         # Triton cannot know the alignment of a row.
         if ALIGNED:
             products = tl.multiple_of(products, 16)
         product = tl.load(
-            products[:, None] + column[None, :], mask=named[:, None] & inside[None, :], other=0.0
+            products[:, None] + column[None, :],
+            mask=has_expert[:, None] & inside[None, :],
+            other=0.0,
         )
         total += weight[:, None] * product.to(tl.float32)
     # Place of the token in its row block, see above.
@@ -71,7 +73,7 @@ def kernel_topk_sum(
     tl.store(
         out[:, None] + column[None, :],
         total.to(out_ptr.dtype.element_ty),
-        mask=there[:, None] & inside[None, :],
+        mask=valid[:, None] & inside[None, :],
     )
 
 
@@ -100,8 +102,8 @@ def topk_sum(
         first, N: first column of the call, and total number of columns.
     """
     (M, topk), width = topk_ids.shape, products.shape[1]
-    block_n = min(_WIDEST, triton.next_power_of_2(width))
-    block_m = max(1, _ELEMENTS // block_n)
+    block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(width))
+    block_m = max(1, _BLOCK_ELEMENTS // block_n)
     item = products.element_size()
     aligned = all(size * item % 16 == 0 for size in (width, N, first))
     return Launch(

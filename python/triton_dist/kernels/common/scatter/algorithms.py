@@ -11,10 +11,10 @@ import torch
 
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.op import NamedAlgorithm
+from triton_dist.kernels.common.op import SelectableAlgorithm
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
-from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, programs_of
+from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, num_programs_of
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import add_deferred
 from triton_dist.runtime.device import current_device
@@ -26,7 +26,7 @@ def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tenso
 
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
-class Scattered:
+class ScatteredLaunches:
     """Launches of a call that sends tiles to ``to`` and sums them into C, in one slot.
 
     ``scattered_gemm`` describes the GEMM.
@@ -50,13 +50,13 @@ class Scattered:
 
     def multiply(self) -> None:
         """Launch the GEMM after loading all kernels that follow it."""
-        tensors = {"a_ptr": self.call.A, "b_ptr": self.call.B, **self._summed()}
+        tensors = {"a_ptr": self.call.A, "b_ptr": self.call.B, **self._output_tensors()}
         self._launch(self.key, self._gemm, tensors)
 
     def add_deferred(self) -> None:
         """Launch the kernel that adds deferred tiles, if the GEMM can defer any."""
         if self._may_defer():
-            self._launch(("deferred", *self.key), self._deferred, self._summed())
+            self._launch(("deferred", *self.key), self._deferred, self._output_tensors())
 
     def compile(self) -> None:
         """Compile and load all kernels."""
@@ -71,13 +71,13 @@ class Scattered:
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
         self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._alive)
 
-    def _summed(self) -> dict[str, torch.Tensor]:
+    def _output_tensors(self) -> dict[str, torch.Tensor]:
         return outputs(self.C, self.call.bias)
 
     def _may_defer(self) -> bool:
         return self.call.persistent and self.to.num_ranks > 1
 
-    def _after(self) -> Iterator[Launch]:
+    def _later_launches(self) -> Iterator[Launch]:
         """Yield the launches after the GEMM."""
         if self._may_defer():
             yield self._deferred()
@@ -88,7 +88,7 @@ class Scattered:
             call.A, call.B, self.C, call.bias, call.gemm_config, self.to,
             kernel=self.kernel, num_sms=current_device().num_sms, persistent=call.persistent,
             num_chunks=call.num_chunks,
-        ).followed_by(*self._after())  # fmt: skip
+        ).preload(*self._later_launches())  # fmt: skip
 
     def _deferred(self) -> Launch:
         call = self.call
@@ -99,17 +99,17 @@ class Scattered:
 
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
-class Exchanged:
+class ExchangeLaunch:
     """The single launch of a call that multiplies, sends, waits and adds.
 
-    With ``to_owners`` one rank adds each row, otherwise all ranks do. With ``pass_on`` the owner
-    then sends the sum to all ranks; otherwise the result has this rank's M / num_ranks rows.
+    With ``to_owners`` one rank adds each row, otherwise all ranks do. With ``broadcasts_sums`` the
+    owner then sends the sum to all ranks; otherwise the result has this rank's M / num_ranks rows.
     """
 
     call: SummingCall
     buffer: ExchangeBuffer
     to_owners: bool
-    pass_on: bool = False
+    broadcasts_sums: bool = False
 
     def run(self) -> torch.Tensor:
         """Launch the kernel and return the result.
@@ -119,7 +119,7 @@ class Exchanged:
                 waits itself.
         """
         call, buffer, C = self.call, self.buffer, self._output()
-        num_ctas = programs_of(
+        num_ctas = num_programs_of(
             call.gemm_config, call.A.shape[0], C.shape[1], buffer.device.num_sms, buffer.num_ranks,
             self.to_owners,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class Exchanged:
         buffer.launcher.run(
             (
                 type(self), *call.layouts(), id(call.gemm_config), call.persistent, self.to_owners,
-                self.pass_on,
+                self.broadcasts_sums,
             ),
             lambda: self.gemm(C),
             {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
@@ -142,7 +142,7 @@ class Exchanged:
 
     def phases(self) -> int:
         """Return how many times a program waits for its peers' flags."""
-        return 2 if self.pass_on else 1
+        return 2 if self.broadcasts_sums else 1
 
     def gemm(self, C: torch.Tensor) -> Launch:
         """Return the launch that sums into C."""
@@ -152,12 +152,12 @@ class Exchanged:
             call.A, call.B, C, call.bias, call.gemm_config, buffer.regions(C.dtype),
             shard_elements(rows * C.shape[1]), rank=buffer.rank, num_ranks=buffer.num_ranks,
             num_sms=buffer.device.num_sms, persistent=call.persistent, to_owners=self.to_owners,
-            pass_on=self.pass_on,
+            broadcasts_sums=self.broadcasts_sums,
         )  # fmt: skip
 
     def _output(self) -> torch.Tensor:
         A, B = self.call.A, self.call.B
-        is_scattered = self.to_owners and not self.pass_on
+        is_scattered = self.to_owners and not self.broadcasts_sums
         rows = A.shape[0] // (self.buffer.num_ranks if is_scattered else 1)
         return A.new_empty((rows, B.shape[1]))
 
@@ -165,18 +165,18 @@ class Exchanged:
 C = TypeVar("C", bound=SummingCall)
 
 
-class SummingAlgorithm(NamedAlgorithm[C, SummingSizes]):
+class SummingAlgorithm(SelectableAlgorithm[C, SummingSizes]):
     """An algorithm of an op that sums products over ranks."""
 
     is_general: ClassVar[bool] = False
     """True if it also supports one rank, and tiles that are added to one sum on their owner."""
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        fits_sizes = self.is_general or (sizes.num_ranks > 1 and not sizes.adds)
+        fits_sizes = self.is_general or (sizes.num_ranks > 1 and not sizes.adds_on_arrival)
         return fits_sizes and super().fits(config, sizes)
 
 
-class Overlapped(SummingAlgorithm[C], Generic[C]):
+class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
     """Algorithm that sends tiles while the next ones are multiplied."""
 
     copied: ClassVar[bool] = False
@@ -190,7 +190,7 @@ class Overlapped(SummingAlgorithm[C], Generic[C]):
 
     def run(self, call: C) -> torch.Tensor:
         ctx, work_items, awaited = call.ctx, self.work_items(call), False
-        ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
+        ctx.buffer.slots.begin(call.A.shape[0], copied=self.copied)
         try:
             ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)
@@ -206,18 +206,18 @@ class Overlapped(SummingAlgorithm[C], Generic[C]):
         return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
     @abstractmethod
-    def scattered(self, call: C) -> Scattered:
+    def scattered(self, call: C) -> ScatteredLaunches:
         """Return the launches in the current slot."""
 
 
-class InOneLaunch(SummingAlgorithm[C], Generic[C]):
+class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
     """Algorithm with one launch that multiplies, sends, waits and adds."""
 
     tunables = ("gemm_config", "persistent")
-    launches: ClassVar[type[Exchanged]] = Exchanged
+    launches: ClassVar[type[ExchangeLaunch]] = ExchangeLaunch
     to_owners: ClassVar[bool] = False
-    pass_on: ClassVar[bool] = False
-    """See ``Exchanged``."""
+    broadcasts_sums: ClassVar[bool] = False
+    """See ``ExchangeLaunch``."""
 
     def compile(self, call: C) -> None:
         self.exchanged(call).compile()
@@ -227,12 +227,12 @@ class InOneLaunch(SummingAlgorithm[C], Generic[C]):
         result: torch.Tensor = call.ctx.buffer.slots.run_without_slots(self.exchanged(call).run)
         return result
 
-    def exchanged(self, call: C) -> Exchanged:
+    def exchanged(self, call: C) -> ExchangeLaunch:
         """Return the launch of a call."""
-        return self.launches(call, call.ctx.exchange, self.to_owners, self.pass_on)
+        return self.launches(call, call.ctx.exchange, self.to_owners, self.broadcasts_sums)
 
 
-class WholeProduct(SummingAlgorithm[C], Generic[C]):
+class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
     """Algorithm that computes the whole product with ``torch.matmul`` and then sums it.
 
     The bias is added to the rounded sum.

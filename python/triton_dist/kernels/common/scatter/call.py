@@ -15,14 +15,14 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     Check,
     ProductKey,
-    accept,
-    buffer_of,
-    kind_checks,
+    checked_buffer,
+    checked_once,
     layout_of,
-    signature_of,
+    operand_checks,
+    operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, most_rows
+from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, max_rows_of_key
 from triton_dist.kernels.common.launch import dot_precision
 from triton_dist.kernels.common.op import OpCall, check_straggler, check_tiles
 from triton_dist.kernels.common.scatter.partials import (
@@ -46,7 +46,7 @@ class SummingCall(OpCall):
         num_ctas, block_bytes: launch of a separate sum.
     """
 
-    kind: ClassVar[type[SummingContext[Any]]]
+    context_class: ClassVar[type[SummingContext[Any]]]
     """Class of the op's contexts."""
     A: torch.Tensor
     B: torch.Tensor
@@ -67,14 +67,16 @@ class SummingCall(OpCall):
         # The tuner passes the key if it has checked the operands.
         known = self.accepted_key
         if known is None:
-            self.operands = self.accept(self.A, self.B, self.bias, self.ctx)
+            self.operands = self.check_operands(self.A, self.B, self.bias, self.ctx)
         else:
             self.operands = known[0]
         if self.straggler_option is not None:
-            check_straggler(self.kind.function, self.straggler_option)
+            check_straggler(self.context_class.function, self.straggler_option)
         if self.num_chunks not in _CHUNKS:  # The slots have this number of flags.
             expected = f"1 to {MAX_CHUNKS}"
-            raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
+            raise InvalidArgument(
+                self.context_class.function, "num_chunks", self.num_chunks, expected
+            )
 
     def layouts(self) -> tuple[object, ...]:
         """Return everything but the addresses of the operands that determines their launches."""
@@ -84,12 +86,12 @@ class SummingCall(OpCall):
 
     @staticmethod
     @abstractmethod
-    def asked(**_: Any) -> str | None:
+    def requested_algorithm(**_: Any) -> str | None:
         """Return the algorithm that deprecated keywords of a call select, or ``None``."""
 
     @staticmethod
     @abstractmethod
-    def choice(ctx: Any) -> bool:
+    def key_options(ctx: Any) -> bool:
         """Return what a tuning depends on in addition to the operands; takes keywords of the op."""
 
     @staticmethod
@@ -108,21 +110,23 @@ class SummingCall(OpCall):
         **options: Any,
     ) -> Any:
         """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
-        key = (cls.accept(A, B, bias, ctx), cls.choice(ctx, **options))
-        asked = cls.asked(**options) if options else None
-        return key if asked is None else (*key, asked)
+        key = (cls.check_operands(A, B, bias, ctx), cls.key_options(ctx, **options))
+        requested_algorithm = cls.requested_algorithm(**options) if options else None
+        return key if requested_algorithm is None else (*key, requested_algorithm)
 
     @classmethod
     def sizes(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, **options: Any
     ) -> SummingSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
-        M = cls.kind.whole_rows(most_rows(A.shape[0]), ctx.num_ranks)
-        asked = cls.asked(**options)
-        return SummingSizes(A, B, M, ctx.num_ranks, asked, cls.sums_on_arrival(ctx, **options))
+        M = cls.context_class.round_down_rows(max_rows_of_key(A.shape[0]), ctx.num_ranks)
+        requested_algorithm = cls.requested_algorithm(**options)
+        return SummingSizes(
+            A, B, M, ctx.num_ranks, requested_algorithm, cls.sums_on_arrival(ctx, **options)
+        )
 
     @classmethod
-    def accept(
+    def check_operands(
         cls, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, ctx: SummingContext[Any]
     ) -> ProductKey:
         """Check the operands and return their key; equal signatures get the same object.
@@ -130,8 +134,10 @@ class SummingCall(OpCall):
         Raises:
             InvalidArgument, ContextFinalized: the call cannot work.
         """
-        function = cls.kind.function
-        device = buffer_of(ctx, cls.kind, function, cls.kind.creator).slots.epoch.device
+        function = cls.context_class.function
+        device = checked_buffer(
+            ctx, cls.context_class, function, cls.context_class.creator
+        ).slots.epoch.device
 
         def checks() -> Iterator[Check]:
             yield from tensor_checks(A=A, B=B, **({} if bias is None else {"bias": bias}))
@@ -139,30 +145,34 @@ class SummingCall(OpCall):
             yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
             (M, K), N = A.shape, ctx.N
             yield "A.shape", tuple(A.shape), M >= 1, "[M, K_per_rank] with at least one row"
-            yield cls.kind.rows_check("M", M, ctx.num_ranks)
+            yield cls.context_class.rows_check("M", M, ctx.num_ranks)
             yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
             yield "B.shape", tuple(B.shape), tuple(B.shape) == (K, N), f"[K_per_rank, N] = {(K, N)}"
             if bias is not None:
                 yield "bias.shape", tuple(bias.shape), tuple(bias.shape) == (N,), f"[N] = {(N,)}"
                 expected = "a contiguous bias; call bias.contiguous()"
                 yield "bias.stride()", bias.stride(), bias.is_contiguous(), expected
-            yield from kind_checks(ctx.output_dtype, device, A=A, B=B, bias=bias)
+            yield from operand_checks(ctx.output_dtype, device, A=A, B=B, bias=bias)
 
         def key() -> ProductKey:
             (M, K), contiguous = A.shape, A.is_contiguous()
             return ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
 
-        return accept(ctx.accepted, signature_of(B, A, B, bias), function, checks, key)
+        return checked_once(
+            ctx.checked_keys, operand_signature(B, A, B, bias), function, checks, key
+        )
 
     def check_tiles(self) -> None:
         """Raise ``InvalidArgument`` if ``gemm_config`` has no tile sizes."""
-        check_tiles(self.kind.function, self.gemm_config, self.chosen.name)
+        check_tiles(self.context_class.function, self.gemm_config, self.chosen.name)
 
     def check_rows(self, most: int) -> None:
         """Raise ``InvalidArgument`` if A has more rows than the memory of the algorithm holds."""
         if self.A.shape[0] > most and self.ctx.num_ranks > 1:
             expected = f"another algorithm for M above {most}"
-            raise InvalidArgument(self.kind.function, "algorithm", self.chosen.name, expected)
+            raise InvalidArgument(
+                self.context_class.function, "algorithm", self.chosen.name, expected
+            )
 
 
 @dataclass(frozen=True)
@@ -173,8 +183,9 @@ class SummingSizes:
         A: [M, K_per_rank] of the call, for its other properties.
         B: [K_per_rank, N].
         M: number of rows in the key.
-        asked: algorithm that deprecated keywords of the call select.
-        adds: tiles are added to one sum on their owner, which excludes algorithms that store them
+        requested_algorithm: algorithm that deprecated keywords of the call select.
+        adds_on_arrival: tiles are added to one sum on their owner, which excludes algorithms that
+            store them
             separately.
     """
 
@@ -182,19 +193,19 @@ class SummingSizes:
     B: torch.Tensor
     M: int
     num_ranks: int
-    asked: str | None
-    adds: bool = False
+    requested_algorithm: str | None
+    adds_on_arrival: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the product."""
         return self.M * self.B.shape[1] * self.B.element_size()
 
-    def suit(self, config: Mapping[str, Any], rows: int) -> bool:
+    def tiles_fit(self, config: Mapping[str, Any], rows: int) -> bool:
         """Return whether the tiles of a config are worth trying for ``rows`` rows."""
         return fits_rows(config["gemm_config"], rows) and fits_gemm(config, self.A, self.B)
 
-    def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
+    def has_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
         """Return whether ``rows`` rows can be cut into the config's number of chunks."""
         number: int = config["num_chunks"]
         chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], number)

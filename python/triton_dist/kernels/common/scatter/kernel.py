@@ -83,9 +83,9 @@ from triton_dist.kernels.common.scatter.tiles import (
     announce_to_all,
     await_partials,
     store_tile_by_pointers,
-    summing_of,
+    sum_constants,
+    tile_constants,
     tile_in_scatter_order,
-    tile_of,
 )
 
 # From this number of waves per row block, announcing a chunk without delay is worth a wait.
@@ -211,8 +211,8 @@ def scattered_gemm(
     rows, N = to.rows(M), C.shape[1]
     tiles_per_row_block = tiles_of_row_block(config, rows, N)
     tiles = to.num_ranks * tiles_per_row_block
-    tile, options = tile_of(config, A, B)
-    summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
+    tile, options = tile_constants(config, A, B)
+    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, to, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
     memory, where = to.regions(C, bias), (N, K, M, rows, chunk_tiles_m, to.rank)
     # Partials of a row block have the layout of C: if TMA can write C, it can write them.
@@ -220,8 +220,10 @@ def scattered_gemm(
     if by_descriptor and fits_descriptor(A, B, C):
         # A chunk is pushed after its last tile. Announce this tile without delay if the next tile
         # takes a large part of the total time.
-        later = to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
-        summing = summing._replace(LATER=later and to.scatter != "add")
+        announce_later = (
+            to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
+        )
+        summing = summing._replace(ANNOUNCE_LATER=announce_later and to.scatter != "add")
         return Launch(
             kernel,
             (min(num_sms, tiles),),

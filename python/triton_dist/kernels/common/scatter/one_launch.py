@@ -4,14 +4,10 @@ Tiles are sent to the ranks that add them. When all tiles are multiplied, all pr
 received tiles. ``A[M, K] @ B[K, N]`` is this rank's addend. Two constants decide which rank adds a
 row:
 
-=============  ===========  ==================================================================
-``TO_OWNERS``  ``PASS_ON``
-=============  ===========  ==================================================================
-no             no           all ranks: an all-reduce in one shot
-yes            no           its owner, with M / NUM_RANKS rows each: a reduce-scatter
-yes            yes          its owner, which sends the sum to all: an all-reduce in two shots;
-                            the last owners may have fewer rows, or none
-=============  ===========  ==================================================================
+* neither ``TO_OWNERS`` nor ``BROADCASTS_SUMS``: all ranks, an all-reduce in one shot.
+* ``TO_OWNERS``: its owner, with M / NUM_RANKS rows each, a reduce-scatter.
+* both: its owner, which sends the sum to all ranks, an all-reduce in two shots. The last owners may
+  have fewer rows, or none.
 
 A program stores each of its tiles, rounded to the output's dtype, as this rank's partial in the
 slot of the adding rank. A slot is [source rank, rows, N] with ``shard_elements`` elements per
@@ -19,9 +15,9 @@ source. After its last tile the program sets its flag at the programs of the sam
 ranks, including its own. The rows that a rank adds are then distributed over all its programs in
 sub-tiles of ``SUB_TILE_ROWS`` rows. A program waits for the program of each rank that multiplied
 the sub-tile, and adds the partials in fp32 in rank order. Results are deterministic and equal on
-all ranks. With ``PASS_ON`` the sums go to [M, N] after the partials in each rank's slot. A program
-sets a flag after its last sub-tile, and the program of the same number on each peer copies its
-sub-tiles to C.
+all ranks. With ``BROADCASTS_SUMS`` the sums go to [M, N] after the partials in each rank's slot. A
+program sets a flag after its last sub-tile, and the program of the same number on each peer copies
+its sub-tiles to C.
 
 Tiles cover the whole product, independent of owners, so that B is read once per BLOCK_SIZE_M rows
 instead of once per rank. They are traversed down the columns, so that data flows to all ranks at
@@ -55,9 +51,9 @@ a, b            of A       [M, K], [K, N] with ``strides``           caller
 out.c           of A       [M, N]; of a reduce-scatter               this kernel
                            [M / NUM_RANKS, N]
 out.bias        of A       [N], or ``None``                          caller
-out.sums        int64      ``slots.table``; ``None``: no PASS_ON     host, once
+out.sums        int64      ``slots.table``; ``None``: one shot       host, once
 slots, peers               see ``exchange/protocol.py``; a slot is partials [NUM_RANKS,
-                           shard_elements], then with ``PASS_ON`` sums [M, N]
+                           shard_elements], then sums [M, N]
 M, rank         int        not specialised                           host
 tile, plan      constants  ``Tile``; ``Plan`` with BLOCK =           host
                            SUB_TILE_ROWS
@@ -82,7 +78,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     await_peers,
     await_programs,
     begin,
-    flag_of_chunk,
+    chunk_flag,
     notify_ranks,
 )
 from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
@@ -91,9 +87,9 @@ from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
     add_partials,
-    rows_at_once,
+    rows_per_step,
     store_tile_by_pointers,
-    tile_of,
+    tile_constants,
 )
 
 
@@ -112,7 +108,7 @@ def _sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr
 
 
 @jit
-def _dealt_before(
+def _first_sub_tile(
     program, wave, begin, end, first, own_tiles, tiles_m, num_programs, SUB_TILES: tl.constexpr
 ):
     """Return the first sub-tile of ``begin`` to ``end`` for ``program`` or a later program.
@@ -151,10 +147,10 @@ def sub_tiles_of_program(
     program, programs = tl.program_id(0), tl.num_programs(0)
     dealt, dealt_next = end, end
     if begin < end:
-        dealt = _dealt_before(
+        dealt = _first_sub_tile(
             program, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
-        dealt_next = _dealt_before(
+        dealt_next = _first_sub_tile(
             program + 1, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
     return dealt, dealt_next
@@ -178,7 +174,7 @@ def place_of_sub_tile(
     return row - own_begin, end - own_begin, n, n * tiles_m + m
 
 
-def programs_for(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
+def programs_with_work(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
     """Return the number of programs with work if one wave has all tiles.
 
     ``last_begin`` is the first row of the rank with the last rows. Its last sub-tiles go to
@@ -209,14 +205,14 @@ def kernel_gemm_exchange(
     """Multiply, exchange and add in one launch.
 
     ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by pointers
-    with any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``PASS_ON`` applies if there
-    are ``out.sums``. Grid (programs,), at most NUM_SMS; fewer only if no program has to multiply
-    twice.
+    with any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``BROADCASTS_SUMS`` applies if
+    there are ``out.sums``. Grid (programs,), at most NUM_SMS; fewer only if no program has to
+    multiply twice.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
     SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
-    PASS_ON: tl.constexpr = out.sums is not None
+    BROADCASTS_SUMS: tl.constexpr = out.sums is not None
     # Operations that do not need the product come first, to overlap with it.
     call = begin(slots, peers, M, rank, plan)
     tiles_m, tiles_n = tl.cdiv(M, tile.M), tl.cdiv(N, tile.N)
@@ -248,12 +244,12 @@ def kernel_gemm_exchange(
                     target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
                     rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS,
                 )  # fmt: skip
-    value = flag_of_chunk(call, 0)
+    value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
     # Position of sums [M, N] in the slot, with PASS_ON.
     sums_offset = call.offset + NUM_RANKS * shard_elements.to(tl.int64)
     own_offset = 0  # begin of the own rows in C
-    if PASS_ON:
+    if BROADCASTS_SUMS:
         own_offset = rank.to(tl.int64) * rows * N
     for wave in range(0, tiles, NUM_SMS):
         begin_sub_tile, end = sub_tiles_of_program(
@@ -271,7 +267,7 @@ def kernel_gemm_exchange(
                     sums_offset + own_offset, row, n * tile.N, end_row, N, token, rank,
                     NUM_RANKS, False, SUB_TILE_ROWS, tile.N, SUB_TILE_ROWS, tile.INT64_OFFSETS,
                 )  # fmt: skip
-    if PASS_ON:
+    if BROADCASTS_SUMS:
         notify_ranks(call, 1, value, plan)
         token = await_peers(peers, 1, value, plan)
         for step in tl.static_range(1, NUM_RANKS):
@@ -320,7 +316,7 @@ def _copy_sub_tiles(
             tl.store(to_ptr + block, values, mask=mask)
 
 
-def programs_of(
+def num_programs_of(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
 ) -> int:
     """Return the number of programs of a launch for [M, N]."""
@@ -328,14 +324,14 @@ def programs_of(
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
     tiles = triton.cdiv(M, block_m), triton.cdiv(N, block_n)
-    return min(most, programs_for(*tiles, last_begin, block_m))
+    return min(most, programs_with_work(*tiles, last_begin, block_m))
 
 
-def options_of(
+def one_launch_options(
     A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool
 ) -> dict[str, Any]:
     """Return the constants of kernels that multiply and sum tiles in one launch."""
-    tile, options = tile_of(config, A, B)
+    tile, options = tile_constants(config, A, B)
     may = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     # Only TMA stores use halves of a tile.
     constants = {"DESCRIPTORS": may and fits_descriptor(A, B), "tile": tile._replace(SUBTILE=False)}
@@ -356,14 +352,15 @@ def exchanged_gemm(
     num_sms: int,
     persistent: bool,
     to_owners: bool,
-    pass_on: bool = False,
+    broadcasts_sums: bool = False,
 ) -> Launch:
     """Return the launch that computes ``A @ B``, exchanges its tiles, and sums them into C.
 
     Args:
         A: [M, K], any strides.
         B: [K, N], any strides.
-        C: [M, N], contiguous. With ``to_owners`` but not ``pass_on``, [M / num_ranks, N], and M is
+        C: [M, N], contiguous. With ``to_owners`` but not ``broadcasts_sums``, [M / num_ranks, N],
+            and M is
             a multiple of ``num_ranks``.
         bias: [N], added to the sum; contiguous.
         config: tile sizes.
@@ -374,12 +371,12 @@ def exchanged_gemm(
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
-    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
+    num_ctas = num_programs_of(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    sub_tile_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
+    sub_tile_rows = rows_per_step(block_m, block_n, num_ranks * A.element_size())
     if to_owners:  # one sub-tile for each program that multiplies a column of tiles
         sub_tile_rows = min(sub_tile_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
-    options = options_of(A, B, config, persistent)
+    options = one_launch_options(A, B, config, persistent)
     options |= {
         "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "TO_OWNERS": to_owners,
@@ -388,7 +385,7 @@ def exchanged_gemm(
     }
     arguments = (
         A, B, Strides(*A.stride(), *B.stride()),
-        Out(C, bias, slots[0].table if pass_on else None, None), *slots, shard_elements,
+        Out(C, bias, slots[0].table if broadcasts_sums else None, None), *slots, shard_elements,
         N, K, M, rank,
     )  # fmt: skip
     return Launch(kernel_gemm_exchange, (num_ctas,), arguments, options)

@@ -53,8 +53,8 @@ from triton_dist.kernels.common.gemm.tile import (
     tile_in_group,
 )
 from triton_dist.kernels.common.launch import Launch, normalise_strides
-from triton_dist.kernels.common.scatter.algorithms import Exchanged
-from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
+from triton_dist.kernels.common.scatter.algorithms import ExchangeLaunch
+from triton_dist.kernels.common.scatter.one_launch import num_programs_of, one_launch_options
 from triton_dist.kernels.common.scatter.partials import Out
 
 
@@ -107,30 +107,30 @@ def kernel_gemm_packets(
         line_column = n * LINES_N + inside % LINES_N
         lines_n = tl.cdiv(N, PER_LINE)
         line = line_row * lines_n + line_column
-        there = (line_row < M) & (line_column < lines_n)
-        own = _in_lines(own, there)
+        valid = (line_row < M) & (line_column < lines_n)
+        own = _in_lines(own, valid)
         offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
-        send_lines(targets, offset, own, line, there, tag)
-        payloads = await_lines(packets, epoch, tag, line, there, rank, NUM_RANKS)
+        send_lines(targets, offset, own, line, valid, tag)
+        payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
         sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
         # Keep the layout of lines: the thread that polled a line stores its sums.
         sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
         columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
-        mask = there[:, None] & (columns < N)
+        mask = valid[:, None] & (columns < N)
         if out.bias is not None:
             sums += tl.load(out.bias + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(out.c + (line_row * N)[:, None] + columns, sums.to(DTYPE), mask=mask)
-        clear_lines(packets, epoch, line, there, rank, NUM_RANKS)
+        clear_lines(packets, epoch, line, valid, rank, NUM_RANKS)
 
 
 @jit
-def _in_lines(payload, there):
+def _in_lines(payload, valid):
     """Return ``payload`` [lines, 2] in a layout in which a thread has whole lines, as it polls.
 
     Converting the own payload once avoids converting, or polling twice, the payload of each peer.
     """
     first, second = tl.split(payload)
-    return tl.join(tl.where(there, first, 0), tl.where(there, second, 0))
+    return tl.join(tl.where(valid, first, 0), tl.where(valid, second, 0))
 
 
 def bytes_of_row(N: int, item_bytes: int) -> int:
@@ -166,13 +166,13 @@ def packet_gemm(
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
     strides, out = Strides(*A.stride(), *B.stride()), Out(C, bias, None, None)
-    options = options_of(A, B, config, persistent) | {"NUM_RANKS": num_ranks}
-    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
+    options = one_launch_options(A, B, config, persistent) | {"NUM_RANKS": num_ranks}
+    num_ctas = num_programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
     arguments = (A, B, strides, out, packets, N, K, M, rank)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)
 
 
-class InPackets(Exchanged):
+class PacketLaunch(ExchangeLaunch):
     """The launch of a call in packets: all ranks add, and no flags are used."""
 
     def phases(self) -> int:

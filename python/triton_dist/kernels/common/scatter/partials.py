@@ -137,13 +137,13 @@ def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
 
 
-def room_for(rows: int, N: int) -> tuple[int, int]:
+def partial_layout(rows: int, N: int) -> tuple[int, int]:
     """Return (elements from one partial of [rows, N] to the next, maximum tiles of a partial)."""
     stride = -(-rows * N // _PARTIAL_ALIGNMENT) * _PARTIAL_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
-class Products(NamedTuple):
+class ProductLimits(NamedTuple):
     """Products that a context serves on the ranks of ``group``."""
 
     max_M: int
@@ -164,7 +164,7 @@ class SummingContext(GEMMContext[B], ABC):
     creator: ClassVar[str]
     """Names of the op and of the function that creates its contexts, for errors."""
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, products: ProductLimits) -> None:
         super().__init__(products.group)
         self.max_M, self.N, self.output_dtype = products[:3]
         self.world_size = self.num_ranks
@@ -176,7 +176,7 @@ class SummingContext(GEMMContext[B], ABC):
         """Return the check of a number of rows of A, of a context or of a call."""
 
     @staticmethod
-    def whole_rows(M: int, num_ranks: int) -> int:
+    def round_down_rows(M: int, num_ranks: int) -> int:
         """Return the largest valid number of rows of A that is at most M."""
         return M
 
@@ -189,7 +189,7 @@ _Context = TypeVar("_Context", bound=SummingContext[Any])
 
 
 def create(
-    kind: type[_Context],
+    context_class: type[_Context],
     max_M: int,
     N: int,
     rank: int,
@@ -197,26 +197,26 @@ def create(
     local_world_size: int,
     output_dtype: torch.dtype,
     group: Group,
-    asked: Mapping[str, Any] | None = None,
+    equal_arguments: Mapping[str, Any] | None = None,
     **own: Any,
 ) -> _Context:
-    """Create a context of class ``kind``. Collective over ``group``.
+    """Create a context of class ``context_class``. Collective over ``group``.
 
-    ``asked`` are further arguments that must be equal on all ranks, ``own`` those that may differ.
-    Raises the errors of ``agree_to_create`` and of the allocation.
+    ``equal_arguments`` are further arguments that must be equal on all ranks, ``own`` those that
+    may differ. Raises the errors of ``agree_to_create`` and of the allocation.
     """
-    members, more = process_group_of(group), dict(asked or {})
+    members, more = process_group_of(group), dict(equal_arguments or {})
 
     def checks() -> Iterator[Check]:
         yield from int_checks(max_M=max_M, N=N)
         yield from group_checks(
             members, rank, world_size=world_size, local_world_size=local_world_size
         )
-        yield kind.rows_check("max_M", max_M, world_size)
+        yield context_class.rows_check("max_M", max_M, world_size)
         yield "N", N, N >= 1, "at least 1"
         yield from kernel_checks("output_dtype", output_dtype)
 
-    alike = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
-    agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
-    products = Products(max_M, N, output_dtype, local_world_size, members)
-    return kind(products, **more, **own)
+    all_equal = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
+    agree_to_create(context_class.creator, f"a {context_class.title}", all_equal, checks(), members)
+    products = ProductLimits(max_M, N, output_dtype, local_world_size, members)
+    return context_class(products, **more, **own)

@@ -11,20 +11,25 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.peers import Disagreements
-from triton_dist.kernels.common.scatter.partials import Scattering, Slot, room_for, row_block_rows
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
+from triton_dist.kernels.common.scatter.partials import (
+    Scattering,
+    Slot,
+    partial_layout,
+    row_block_rows,
+)
+from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 
-class ReducedPartials(InSlots):
+class ReducedPartials(SlotMemory):
     """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective."""
 
     def __init__(
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
         size = group_for(group).size
-        self.slot_stride, tiles = room_for(row_block_rows(max_M, size), N)
+        self.slot_stride, tiles = partial_layout(row_block_rows(max_M, size), N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
@@ -36,8 +41,10 @@ class ReducedPartials(InSlots):
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"
-        found = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
+        disagreements = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(
+            EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
+        )
         self._N = N
         # Created in advance: tensors made in a capture are invalid outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
@@ -55,7 +62,7 @@ class ReducedPartials(InSlots):
 
         The current slot must keep the result of the last call.
         """
-        sums = self.slots.of_slot(self.slots.following, "sums").local
+        sums = self.slots.of_slot(self.slots.next_index, "sums").local
         return sums[: M * self._N].view(M, self._N)
 
     def expected(self, tiles: int) -> dict[str, list[int]]:
@@ -73,10 +80,10 @@ class ReducedPartials(InSlots):
             for name in ("partials", "arrivals", "sums", "sum_arrivals")
         )
         own_partial = self.rank * self.slot_stride * partials.local.element_size()
-        to = Slot(
+        scattering = Slot(
             partials.local, self.slot_stride, partials.pointers + own_partial, arrivals.pointers,
             arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
         return Scattering(
-            "all", self.rank, self.num_ranks, to, sums.pointers, sum_arrivals.pointers
+            "all", self.rank, self.num_ranks, scattering, sums.pointers, sum_arrivals.pointers
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import CaptureInProgress
-from triton_dist.kernels.common.launch import Bounded
+from triton_dist.kernels.common.launch import BoundedDict
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
@@ -29,14 +29,14 @@ from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     Slot,
     chunks_of_row_block,
-    room_for,
+    partial_layout,
 )
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
+from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 
 
-class PartialsBuffer(InSlots):
+class PartialsBuffer(SlotMemory):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     Args:
@@ -57,7 +57,7 @@ class PartialsBuffer(InSlots):
     ) -> None:
         self._device = current_device()
         size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride, tiles = room_for(max_rows, N)
+        self.slot_stride, tiles = partial_layout(max_rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int64),
@@ -69,8 +69,10 @@ class PartialsBuffer(InSlots):
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
-        found = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(EpochSlots(name, regions, zeroed, kernels, group, found=found))
+        disagreements = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(
+            EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
+        )
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
@@ -78,7 +80,7 @@ class PartialsBuffer(InSlots):
         # are invalid outside of its graph.
         algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
         self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in algorithms}
-        self._transfers: Bounded[Any, Any] = Bounded()
+        self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
     def describe(self, scatter: Scatter) -> Scattering:
         """Return the targets of the tiles of a GEMM in the current slot.

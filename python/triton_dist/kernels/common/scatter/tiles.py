@@ -29,7 +29,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
+from triton_dist.kernels.common.peers import current_flag, target_at, timeout_word_of
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     chunks_of_row_block,
@@ -38,11 +38,11 @@ from triton_dist.kernels.common.scatter.partials import (
 
 # Elements of all partials that are loaded at a time: with 8 warps and 2 bytes, 64 registers per
 # thread.
-_READ_AT_ONCE = 32768
+_ELEMENTS_PER_STEP = 32768
 # Index of a word of a slot's line, after the words of ``slots/epochs.py``.
 BEGUN = tl.constexpr(12)
 # Decision of a program whether it may wait.
-STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
+MAY_WAIT, MUST_DEFER = tl.constexpr(1), tl.constexpr(-1)
 
 
 class Tile(NamedTuple):
@@ -70,7 +70,7 @@ class Summing(NamedTuple):
 
     NUM_RANKS: Any
     SCATTER: Any
-    LATER: Any
+    ANNOUNCE_LATER: Any
     ROWS: Any
 
 
@@ -116,7 +116,7 @@ def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
             dl.notify(flag.to(tl.pointer_type(tl.int32)) + work_item, 1, "add")
         else:
             flag_ptr = flag.to(slot.epoch.dtype) + work_item * summing.NUM_RANKS + rank
-            dl.notify(flag_ptr, flag_of(slot.epoch, M))
+            dl.notify(flag_ptr, current_flag(slot.epoch, M))
 
 
 @jit
@@ -127,16 +127,16 @@ def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
     previous one has crossed the link.
     """
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
-    there = peer < NUM_RANKS
-    flags = tl.load(out.sum_flags + peer, mask=there, other=0).to(slot.epoch.dtype)
+    valid = peer < NUM_RANKS
+    flags = tl.load(out.sum_flags + peer, mask=valid, other=0).to(slot.epoch.dtype)
     with dl.mark("push"):
-        dl.notify(flags + work_item * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=there)
+        dl.notify(flags + work_item * NUM_RANKS + rank, current_flag(slot.epoch, M), mask=valid)
 
 
 @jit
 def await_partials(slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
     """Wait for a work item of every peer, of a product of ``M`` rows. Return a token."""
-    value = flag_of(slot.epoch, M)
+    value = current_flag(slot.epoch, M)
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
@@ -266,18 +266,18 @@ def begin_program(epoch_ptr):
 
 
 @jit
-def stay_or_leave(epoch_ptr, deferred_ptr):
-    """Return ``STAYS`` if all programs of this launch have begun, else ``LEAVES``.
+def decide_whether_to_wait(epoch_ptr, deferred_ptr):
+    """Return ``MAY_WAIT`` if all programs of this launch have begun, else ``MUST_DEFER``.
 
-    With ``LEAVES``, this program's own tiles from this one on are deferred to the next kernel.
+    With ``MUST_DEFER``, this program's own tiles from this one on are deferred to the next kernel.
     """
-    decision = STAYS
+    decision = MAY_WAIT
     if _begun(epoch_ptr) < tl.num_programs(0):
         # Let other programs begin in the interpreter, then check again.
         dl.give_turn()
         if _begun(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
-            decision = LEAVES
+            decision = MUST_DEFER
     return decision
 
 
@@ -326,7 +326,9 @@ def kernel_add_deferred(
                     announce_to_all(out, slot, M, number, rank, summing.NUM_RANKS)
 
 
-def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Tile, dict[str, Any]]:
+def tile_constants(
+    config: triton.Config, A: torch.Tensor, B: torch.Tensor
+) -> tuple[Tile, dict[str, Any]]:
     """Return the tile constants for ``A @ B``, and the options of the launch."""
     launched = config_for(config, A.dtype)
     sizes, every = launched.kwargs, launched.all_kwargs()
@@ -339,7 +341,7 @@ def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Ti
     return tile, {name: option for name, option in every.items() if name not in sizes}
 
 
-def summing_of(
+def sum_constants(
     C: torch.Tensor, config: triton.Config, to: Scattering, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
     """Return the sum constants, the rows of tiles of a chunk, and GROUP_SIZE_M.
@@ -352,8 +354,8 @@ def summing_of(
         chunks = chunks_of_row_block(config, rows, C.shape[1], num_chunks)
         chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
     part_bytes = to.num_ranks * C.element_size()
-    at_once = rows_at_once(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes)
-    return Summing(to.num_ranks, to.scatter, False, at_once), chunk_tiles_m, group_size_m
+    step = rows_per_step(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes)
+    return Summing(to.num_ranks, to.scatter, False, step), chunk_tiles_m, group_size_m
 
 
 def add_deferred(
@@ -371,7 +373,7 @@ def add_deferred(
     The GEMM has an A of M rows and the same arguments.
     """
     rows, N = to.rows(M), C.shape[1]
-    summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
+    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, to, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = to.num_ranks * tiles_of_row_block(config, rows, N)
     arguments = (*to.regions(C, bias), N, M, rows, chunk_tiles_m, to.rank)
@@ -381,7 +383,7 @@ def add_deferred(
     return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
 
 
-def rows_at_once(block_m: int, block_n: int, bytes_of_partials: int) -> int:
+def rows_per_step(block_m: int, block_n: int, bytes_of_partials: int) -> int:
     """Return the number of rows of a tile that are summed at a time, a power of two."""
-    most = 2 * _READ_AT_ONCE // bytes_of_partials // block_n
+    most = 2 * _ELEMENTS_PER_STEP // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))

@@ -18,8 +18,8 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import operands_at
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.peers import flag_of, timeout_word_of
-from triton_dist.kernels.common.scatter.algorithms import Scattered
+from triton_dist.kernels.common.peers import current_flag, timeout_word_of
+from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import (
     describe_targets,
     multiply_described,
@@ -32,18 +32,18 @@ from triton_dist.kernels.common.scatter.partials import (
     tiles_of_row_block,
 )
 from triton_dist.kernels.common.scatter.tiles import (
-    STAYS,
+    MAY_WAIT,
     add_own_tile,
     announce_tile,
     announce_to_all,
     await_partials,
     begin_program,
-    stay_or_leave,
+    decide_whether_to_wait,
     tile_in_scatter_order,
 )
 
 # Elements that a program copies at a time: with 2 bytes and 8 warps, 64 bytes per thread.
-_COPIED_AT_ONCE = 8192
+_COPY_ELEMENTS = 8192
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -73,10 +73,10 @@ def kernel_gemm_all_reduce_persistent(
     between is not announced yet, but it comes later in the order than the sum.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    stays = STAYS  # or LEAVES; 0 before the first check
+    decision = MAY_WAIT  # or LEAVES; 0 before the first check
     if NUM_RANKS > 1:
         begin_program(slot.epoch)
-        stays = 0
+        decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     a_desc, b_desc = operands_at(
         a_ptr, b_ptr, M, N, K, stride_b, stride_b,
@@ -87,7 +87,7 @@ def kernel_gemm_all_reduce_persistent(
     # The tile to announce next. A tile of the own row block needs no announcement.
     stored_row_block, stored = rank, 0
     # An own tile that is to be added, and a tile whose sum is to be announced.
-    due, due_row, due_column, summed = -1, 0, 0, -1
+    pending_tile, pending_row, pending_column, unannounced = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
@@ -98,33 +98,45 @@ def kernel_gemm_all_reduce_persistent(
             dl.publish_tile()
             announce_tile(slot, M, stored_row_block, stored, rank, summing)
             stored_row_block = rank
-        if summed >= 0:
-            announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
-            summed = -1
+        if unannounced >= 0:
+            announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
+            unannounced = -1
         store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
         if row_block != rank:
             stored_row_block, stored = row_block, number
         else:
             dl.publish_tile()  # Make the TMA store visible to the other threads of this program.
-            if stays == 0:
-                stays = stay_or_leave(slot.epoch, slot.deferred)
-        if due >= 0:
-            token = await_partials(slot, M, due, rank, NUM_RANKS)
+            if decision == 0:
+                decision = decide_whether_to_wait(slot.epoch, slot.deferred)
+        if pending_tile >= 0:
+            token = await_partials(slot, M, pending_tile, rank, NUM_RANKS)
             add_own_tile(
-                slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing
+                slot,
+                out,
+                pending_row,
+                pending_column,
+                rows,
+                own_rows,
+                N,
+                token,
+                rank,
+                tile,
+                summing,
             )
-            summed, due = due, -1
-        if (row_block == rank) & (stays == STAYS):
-            due, due_row, due_column = number, row, column
+            unannounced, pending_tile = pending_tile, -1
+        if (row_block == rank) & (decision == MAY_WAIT):
+            pending_tile, pending_row, pending_column = number, row, column
     if stored_row_block != rank:  # The last tile of this program was for another rank.
         dl.publish_tile()
         announce_tile(slot, M, stored_row_block, stored, rank, summing)
-    if summed >= 0:
-        announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
-    if due >= 0:
-        token = await_partials(slot, M, due, rank, NUM_RANKS)
-        add_own_tile(slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing)
-        announce_to_all(out, slot, M, due, rank, NUM_RANKS)
+    if unannounced >= 0:
+        announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
+    if pending_tile >= 0:
+        token = await_partials(slot, M, pending_tile, rank, NUM_RANKS)
+        add_own_tile(
+            slot, out, pending_row, pending_column, rows, own_rows, N, token, rank, tile, summing
+        )
+        announce_to_all(out, slot, M, pending_tile, rank, NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -157,7 +169,7 @@ def kernel_copy_sums(
     )  # fmt: skip
     if row_block != rank:
         flag_ptr = arrivals_ptr + tile * NUM_RANKS + row_block
-        token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), timeout_word_of(epoch_ptr), True)
+        token = dl.wait(flag_ptr, 1, current_flag(epoch_ptr, M), timeout_word_of(epoch_ptr), True)
         if COPY:
             end = min((row_block + 1) * rows, M)
             column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
@@ -208,7 +220,7 @@ def copy_sums(
         "BLOCK_SIZE_M": block_m,
         "BLOCK_SIZE_N": block_n,
         "GROUP_SIZE_M": chunks.group_size_m,
-        "COPY_ROWS": max(1, min(block_m, _COPIED_AT_ONCE // block_n)),
+        "COPY_ROWS": max(1, min(block_m, _COPY_ELEMENTS // block_n)),
         "INT64_OFFSETS": block_m * N >= 2**31,
         "num_warps": 8,
     }
@@ -221,7 +233,7 @@ def copy_sums(
 
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
-class TwoShots(Scattered):
+class TwoShotLaunches(ScatteredLaunches):
     """Launches that send tiles to the owners of their rows, which send the sums to all ranks.
 
     ``sums`` [M, N] receives the sums, and ``arrivals`` their flags. C may be ``sums``.
@@ -241,8 +253,8 @@ class TwoShots(Scattered):
     def _copies(self) -> bool:
         return self.C is not self.sums
 
-    def _after(self) -> Iterator[Launch]:
-        yield from super()._after()
+    def _later_launches(self) -> Iterator[Launch]:
+        yield from super()._later_launches()
         yield self._copy()
 
     def _copy(self) -> Launch:

@@ -11,19 +11,19 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import operands_at
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.common.scatter.algorithms import Scattered
+from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import (
     describe_targets,
     multiply_described,
     store_to_owner,
 )
 from triton_dist.kernels.common.scatter.tiles import (
-    STAYS,
+    MAY_WAIT,
     add_own_tile,
     announce_tile,
     await_partials,
     begin_program,
-    stay_or_leave,
+    decide_whether_to_wait,
     store_tile_by_pointers,
     tile_in_scatter_order,
 )
@@ -52,14 +52,14 @@ def kernel_gemm_scatter_persistent(
     store is waited for there: after a loop with TMA stores, Triton waits until they have read
     shared memory.
 
-    ``LATER``: a tile is announced after its program has multiplied the next tile. Its TMA store,
-    which takes 10 us or more over NVLink, is complete by then, so no thread waits for it.
+    ``ANNOUNCE_LATER``: a tile is announced after its program has multiplied the next tile. Its TMA
+    store, which takes 10 us or more over NVLink, is complete by then, so no thread waits for it.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    stays = STAYS  # or LEAVES; 0 before the first check
+    decision = MAY_WAIT  # or LEAVES; 0 before the first check
     if NUM_RANKS > 1:
         begin_program(slot.epoch)
-        stays = 0
+        decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     a_desc, b_desc = operands_at(
         a_ptr, b_ptr, M, N, K, stride_b, stride_b,
@@ -78,7 +78,7 @@ def kernel_gemm_scatter_persistent(
         work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
         row, column = m * tile.M, n * tile.N
         accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
-        if summing.LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
+        if summing.ANNOUNCE_LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if stored_row_block != rank:
                 dl.publish_tile()
                 announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
@@ -90,32 +90,32 @@ def kernel_gemm_scatter_persistent(
             )  # fmt: skip
         else:
             store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
-            if not summing.LATER:
+            if not summing.ANNOUNCE_LATER:
                 dl.publish_tile()
         if row_block != rank:
-            if summing.LATER:
+            if summing.ANNOUNCE_LATER:
                 stored_row_block, stored_work_item = row_block, work_item
             else:
                 announce_tile(slot, M, row_block, work_item, rank, summing)
         else:
-            if summing.LATER:
+            if summing.ANNOUNCE_LATER:
                 # Make the TMA store visible to the other threads of this program.
                 dl.publish_tile()
-            if stays == 0:
-                stays = stay_or_leave(slot.epoch, slot.deferred)
-            if stays == STAYS:
+            if decision == 0:
+                decision = decide_whether_to_wait(slot.epoch, slot.deferred)
+            if decision == MAY_WAIT:
                 token = 0
                 if work_item != awaited:  # Tiles of a chunk arrive together.
                     token = await_partials(slot, M, work_item, rank, NUM_RANKS)
                     awaited = work_item
                 add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
-    if summing.LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
+    if summing.ANNOUNCE_LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if stored_row_block != rank:  # The last tile of this program was for another rank.
             dl.publish_tile()
             announce_tile(slot, M, stored_row_block, stored_work_item, rank, summing)
 
 
-class ToOwners(Scattered):
+class ReduceScatterLaunches(ScatteredLaunches):
     """Launches that send tiles to the owners of their rows, which add them."""
 
     kernel = kernel_gemm_scatter_persistent

@@ -32,7 +32,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.debugging import rank_status
-from triton_dist.kernels.common.launch import Bounded, Launch, Launcher
+from triton_dist.kernels.common.launch import BoundedDict, Launch, Launcher
 from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.kernels.common.peers import (
     TIMEOUT_WORD,
@@ -40,9 +40,9 @@ from triton_dist.kernels.common.peers import (
     Disagreements,
     Flags,
     TimeoutWord,
-    count_in,
+    current_flag,
     epoch_at,
-    flag_of,
+    flag_count,
     flag_value,
     timeout_word_of,
 )
@@ -66,7 +66,7 @@ GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
 LAST_COMPLETE = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # last epoch before a wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait until the limit.
-_WAITS_IN_A_ROW = 3
+_CONSECUTIVE_WAITS = 3
 
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
@@ -81,7 +81,7 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
     Also store ``size`` in the slot's flag, from which copy engines copy.
     """
     last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
-    tl.store(epoch_ptr, flag_of(epoch_ptr, size))
+    tl.store(epoch_ptr, current_flag(epoch_ptr, size))
     peer = 0
     while peer < num_ranks:
         if peer != rank:
@@ -119,7 +119,7 @@ class EpochSlots:
         kernels: description of the kernels that wait for the flags, for errors.
         group: ranks that share the memory.
         single: regions that exist once instead of once per slot.
-        found: disagreements of the context; by default only of this memory.
+        disagreements: disagreements of the context; by default only of this memory.
         flags_of_rank: by region, the number of consecutive flags of one peer. By default the flags
             of a region are [anything, source rank].
     """
@@ -132,7 +132,7 @@ class EpochSlots:
         kernels: str,
         group: dist.ProcessGroup | None,
         single: Regions | None = None,
-        found: Disagreements | None = None,
+        disagreements: Disagreements | None = None,
         flags_of_rank: Mapping[str, int] | None = None,
     ) -> None:
         ranks = group_for(group)
@@ -151,7 +151,7 @@ class EpochSlots:
             },
             group,
         )
-        self.disagreements = found or Disagreements(f"the size of a call of {name}", group)
+        self.disagreements = disagreements or Disagreements(f"the size of a call of {name}", group)
         self._flags_of_rank = dict(flags_of_rank or {})
         self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
@@ -160,12 +160,12 @@ class EpochSlots:
         self._clear_lines()
         flags = weak_method(self._flags)
         self.timeout_words = TimeoutWord(
-            name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _WAITS_IN_A_ROW,
-            weak_method(self._late), flags, self.disagreements, ranks,
+            name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _CONSECUTIVE_WAITS,
+            weak_method(self._find_late_flag), flags, self.disagreements, ranks,
         )  # fmt: skip
         # Load now, because loading waits for running kernels (Launch.followed_by).
         if self.num_ranks > 1:
-            self._peer_check(0).followed_by(self._finishing()).compile()
+            self._peer_check_launch(0).preload(self._finish_launch()).compile()
         self.device.synchronize()
         self._status = rank_status.Slots(
             self.memory["epoch"],
@@ -185,7 +185,7 @@ class EpochSlots:
         return self.memory[f"{region}{slot}"]
 
     @property
-    def following(self) -> int:
+    def next_index(self) -> int:
         """Slot of the next call."""
         return (self.index + 1) % SLOTS
 
@@ -197,7 +197,7 @@ class EpochSlots:
     def epoch_of(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
-    def take(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
+    def begin(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
         """Switch to the other slot, and queue a peer check if peers may still use it.
 
         Args:
@@ -209,23 +209,23 @@ class EpochSlots:
         Raises:
             RankDisagreement: ranks made an earlier call with different sizes.
         """
-        self.index = self.following
+        self.index = self.next_index
         if self.num_ranks == 1:
             return
         self._begun[self.index] += 1
-        most_polls = self.timeout_words.begin()
+        max_polls = self.timeout_words.begin()
         self._capturing = self.device.is_capturing()
-        if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
+        if self._capturing and not max_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
         # The peer check is redundant after a call that waited for every peer on the other slot.
-        unknown = self._in_graphs or most_polls or not self._follows_full_call
+        unknown = self._in_graphs or max_polls or not self._follows_full_call
         if peer_check and (unknown or (copied and self._sizes[self.index] != size)):
             self._check_peers(self.index, size)
         self._follows_full_call = False
 
     def skip(self) -> None:
         """Switch to the other slot without an epoch, for a call that synchronises ranks itself."""
-        self.index = self.following
+        self.index = self.next_index
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
         """Queue the end of a call: report consumption to the peers and increment the epoch.
@@ -245,10 +245,10 @@ class EpochSlots:
         """
         if self.num_ranks == 1:
             return
-        self.launcher.run((kernel_finish_epoch, self.index), self._finishing)
-        most_polls = self.timeout_words.most_polls
-        self._follows_full_call = awaited and not self._capturing and not most_polls
-        if most_polls or self._reports_status:
+        self.launcher.run((kernel_finish_epoch, self.index), self._finish_launch)
+        max_polls = self.timeout_words.max_polls
+        self._follows_full_call = awaited and not self._capturing and not max_polls
+        if max_polls or self._reports_status:
             self._expected[self.index] = expected
         self.timeout_words.end()
 
@@ -263,7 +263,7 @@ class EpochSlots:
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
         self.timeout_words.begin()
-        slot = self.following  # not taken: the next call still uses it
+        slot = self.next_index  # not taken: the next call still uses it
         self._check_peers(slot, self._sizes[slot])
         result = call()
         self.timeout_words.check_waits()
@@ -295,15 +295,15 @@ class EpochSlots:
         """Queue a wait until every peer is done with ``slot``, whose next call has ``size``."""
         self._sizes[slot] = size
         self.launcher.run(
-            (kernel_await_consumption, slot, size), lambda: self._peer_check(slot, size)
+            (kernel_await_consumption, slot, size), lambda: self._peer_check_launch(slot, size)
         )
 
-    def _peer_check(self, slot: int, size: int = 0) -> Launch:
+    def _peer_check_launch(self, slot: int, size: int = 0) -> Launch:
         consumed = self.of_slot(slot, "consumed").local
         arguments = (self.epoch_of(slot), consumed, size, self.rank, self.num_ranks)
         return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
-    def _finishing(self) -> Launch:
+    def _finish_launch(self) -> Launch:
         consumed = self["consumed"]
         arguments = (self.epoch, consumed.local, consumed.pointers, self.rank, self.num_ranks)
         return Launch(kernel_finish_epoch, (1,), arguments, {"num_warps": 1})
@@ -318,7 +318,7 @@ class EpochSlots:
             return words, lambda index: index % self.num_ranks
         return words, lambda index: index // number
 
-    def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
+    def _find_late_flag(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
         """Return the first late flag of the oldest call that gave up, its epoch, and its value."""
         oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
@@ -342,15 +342,15 @@ class EpochSlots:
             there = read(flags)
             seen = [] if there is None else there.view(-1).tolist()
             if flags.dtype == torch.int64:
-                seen = [count_in(flag) for flag in seen]
+                seen = [flag_count(flag) for flag in seen]
             for index in indices:
                 if index < len(seen) and seen[index] < value:
                     address = flags.data_ptr() + index * flags.element_size()
-                    told = {"flag": describe_address(address), "writer": source_of(index)}
-                    yield told | {"expected": value, "seen": seen[index]}
+                    late_flag = {"flag": describe_address(address), "writer": source_of(index)}
+                    yield late_flag | {"expected": value, "seen": seen[index]}
 
 
-class InSlots:
+class SlotMemory:
     """Base of memories whose calls alternate between the slots of ``slots``."""
 
     def __init__(self, slots: EpochSlots) -> None:
@@ -375,14 +375,14 @@ class InSlots:
 PUSH_STREAMS = 2  # two, because one fills the gaps between the copies of the other
 
 
-class PushedSlots(InSlots):
+class PushedSlots(SlotMemory):
     """Slots whose shards are pushed to the peers by copy engines."""
 
     def __init__(self, slots: EpochSlots) -> None:
         super().__init__(slots)
         self._device = current_device()
         self._streams: list[Any] = [self._device.copy_stream() for _ in range(PUSH_STREAMS)]
-        self._transfers: Bounded[Any, Any] = Bounded()
+        self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
     def transfer(self, key: Hashable, steps: Callable[[], Iterable[Step]]) -> Any:
         """Return the transfer of ``key``; build it from ``steps()`` the first time."""

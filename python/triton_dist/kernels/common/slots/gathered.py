@@ -22,10 +22,10 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.launch import BoundedDict, Launch
 from triton_dist.kernels.common.peers import Disagreements, GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
-from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, InSlots
+from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, SlotMemory
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag, Step
 
 MAX_CHUNKS = 8
@@ -93,7 +93,7 @@ class Slot:
     one: torch.Tensor
 
 
-def rows_of_chunk(rows: int, num_chunks: int) -> int:
+def rows_per_chunk(rows: int, num_chunks: int) -> int:
     """Return the rows per flag when a shard of ``rows`` rows is cut into ``num_chunks``."""
     return max(1, -(-rows // num_chunks))
 
@@ -108,7 +108,7 @@ def schedule(
 
 def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
     """Yield (stream, chunk, first row, end row) of a shard, after ``step`` other shards."""
-    size = rows_of_chunk(slot.rows, num_chunks)
+    size = rows_per_chunk(slot.rows, num_chunks)
     starts = range(0, slot.rows, size)
     for chunk, first in enumerate(starts):
         stream = (step * len(starts) + chunk) % num_streams
@@ -163,16 +163,16 @@ class _Plan:
         gathered: what its consumer reads.
         expected: flags that its kernels wait for.
         transfer: copy-engine work; ``None`` if the consumer sends.
-        hands_on: whether copies wait for data from peers.
+        is_forwarding: whether copies wait for data from peers.
     """
 
     gathered: GatheredShards
     expected: Expected
     transfer: Any = None
-    hands_on: bool = False
+    is_forwarding: bool = False
 
 
-class AllGatherBuffer(InSlots):
+class AllGatherBuffer(SlotMemory):
     """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
 
     Creation is collective. Each slot has on each rank:
@@ -200,7 +200,7 @@ class AllGatherBuffer(InSlots):
             "a kernel of the all-gather or its consumer",
             group,
             single={"workspace": ((max_M, K), dtype)},
-            found=Disagreements(f"the rows of A in {name}", group),
+            disagreements=Disagreements(f"the rows of A in {name}", group),
             flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
         )
         super().__init__(slots)
@@ -209,20 +209,20 @@ class AllGatherBuffer(InSlots):
         self._device = self.slots.device
         self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams: list[Any] = [self._device.copy_stream()]
-        self._gathered: Bounded[Any, GatheredShards] = Bounded()
-        self._plans: Bounded[Any, _Plan] = Bounded()
+        self._gathered: BoundedDict[Any, GatheredShards] = BoundedDict()
+        self._plans: BoundedDict[Any, _Plan] = BoundedDict()
         self._started: _Plan | None = None
         self._device.synchronize()  # Later calls may use any stream.
 
     def start(
-        self, own: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
+        self, local_shard: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
     ) -> GatheredShards:
         """Queue the all-gather of ``own`` [rows, K], contiguous; the consumer is queued next."""
         if not method.by_copy_engine:
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
-        rows = own.shape[0]
-        self.slots.take(rows, copied=True)
+        rows = local_shard.shape[0]
+        self.slots.begin(rows, copied=True)
         if self.num_ranks == 1:
             return self.describe(rows, num_chunks)
         key = (self.slots.index, rows, method, num_streams, num_chunks)
@@ -230,7 +230,7 @@ class AllGatherBuffer(InSlots):
         if plan is None:
             plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks)
         self._started = plan
-        plan.transfer.start(own, self._device.current_stream())
+        plan.transfer.start(local_shard, self._device.current_stream())
         return plan.gathered
 
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
@@ -238,13 +238,15 @@ class AllGatherBuffer(InSlots):
 
         The caller queues the consumer next, a launch of ``sharded_gemm``.
         """
-        self.slots.take(rows, peer_check=False)
+        self.slots.begin(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
         if plan is None:
             gathered = self.describe(rows, num_chunks, num_comm_sms)
             flags = num_comm_sms * num_chunks
-            plan = self._plans[key] = _Plan(gathered, self._expects("pushed", flags, _PUSHED_FLAGS))
+            plan = self._plans[key] = _Plan(
+                gathered, self._expected_flags("pushed", flags, _PUSHED_FLAGS)
+            )
         self._started = plan
         return plan.gathered
 
@@ -261,7 +263,7 @@ class AllGatherBuffer(InSlots):
                 self._shards(self.rank, rows),
                 self.slots["pushed" if num_comm_sms else "arrivals"].local,
                 self.slots.epoch,
-                rows_of_chunk(rows, 1 if num_comm_sms else num_chunks),
+                rows_per_chunk(rows, 1 if num_comm_sms else num_chunks),
                 _PUSHED_FLAGS if num_comm_sms else MAX_CHUNKS,
                 self._push(num_comm_sms, num_chunks) if num_comm_sms else None,
             )
@@ -277,7 +279,7 @@ class AllGatherBuffer(InSlots):
         if plan is None:  # a single rank
             return
         if plan.transfer is not None:
-            if plan.hands_on:
+            if plan.is_forwarding:
                 # If a wait gave up, a copy stream may wait for a chunk that will not arrive, and
                 # would block the join.
                 self._release_copies()
@@ -322,19 +324,19 @@ class AllGatherBuffer(InSlots):
         )
         steps = schedule(slot, method, num_streams, num_chunks)
         gathered = self.describe(rows, num_chunks)
-        hands_on = method is AllGatherMethod.RING_PUSH_1D
-        if hands_on:
+        is_forwarding = method is AllGatherMethod.RING_PUSH_1D
+        if is_forwarding:
             # Load the kernel now. Loading may wait for the device, and later the copies would wait
             # for the kernel (4 H200, a ring with a missing rank: hung).
             self._release_copies()
         return _Plan(
             gathered,
-            self._expects("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS),
+            self._expected_flags("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS),
             self._device.transfer(steps, self._streams[:num_streams]),
-            hands_on=hands_on,
+            is_forwarding=is_forwarding,
         )
 
-    def _expects(self, region: str, number: int, distance: int) -> Expected:
+    def _expected_flags(self, region: str, number: int, distance: int) -> Expected:
         """Return the first ``number`` flags of each peer, whose flags start ``distance`` apart."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
 

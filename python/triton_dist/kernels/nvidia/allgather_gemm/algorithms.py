@@ -17,9 +17,9 @@ from triton_dist.kernels.common.context import is_int
 from triton_dist.kernels.common.exchange.buffer import (
     MAX_CTAS,
     Exchange,
-    Shape,
-    gathering,
-    small_shape,
+    LaunchParams,
+    all_gather_exchange,
+    small_params,
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
@@ -33,8 +33,8 @@ from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descri
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import (
     Algorithms,
-    NamedAlgorithm,
     OpCall,
+    SelectableAlgorithm,
     check_straggler,
     check_tiles,
 )
@@ -86,7 +86,7 @@ class Call(OpCall):
         )
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
-        self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
+        self.local_shard = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
         """Shard of this rank, [M_per_rank, K]."""
         if self.num_chunks not in _CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
@@ -94,9 +94,9 @@ class Call(OpCall):
         if streams not in _USUAL_STREAMS and not (is_int(streams) and streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         if self.method is not None:  # the default config has an algorithm too; ``method`` wins
-            self.algorithm = ALGORITHMS.asked(self.method)
+            self.algorithm = ALGORITHMS.requested_algorithm(self.method)
         self.chosen = ALGORITHMS[
-            self.algorithm or ALGORITHMS.asked(self.ctx.all_gather_method) or ""
+            self.algorithm or ALGORITHMS.requested_algorithm(self.ctx.all_gather_method) or ""
         ]
         self.chosen.check(self)
 
@@ -108,17 +108,17 @@ class Sizes(NamedTuple):
     """[M_per_rank, K] of the call; the number of rows represents its bucket."""
     B: torch.Tensor
     num_ranks: int
-    asked: str | None
+    requested_algorithm: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
 
     @classmethod
     def of(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, method: object = None, **__: Any
     ) -> Sizes:
-        return cls(A, B, ctx.num_ranks, ALGORITHMS.asked(method))
+        return cls(A, B, ctx.num_ranks, ALGORITHMS.requested_algorithm(method))
 
 
-class _Tiled(NamedAlgorithm[Call, Sizes]):
+class _Tiled(SelectableAlgorithm[Call, Sizes]):
     """The consumer: our GEMM over all tiles, each of which waits for its rows."""
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
@@ -143,9 +143,10 @@ class _Tiled(NamedAlgorithm[Call, Sizes]):
             C = _empty_product(call)
             self._consume(call, C, gathered)
             if call.gathered is not None:
-                own = call.ctx.rank * len(call.own)  # a push does not write the local shard
+                shard = call.local_shard.detach()  # a push does not write the local shard
+                first = call.ctx.rank * len(shard)
                 call.gathered.copy_(gathered.rows)
-                call.gathered[own : own + len(call.own)].copy_(call.own.detach())
+                call.gathered[first : first + len(shard)].copy_(shard)
             awaited = True  # some tile waits for every peer's shard
         finally:  # even if the consumer failed: the peers wait for the release of their shards
             buffer.finish(awaited)
@@ -164,7 +165,7 @@ class _Tiled(NamedAlgorithm[Call, Sizes]):
         ctx, tiles = call.ctx, call.gemm_config
         assert tiles is not None  # see ``check``
         return sharded_gemm(
-            call.own, call.B, C, tiles,
+            call.local_shard, call.B, C, tiles,
             num_sms=ctx.device.num_sms, persistent=bool(call.persistent),
             rank=ctx.rank, num_ranks=ctx.num_ranks,
             gathered=gathered if ctx.num_ranks > 1 else None,
@@ -173,14 +174,14 @@ class _Tiled(NamedAlgorithm[Call, Sizes]):
 
     def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
         """Launch the consumer; reuse the pre-built launch if only addresses changed."""
-        own, B, tiles = call.own, call.B, call.gemm_config
+        local_shard, B, tiles = call.local_shard, call.B, call.gemm_config
         call.ctx.launcher.run(
             (
-                call.operands, own.stride(), B.stride(), dot_precision(B.dtype), id(gathered),
-                id(tiles), bool(call.persistent),
+                call.operands, local_shard.stride(), B.stride(), dot_precision(B.dtype),
+                id(gathered), id(tiles), bool(call.persistent),
             ),
             lambda: self._consumer(call, C, gathered),
-            {"own_ptr": own, "b_ptr": B, "c_ptr": C},
+            {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C},
             alive=(gathered, tiles),  # the key contains the ids of these objects
         )  # fmt: skip
 
@@ -195,7 +196,7 @@ class CopyEngine(_Tiled):
         self.name, self._method, self._schedules = method.value, method, schedules
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        best = next(spaces.of_both_kinds(spaces.get_config_space))
+        best = next(spaces.with_persistent(spaces.get_config_space))
         for schedule in self._schedules:
             yield *best, *schedule
 
@@ -203,7 +204,9 @@ class CopyEngine(_Tiled):
         return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks)
 
     def start(self, call: Call) -> GatheredShards:
-        return call.ctx.buffer.start(call.own, self._method, call.num_streams, call.num_chunks)
+        return call.ctx.buffer.start(
+            call.local_shard, self._method, call.num_streams, call.num_chunks
+        )
 
 
 class Push(CopyEngine):
@@ -213,7 +216,7 @@ class Push(CopyEngine):
     """
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for each in spaces.of_both_kinds(spaces.get_config_space):
+        for each in spaces.with_persistent(spaces.get_config_space):
             yield *each, 1, 1
         yield from super().candidates()
         specialized = spaces.warp_specialized_tiles()
@@ -231,7 +234,7 @@ class Ring(CopyEngine):
     """Each rank forwards the shards that it receives, for hosts without links between all GPUs."""
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.asked is None and has_links_between_all_gpus():
+        if sizes.requested_algorithm is None and has_links_between_all_gpus():
             return False
         # With two ranks, a ring equals the full mesh.
         return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)
@@ -272,7 +275,7 @@ class FusedPush(_Tiled):
         return call.ctx.buffer.start_fused(rows, num_comm_sms, call.num_chunks)
 
 
-class _GatherThenMultiply(NamedAlgorithm[Call, Sizes]):
+class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
     """Gather all shards, then call ``torch.matmul``.
 
     Shards are gathered into memory of the call instead of a slot of the context. Waiting for the
@@ -285,15 +288,16 @@ class _GatherThenMultiply(NamedAlgorithm[Call, Sizes]):
     def run(self, call: Call) -> torch.Tensor:
         ctx = call.ctx
         ctx.sleep(call.straggler_option)
-        own, B = call.own.detach(), call.B.detach()  # our kernels have no autograd history either
+        # Like our kernels, create no autograd history.
+        local_shard, B = call.local_shard.detach(), call.B.detach()
         if ctx.num_ranks == 1:
             if call.gathered is not None:
-                call.gathered.copy_(own)
-            return torch.matmul(own, B)
-        return ctx.buffer.slots.run_without_slots(lambda: self.multiply(call, own, B))
+                call.gathered.copy_(local_shard)
+            return torch.matmul(local_shard, B)
+        return ctx.buffer.slots.run_without_slots(lambda: self.multiply(call, local_shard, B))
 
     @abstractmethod
-    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return the product of all rows and B; called with at least two ranks."""
 
 
@@ -318,26 +322,28 @@ class Serial(_GatherThenMultiply):
         return fits_serial(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
 
     def check(self, call: Call) -> None:
-        shape_for(call.own.nbytes, call.num_comm_sms, call.num_chunks)
-        if call.own.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
+        serial_params(call.local_shard.nbytes, call.num_comm_sms, call.num_chunks)
+        if call.local_shard.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
             expected = f"another algorithm for M > {call.ctx.exchanged_rows} (ctx.exchanged_rows)"
             raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         if call.ctx.num_ranks > 1:
             exchange, rows = self._exchange(call)
-            call.ctx.exchange.launch(exchange, call.own.view(-1), rows.view(-1)).compile()
+            call.ctx.exchange.launch(exchange, call.local_shard.view(-1), rows.view(-1)).compile()
 
-    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         exchange, rows = self._exchange(call)
-        call.ctx.exchange.run(exchange, own.view(-1), rows.view(-1))
+        call.ctx.exchange.run(exchange, local_shard.view(-1), rows.view(-1))
         return torch.matmul(rows, B)
 
     @staticmethod
     def _exchange(call: Call) -> tuple[Exchange, torch.Tensor]:
-        own = call.own
-        shape = shape_for(own.nbytes, call.num_comm_sms, call.num_chunks)
-        return gathering(own, call.ctx.num_ranks, shape, own.shape[0], call.gathered)
+        local_shard = call.local_shard
+        params = serial_params(local_shard.nbytes, call.num_comm_sms, call.num_chunks)
+        return all_gather_exchange(
+            local_shard, call.ctx.num_ranks, params, local_shard.shape[0], call.gathered
+        )
 
 
 class Collective(_GatherThenMultiply):
@@ -347,10 +353,16 @@ class Collective(_GatherThenMultiply):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if self.method in libraries.candidates_here(libraries.ALL_GATHER_MATMUL) else []
+        return (
+            [()]
+            if self.method in libraries.candidate_library_algorithms(libraries.ALL_GATHER_MATMUL)
+            else []
+        )
 
-    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(libraries.all_gather_rows(own, call.ctx.group, call.gathered), B)
+    def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(
+            libraries.all_gather_rows(local_shard, call.ctx.group, call.gathered), B
+        )
 
 
 class AsyncTP(Collective):
@@ -361,12 +373,12 @@ class AsyncTP(Collective):
     def check(self, call: Call) -> None:
         libraries.check_async_tp("ag_gemm", libraries.ALL_GATHER_MATMUL, call.ctx.num_ranks)
 
-    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return libraries.async_tp_matmul(own, B, call.ctx.group, call.gathered)
+    def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return libraries.async_tp_matmul(local_shard, B, call.ctx.group, call.gathered)
 
 
 @functools.lru_cache(maxsize=4096)
-def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Shape:
+def serial_params(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> LaunchParams:
     """Return the launch shape of an all-gather before the GEMM, for shards of ``shard_bytes``.
 
     A program moves its part of a chunk in steps of 2 KB to 8 KB. If ``num_comm_sms`` is ``None``,
@@ -376,12 +388,12 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
         InvalidArgument: ``num_comm_sms`` is out of range.
     """
     if num_comm_sms is None:
-        num_comm_sms = small_shape(shard_bytes).num_ctas
+        num_comm_sms = small_params(shard_bytes).num_ctas
     elif not (is_int(num_comm_sms) and 1 <= num_comm_sms <= MAX_CTAS):
         raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
     part_bytes = -(-shard_bytes // (num_comm_sms * num_chunks))
     block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (part_bytes - 1).bit_length()))
-    return Shape(num_comm_sms, block_bytes, num_chunks)
+    return LaunchParams(num_comm_sms, block_bytes, num_chunks)
 
 
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
@@ -390,7 +402,7 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
     They are worth it if half of them could not move the bucket's largest shard in one step. The
     context's rows must not matter, because other contexts share the key.
     """
-    shard_bytes = spaces.most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
+    shard_bytes = spaces.max_rows_of_key(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
         return False
     if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[-1]:  # keep at least one candidate

@@ -11,19 +11,19 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     ProductKey,
-    accept,
     agree_to_create,
-    buffer_of,
-    first_refusal,
+    checked_buffer,
+    checked_once,
+    first_error,
     group_checks,
     int_checks,
     kernel_checks,
-    kind_checks,
     layout_of,
-    signature_of,
+    operand_checks,
+    operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
 from triton_dist.kernels.common.gemm.launch import SplitMemory
 from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
@@ -63,7 +63,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.all_gather_method = all_gather_method
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
-        nbytes = bytes_of_parts(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
+        nbytes = bytes_of_slot(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
         self.launcher = Launcher()
         with self.allocating() as own:
             self.buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
@@ -137,8 +137,8 @@ def create_ag_gemm_context(
         good = isinstance(all_gather_method, AllGatherMethod)
         yield "all_gather_method", all_gather_method, good, "an AllGatherMethod"
 
-    asked = {"max_M": max_M, "N": N, "K": K, "dtype": str(dtype)}
-    agree_to_create("create_ag_gemm_context", "an AllGather-GEMM", asked, checks(), group)
+    equal_arguments = {"max_M": max_M, "N": N, "K": K, "dtype": str(dtype)}
+    agree_to_create("create_ag_gemm_context", "an AllGather-GEMM", equal_arguments, checks(), group)
     return AllGatherGEMMTensorParallelContext(
         max_M, N, K, dtype, num_local_ranks, group, all_gather_method
     )
@@ -157,7 +157,9 @@ def check_operands(
         InvalidArgument: an operand does not fit the context.
         ContextFinalized: ``ctx`` was finalized.
     """
-    buffer = buffer_of(ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context")
+    buffer = checked_buffer(
+        ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
+    )
 
     def checks() -> Iterator[Check]:
         yield from tensor_checks(A=A, B=B)
@@ -170,7 +172,7 @@ def check_operands(
         shape = (ctx.K, ctx.N // buffer.num_ranks)
         expected = f"[K, N_per_rank] = {shape}"
         yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, expected
-        yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, A=A, B=B)
+        yield from operand_checks(ctx.dtype, ctx.symm_workspace.device, A=A, B=B)
         expected = "a contiguous A; call A.contiguous()"
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
 
@@ -178,7 +180,7 @@ def check_operands(
         M, N, size = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=size)
 
-    accepted = accept(ctx.accepted, signature_of(B, A, B), "ag_gemm", checks, key)
+    accepted = checked_once(ctx.checked_keys, operand_signature(B, A, B), "ag_gemm", checks, key)
     if gathered is not None:
         _check_gathered(gathered, A if local_copy else ctx.own_rows(A.shape[0]), ctx)
     return accepted
@@ -197,17 +199,17 @@ def _check_gathered(
         shape = (own.shape[0] * ctx.num_ranks, ctx.K)
         good = tuple(gathered.shape) == shape and gathered.is_contiguous()
         yield "gathered.shape", tuple(gathered.shape), good, f"[M, K] = {shape}, contiguous"
-        yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
+        yield from operand_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
         first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
         apart = own.data_ptr() + own.nbytes <= first or last <= own.data_ptr()
         yield "gathered", "memory that overlaps the local rows", apart, "separate memory"
 
     try:
-        refusal = first_refusal("ag_gemm", checks())
+        error = first_error("ag_gemm", checks())
     except AttributeError:
-        refusal = first_refusal("ag_gemm", tensor_checks(gathered=gathered))
-    if refusal is not None:
-        raise refusal
+        error = first_error("ag_gemm", tensor_checks(gathered=gathered))
+    if error is not None:
+        raise error
 
 
 def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:

@@ -14,20 +14,20 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.exchange.buffer import Exchange, small_shape
+from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
-from triton_dist.kernels.common.gemm.spaces import most_rows
+from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
-from triton_dist.kernels.common.moe.routing import MOST_GROUPS, BlockMap, block_map, compare_ids
+from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map, compare_ids
 from triton_dist.kernels.common.moe.rows import (
-    WHOLE_EXPERT,
+    UNTILED_ROWS,
     fits_library,
-    gathered_rows,
+    gather_rows,
     grouped_mm,
     has_fast_library,
-    rows_put_back,
-    tries_library,
+    is_library_candidate,
+    restore_row_order,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import (
@@ -54,8 +54,8 @@ PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.
 """All-gathers that overlap with the GEMM."""
 # Each group of arrivals reads the weights once more. Groups are tried only if an expert has at
 # least one tile of the largest height per group.
-_ROWS_OF_GROUP = 128
-_GROUPS = range(1, MOST_GROUPS + 1)
+_MIN_ROWS_PER_GROUP = 128
+_GROUPS = range(1, MAX_GROUPS + 1)
 
 
 @dataclass(eq=False, repr=False)
@@ -105,24 +105,24 @@ class Call(OpCall):
         """Describe our all-gather in one launch, whose programs move the shard in one step."""
         a, size = self.a, self.ctx.num_ranks
         return Exchange(
-            kernel_all_gather, a.numel(), a.numel() * size, small_shape(a.nbytes), a.shape[0]
+            kernel_all_gather, a.numel(), a.numel() * size, small_params(a.nbytes), a.shape[0]
         )
 
-    def all_rows(self, meanwhile: Callable[[], object]) -> torch.Tensor:
-        """Gather the rows of all ranks; ``meanwhile`` queues work that needs no gathered
+    def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
+        """Gather the rows of all ranks; ``overlapped_work`` queues work that needs no gathered
         row."""
         a, ctx = self.a.detach(), self.ctx
         ctx.sleep(self.straggler_option)
         if ctx.num_ranks == 1:
-            meanwhile()
+            overlapped_work()
             return a
         rows = a.new_empty(a.shape[0] * ctx.num_ranks, a.shape[1])
         if self.gather == COLLECTIVE:
-            under_way = libraries.begin_all_gather(rows, a, ctx.group)
-            meanwhile()
-            under_way.wait()
+            pending = libraries.begin_all_gather(rows, a, ctx.group)
+            overlapped_work()
+            pending.wait()
         else:
-            meanwhile()
+            overlapped_work()
             ctx.exchange.run(self.exchange(), a.view(-1), rows.view(-1))
         return rows
 
@@ -160,13 +160,13 @@ class Arrivals(_Gathering):
             return False
         if gather == RING and sizes.num_ranks == 2:  # with two ranks, a ring equals the full mesh
             return False
-        rows = most_rows(sizes.M) * sizes.topk / sizes.E
-        has_full_tiles = num_groups == 1 or rows >= num_groups * _ROWS_OF_GROUP
+        rows = max_rows_of_key(sizes.M) * sizes.topk / sizes.E
+        has_full_tiles = num_groups == 1 or rows >= num_groups * _MIN_ROWS_PER_GROUP
         return (has_full_tiles or current_device().interprets) and fits_tiles(config, sizes)
 
     def check(self, call: Call) -> None:
         if call.num_groups not in _GROUPS:
-            expected = f"1 to {MOST_GROUPS}"
+            expected = f"1 to {MAX_GROUPS}"
             raise InvalidArgument("ag_group_gemm", "num_groups", call.num_groups, expected)
 
     def compile(self, call: Call) -> None:
@@ -181,7 +181,7 @@ class Arrivals(_Gathering):
         call.ctx.sleep(call.straggler_option)
         try:
             C, blocks, product = self._launches(call, gathered)
-            blocks.make()
+            blocks.queue()
             product.run()
             awaited = True  # every shard has a route, so some tile waits for it
         finally:  # even if a launch failed: the peers wait for the release of their shards
@@ -238,7 +238,7 @@ class Serial(_GatherThenMultiply):
     tunables = ("gemm_config", "gather")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for gather in gathers_here():
+        for gather in candidate_gathers():
             for tiles in grouped_tiles():
                 yield tiles, gather
 
@@ -258,7 +258,7 @@ class Serial(_GatherThenMultiply):
 
     def multiply(self, call: Call) -> torch.Tensor:
         blocks = self._blocks(call)
-        C, _, product = self._launches(call, call.all_rows(blocks.make), blocks)
+        C, _, product = self._launches(call, call.all_rows(blocks.queue), blocks)
         product.run()
         return C
 
@@ -282,10 +282,10 @@ class Library(_GatherThenMultiply):
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [(gather,) for gather in gathers_here()] if has_fast_library() else []
+        return [(gather,) for gather in candidate_gathers()] if has_fast_library() else []
 
     def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-        if not tries_library(sizes.N, sizes.K, sizes.dtype, sizes.layout):
+        if not is_library_candidate(sizes.N, sizes.K, sizes.dtype, sizes.layout):
             return False
         if sizes.num_ranks == 1:
             return bool(config["gather"] == EXCHANGE)
@@ -299,21 +299,21 @@ class Library(_GatherThenMultiply):
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
-        blocks, C = call.blocks(WHOLE_EXPERT), call.empty_product()
+        blocks, C = call.blocks(UNTILED_ROWS), call.empty_product()
         rows = call.a.new_empty(call.key.M, call.key.K)
         sorted_rows = call.a.new_empty(len(C), call.key.K)
-        copies = gathered_rows(rows, sorted_rows, blocks), rows_put_back(C, C, blocks)
+        copies = gather_rows(rows, sorted_rows, blocks), restore_row_order(C, C, blocks)
         for launch in (*blocks.launches, *copies):
             launch.compile()
 
     def multiply(self, call: Call) -> torch.Tensor:
-        blocks = call.blocks(WHOLE_EXPERT)
-        rows = call.all_rows(blocks.make)
+        blocks = call.blocks(UNTILED_ROWS)
+        rows = call.all_rows(blocks.queue)
         sorted_rows = rows.new_empty(call.full_topk_ids.numel(), call.key.K)
-        gathered_rows(rows, sorted_rows, blocks).run()
+        gather_rows(rows, sorted_rows, blocks).run()
         product = grouped_mm(sorted_rows, call.b.detach(), blocks.ends[: call.key.E])
         C = call.empty_product()
-        rows_put_back(product, C, blocks).run()
+        restore_row_order(product, C, blocks).run()
         return C
 
 
@@ -342,14 +342,14 @@ def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
     return (*((), (third,), (1, third), (1, third, 2 * third))[num_groups - 1], num_ranks)
 
 
-def gathers_here() -> list[str]:
+def candidate_gathers() -> list[str]:
     """Return the all-gathers to try before the GEMM on this device."""
     return [EXCHANGE, COLLECTIVE] if current_device().has_nccl else [EXCHANGE]
 
 
 def fits_exchange(sizes: RoutedKey) -> bool:
     """Return whether one launch can gather the largest M of the key's bucket."""
-    rows = most_rows(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
+    rows = max_rows_of_key(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
     return rows * sizes.K * sizes.dtype.itemsize <= GATHERED_BYTES
 
 

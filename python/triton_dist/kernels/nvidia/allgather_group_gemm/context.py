@@ -12,24 +12,24 @@ import triton
 from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
-    accept,
     agree_to_create,
-    buffer_of,
+    checked_buffer,
+    checked_once,
     from_1_to,
     group_checks,
     int_checks,
     kernel_checks,
-    kind_checks,
-    signature_of,
+    operand_checks,
+    operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
-    MOST_EXPERTS,
-    MOST_TOPK,
+    MAX_EXPERTS,
+    MAX_TOPK,
     check_ids,
-    every_call_compares,
+    compares_ids_in_every_call,
 )
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -85,10 +85,10 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.max_ntokens, self.N_per_rank, self.K = max_ntokens, N_per_rank, K
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
         self.num_local_ranks, size = min(num_local_ranks, self.num_ranks), self.num_ranks
-        self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
+        self.gemm_config, self.compares_ids = gemm_config, compares_ids_in_every_call()
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
-        nbytes = bytes_of_parts(rows_of_each * K, dtype, size)
+        nbytes = bytes_of_slot(rows_of_each * K, dtype, size)
         with self.allocating() as own:
             self.buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
             found, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
@@ -159,8 +159,8 @@ def create_ag_group_gemm_context(
         yield "max_ntokens", max_ntokens, fits, expected
         for name, size in (("N_per_rank", N_per_rank), ("K", K), ("GROUP_SIZE_M", GROUP_SIZE_M)):
             yield name, size, size >= 1, "at least 1"
-        yield from_1_to(MOST_EXPERTS, "num_experts", num_experts)
-        yield from_1_to(MOST_TOPK, "topk", topk)
+        yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
+        yield from_1_to(MAX_TOPK, "topk", topk)
         yield from kernel_checks("dtype", dtype)
         for name in _TILE[:3]:
             size = tile[name]
@@ -169,12 +169,12 @@ def create_ag_group_gemm_context(
         yield from_1_to(8, "stages", stages)
         yield "num_warps", num_warps, num_warps in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"
 
-    asked = {
+    equal_arguments = {
         "max_ntokens": max_ntokens, "N_per_rank": N_per_rank, "K": K, "num_experts": num_experts,
-        "topk": topk, "dtype": str(dtype), "comparison of ids": every_call_compares(),
+        "topk": topk, "dtype": str(dtype), "comparison of ids": compares_ids_in_every_call(),
     }  # fmt: skip
     creator, what = "create_ag_group_gemm_context", "an AllGather + grouped GEMM"
-    agree_to_create(creator, what, asked, checks(), group)
+    agree_to_create(creator, what, equal_arguments, checks(), group)
     gemm_config = triton.Config(tile, num_warps=num_warps, num_stages=stages)
     return MoEAllGatherGroupGEMMTensorParallelContext(
         max_ntokens, N_per_rank, K, num_experts, topk, dtype, num_local_ranks, gemm_config, group
@@ -193,7 +193,7 @@ def check_operands(
         InvalidArgument: an operand does not fit the context.
         ContextFinalized: ``ctx`` was finalized.
     """
-    buffer = buffer_of(
+    buffer = checked_buffer(
         ctx,
         MoEAllGatherGroupGEMMTensorParallelContext,
         "ag_group_gemm",
@@ -210,7 +210,7 @@ def check_operands(
         yield "M", M, ctx.max_ntokens >= M, expected
         shape = (ctx.num_experts, ctx.K, ctx.N_per_rank)
         yield "b.shape", tuple(b.shape), tuple(b.shape) == shape, f"[E, K, N_per_rank] = {shape}"
-        yield from kind_checks(ctx.dtype, buffer.workspace.device, a=a, b=b)
+        yield from operand_checks(ctx.dtype, buffer.workspace.device, a=a, b=b)
         expected = "a contiguous a; call a.contiguous()"
         yield "a.stride()", a.stride(), a.is_contiguous(), expected
         ids, wanted = tuple(full_topk_ids.shape), (M, ctx.topk)
@@ -223,5 +223,5 @@ def check_operands(
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
         return RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
 
-    signature = signature_of(b, a, b, full_topk_ids)
-    return accept(ctx.accepted, signature, "ag_group_gemm", checks, key)
+    signature = operand_signature(b, a, b, full_topk_ids)
+    return checked_once(ctx.checked_keys, signature, "ag_group_gemm", checks, key)

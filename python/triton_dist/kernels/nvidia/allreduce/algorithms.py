@@ -12,44 +12,44 @@ import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.collective import context as collective_context
-from triton_dist.kernels.common.context import buffer_of
+from triton_dist.kernels.common.context import checked_buffer
 from triton_dist.kernels.common.exchange.buffer import (
-    DEFAULT_SHAPE,
-    LARGE_SHAPES,
-    SMALL_SHAPES,
+    DEFAULT_PARAMS,
+    LARGE_PARAMS,
+    SMALL_PARAMS,
     TUNABLES,
     Exchange,
-    Shape,
+    LaunchParams,
+    checked_params,
     is_worth_trying,
-    shape_in,
-    shape_of,
+    params_in,
 )
 from triton_dist.kernels.common.exchange.sums import (
     PACKET_BYTES,
-    PACKET_SHAPE,
+    PACKET_PARAMS,
     PACKETS_UP_TO,
     TWO_SHOT_FROM,
-    in_one_shot,
-    in_two_shots,
-    one_shot_bytes,
+    max_one_shot_bytes,
+    one_shot_exchange,
+    two_shot_exchange,
 )
 from triton_dist.kernels.common.op import (
     Algorithm,
     Algorithms,
-    NamedAlgorithm,
     OpCall,
+    SelectableAlgorithm,
     check_straggler,
 )
-from triton_dist.kernels.common.peers import folded
+from triton_dist.kernels.common.peers import fold_count
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 
-PACKET_SHAPES = (
-    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
-    Shape(32, 512),
-    Shape(64, 1024),
-    Shape(64, 4096),
+PACKET_PARAMS_LIST = (
+    *(LaunchParams(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
+    LaunchParams(32, 512),
+    LaunchParams(64, 1024),
+    LaunchParams(64, 4096),
 )
 """Launch shapes for packets: one line per thread."""
 
@@ -78,13 +78,13 @@ class Call(OpCall):
         if self.method is not None:
             self.algorithm = algorithm_of(self.method)
         self.chosen = ALGORITHMS[self.algorithm or BySize.name]
-        self.shape = DEFAULT_SHAPE
+        self.params = DEFAULT_PARAMS
         self.chosen.check(self)
 
 
 def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None) -> None:
     """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
-    buffer = buffer_of(ctx, AllReduceContext, "all_reduce", "create_allreduce_ctx")
+    buffer = checked_buffer(ctx, AllReduceContext, "all_reduce", "create_allreduce_ctx")
     device = buffer.device.torch_device
     collective_context.check_tensor("all_reduce", "x", x, device)
     if output is not None:
@@ -97,8 +97,8 @@ def algorithm_of(method: object) -> str | None:
         return None
     if not isinstance(method, AllReduceMethod):
         raise InvalidArgument("all_reduce", "method", method, "an AllReduceMethod, or None")
-    if method.instead is not None:
-        expected = f"{method.instead}: multicast and TMA reductions are not supported"
+    if method.replacement is not None:
+        expected = f"{method.replacement}: multicast and TMA reductions are not supported"
         raise InvalidArgument("all_reduce", "method", method, expected)
     name: str = method.value
     return name
@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
 
     nbytes: int
     num_ranks: int
-    asked: str | None
+    requested_algorithm: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
 
     @classmethod
@@ -126,7 +126,7 @@ class Sizes(NamedTuple):
         return cls(x.nbytes, ctx.num_ranks, algorithm_of(method))
 
 
-class _Algorithm(NamedAlgorithm[Call, Sizes]):
+class _Algorithm(SelectableAlgorithm[Call, Sizes]):
     """Base of the algorithms."""
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
@@ -141,8 +141,8 @@ class _Algorithm(NamedAlgorithm[Call, Sizes]):
         x, ctx, output = call.x.detach(), call.ctx, call.output
         in_place = output is not None and output.data_ptr() == x.data_ptr()
         # A candidate must not overwrite x: the next candidate and the call itself read it.
-        spares_x = in_place and waits.are_limited()
-        sums = torch.empty_like(x) if output is None or spares_x else output
+        preserves_x = in_place and waits.are_limited()
+        sums = torch.empty_like(x) if output is None or preserves_x else output
         ctx.sleep(call.straggler_option)
         if ctx.num_ranks > 1:
             self.sum(call, x, sums.detach(), in_place)
@@ -175,25 +175,25 @@ class BySize(Algorithm[Call, Sizes]):
         raise NotImplementedError  # ``check`` replaces ``call.chosen``
 
 
-class _Exchanged(_Algorithm):
+class _ExchangeAlgorithm(_Algorithm):
     """Our all-reduce: one launch per chunk that fits the context."""
 
     method: ClassVar[AllReduceMethod]
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.asked is None and not self.may_win(sizes):
+        if sizes.requested_algorithm is None and not self.is_candidate(sizes):
             return False
         shard_bytes = -(-sizes.nbytes // self.num_shards(sizes.num_ranks))
-        return is_worth_trying(shape_in(config), shard_bytes)
+        return is_worth_trying(params_in(config), shard_bytes)
 
-    def may_win(self, sizes: Sizes) -> bool:
+    def is_candidate(self, sizes: Sizes) -> bool:
         """Return whether the algorithm can be the fastest one at these sizes."""
         return True
 
     def check(self, call: Call) -> None:
         super().check(call)
-        call.shape = shape_of("all_reduce", call.num_ctas, call.block_bytes, call.num_chunks)
+        call.params = checked_params("all_reduce", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         """Compile the first of several launches."""
@@ -226,19 +226,19 @@ class _Exchanged(_Algorithm):
 
     def _exchange(self, call: Call, total: int) -> Exchange:
         elements = -(-total // self.num_shards(call.ctx.num_ranks))
-        return self.exchange(call, elements, total, folded(call.x.numel()))
+        return self.exchange(call, elements, total, fold_count(call.x.numel()))
 
 
-class OneShot(_Exchanged):
+class OneShot(_ExchangeAlgorithm):
     """Every rank sends x to all ranks and adds. For small tensors; the smallest use packets."""
 
     name, method = AllReduceMethod.ONE_SHOT.value, AllReduceMethod.ONE_SHOT
     tunables = ("num_ctas", "block_bytes", "packets")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for packets, shapes in ((True, PACKET_SHAPES), (False, SMALL_SHAPES)):
-            for shape in shapes:
-                yield shape.num_ctas, shape.block_bytes, packets
+        for packets, candidates in ((True, PACKET_PARAMS_LIST), (False, SMALL_PARAMS)):
+            for params in candidates:
+                yield params.num_ctas, params.block_bytes, packets
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         if sizes.num_ranks == 1:  # keep at least one candidate
@@ -250,35 +250,35 @@ class OneShot(_Exchanged):
             return False
         return super().fits_sizes(config, sizes)
 
-    def may_win(self, sizes: Sizes) -> bool:
-        return sizes.nbytes <= one_shot_bytes(sizes.num_ranks)
+    def is_candidate(self, sizes: Sizes) -> bool:
+        return sizes.nbytes <= max_one_shot_bytes(sizes.num_ranks)
 
     def check(self, call: Call) -> None:
         if call.packets is None:
             call.packets = call.x.nbytes <= PACKETS_UP_TO
-        default = PACKET_SHAPE if call.packets else DEFAULT_SHAPE
-        call.shape = shape_of("all_reduce", call.num_ctas, call.block_bytes, 1, default)
+        default = PACKET_PARAMS if call.packets else DEFAULT_PARAMS
+        call.params = checked_params("all_reduce", call.num_ctas, call.block_bytes, 1, default)
 
     def num_shards(self, num_ranks: int) -> int:
         return 1
 
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        return in_one_shot(total, call.shape, size, bool(call.packets))
+        return one_shot_exchange(total, call.params, size, bool(call.packets))
 
 
-class TwoShot(_Exchanged):
+class TwoShot(_ExchangeAlgorithm):
     """Every rank receives and adds the parts of its shard, then sends the sum to all ranks."""
 
     name, method = AllReduceMethod.TWO_SHOT.value, AllReduceMethod.TWO_SHOT
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (shape.values for shape in SMALL_SHAPES + LARGE_SHAPES)
+        return (params.values for params in SMALL_PARAMS + LARGE_PARAMS)
 
     def num_shards(self, num_ranks: int) -> int:
         return num_ranks
 
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        return in_two_shots(total, call.ctx.num_ranks, call.shape, size)
+        return two_shot_exchange(total, call.ctx.num_ranks, call.params, size)
 
 
 class Collective(_Algorithm):
@@ -291,7 +291,7 @@ class Collective(_Algorithm):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks test our kernels, so the library is not a candidate there.
-        return sizes.asked == self.name or current_device().has_nccl
+        return sizes.requested_algorithm == self.name or current_device().has_nccl
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
         if not in_place:

@@ -23,7 +23,7 @@ class AllReduceMethod(enum.Enum):
     OneShot = "one_shot"  # noqa: PIE796
     TwoShot = "two_shot"  # noqa: PIE796
     DoubleTree = "two_shot"  # noqa: PIE796
-    # Members that need multicast or TMA reductions, which are not supported; see ``instead``.
+    # Members that need multicast or TMA reductions, which are not supported; see ``replacement``.
     OneShot_TMA = "one_shot_tma"
     OneShot_Multimem = "one_shot_multimem"
     TwoShot_Multimem = "two_shot_multimem"
@@ -32,20 +32,20 @@ class AllReduceMethod(enum.Enum):
     __repr__ = enum.Enum.__str__
 
     @property
-    def instead(self) -> AllReduceMethod | None:
+    def replacement(self) -> AllReduceMethod | None:
         """Replacement of a method that is not supported; ``None`` if the method is supported."""
         if self.value.startswith("one_shot_"):
             return AllReduceMethod.ONE_SHOT
         return AllReduceMethod.TWO_SHOT if self.value.startswith("two_shot_") else None
 
 
-_REPLACED = {"double_tree": AllReduceMethod.TWO_SHOT}
+_REPLACED_NAMES = {"double_tree": AllReduceMethod.TWO_SHOT}
 """Names of replaced algorithms that scripts still pass."""
 
 
 def get_allreduce_methods() -> list[str]:
     """Return the names that ``to_allreduce_method`` accepts."""
-    return [*(each.value for each in AllReduceMethod if each.instead is None), *_REPLACED]
+    return [*(each.value for each in AllReduceMethod if each.replacement is None), *_REPLACED_NAMES]
 
 
 def to_allreduce_method(name: str) -> AllReduceMethod:
@@ -57,13 +57,13 @@ def to_allreduce_method(name: str) -> AllReduceMethod:
         InvalidArgument: the name is unknown, or its method is not supported.
     """
     if name not in get_allreduce_methods():
-        others = {method.value: method.instead for method in AllReduceMethod}
+        others = {method.value: method.replacement for method in AllReduceMethod}
         known = others.get(name)
         expected = f"one of {', '.join(get_allreduce_methods())}"
         if known is not None:
             expected = f"{known.value!r}: multicast and TMA reductions are not supported"
         raise InvalidArgument("to_allreduce_method", "name", name, expected)
-    return _REPLACED[name] if name in _REPLACED else AllReduceMethod(name)
+    return _REPLACED_NAMES[name] if name in _REPLACED_NAMES else AllReduceMethod(name)
 
 
 class AllReduceContext(collective_context.CollectiveContext):
@@ -79,7 +79,7 @@ class AllReduceContext(collective_context.CollectiveContext):
     ) -> int:
         """Return the number of elements of ``item_bytes`` that one launch can sum."""
         one_shot = method is AllReduceMethod.ONE_SHOT
-        return sums.most_elements(
+        return sums.max_elements(
             self.workspace_nbytes, item_bytes, self.num_ranks, one_shot, in_packets
         )
 

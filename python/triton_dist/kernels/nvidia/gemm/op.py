@@ -13,8 +13,8 @@ from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import (
     fits_gemm,
     get_config_space,
-    of_both_kinds,
     warp_specialized_tiles,
+    with_persistent,
 )
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import check_tiles, tuned
@@ -78,7 +78,7 @@ def _both_spaces() -> list[dict[str, Any]]:
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
         {"gemm_config": tiles, "persistent": kind}
-        for tiles, kind in (*of_both_kinds(get_config_space), *specialized)
+        for tiles, kind in (*with_persistent(get_config_space), *specialized)
     ]
 
 

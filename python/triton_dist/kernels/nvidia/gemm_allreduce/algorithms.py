@@ -13,25 +13,29 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import (
-    SMALL_SHAPES,
-    Shape,
+    SMALL_PARAMS,
+    LaunchParams,
+    checked_params,
     is_worth_trying,
-    shape_of,
 )
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT,
     ONE_SHOT_BYTES,
     PACKET_BYTES,
     TWO_SHOT,
-    one_shot_bytes,
+    max_one_shot_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Algorithm, Algorithms
-from triton_dist.kernels.common.scatter.algorithms import InOneLaunch, Overlapped, WholeProduct
+from triton_dist.kernels.common.scatter.algorithms import (
+    OneLaunchAlgorithm,
+    OverlappedAlgorithm,
+    UnfusedAlgorithm,
+)
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
-from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
+from triton_dist.kernels.common.scatter.packets import PacketLaunch, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
-from triton_dist.kernels.common.scatter.to_all import TwoShots
+from triton_dist.kernels.common.scatter.to_all import TwoShotLaunches
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
     GEMMAllReduceTensorParallelContext,
@@ -45,10 +49,15 @@ _TWO_SHOT_FROM = 1 << 20
 _VECTOR_BYTES = 16
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 # Largest first: the first shape that a product fills is likely the fastest.
-_LARGE = (Shape(128, 16384), Shape(128, 8192))
-_SERIAL: dict[str, Sequence[Shape]] = {
-    ONE_SHOT: (*_LARGE, Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
-    TWO_SHOT: (*_LARGE, Shape(32, 8192), SMALL_SHAPES[0]),
+_LARGE_PARAMS = (LaunchParams(128, 16384), LaunchParams(128, 8192))
+_SERIAL_PARAMS: dict[str, Sequence[LaunchParams]] = {
+    ONE_SHOT: (
+        *_LARGE_PARAMS,
+        LaunchParams(64, 8192),
+        LaunchParams(64, 2048),
+        LaunchParams(16, 2048),
+    ),
+    TWO_SHOT: (*_LARGE_PARAMS, LaunchParams(32, 8192), SMALL_PARAMS[0]),
 }
 
 
@@ -56,25 +65,25 @@ _SERIAL: dict[str, Sequence[Shape]] = {
 class Call(SummingCall):
     """One call: the arguments of ``gemm_ar``."""
 
-    kind = GEMMAllReduceTensorParallelContext
+    context_class = GEMMAllReduceTensorParallelContext
     copy_to_local: bool
     reduction: str | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None:
-            self.algorithm = self.asked(self.method)
+            self.algorithm = self.requested_algorithm(self.method)
         self.chosen = ALGORITHMS[self.algorithm or BySize.name]
         if self.ctx.num_ranks == 1:  # nothing to sum
             self.chosen = ALGORITHMS[Collective.name]
         self.chosen.check(self)
 
     @staticmethod
-    def asked(method: enum.Enum | None = None, **_: Any) -> str | None:
-        return ALGORITHMS.asked(method)
+    def requested_algorithm(method: enum.Enum | None = None, **_: Any) -> str | None:
+        return ALGORITHMS.requested_algorithm(method)
 
     @staticmethod
-    def choice(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
+    def key_options(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
         return bool(copy_to_local)
 
 
@@ -101,7 +110,7 @@ class BySize(Algorithm[Call, SummingSizes]):
         raise NotImplementedError  # ``check`` replaces ``call.chosen``
 
 
-class OneShot(InOneLaunch[Call]):
+class OneShot(OneLaunchAlgorithm[Call]):
     """Send each tile to all ranks, which all add it, in one launch.
 
     For few rows: products of up to 4 MB.
@@ -110,10 +119,10 @@ class OneShot(InOneLaunch[Call]):
     name = "one_shot"
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return spaces.of_both_kinds(spaces.tiles_to_all)
+        return spaces.with_persistent(spaces.tiles_to_all)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.nbytes <= ONE_SHOT_BYTES and sizes.suit(config, sizes.M)
+        return sizes.nbytes <= ONE_SHOT_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)
@@ -123,10 +132,10 @@ class OneShot(InOneLaunch[Call]):
 class OneShotInPackets(OneShot):
     """One-shot in packets, whose words carry their own flags. For very few rows."""
 
-    name, launches = "one_shot_in_packets", InPackets
+    name, launches = "one_shot_in_packets", PacketLaunch
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        low = spaces.LOW
+        low = spaces.LOWEST_TILE_ROWS
         return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == low)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
@@ -145,31 +154,31 @@ class TwoShotInOneLaunch(OneShot):
     """
 
     name = "two_shot_in_one_launch"
-    to_owners = pass_on = True
+    to_owners = broadcasts_sums = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         all_tiles = spaces.get_config_space
-        return spaces.of_both_kinds(lambda persistent: spaces.tile_shapes(all_tiles(persistent)))
+        return spaces.with_persistent(lambda persistent: spaces.tile_shapes(all_tiles(persistent)))
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
         nbytes = whole * sizes.B.shape[1] * sizes.A.element_size()
-        return nbytes <= SUMMED_BYTES and sizes.suit(config, sizes.M)
+        return nbytes <= SUMMED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.exchanged_rows)
         call.check_tiles()
 
 
-class TwoShot(Overlapped[Call]):
+class TwoShot(OverlappedAlgorithm[Call]):
     """Two-shot that overlaps with the GEMM: sums travel while later tiles are multiplied."""
 
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for each in spaces.of_both_kinds(spaces.get_config_space):
+        for each in spaces.with_persistent(spaces.get_config_space):
             yield *each, 1
-        descriptors, interpreted = spaces.kinds_here()[0], current_device().interprets
+        descriptors, interpreted = spaces.persistent_values()[0], current_device().interprets
         shapes = spaces.tile_shapes(spaces.get_config_space(descriptors))
         for tiles in shapes[: 1 if interpreted else _CHUNKED_TILES]:
             for num_chunks in _CHUNKS:
@@ -177,16 +186,16 @@ class TwoShot(Overlapped[Call]):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         rows = row_block_rows(sizes.M, sizes.num_ranks)
-        return sizes.have_chunks(config, rows) and sizes.suit(config, rows)
+        return sizes.has_chunks(config, rows) and sizes.tiles_fit(config, rows)
 
-    def scattered(self, call: Call) -> TwoShots:
+    def scattered(self, call: Call) -> TwoShotLaunches:
         A, buffer = call.A, call.ctx.buffer
         sums, arrivals = buffer.sums(A.shape[0]), buffer.slots["sum_arrivals"].local
         C = A.new_empty((A.shape[0], call.ctx.N)) if call.copy_to_local else sums
-        return TwoShots(call, C, buffer.describe(), sums, arrivals)
+        return TwoShotLaunches(call, C, buffer.describe(), sums, arrivals)
 
 
-class Serial(WholeProduct[Call]):
+class Serial(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul``, then our all-reduce."""
 
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
@@ -194,39 +203,41 @@ class Serial(WholeProduct[Call]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
-        for reduction, shapes in _SERIAL.items():
-            for shape in shapes[-1:] if interpreted else shapes:
-                yield reduction, shape.num_chunks, shape.num_ctas, shape.block_bytes
+        for reduction, candidates in _SERIAL_PARAMS.items():
+            for params in candidates[-1:] if interpreted else candidates:
+                yield reduction, params.num_chunks, params.num_ctas, params.block_bytes
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         nbytes = sizes.nbytes
         if config["reduction"] != ONE_SHOT:
             nbytes = -(-nbytes // sizes.num_ranks)
-        elif nbytes > one_shot_bytes(sizes.num_ranks):
+        elif nbytes > max_one_shot_bytes(sizes.num_ranks):
             return False
-        shape = shape_of("gemm_ar", config["num_ctas"], config["block_bytes"], config["num_chunks"])
-        return is_worth_trying(shape, nbytes)
+        params = checked_params(
+            "gemm_ar", config["num_ctas"], config["block_bytes"], config["num_chunks"]
+        )
+        return is_worth_trying(params, nbytes)
 
     def check(self, call: Call) -> None:
-        if call.reduction not in (None, *_SERIAL):
-            expected = f"None or one of {', '.join(map(repr, _SERIAL))}"
+        if call.reduction not in (None, *_SERIAL_PARAMS):
+            expected = f"None or one of {', '.join(map(repr, _SERIAL_PARAMS))}"
             raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
-        shape_of("gemm_ar", call.num_ctas, call.block_bytes, call.num_chunks)
+        checked_params("gemm_ar", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.ctx.N))
-        call.ctx.exchange.compile_sum(product, *self._reducing(call))
+        call.ctx.exchange.compile_sum(product, *self._sum_params(call))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = call.ctx.exchange.sum(product, *self._reducing(call))
+        total: torch.Tensor = call.ctx.exchange.sum(product, *self._sum_params(call))
         return total
 
     @staticmethod
-    def _reducing(call: Call) -> tuple[Any, ...]:
+    def _sum_params(call: Call) -> tuple[Any, ...]:
         return call.reduction, call.num_ctas, call.block_bytes, call.num_chunks
 
 
-class Collective(WholeProduct[Call]):
+class Collective(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul``, then the group's all-reduce (NCCL; gloo on CPU ranks).
 
     With one rank, only the product.
@@ -239,7 +250,7 @@ class Collective(WholeProduct[Call]):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         # CPU ranks test our kernels, so the library is not a candidate there.
-        return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_nccl
+        return sizes.num_ranks == 1 or sizes.requested_algorithm is not None or current_device().has_nccl
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)
@@ -268,7 +279,7 @@ def two_shot_all_reduce(
     return out
 
 
-class SymmetricCollective(WholeProduct[Call]):
+class SymmetricCollective(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul`` into symmetric memory, then torch's two-shot all-reduce.
 
     Requires one GPU per rank, bf16 or fp32, and rows that are multiples of 16 bytes.
@@ -280,10 +291,10 @@ class SymmetricCollective(WholeProduct[Call]):
         yield ()
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return self._takes(sizes.B)
+        return self._supports(sizes.B)
 
     def check(self, call: Call) -> None:
-        if not self._takes(call.B):
+        if not self._supports(call.B):
             expected = "another algorithm: torch's all-reduce in symmetric memory requires bf16 or "
             expected += "fp32, rows of a multiple of 16 bytes, and one GPU per rank"
             raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
@@ -298,7 +309,7 @@ class SymmetricCollective(WholeProduct[Call]):
         return two_shot_all_reduce(product, call.ctx.group)
 
     @staticmethod
-    def _takes(B: torch.Tensor) -> bool:
+    def _supports(B: torch.Tensor) -> bool:
         return sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
 
 

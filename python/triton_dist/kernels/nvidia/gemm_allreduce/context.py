@@ -10,7 +10,7 @@ from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.sums import ONE_SHOT_BYTES, PACKET_BYTES, SumBuffer
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
 from triton_dist.kernels.common.scatter.partials import (
-    Products,
+    ProductLimits,
     SummingContext,
     create,
     row_block_rows,
@@ -52,7 +52,7 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
 
     title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, products: ProductLimits) -> None:
         super().__init__(products)
         max_M, N, output_dtype, _, group = products
         row_bytes = N * output_dtype.itemsize

@@ -13,18 +13,22 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
-    Shape,
+    LaunchParams,
+    checked_params,
     is_worth_trying,
-    scattering,
-    shape_of,
+    reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
-from triton_dist.kernels.common.scatter.algorithms import InOneLaunch, Overlapped, WholeProduct
+from triton_dist.kernels.common.scatter.algorithms import (
+    OneLaunchAlgorithm,
+    OverlappedAlgorithm,
+    UnfusedAlgorithm,
+)
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
-from triton_dist.kernels.common.scatter.to_owners import ToOwners
+from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
     GEMMReduceScatterTensorParallelContext,
@@ -33,13 +37,13 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import no_garbage_collection
 
 # Number of tile shapes tried with pushes; the first 3 of them with every number of chunks.
-_PUSHED_TILES, _LARGEST_TILES = 7, 3
+_NUM_PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 # Shapes of a reduce-scatter after the GEMM, largest (and likeliest) first.
-_SERIAL_SHAPES = (
-    *(Shape(ctas, 16384) for ctas in (128, 64)),
-    Shape(64, 16384, 4),
-    *(Shape(ctas, 8192) for ctas in (128, 64, 32)),
+_SERIAL_PARAMS = (
+    *(LaunchParams(ctas, 16384) for ctas in (128, 64)),
+    LaunchParams(64, 16384, 4),
+    *(LaunchParams(ctas, 8192) for ctas in (128, 64, 32)),
 )
 
 
@@ -47,25 +51,25 @@ _SERIAL_SHAPES = (
 class Call(SummingCall):
     """One call: the arguments of ``gemm_rs``."""
 
-    kind = GEMMReduceScatterTensorParallelContext
+    context_class = GEMMReduceScatterTensorParallelContext
     reduce_st: bool | None
     fuse_scatter: bool | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None or self.fuse_scatter is not None:
-            self.algorithm = self.asked(self.method, self.fuse_scatter)
+            self.algorithm = self.requested_algorithm(self.method, self.fuse_scatter)
         self.chosen = ALGORITHMS[self.algorithm or Fused.name]
-        self.adds = self.sums_on_arrival(self.ctx, self.reduce_st)
+        self.adds_on_arrival = self.sums_on_arrival(self.ctx, self.reduce_st)
         self.chosen.check(self)
 
     @staticmethod
-    def asked(
+    def requested_algorithm(
         method: enum.Enum | None = None, fuse_scatter: bool | None = None, **_: Any
     ) -> str | None:
         if method is None and fuse_scatter is not None:
             return Fused.name if fuse_scatter else CopyEngine.name
-        return ALGORITHMS.asked(method)
+        return ALGORITHMS.requested_algorithm(method)
 
     @staticmethod
     def sums_on_arrival(ctx: Any, reduce_st: bool | None = None, **_: Any) -> bool:
@@ -74,41 +78,41 @@ class Call(SummingCall):
             raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
         return bool(ctx.reduce_st if reduce_st is None else reduce_st)
 
-    choice = sums_on_arrival
+    key_options = sums_on_arrival
 
     def check_sum(self) -> None:
         """Raise if ``reduce_st`` is set; only ``"fused"`` adds tiles on arrival."""
-        if self.adds:
+        if self.adds_on_arrival:
             expected = f"{Fused.name!r} with reduce_st=True"
             raise InvalidArgument("gemm_rs", "algorithm", self.chosen.name, expected)
 
 
-class _ToOwners(Overlapped[Call]):
+class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
     """Each tile goes to the owner of its rows."""
 
     scatter: Scatter
-    launches: ClassVar[type[ToOwners]] = ToOwners
+    launches: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return spaces.fits_gemm(config, sizes.A, sizes.B)
 
-    def scattered(self, call: Call) -> ToOwners:
+    def scattered(self, call: Call) -> ReduceScatterLaunches:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
-        to = call.ctx.buffer.describe("add" if call.adds else self.scatter)
+        to = call.ctx.buffer.describe("add" if call.adds_on_arrival else self.scatter)
         return self.launches(call, C, to)
 
 
-class Fused(_ToOwners):
+class Fused(_OverlappedReduceScatter):
     """The program that computed a tile stores it into the owner's memory, or adds it there."""
 
     name, tunables = "fused", ("gemm_config", "persistent")
     scatter, is_general = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return spaces.of_both_kinds(spaces.get_config_space)
+        return spaces.with_persistent(spaces.get_config_space)
 
 
-class OneLaunch(InOneLaunch[Call]):
+class OneLaunch(OneLaunchAlgorithm[Call]):
     """Multiply, send and add in one launch, for few rows.
 
     At few rows, most programs of ``"fused"`` would have no tile to add at the end. Here all
@@ -119,10 +123,10 @@ class OneLaunch(InOneLaunch[Call]):
     name, to_owners = "one_launch", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return spaces.of_both_kinds(spaces.tiles_to_owners)
+        return spaces.with_persistent(spaces.tiles_to_owners)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.nbytes <= EXCHANGED_BYTES and sizes.suit(config, sizes.M)
+        return sizes.nbytes <= EXCHANGED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_tiles()
@@ -132,7 +136,7 @@ class OneLaunch(InOneLaunch[Call]):
             call.chosen = ALGORITHMS[Fused.name]
 
 
-class _Pushed(ToOwners):
+class _Pushed(ReduceScatterLaunches):
     """Launches of a call, plus copy-engine pushes on another stream."""
 
     def run(self) -> None:
@@ -153,7 +157,7 @@ class _Pushed(ToOwners):
             pushes.join(stream)
 
 
-class CopyEngine(_ToOwners):
+class CopyEngine(_OverlappedReduceScatter):
     """Tiles are stored locally; a copy engine pushes each peer's rows in chunks when complete."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
@@ -161,7 +165,7 @@ class CopyEngine(_ToOwners):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
-        most = 1 if current_device().interprets else _PUSHED_TILES
+        most = 1 if current_device().interprets else _NUM_PUSHED_TILES
         shapes = spaces.tile_shapes(spaces.get_config_space(persistent))
         for number, tiles in enumerate(shapes[:most]):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
@@ -170,7 +174,7 @@ class CopyEngine(_ToOwners):
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         if current_device().launches_block:
             return False
-        return sizes.have_chunks(config, sizes.M // sizes.num_ranks) and super().fits_sizes(
+        return sizes.has_chunks(config, sizes.M // sizes.num_ranks) and super().fits_sizes(
             config, sizes
         )
 
@@ -186,7 +190,7 @@ class CopyEngine(_ToOwners):
         return call.num_chunks
 
 
-class Serial(WholeProduct[Call]):
+class Serial(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul``, then our reduce-scatter in one launch."""
 
     name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
@@ -194,19 +198,21 @@ class Serial(WholeProduct[Call]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         # The interpreter is slow: try one candidate there.
-        shapes = _SERIAL_SHAPES[-1:] if current_device().interprets else _SERIAL_SHAPES
-        for shape in shapes:
-            yield shape.num_chunks, shape.num_ctas, shape.block_bytes
+        candidates = _SERIAL_PARAMS[-1:] if current_device().interprets else _SERIAL_PARAMS
+        for params in candidates:
+            yield params.num_chunks, params.num_ctas, params.block_bytes
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        shape = shape_of("gemm_rs", config["num_ctas"], config["block_bytes"], config["num_chunks"])
+        params = checked_params(
+            "gemm_rs", config["num_ctas"], config["block_bytes"], config["num_chunks"]
+        )
         shard_bytes = sizes.nbytes // sizes.num_ranks
-        return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(shape, shard_bytes)
+        return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(params, shard_bytes)
 
     def check(self, call: Call) -> None:
         call.check_sum()
         call.check_rows(call.ctx.exchanged_rows)
-        shape_of("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
+        checked_params("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.B.shape[1]))
@@ -219,11 +225,11 @@ class Serial(WholeProduct[Call]):
         return rows
 
     def _exchange(self, call: Call, product: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        shape = shape_of("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
-        return scattering(product, call.ctx.num_ranks, shape)
+        params = checked_params("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
+        return reduce_scatter_exchange(product, call.ctx.num_ranks, params)
 
 
-class Collective(WholeProduct[Call]):
+class Collective(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul``, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
 
     name, method = LibraryAlgorithm.COLLECTIVE.value, LibraryAlgorithm.COLLECTIVE
@@ -232,7 +238,8 @@ class Collective(WholeProduct[Call]):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return (
             [()]
-            if self.method in libraries.candidates_here(libraries.MATMUL_REDUCE_SCATTER)
+            if self.method
+            in libraries.candidate_library_algorithms(libraries.MATMUL_REDUCE_SCATTER)
             else []
         )
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from triton_dist.kernels.common.context import Check
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
-from triton_dist.kernels.common.scatter.partials import Products, SummingContext, create
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
+from triton_dist.kernels.common.scatter.partials import ProductLimits, SummingContext, create
 from triton_dist.kernels.common.scatter.row_blocks import PartialsBuffer
 from triton_dist.runtime.ranks import Group
 
@@ -30,13 +30,13 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
 
     title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
 
-    def __init__(self, products: Products, reduce_st: bool, rs_stream: Any) -> None:
+    def __init__(self, products: ProductLimits, reduce_st: bool, rs_stream: Any) -> None:
         super().__init__(products)
         max_M, N, output_dtype, _, group = products
         self.reduce_st, size = reduce_st, self.num_ranks
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
-        nbytes = bytes_of_parts(max(1, rows_of_each) * N, output_dtype, size)
+        nbytes = bytes_of_slot(max(1, rows_of_each) * N, output_dtype, size)
         with self.allocating() as own:
             self.buffer = own(
                 PartialsBuffer(
@@ -52,7 +52,7 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
         return argument, M, fits, f"a positive multiple of world_size = {num_ranks}"
 
     @staticmethod
-    def whole_rows(M: int, num_ranks: int) -> int:
+    def round_down_rows(M: int, num_ranks: int) -> int:
         return M // num_ranks * num_ranks
 
     def rows_of_rank(self, M: int) -> int:

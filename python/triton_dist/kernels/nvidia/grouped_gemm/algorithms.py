@@ -14,23 +14,23 @@ from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
     Check,
-    accept,
+    checked_once,
     gradient_check,
-    signature_of,
+    operand_signature,
     tensor_checks,
 )
-from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.launch import BoundedDict, Launch
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
 from triton_dist.kernels.common.moe.rows import (
-    WHOLE_EXPERT,
-    cleared_rows,
+    UNTILED_ROWS,
+    clear_padding_rows,
     fits_library,
-    gathered_rows,
+    gather_rows,
     grouped_mm,
     has_fast_library,
-    rows_put_back,
-    tries_library,
+    is_library_candidate,
+    restore_row_order,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
@@ -39,7 +39,7 @@ from triton_dist.runtime.device import current_device
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
 # Signatures that passed the checks: a check takes several us, a lookup less.
-_ACCEPTED: Bounded[Any, Any] = Bounded()
+_CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 
 
 def checks(
@@ -115,9 +115,9 @@ class GroupedKey(NamedTuple):
             rows = "token" if len(A) == M else "route"
             return cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
 
-        signature = signature_of(B, A, B, topk_ids), current_device().torch_device
-        return accept(
-            _ACCEPTED,
+        signature = operand_signature(B, A, B, topk_ids), current_device().torch_device
+        return checked_once(
+            _CHECKED_KEYS,
             (*signature, order, activation),
             "grouped_gemm",
             lambda: checks(A, B, topk_ids, order, activation),
@@ -173,7 +173,7 @@ class Tiled(Algorithm[Call, GroupedKey]):
 
     def run(self, call: Call) -> torch.Tensor:
         C, blocks, product = self._launches(call)
-        blocks.make()
+        blocks.queue()
         product.run()
         return C
 
@@ -200,7 +200,7 @@ class Library(Algorithm[Call, GroupedKey]):
         return [()] if has_fast_library() else []
 
     def fits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
-        return tries_library(sizes.N, sizes.K, sizes.dtype, sizes.layout)
+        return is_library_candidate(sizes.N, sizes.K, sizes.dtype, sizes.layout)
 
     def check(self, call: Call) -> None:
         if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
@@ -208,16 +208,16 @@ class Library(Algorithm[Call, GroupedKey]):
             raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
-        blocks, routes = call.blocks(WHOLE_EXPERT), call.topk_ids.numel()
+        blocks, routes = call.blocks(UNTILED_ROWS), call.topk_ids.numel()
         C = call.A.new_empty(routes, call.width)
-        copies = gathered_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
+        copies = gather_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
         for launch in (*blocks.launches, copies, self._end(call, C, blocks)[1]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
-        blocks = call.blocks(WHOLE_EXPERT).make()
+        blocks = call.blocks(UNTILED_ROWS).queue()
         A = call.A.new_empty(call.topk_ids.numel(), call.key.K)
-        gathered_rows(call.A.detach(), A, blocks).run()
+        gather_rows(call.A.detach(), A, blocks).run()
         C = grouped_mm(A, call.B.detach(), blocks.ends[: call.key.E])
         if call.activation is not None:
             gate, up = C.chunk(2, dim=1)
@@ -230,9 +230,9 @@ class Library(Algorithm[Call, GroupedKey]):
     def _end(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
         """Return the result, and the launch that puts its rows into the required order."""
         if call.order == "sorted":
-            return C, cleared_rows(C, blocks)
+            return C, clear_padding_rows(C, blocks)
         out = torch.empty_like(C)
-        return out, rows_put_back(C, out, blocks)
+        return out, restore_row_order(C, out, blocks)
 
 
 ALGORITHMS = Algorithms("grouped_gemm", (Tiled(), Library()))

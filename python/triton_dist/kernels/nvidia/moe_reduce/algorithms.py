@@ -11,12 +11,12 @@ from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, Mo
 class ReduceScatterCall(SumCall):
     """One call of ``run_moe_reduce_rs``."""
 
-    kind = MoEReduceRSContext
-    algorithms = Algorithms(kind.function, algorithms_of(kind))
+    context_class = MoEReduceRSContext
+    algorithms = Algorithms(context_class.function, algorithms_of(context_class))
 
 
 class AllReduceCall(SumCall):
     """One call of ``run_moe_reduce_ar``."""
 
-    kind = MoEReduceARContext
-    algorithms = Algorithms(kind.function, algorithms_of(kind))
+    context_class = MoEReduceARContext
+    algorithms = Algorithms(context_class.function, algorithms_of(context_class))

@@ -10,11 +10,11 @@ from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
     ExchangeBuffer,
-    Shape,
-    bytes_of_parts,
-    gathering,
-    scattering,
-    untuned,
+    LaunchParams,
+    all_gather_exchange,
+    bytes_of_slot,
+    params_for_device,
+    reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT,
@@ -23,16 +23,21 @@ from triton_dist.kernels.common.exchange.sums import (
     SumBuffer,
 )
 from triton_dist.kernels.common.moe.columns import PushedColumns
-from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
+from triton_dist.kernels.common.moe.summing import (
+    COLLECTIVE,
+    MoESumContext,
+    RoutedProductLimits,
+    create,
+)
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE
 from triton_dist.runtime.ranks import Group
 
 PUSH = "push"
 EXCHANGED_BYTES = 64 << 20
 """Largest sum over choices, in bytes, that one launch scatters. Copy engines are faster above."""
-_LARGE_FROM = 1 << 20
+_MIN_LARGE_BYTES = 1 << 20
 """Shard size in bytes from which the number of bytes in flight determines the speed."""
-_LARGE_SCATTER, _LARGE_GATHER = Shape(128, 16384), Shape(64, 16384)
+_LARGE_SCATTER, _LARGE_GATHER = LaunchParams(128, 16384), LaunchParams(64, 16384)
 
 
 class MoEReduceRSContext(MoESumContext):
@@ -45,12 +50,12 @@ class MoEReduceRSContext(MoESumContext):
     creator, reductions = "create_moe_rs_context", (PUSH, TOPK_EXCHANGE)
     has_all_rows = False
 
-    def __init__(self, products: RoutedProducts) -> None:
+    def __init__(self, products: RoutedProductLimits) -> None:
         super().__init__(products)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
         exchanged_rows = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
-        nbytes = bytes_of_parts(max(1, exchanged_rows) * N, dtype, self.num_ranks)
+        nbytes = bytes_of_slot(max(1, exchanged_rows) * N, dtype, self.num_ranks)
         with self.allocating() as own:
             self.buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found, name = self.buffer.disagreements, f"the exchange of {self.function}"
@@ -77,8 +82,10 @@ class MoEReduceRSContext(MoESumContext):
         self.exchange.launch(exchange, total, rows).compile()
 
     def _exchange(self, total: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        is_large = total.nbytes // self.num_ranks >= _LARGE_FROM
-        return scattering(total, self.num_ranks, _LARGE_SCATTER if is_large else untuned())
+        is_large = total.nbytes // self.num_ranks >= _MIN_LARGE_BYTES
+        return reduce_scatter_exchange(
+            total, self.num_ranks, _LARGE_SCATTER if is_large else params_for_device()
+        )
 
 
 class MoEReduceARContext(MoESumContext):
@@ -92,7 +99,7 @@ class MoEReduceARContext(MoESumContext):
     has_all_rows = True
     exchange: SumBuffer
 
-    def __init__(self, products: RoutedProducts) -> None:
+    def __init__(self, products: RoutedProductLimits) -> None:
         super().__init__(products)
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
@@ -134,9 +141,9 @@ class MoEReduceARContext(MoESumContext):
         The output has whole shards, so the last shard may end after row M.
         """
         most = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
-        is_large = most * rows.shape[1] * rows.element_size() >= _LARGE_FROM * self.num_ranks
-        shape = _LARGE_GATHER if is_large else untuned()
-        return gathering(rows, self.num_ranks, shape, M)
+        is_large = most * rows.shape[1] * rows.element_size() >= _MIN_LARGE_BYTES * self.num_ranks
+        params = _LARGE_GATHER if is_large else params_for_device()
+        return all_gather_exchange(rows, self.num_ranks, params, M)
 
 
 def create_moe_rs_context(

@@ -42,8 +42,8 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.context import refuse
-from triton_dist.kernels.common.moe.summing import agreed, summed_routes, varied
+from triton_dist.kernels.common.context import raise_first_error
+from triton_dist.kernels.common.moe.summing import id_variants, ids_to_agree, sum_routes
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.moe_reduce.algorithms import AllReduceCall, ReduceScatterCall
@@ -56,8 +56,8 @@ from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, Mo
     sizes=ReduceScatterCall.sizes,
     key_fn=ReduceScatterCall.key_fn,
     key_sizes=("M",),
-    agree_fn=agreed,
-    input_variants_fn=varied,
+    agree_fn=ids_to_agree,
+    input_variants_fn=id_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def run_moe_reduce_rs(
@@ -140,8 +140,8 @@ def run_moe_reduce_rs_triton_non_overlap(
     """
     function, routing = "run_moe_reduce_rs_triton_non_overlap", (chosen_experts, expert_weight)
     M, size = len(chosen_experts), dist.get_world_size()
-    refuse(function, [MoEReduceRSContext.tokens_check("M", M, size)])
-    total = summed_routes(function, grouped_gemm, x, weights, *routing, config)
+    raise_first_error(function, [MoEReduceRSContext.tokens_check("M", M, size)])
+    total = sum_routes(function, grouped_gemm, x, weights, *routing, config)
     return libraries.reduce_scatter(total, None)
 
 
@@ -151,8 +151,8 @@ def run_moe_reduce_rs_triton_non_overlap(
     sizes=AllReduceCall.sizes,
     key_fn=AllReduceCall.key_fn,
     key_sizes=("M",),
-    agree_fn=agreed,
-    input_variants_fn=varied,
+    agree_fn=ids_to_agree,
+    input_variants_fn=id_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def run_moe_reduce_ar(
@@ -219,7 +219,7 @@ def run_moe_reduce_ar_triton_non_overlap(
     Raises:
         InvalidArgument: shapes, dtypes or devices do not match.
     """
-    total = summed_routes(
+    total = sum_routes(
         "run_moe_reduce_ar_triton_non_overlap", grouped_gemm, x, weights, chosen_experts,
         expert_weight, config,
     )  # fmt: skip

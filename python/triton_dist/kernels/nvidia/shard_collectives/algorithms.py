@@ -20,42 +20,44 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.collective.context import check_output, check_tensor, fits_vectors
 from triton_dist.kernels.common.collective.pushed import PushedShards
-from triton_dist.kernels.common.context import buffer_of
+from triton_dist.kernels.common.context import checked_buffer
 from triton_dist.kernels.common.exchange.buffer import (
-    LARGE_SHAPES,
-    SMALL_SHAPES,
+    LARGE_PARAMS,
+    SMALL_PARAMS,
     TUNABLES,
     Exchange,
     ExchangeBuffer,
-    Shape,
+    LaunchParams,
+    checked_params,
     is_worth_trying,
-    shape_in,
-    shape_of,
-    untuned,
+    params_for_device,
+    params_in,
 )
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather, kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed, kernel_copy_pushed
-from triton_dist.kernels.common.op import Algorithms, NamedAlgorithm, OpCall, check_straggler
-from triton_dist.kernels.common.peers import folded
+from triton_dist.kernels.common.op import Algorithms, OpCall, SelectableAlgorithm, check_straggler
+from triton_dist.kernels.common.peers import fold_count
 from triton_dist.kernels.nvidia.shard_collectives.context import (
     AllGatherContext,
-    PushingContext,
     ReduceScatterContext,
+    ShardContext,
 )
 from triton_dist.runtime.device import current_device
 
 # Bytes from which copy engines are worth trying: each copy needs some us to start.
-_PUSHED_FROM = 1 << 20
-_PUSHED_SHAPES = tuple(Shape(ctas, 16384, chunks) for ctas in (16, 64) for chunks in (1, 2, 4))
+_MIN_COPY_ENGINE_BYTES = 1 << 20
+_PUSHED_PARAMS = tuple(
+    LaunchParams(ctas, 16384, chunks) for ctas in (16, 64) for chunks in (1, 2, 4)
+)
 
 
-class PushMethod(enum.Enum):
+class ShardMethod(enum.Enum):
     """Base of both ops' enums, whose values are names of algorithms."""
 
     __repr__ = enum.Enum.__str__
 
 
-class GatherMethod(PushMethod):
+class GatherMethod(ShardMethod):
     """Algorithm of an all-gather."""
 
     PUSH = "push"
@@ -66,7 +68,7 @@ class GatherMethod(PushMethod):
     """The group's all-gather (NCCL; gloo on CPU ranks)."""
 
 
-class ReduceScatterMethod(PushMethod):
+class ReduceScatterMethod(ShardMethod):
     """Algorithm of a reduce-scatter."""
 
     PUSH = "push"
@@ -82,7 +84,7 @@ class Sizes(NamedTuple):
 
     shard_nbytes: int
     num_ranks: int
-    asked: str | None
+    requested_algorithm: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
 
 
@@ -93,7 +95,7 @@ class ShardsCall(OpCall):
     x: torch.Tensor
     ctx: Any
     output: torch.Tensor | None
-    method: PushMethod | None
+    method: ShardMethod | None
     num_ctas: int | None
     block_bytes: int | None
     num_chunks: int | None
@@ -102,12 +104,12 @@ class ShardsCall(OpCall):
     accepted_key: object = None
 
     algorithms: ClassVar[Algorithms[Any, Any]]
-    kind: ClassVar[type[PushingContext]]
-    gathers: ClassVar[bool]
+    context_class: ClassVar[type[ShardContext]]
+    x_is_shard: ClassVar[bool]
     """True if x is a shard (all-gather), false if the result is one (reduce-scatter)."""
     push: ClassVar[Any]
     """Kernel that pushes shards, and copies or adds the shards that arrive."""
-    take_pushed: ClassVar[Any]
+    copy_engine_kernel: ClassVar[Any]
     """Kernel that copies or adds the shards that copy engines push."""
 
     def __post_init__(self) -> None:
@@ -116,30 +118,32 @@ class ShardsCall(OpCall):
         if self.straggler_option is not None:
             check_straggler(self.algorithms.function, self.straggler_option)
         if self.method is not None:
-            self.algorithm = self.algorithms.asked(self.method)
+            self.algorithm = self.algorithms.requested_algorithm(self.method)
         self.chosen = self.algorithms[self.algorithm or Push.name]
-        self.shape = shape_of(
+        self.params = checked_params(
             self.algorithms.function, self.num_ctas, self.block_bytes, self.num_chunks
         )
 
     @classmethod
-    def check(cls, x: torch.Tensor, ctx: PushingContext, output: torch.Tensor | None) -> None:
+    def check(cls, x: torch.Tensor, ctx: ShardContext, output: torch.Tensor | None) -> None:
         """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
         function = cls.algorithms.function
-        device = buffer_of(ctx, cls.kind, function, cls.kind.creator).device.torch_device
+        device = checked_buffer(
+            ctx, cls.context_class, function, cls.context_class.creator
+        ).device.torch_device
         check_tensor(function, "x", x, device)
         size, most = ctx.num_ranks, ctx.workspace_nbytes
-        if x.ndim < 1 or not (cls.gathers or x.shape[0] % size == 0):
+        if x.ndim < 1 or not (cls.x_is_shard or x.shape[0] % size == 0):
             expected = f"a first dimension that is a multiple of world_size = {size}"
-            expected = "[M, …]" if cls.gathers else expected
+            expected = "[M, …]" if cls.x_is_shard else expected
             raise InvalidArgument(function, "x.shape", tuple(x.shape), expected)
-        if x.nbytes * (size if cls.gathers else 1) > most:
+        if x.nbytes * (size if cls.x_is_shard else 1) > most:
             expected = f"at most the context's workspace_nbytes = {most}"
-            expected += f", over world_size = {size}" if cls.gathers else ""
+            expected += f", over world_size = {size}" if cls.x_is_shard else ""
             raise InvalidArgument(function, "x.nbytes", x.nbytes, expected)
         if output is not None:
-            numel = x.numel() * size if cls.gathers else x.numel() // size
-            place = ctx.rank * x.nbytes if cls.gathers else None
+            numel = x.numel() * size if cls.x_is_shard else x.numel() // size
+            place = ctx.rank * x.nbytes if cls.x_is_shard else None
             check_output(function, output, x, numel, device, place)
 
     @staticmethod
@@ -151,9 +155,9 @@ class ShardsCall(OpCall):
     def key_fn(
         cls,
         x: torch.Tensor,
-        ctx: PushingContext,
+        ctx: ShardContext,
         output: torch.Tensor | None = None,
-        method: PushMethod | None = None,
+        method: ShardMethod | None = None,
         *_: Any,
         **__: Any,
     ) -> Any:
@@ -165,34 +169,34 @@ class ShardsCall(OpCall):
         cls.check(x, ctx, output)
         elements = cls.elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
-        return key if method is None else (*key, cls.algorithms.asked(method))
+        return key if method is None else (*key, cls.algorithms.requested_algorithm(method))
 
     @classmethod
     def sizes(
         cls,
         x: torch.Tensor,
-        ctx: PushingContext,
+        ctx: ShardContext,
         output: torch.Tensor | None = None,
-        method: PushMethod | None = None,
+        method: ShardMethod | None = None,
         *_: Any,
         **__: Any,
     ) -> Sizes:
         """Return the sizes that decide which configs are worth trying."""
         shard_nbytes = cls.elements(x, ctx) * x.element_size()
-        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.asked(method))
+        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested_algorithm(method))
 
     @classmethod
-    def elements(cls, x: torch.Tensor, ctx: PushingContext) -> int:
+    def elements(cls, x: torch.Tensor, ctx: ShardContext) -> int:
         """Return the number of elements of a shard."""
-        return x.numel() if cls.gathers else x.numel() // ctx.num_ranks
+        return x.numel() if cls.x_is_shard else x.numel() // ctx.num_ranks
 
     def rows(self, rows: int) -> int:
         """Return the number of rows of the result for an x with ``rows`` rows."""
         size: int = self.ctx.num_ranks
-        return rows * size if self.gathers else rows // size
+        return rows * size if self.x_is_shard else rows // size
 
 
-class _Algorithm(NamedAlgorithm[ShardsCall, Sizes]):
+class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
     """Base of the algorithms of both ops."""
 
     def run(self, call: ShardsCall) -> torch.Tensor:
@@ -219,11 +223,11 @@ class Push(_Algorithm):
     tunables = TUNABLES
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        shapes = dict.fromkeys((untuned(), *SMALL_SHAPES, *LARGE_SHAPES))
-        return (shape.values for shape in shapes)
+        candidates = dict.fromkeys((params_for_device(), *SMALL_PARAMS, *LARGE_PARAMS))
+        return (params.values for params in candidates)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return is_worth_trying(shape_in(config), sizes.shard_nbytes)
+        return is_worth_trying(params_in(config), sizes.shard_nbytes)
 
     def compile(self, call: ShardsCall) -> None:
         if call.ctx.num_ranks > 1:
@@ -234,7 +238,7 @@ class Push(_Algorithm):
     def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
         self.memory(call.ctx).run(self._exchange(call), x, out)
 
-    def memory(self, ctx: PushingContext) -> ExchangeBuffer | PushedShards:
+    def memory(self, ctx: ShardContext) -> ExchangeBuffer | PushedShards:
         """Return the memory in which shards arrive."""
         return ctx.buffer
 
@@ -243,9 +247,9 @@ class Push(_Algorithm):
         return call.push
 
     def _exchange(self, call: ShardsCall) -> Exchange:
-        elements, size = call.elements(call.x, call.ctx), folded(call.x.numel())
+        elements, size = call.elements(call.x, call.ctx), fold_count(call.x.numel())
         total = elements * call.ctx.num_ranks
-        return Exchange(self.kernel(call), elements, total, call.shape, size)
+        return Exchange(self.kernel(call), elements, total, call.params, size)
 
 
 class CopyEngine(Push):
@@ -254,18 +258,18 @@ class CopyEngine(Push):
     name = "copy_engine"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (shape.values for shape in _PUSHED_SHAPES)
+        return (params.values for params in _PUSHED_PARAMS)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < _PUSHED_FROM:
+        if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < _MIN_COPY_ENGINE_BYTES:
             return False
         return super().fits_sizes(config, sizes)
 
-    def memory(self, ctx: PushingContext) -> ExchangeBuffer | PushedShards:
+    def memory(self, ctx: ShardContext) -> ExchangeBuffer | PushedShards:
         return ctx.pushed
 
     def kernel(self, call: ShardsCall) -> Any:
-        return call.take_pushed
+        return call.copy_engine_kernel
 
 
 class Collective(_Algorithm):
@@ -288,8 +292,8 @@ class AllGatherCall(ShardsCall):
     """One call of ``all_gather``."""
 
     algorithms = Algorithms("all_gather", (Push(), CopyEngine(), Collective()))
-    kind, gathers = AllGatherContext, True
-    push, take_pushed = kernel_all_gather, kernel_copy_pushed
+    context_class, x_is_shard = AllGatherContext, True
+    push, copy_engine_kernel = kernel_all_gather, kernel_copy_pushed
     collective = staticmethod(libraries.all_gather_into)
 
 
@@ -297,6 +301,6 @@ class ReduceScatterCall(ShardsCall):
     """One call of ``reduce_scatter``."""
 
     algorithms = Algorithms("reduce_scatter", (Push(), CopyEngine(), Collective()))
-    kind, gathers = ReduceScatterContext, False
-    push, take_pushed = kernel_reduce_scatter, kernel_add_pushed
+    context_class, x_is_shard = ReduceScatterContext, False
+    push, copy_engine_kernel = kernel_reduce_scatter, kernel_add_pushed
     collective = staticmethod(libraries.reduce_scatter_into)

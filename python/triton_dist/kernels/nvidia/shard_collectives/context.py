@@ -11,7 +11,7 @@ from triton_dist.kernels.common.exchange.buffer import shard_bytes
 from triton_dist.runtime.ranks import Group
 
 
-class PushingContext(collective_context.CollectiveContext):
+class ShardContext(collective_context.CollectiveContext):
     """Context with additional memory for shards that copy engines push."""
 
     creator: str
@@ -38,13 +38,13 @@ class PushingContext(collective_context.CollectiveContext):
         return self._pushed
 
 
-class AllGatherContext(PushingContext):
+class AllGatherContext(ShardContext):
     """Symmetric memory of ``all_gather``, for any dtype. A context manager."""
 
     name, creator = "all_gather", "create_all_gather_ctx"
 
 
-class ReduceScatterContext(PushingContext):
+class ReduceScatterContext(ShardContext):
     """Symmetric memory of ``reduce_scatter``, for any dtype. A context manager."""
 
     name, creator = "reduce_scatter", "create_reduce_scatter_ctx"
