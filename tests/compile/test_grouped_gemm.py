@@ -243,7 +243,7 @@ def test_one_launch_sums_choices_as_it_loads_and_ranks_behind_their_flags(
     products, out = matrix(64 * topk, width, dtype=dtype), matrix(64, width, dtype=dtype)
     arguments = (products, choices, ids, rows, out, slots, peers, 32, width, E, 1 << 18, 64, 1)
     plan = Plan(num_ranks, num_ranks, 8192 // out.element_size(), 1)
-    options = {"TOPK": topk, "WHOLE": whole, "plan": plan, "num_warps": 16}
+    options = {"TOPK": topk, "ALL_ROWS": whole, "plan": plan, "num_warps": 16}
     kernel = compile_launch(Launch(kernel_topk_exchange, (128,), arguments, options))
     assert_fits(kernel, stack_bytes=16)  # an address
     if dtype is torch.float32:

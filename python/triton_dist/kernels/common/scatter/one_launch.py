@@ -246,7 +246,7 @@ def kernel_gemm_exchange(
                 )  # fmt: skip
     value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
-    # Position of sums [M, N] in the slot, with PASS_ON.
+    # Position of sums [M, N] in the slot, with BROADCASTS_SUMS.
     sums_offset = call.offset + NUM_RANKS * shard_elements.to(tl.int64)
     own_offset = 0  # begin of the own rows in C
     if BROADCASTS_SUMS:

@@ -64,7 +64,7 @@ class Tile(NamedTuple):
 class Summing(NamedTuple):
     """Constants of the sum.
 
-    SCATTER: see ``scatter/kernel.py``. LATER: announce a tile after the next tile has been
+    SCATTER: see ``scatter/kernel.py``. ANNOUNCE_LATER: announce a tile after the next tile has been
     multiplied. ROWS: rows of a tile that are summed at a time.
     """
 

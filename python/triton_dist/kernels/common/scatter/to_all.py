@@ -73,7 +73,7 @@ def kernel_gemm_all_reduce_persistent(
     between is not announced yet, but it comes later in the order than the sum.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    decision = MAY_WAIT  # or LEAVES; 0 before the first check
+    decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
     if NUM_RANKS > 1:
         begin_program(slot.epoch)
         decision = 0

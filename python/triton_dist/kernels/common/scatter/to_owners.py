@@ -56,7 +56,7 @@ def kernel_gemm_scatter_persistent(
     store, which takes 10 us or more over NVLink, is complete by then, so no thread waits for it.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    decision = MAY_WAIT  # or LEAVES; 0 before the first check
+    decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
     if NUM_RANKS > 1:
         begin_program(slot.epoch)
         decision = 0
