@@ -1,8 +1,4 @@
-"""Base classes of the ops' contexts, and checks of arguments.
-
-A context owns the symmetric memories of an op. Ranks agree on its arguments before they allocate.
-The checks cover the creation of contexts and the operands of GEMMs across ranks.
-"""
+"""Base classes of the ops' contexts, which own symmetric memory, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class Memory(Protocol):
 
 
 class Buffer(Memory, Protocol):
-    """The main memory of a context, which ranks share."""
+    """The main memory of a context."""
 
     rank: int
     num_ranks: int
@@ -57,7 +53,7 @@ M = TypeVar("M", bound=Memory)
 
 
 class OpContext(Generic[B]):
-    """Context manager that owns the memories of an op; ``op`` is its name in errors.
+    """Context manager that owns the memories of an op.
 
     The constructor of a subclass sets ``buffer`` and allocates further memories inside
     ``allocating``. Contexts have the attributes ``group``, ``rank``, ``num_ranks`` and ``device``.
@@ -103,8 +99,8 @@ class OpContext(Generic[B]):
     def check(self) -> None:
         """Wait for the device and raise if ranks called with different numbers of rows.
 
-        The next call of an op checks this without waiting. Use ``check`` after replays of CUDA
-        graphs, which no call follows.
+        The next call of an op checks this without waiting. Use ``check`` after the last replay of a
+        CUDA graph.
 
         Raises:
             RankDisagreement: names the ranks and their values.
@@ -122,7 +118,6 @@ class OpContext(Generic[B]):
 
     def reset(self) -> None:
         """Bring the memories of all ranks to one state after a call that failed on some rank.
-
         Collective.
 
         Raises:
@@ -168,11 +163,10 @@ def agree_to_create(
     """Return if all ranks can create ``a_context`` with equal arguments, else raise. Collective.
 
     Args:
-        function: name of the creating function, for errors.
-        a_context: description of the context, for errors.
+        function, a_context: name of the creating function and description of the context, for
+            errors.
         equal_arguments: arguments that must be equal on all ranks, by name.
-        checks: checks of this rank's arguments; the first failure ends them.
-        group: ranks that create the context.
+        checks: checks of this rank's arguments.
 
     Raises:
         InvalidArgument: the arguments of this rank are invalid.
@@ -183,12 +177,11 @@ def agree_to_create(
         error = first_error(function, checks) or (
             None if current_device().runs_kernels else no_device_for_kernels()
         )
-    # A comparison with a value that is not a number. Raise later, so that the other ranks are
-    # informed.
+    # A check compared a value that is not a number. Inform the other ranks before raising.
     except TypeError as failure:
         error = InvalidArgument(function, "an argument", str(failure), "int sizes")
     ranks = group_for(group)
-    # Send values that cannot be compared as text. This rank has already refused them.
+    # Send values that are not numbers as text, which can always be compared.
     values = [
         each if isinstance(each, numbers.Integral | str) else repr(each)
         for each in equal_arguments.values()
@@ -212,7 +205,6 @@ def first_error(function: str, checks: Iterable[Check]) -> InvalidArgument | Non
 
 
 def raise_first_error(function: str, checks: Iterable[Check]) -> None:
-    """Raise ``InvalidArgument`` for the first check that fails."""
     error = first_error(function, checks)
     if error is not None:
         raise error
@@ -239,12 +231,11 @@ def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
 
 
 def from_1_to(most: int, name: str, value: int) -> Check:
-    """Return the check that an argument is in the range 1 to ``most``."""
     return name, value, 1 <= value <= most, f"1 to {most}"
 
 
 def checked_buffer(ctx: Any, context_class: type[OpContext[B]], function: str, creator: str) -> B:
-    """Return ``ctx.buffer``, of a context of class ``context_class`` or of a substitute.
+    """Return ``ctx.buffer``. ``ctx`` may also be a substitute that has a ``buffer``.
 
     Raises:
         InvalidArgument: ``ctx`` is not a context; ``creator`` names the function that creates one.
@@ -267,13 +258,13 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def gradient_check(name: str, tensor: torch.Tensor) -> Check:
-    """Return the check that ``tensor`` needs no gradient, because ops have no backward."""
+    """Return the check that ``tensor`` needs no gradient: ops have no backward."""
     expected = "False: use layers.nvidia.functional, which has a backward, or torch.no_grad()"
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected
 
 
 class GEMMContext(OpContext[B]):
-    """Context manager that owns the memories of a GEMM op."""
+    """Context of a GEMM op."""
 
     title: ClassVar[str]
     """Name of the op in errors."""
@@ -290,10 +281,10 @@ def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def operand_signature(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """Return everything but the addresses that decides whether the tensors are valid operands.
+    """Return all properties of the tensors that the checks of operands depend on.
 
-    For ``aligned``, which is one of the tensors, include its alignment for TMA. For an object that
-    is not a tensor, return a signature that no tensor has, so that the call is checked.
+    This includes the address of ``aligned`` modulo 16, because TMA requires 16-byte alignment. The
+    signature of other objects is one that no tensor has, so such a call is checked.
     """
     try:
         properties = tuple(
@@ -313,10 +304,10 @@ def tensor_checks(**tensors: object) -> Iterator[Check]:
 
 
 class ProductKey(NamedTuple):
-    """Key of a GEMM across ranks, without the options of the op.
+    """Tuning key of a GEMM across ranks, without options of the op.
 
-    ``M`` counts the rows of all ranks. ``N``, ``K``, ``layout`` (of B) and ``contiguous`` (of A)
-    describe this rank. ``num_ranks`` is the size of the context.
+    ``M`` counts the rows of all ranks; ``N``, ``K``, ``layout`` (of B) and ``contiguous`` (of A)
+    describe this rank's operands.
     """
 
     M: int
@@ -335,9 +326,9 @@ def checked_once(
     checks: Callable[[], Iterable[Check]],
     make: Callable[[], K],
 ) -> K:
-    """Return the cached result of ``make`` for operands with this signature.
+    """Return ``make()`` for operands with this signature, after ``checks`` at the first call.
 
-    Check and make it at the first call. Equal signatures get the same object.
+    Later calls with an equal signature return the same object.
 
     Raises:
         InvalidArgument: a check failed.
@@ -365,7 +356,7 @@ def operand_checks(
 
 
 def layout_of(B: torch.Tensor) -> str:
-    """Return how B is read: by TMA in row-major or column-major order, or else by pointers."""
+    """Return how B is read: by TMA as row-major or column-major, or else by pointers (strided)."""
     if not fits_descriptor(B):
         return "strided"
     return "column-major" if B.stride(0) == 1 else "row-major"

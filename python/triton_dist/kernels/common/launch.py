@@ -1,8 +1,5 @@
-"""Kernel launches: compile them ahead of time, run them, and repeat them with little host time.
-
-Triton's launcher takes tens of us of host time. ``Launcher`` prepares each launch once and then
-repeats it with other addresses in a few us.
-"""
+"""Compile, run and repeat kernel launches. A repeated launch takes a few us of host time, Triton's
+tens of us."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ _NO_TENSORS: Mapping[str, torch.Tensor] = {}
 
 
 class BoundedDict(dict[K, V]):
-    """A dict that is emptied before it exceeds ``max_entries`` entries.
-
-    It bounds the caches of a service with very many shapes. Entries take a few KB each and can be
-    made again.
-    """
+    """A cache that is emptied before it exceeds ``max_entries`` entries of a few KB each."""
 
     max_entries = 4096
 
@@ -49,8 +42,8 @@ class Launch:
 
     def run(self) -> Any:
         """Launch and return Triton's compiled kernel, or ``None`` in the interpreter."""
-        # Triton takes the memory of device-side descriptors from an allocator in a context
-        # variable, so set one for each launch. Keep an allocator that the user has set.
+        # Triton allocates device-side descriptors with an allocator from a context variable. Keep
+        # an allocator that the user has set.
         if not has_allocator():
             triton.set_allocator(_allocate)
         return self.kernel[self.grid](*self.args, **self.options)
@@ -74,7 +67,7 @@ class Launch:
         """Load the kernels of ``others``, which follow on the stream, and return this launch.
 
         Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
-        launch waits for peers, the host would block until they arrive.
+        launch waits for peers, loading after it would block the host until they arrive.
         """
         for other in others:
             other.compile()
@@ -82,10 +75,10 @@ class Launch:
 
 
 class Launcher:
-    """Repeat launches with a few us of host time each, from the second one on.
+    """Repeat launches with a few us of host time each, from the second launch on.
 
-    The launches share the scratch memory of their TMA descriptors. They must therefore follow one
-    another on the device, as the calls of one context do.
+    All launches share the scratch memory of their TMA descriptors, so they must execute in order on
+    the device.
     """
 
     def __init__(self) -> None:
@@ -106,8 +99,8 @@ class Launcher:
             key: equal only for launches that differ in nothing but the addresses of ``tensors``. It
                 may contain the ``id`` of objects in ``alive``.
             launch: builds the launch; called for new keys.
-            tensors: tensors whose addresses may change, by the names of the kernel's arguments. For
-                a member of a tuple use both names, such as ``"out.c"``.
+            tensors: tensors whose addresses may change, by kernel argument; ``"out.c"`` for a
+                member of a tuple.
             alive: object to keep alive with the prepared launch.
         """
         addresses, bits = [], 0
@@ -115,8 +108,7 @@ class Launcher:
             address = tensor.data_ptr()
             addresses.append(address)
             bits |= address
-        # TMA requires 16-byte alignment, and Triton specialises on it: an unaligned pointer needs
-        # another kernel.
+        # Triton specialises on 16-byte alignment: an unaligned pointer needs another kernel.
         if bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         prepared = self._prepared.get(key)
@@ -171,7 +163,7 @@ def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 def fits_descriptor(*matrices: torch.Tensor) -> bool:
     """Return whether TMA can address these 2-D tensors.
 
-    TMA requires one unit stride. The other stride and the address must be multiples of 16 bytes.
+    TMA requires one unit stride, and a 16-byte aligned address and other stride.
     """
     return all(
         min(matrix.stride()) == 1

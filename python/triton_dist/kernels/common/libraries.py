@@ -1,7 +1,7 @@
-"""GEMMs across ranks from torch's libraries: NCCL collectives and async tensor parallelism.
+"""GEMMs across ranks from torch: NCCL collectives and async tensor parallelism.
 
-They compete with our algorithms during tuning and are never chosen unmeasured. They also serve as
-baselines of benchmarks and as references of tests.
+They compete with our algorithms during tuning, and are baselines of benchmarks and references of
+tests.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
 ALL_GATHER_MATMUL = "fused_all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
-"""Names of the async tensor parallelism operators in ``torch.ops.symm_mem``."""
+"""Operators of async tensor parallelism in ``torch.ops.symm_mem``."""
 
 
 class LibraryAlgorithm(enum.Enum):
-    """A library algorithm of a GEMM across ranks; it has no tunables."""
+    """A library algorithm of a GEMM across ranks, without tunables."""
 
     COLLECTIVE = "collective"
-    """The group's collective and ``torch.matmul`` one after the other, without overlap.
-
-    The collective is NCCL's on GPUs, and gloo's for CPU ranks and for ranks that share a GPU.
-    """
+    """The group's collective (NCCL; gloo on CPU ranks or shared GPUs) and ``torch.matmul``, without
+    overlap."""
     ASYNC_TP = "async_tp"
-    """The async tensor parallelism operator; on GPUs, if the build of torch has it."""
+    """Async tensor parallelism: on GPUs, if the build of torch has it."""
 
     __repr__ = enum.Enum.__str__
 
 
 def supported_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
-    """Return the library algorithms that work on this device; ``operator`` is of async TP."""
+    """Return the library algorithms that work here; ``operator`` is the async TP operator."""
     device = current_device()
     if device.has_async_tp and has_operator(operator):
         return [LibraryAlgorithm.COLLECTIVE, LibraryAlgorithm.ASYNC_TP]
@@ -46,18 +44,14 @@ def supported_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
 def candidate_library_algorithms(operator: str) -> list[LibraryAlgorithm]:
     """Return the library algorithms that join a tuning on this device.
 
-    Only GPUs with NCCL have any. On CPU ranks an interpreted kernel would never win, and on a
-    shared GPU the collective copies through the host.
+    CPU ranks have none, because an interpreted kernel would never win. Shared GPUs have none,
+    because gloo copies through the host.
     """
     return supported_library_algorithms(operator) if current_device().has_nccl else []
 
 
 def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
-    """Check that async tensor parallelism is available for a call over ``num_ranks`` ranks.
-
-    Raises:
-        InvalidArgument: for the argument ``algorithm``.
-    """
+    """Raise ``InvalidArgument`` if async tensor parallelism is not available."""
     if num_ranks > 1 and LibraryAlgorithm.ASYNC_TP not in supported_library_algorithms(operator):
         expected = f"another algorithm: torch's {operator} requires GPUs and a build that has it"
         raise InvalidArgument(function, "algorithm", LibraryAlgorithm.ASYNC_TP.value, expected)
@@ -142,7 +136,6 @@ def async_tp_matmul(
     Args:
         A: [M_per_rank, K], contiguous.
         B: [K, N_per_rank].
-        group: ranks of the call.
         gathered: receives all_gather(A).
     """
     name, keeps = group_name(group), gathered is not None

@@ -5,9 +5,7 @@
         return Call(A, B, ctx, gemm_config, ..., algorithm).run()
 
 A config is the name of an algorithm and the values of its tunables. The algorithms provide the
-config space, the pruning, the compilation ahead of time and the call itself, so adding an algorithm
-only adds one ``Algorithm`` to the tuple. A call looks up its algorithm once;
-benchmarks/bench_host_cost.py measures the host time.
+config space, the pruning, the compilation ahead of time and the call itself.
 """
 
 from __future__ import annotations
@@ -51,11 +49,7 @@ class Algorithm(ABC, Generic[C, S]):
         """Return whether a config is worth trying for every call of a key with these sizes."""
 
     def check(self, call: C) -> None:
-        """Raise if this algorithm cannot run the call.
-
-        Raises:
-            InvalidArgument: names the argument, its value and the expected value.
-        """
+        """Raise ``InvalidArgument`` if this algorithm cannot run the call."""
 
     def compile(self, call: C) -> None:
         """Compile and load what ``run`` launches, without launching it. Libraries need nothing."""
@@ -66,18 +60,19 @@ class Algorithm(ABC, Generic[C, S]):
 
 
 class SelectableSizes(Protocol):
-    """Sizes of a key of an op that accepts deprecated keywords for an algorithm."""
+    """Sizes of a key of an op with deprecated keywords that select an algorithm."""
 
     @property
     def requested_algorithm(self) -> str | None:
-        """Algorithm that the caller selected with a deprecated keyword, or ``None``."""
+        """Algorithm that a deprecated keyword of the call selects, or ``None``."""
 
 
 A = TypeVar("A", bound=SelectableSizes)
 
 
 class SelectableAlgorithm(Algorithm[C, A]):
-    """An algorithm of an op with deprecated keywords. If a keyword selects it, only it is tried."""
+    """An algorithm that a deprecated keyword can select. Only the selected algorithm is then
+    tried."""
 
     def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
         return sizes.requested_algorithm in (None, self.name) and self.fits_sizes(config, sizes)
@@ -86,16 +81,13 @@ class SelectableAlgorithm(Algorithm[C, A]):
     def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
         """Return whether a config is worth trying if the caller allows this algorithm.
 
-        The result must not depend on the context, because calls with other contexts have the same
-        key.
+        The result must not depend on the context, because contexts share keys.
         """
 
 
 class Algorithms(dict[str, Algorithm[C, S]]):
-    """Algorithms of an op by name, in the order in which they are tried.
-
-    A dict subclass, because each call looks up its algorithm here.
-    """
+    """Algorithms of an op by name, in the order in which they are tried. A dict, for fast lookup in
+    each call."""
 
     def __init__(self, function: str, algorithms: Iterable[Algorithm[C, S]]) -> None:
         super().__init__((algorithm.name, algorithm) for algorithm in algorithms)
@@ -136,11 +128,7 @@ class Algorithms(dict[str, Algorithm[C, S]]):
 
 
 def check_straggler(function: str, option: object) -> None:
-    """Check that ``straggler_option`` is a rank and a number of cycles.
-
-    Raises:
-        InvalidArgument: it is not a tuple of two ints, or the cycles are negative.
-    """
+    """Raise ``InvalidArgument`` unless ``straggler_option`` is a rank and a number of cycles."""
     match option:
         case (int(), int(cycles)) if cycles >= 0:
             return
@@ -149,11 +137,7 @@ def check_straggler(function: str, option: object) -> None:
 
 
 def check_tiles(function: str, config: Any, algorithm: str | None = None) -> None:
-    """Check that ``gemm_config`` contains the tile sizes of a GEMM.
-
-    Raises:
-        InvalidArgument: names the missing values.
-    """
+    """Raise ``InvalidArgument`` unless ``gemm_config`` contains the tile sizes of a GEMM."""
     try:
         config.kwargs["BLOCK_SIZE_K"]
     except (AttributeError, KeyError) as error:
@@ -178,7 +162,6 @@ class OpCall:
     chosen: Algorithm[Any, Any]
 
     def run(self) -> torch.Tensor:
-        """Launch the call and return its result."""
         return self.chosen.run(self)
 
     def compile(self) -> None:
@@ -199,18 +182,17 @@ def op(
 ) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
 
-    Records, errors and pickles use the name of the package that contains ``op.py``. Files inside
-    the package can therefore be renamed without losing tuning results.
+    Records, errors and pickles use the name of the package that contains ``op.py``, so files in the
+    package can be renamed.
 
     Args:
         algorithms: the algorithms to choose from.
         call: builds the ``OpCall`` from the op's arguments.
-        sizes: ``sizes(*args, **kwargs)`` returns the argument of ``Algorithm.fits``. All calls of a
+        sizes: returns the argument of ``Algorithm.fits`` from the op's arguments. All calls of a
             key must have equal sizes, because they share one winner.
         version: change it to invalidate the shipped records (records/).
         key_sizes: argument ``sizes`` of ``tune.autotune``.
-        key_fn, agree_fn, settings: arguments of ``tune.autotune``; for example, ``scope="rank"``
-            for an op of one rank, which has no context.
+        key_fn, agree_fn, settings: arguments of ``tune.autotune``.
     """
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
@@ -218,8 +200,8 @@ def op(
 
         def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
             algorithm = algorithms[config["algorithm"]]
-            # If the caller fixes the algorithm, the space also contains combinations with tunables
-            # of other algorithms.
+            # If the caller fixes the algorithm, the space also has configs with tunables of other
+            # algorithms.
             if config.keys() != {"algorithm", *algorithm.tunables}:
                 return False
             return algorithm.fits(config, sizes(*args, **kwargs))
@@ -258,8 +240,7 @@ def op(
             prepare_fn=prepare,
             agree_fn=agree,
             recover_fn=recover if "ctx" in signature.parameters else None,
-            # Measure in CUDA graphs, as serving runs: host time then does not hide the overlap
-            # inside libraries.
+            # Measure in CUDA graphs, which serving uses: host time does not hide the overlap then.
             timing="graph",
             version=version,
             sizes=key_sizes,
@@ -278,10 +259,8 @@ def op(
 
 
 def tuned(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
-    """Decorate a function of an ``op.py`` that has no algorithms.
-
-    ``settings`` are arguments of ``tune.autotune``.
-    """
+    """Decorate a function of an ``op.py`` without algorithms. ``settings`` are arguments of
+    ``tune.autotune``."""
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
         # Name the package instead of its op.py, so that files can be renamed.

@@ -1,21 +1,17 @@
-"""Memory words that let kernels address peers and wait for them.
-
-These are tables of addresses, flags, and timeout words.
+"""Memory words with which kernels address peers and wait for them: tables, flags and timeout words.
 
 *Flags* are int64. The lowest 20 bits hold the size of the call that set the flag, for example its
-number of rows; the bits above count calls (``language.sized``). A waiting kernel compares both with
-two integer operations and no further memory access. It thus detects a peer that called with another
-size, whatever that peer has done since.
+number of rows; the bits above count calls (``language.sized``). A waiting kernel compares both, so
+it detects a peer that called with another size.
 
 *Timeout words*: each memory has a few control words per slot. In production a wait has no limit.
-While candidates are tried, a wait gives up after a number of polls (``runtime/waits.py``). It notes
-this in the timeout words, which ends all further waits that use them.
+During tuning, a wait gives up after a number of polls (``runtime/waits.py``) and notes this in the
+timeout words, which ends all further waits that use them.
 
-*Disagreements*: the first kernel that sees another size notes it in its timeout words and sets a
-word in host memory. The timeout words of a context form a ring, through which all its waits end, in
-this call and in later calls. Nothing hangs, and the results of these calls are invalid. The host
-reads its word around each launch, without device time, and raises. It waits for the device only if
-the word is set.
+*Disagreements*: a kernel that sees another size notes it in its timeout words and sets a word in
+host memory. The timeout words of a context form a ring, through which all its waits end, in this
+call and in later calls. The results of these calls are invalid. The host reads its word around each
+launch, without device time, and raises. It waits for the device only if the word is set.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 
-# Every target is a multiple of this number of bytes. Triton cannot know the alignment of an address
-# from a table, and without the hint it stores 2 bytes at a time.
+# Alignment of all targets in bytes. Without this hint, Triton stores 2 bytes at a time to an
+# address that it loaded from a table.
 TARGET_ALIGNMENT = tl.constexpr(16)
 # Index in a slot's line at which the timeout words begin, after the epoch.
 TIMEOUT_WORD = tl.constexpr(1)
@@ -48,7 +44,7 @@ _PRIME = 2**20 - 3
 
 @jit
 def target_at(targets_ptr, row_block, like_ptr):
-    """Return the address to which the tiles of ``row_block`` go.
+    """Return the address of the memory for tiles of ``row_block``.
 
     The alignment hint must be here: Triton 3.6 loses a hint on the result of an inlined call.
     """
@@ -120,12 +116,11 @@ class ShardPush:
 
 @dataclass(frozen=True)
 class GatheredShards:
-    """The gathered shards, and the flags that tell which rows have arrived.
+    """The gathered shards, and the flags that report which rows have arrived.
 
     Flag ``arrivals[s * flags_per_rank + c]`` covers rows ``[c * chunk_rows, (c + 1) * chunk_rows)``
-    of shard s. A consumer waits until it reaches ``epoch[0]``. The timeout words of these waits
-    follow the epoch. With a ``push``, the consumer sends this rank's shard, and a flag covers a
-    chunk along K.
+    of shard s, which have arrived when the flag reaches ``epoch[0]``. Timeout words follow the
+    epoch. With a ``push``, the consumer sends this rank's shard, and a flag covers a chunk along K.
 
     Attributes:
         rows: [M, K], contiguous.
@@ -155,7 +150,6 @@ class Disagreements:
 
     Args:
         what: the value that must be equal on all ranks, for errors.
-        group: ranks of the context.
     """
 
     def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
@@ -207,18 +201,16 @@ class Disagreements:
                 raise found
 
     def check_when_done(self) -> None:
-        """Wait for queued work, then ``check``."""
         self._device.synchronize(knobs.wait_timeout.get())
         self.check()
 
     def clear(self) -> None:
-        """Clear the host word after the memories were reset."""
         self.word[0] = 0
 
     def build_error(
         self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
     ) -> RankDisagreement:
-        """Return the error of group rank ``rank``, from its ``timeout_words``.
+        """Return the error of group rank ``rank``.
 
         ``flags`` are searched for the flag with another size, to name the rank that set it.
         """
@@ -240,9 +232,9 @@ class Disagreements:
 
 
 FindLateFlag: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
-"""Called after a wait gave up, with the timeout words of the slots concerned, by slot.
+"""Returns the name of the flag that a wait gave up on, its expected value and its present value.
 
-Returns the name of the late flag, its expected value and its present value.
+The argument maps slots to their timeout words.
 """
 
 
@@ -251,13 +243,11 @@ class TimeoutWord:
     """Host view of the timeout words of a memory's slots.
 
     Attributes:
-        name: name of the memory, for errors.
-        kernels: description of the kernels that wait in it, for errors.
-        lines: int64 [slots, control words]; the timeout words begin at word ``first``. The host
-            writes the limit and the addresses, kernels write the words between them.
+        name, kernels: names of the memory and of the kernels that wait in it, for errors.
+        lines: int64 [slots, control words]; the timeout words begin at word ``first``.
         consecutive_waits: number of waits in one call that can each last until the limit.
         find_late_flag: finds the flag that a wait gave up on, for errors.
-        flags: ``flags(slot)`` returns the flags of a slot that carry sizes.
+        flags: returns the flags of a slot that carry sizes.
         disagreements: disagreements of the context.
     """
 
@@ -287,7 +277,7 @@ class TimeoutWord:
         max_polls = waits.limit_polls()
         if max_polls != self.max_polls:
             if not self.max_polls:
-                self._clear()  # Left by earlier trials whose result was not read.
+                self._clear()  # Earlier trials may have left values.
             self.lines[:, self.first + MAX_POLLS] = max_polls
             self.max_polls = max_polls
         return max_polls
@@ -297,8 +287,7 @@ class TimeoutWord:
 
         Raises:
             RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
-            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
-                waits itself.
+            WaitTimeout: a wait gave up during tuning outside of ``waits.deferred_checks``.
         """
         if self.max_polls:
             self.check_waits()
@@ -306,9 +295,7 @@ class TimeoutWord:
             self.disagreements.check()
 
     def check_waits(self) -> None:
-        """Leave the check of waits to the tuner, or check them now if no tuner settles them.
-
-        Only used while candidates are tried.
+        """During tuning, pass the check of waits to the tuner, or check them now.
 
         Raises:
             WaitTimeout: a wait gave up.
@@ -352,9 +339,7 @@ class TimeoutWord:
     @contextmanager
     def resetting(self) -> Iterator[None]:
         """Context manager in which no rank uses the memory, so that all can refill it.
-
-        Collective.
-        """
+        Collective."""
         self._device.synchronize(waits.limit_seconds())
         self.ranks.barrier(f"no rank uses the memory of {self.name}")
         yield
@@ -373,10 +358,7 @@ class TimeoutWord:
         return self.lines[:, self.first :]
 
     def disagreement(self) -> RankDisagreement | None:
-        """Return the error of the present calls if a peer has another size.
-
-        Requires a finished device.
-        """
+        """Return the error if a peer has another size. Requires a finished device."""
         for slot, timeout_words in enumerate(self._timeouts()):
             if timeout_words[GAVE_UP] == DISAGREED:
                 return self.disagreements.build_error(

@@ -1,4 +1,4 @@
-"""Launches of the sharded GEMM: special tiles, which of them fit a shape, and the kernel choice.
+"""Launches of the sharded GEMM: tiles for split-K and fused push, and the choice of the kernel.
 
 Tiles of a last wave that is not full are split along K in two (``gemm/work_items.py``). For 2048
 gathered rows, 7168 columns and K = 8192 on four H200, this takes 349 us instead of 380. More
@@ -37,8 +37,7 @@ ALL_SHARDS = 8
 _MANY_WAVES = 16
 # Minimum saving of waves by a split, because writing and reading partials takes time.
 _MIN_WAVE_SAVING = 0.03
-# Limits per shard for fused push. Copy engines send larger shards, which leaves all SMs to the
-# GEMM.
+# Limits per shard for fused push. For larger shards, copy engines leave all SMs to the GEMM.
 _MAX_FUSED_ROWS = 1024
 _MAX_FUSED_BYTES = 16 << 20
 _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
@@ -73,7 +72,7 @@ WARP_SPECIALIZED_SPLIT_K_TILES = tuple(
         (128, 256, 64, 8, 4, 8, 2, 1),
     )
 )
-# Cover as many splits as steps along K (two) and more, and groups of one, two and all shards.
+# Cover split counts equal to and above the steps along K, and groups of one, two and all shards.
 INTERPRETED_SPLIT_K_TILES = _split(
     (32, 64, 64, 4, 2, 2, 2, 1),
     (16, 32, 64, 4, 2, 4, 5, ALL_SHARDS),
@@ -113,7 +112,7 @@ INTERPRETED_FUSED_TILES = _fused(
 
 
 def split_k_tiles() -> list[triton.Config]:
-    """Return the tiles to try that split the last wave along K; for the persistent kernel."""
+    """Return the tiles of the persistent kernel that split the last wave along K."""
     if current_device().interprets:
         return list(INTERPRETED_SPLIT_K_TILES)
     specialized = WARP_SPECIALIZED_SPLIT_K_TILES if can_specialize_warps(torch.bfloat16) else ()
@@ -129,17 +128,15 @@ def split_workspace_size(num_sms: int) -> tuple[int, int]:
 
 
 class SplitMemory:
-    """Memory of this rank in which split tiles are added.
-
-    The counters are allocated immediately, the partials at their first use.
-    """
+    """This rank's memory for split tiles. Counters are allocated immediately, partials at their
+    first use."""
 
     def __init__(self) -> None:
         self._device = current_device()
         self._partials, counters = split_workspace_size(self._device.num_sms)
         # Zero the counters now: in a capture, they would be zeroed by replays only.
         self._counters = self._new(torch.int32, counters)
-        self.reset()  # Also wait for the device, because calls may use any stream.
+        self.reset()  # also waits for the device: calls may use any stream
 
     @functools.cached_property
     def workspace(self) -> SplitWorkspace:
@@ -155,7 +152,6 @@ class SplitMemory:
         self._device.synchronize()
 
     def free(self) -> None:
-        """Free the partials; idempotent."""
         self.__dict__.pop("workspace", None)
 
 
@@ -167,7 +163,7 @@ def fused_tiles() -> list[tuple[triton.Config, int, int]]:
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
     """Return whether the consumer may send A [M_per_rank, K] itself.
 
-    It requires peers, a small shard, and operands that fit the kernel on descriptors.
+    It requires peers, a small shard, and operands that TMA supports.
     """
     rows, K = max_rows_of_key(A.shape[0], num_ranks), A.shape[1]
     return (
@@ -181,9 +177,7 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Return whether ``config`` is worth trying for all shards in the range of ``rows``.
-
-    B has ``columns`` columns. The conditions are:
+    """Return whether ``config`` is worth trying for all row counts in the bucket of ``rows``:
 
     * A split along K saves at least ``_MIN_WAVE_SAVING`` of the waves.
     * Shards are grouped only if one shard has fewer tiles than the GPU has SMs.
@@ -221,7 +215,7 @@ def sharded_gemm(
     """Return the launch that computes ``C = concat(shards) @ B``.
 
     Args:
-        own: [M / num_ranks, K], this rank's shard; the only shard without ``gathered``.
+        local_shard: [M / num_ranks, K], this rank's shard; the only shard without ``gathered``.
         B: [K, N], any strides.
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M. Optional, for the persistent
@@ -229,10 +223,9 @@ def sharded_gemm(
             the warp-specialized kernel if it supports the operands (``can_specialize_warps``);
             num_warps counts the 8 warps that multiply.
         num_sms: programs of the persistent kernel.
-        persistent: use the persistent kernel on descriptors. The pointer kernel still serves an
-            ``own`` that is not contiguous, strides that are not multiples of 16 bytes, and fp32
-            products without tf32. Without matrix units a B loaded by descriptor spills: 12 KB per
-            thread at the default tile, compiled for sm_90.
+        persistent: use the persistent kernel on descriptors. The pointer kernel is still used for
+            operands that TMA does not support, and for fp32 without tf32: without matrix units a B
+            loaded by descriptor spills (12 KB per thread at the default tile, sm_90).
         rank, num_ranks: this rank and the number of shards.
         gathered: shards of the other ranks.
         split: workspace, required for SPLIT_K above 1.
@@ -290,7 +283,7 @@ def sharded_gemm(
 
 
 def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan, dict[str, Any]]:
-    """Return the warp-specialized kernel, and plan and options in its form."""
+    """Return the warp-specialized kernel with its plan and options."""
     # Imported late, because not every Triton has Gluon.
     from triton_dist.kernels.common.gemm.warp_specialized import (
         WARPS_PER_GROUP,
@@ -304,7 +297,6 @@ def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan
 def _partials(
     config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
 ) -> Partials:
-    """Return the kernel argument ``partials`` for ``SPLIT_K`` above 1."""
     needed, counted = split_tiles(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
         available = split and (split.partials.numel(), split.counters.numel())

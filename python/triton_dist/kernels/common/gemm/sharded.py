@@ -1,19 +1,18 @@
-"""GEMM kernels over an A whose rows come in shards, one per rank; with one shard, a plain GEMM.
+"""GEMM kernels over an A that consists of shards, one per rank; with one shard, a plain GEMM.
 
-``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A consists of ``num_ranks`` shards of ``M /
+``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A has ``num_ranks`` shards of ``M /
 num_ranks`` rows. This rank's shard is read from ``local_ptr`` and computed first. Other shards are
-read from ``shards.rows`` [M, K] in the order in which producers deliver them, each tile after its
-flags.
+read from ``shards.rows`` [M, K] in order of arrival; each tile waits for its flags.
 
-Tiles never straddle two shards, so a tile has one source and shards may have any number of rows.
+Tiles never straddle two shards, so a tile has one source, and shards may have any number of rows.
 The last tile of a shard is clipped on store, by a mask or by a 3-D descriptor [rank, row, column].
 For sm_90 the 3-D descriptor needs the same registers, shared memory and instructions as a 2-D
 descriptor.
 
 Flag ``shards.arrivals[s * FLAGS_PER_RANK + c]`` covers chunk c of shard s, which has ``chunk_rows``
-rows. The chunk has arrived when the flag has reached the epoch at ``shards.epoch``. Flags also
-carry the number of rows of a shard (``common/peers.py``). ``gemm/work_items.py`` explains fused
-push (``NUM_COMM_SMS``) and split-K.
+rows. The chunk has arrived when the flag reaches the epoch at ``shards.epoch``. Flags also carry
+the number of rows of a shard (``common/peers.py``). ``gemm/work_items.py`` explains fused push
+(``NUM_COMM_SMS``) and split-K.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def gathered_tile(
 ):
     """Return (position of the shard, m, n) of a tile of the gathered shards.
 
-    ``GROUP_SIZE_SHARDS`` shards that arrive in sequence are traversed as one taller shard. Single
+    ``GROUP_SIZE_SHARDS`` shards that arrive in sequence are traversed as one taller shard: single
     shards with few rows would each read all of B again.
     """
     if GROUP_SIZE_SHARDS == 1:
@@ -144,9 +143,6 @@ def kernel_gemm_persistent(
     1. This rank's shard and the gathered shards have separate loops, because a K loop must read
     from one descriptor to be pipelined. The loops stay nested: flattened, with a wait inside, they
     lose their pipelining (2201 instead of 622 us, H200).
-
-    With ``NUM_COMM_SMS`` above 0, the sending programs get the last work items of each wave, so
-    they get none in a first wave that is not full.
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     B_COLUMN_MAJOR: tl.constexpr = gemm_plan.B_COLUMN_MAJOR
@@ -257,8 +253,8 @@ def kernel_gemm_non_persistent(
 ):
     """Compute one tile per program on pointers, for any strides. Grid (tiles + NUM_COMM_SMS,).
 
-    C is contiguous. On all current GPUs programs start in the order of their number, so programs
-    that wait for gathered shards start last. What they wait for needs no SM.
+    C is contiguous. On all current GPUs programs start in order, so programs that wait for gathered
+    shards start last. Sending these shards needs no SM of this grid.
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
@@ -293,7 +289,7 @@ def kernel_gemm_non_persistent(
                     shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
             a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
-            # Not on the pointer, whose known alignment would be lost.
+            # Consume the token on the row, because the pointer would lose its known alignment.
             a_row = dl.consume_token(row, token)
 
     accumulator = multiply_tile_by_pointers(

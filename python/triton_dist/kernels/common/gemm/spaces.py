@@ -16,11 +16,10 @@ from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
 LOWEST_TILE_ROWS = 16
-"""Rows of the lowest tiles, which are used for few rows."""
+"""Height of the tiles for few rows."""
 # Largest number of rows for the lowest tiles, which read B once per 16 rows.
 _FEW_ROWS = 64
-# A GEMM counts as compute-bound if its arithmetic takes this many times as long as its memory
-# traffic.
+# A GEMM counts as compute-bound if its arithmetic takes this many times as long as its traffic.
 _COMPUTE_BOUND = 2.0
 
 
@@ -32,8 +31,8 @@ def max_rows_of_key(rows: int, num_ranks: int = 1) -> int:
 def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
     """Return the config that is launched for operands of ``dtype``.
 
-    Configs are written for 16-bit operands. For 4-byte operands a tile has half the elements along
-    K and stages its output in two halves, so that it takes the same shared memory.
+    Configs are written for 16-bit operands. A tile of 4-byte operands has half the elements along K
+    and stages its output in two halves, so that it takes the same shared memory.
     """
     if dtype.itemsize <= 2:
         return config
@@ -44,10 +43,8 @@ def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
 
 
 def can_specialize_warps(dtype: torch.dtype) -> bool:
-    """Return whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this device.
-
-    It requires 16-bit operands, compute capability 9.x and compiled kernels.
-    """
+    """Return whether this device can run ``kernel_gemm_warp_specialized``: 16-bit operands,
+    compiled, sm_90."""
     return dtype.itemsize == 2 and compiles_for_hopper() and has_gluon_for_hopper()
 
 
@@ -103,7 +100,7 @@ WARP_SPECIALIZED_TILES = tuple(
         (128, 128, 64, 8, 5, 8, 0),
     )
 )
-# Small, so that matrices of a size for the interpreter have several tiles, some of them partial.
+# Small, so that the small matrices of interpreted tests have several tiles, some of them partial.
 INTERPRETED_TILES = tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
 
 
@@ -135,7 +132,8 @@ def persistent_values() -> tuple[bool, ...]:
 def with_persistent(
     tiles_of: Callable[[bool], Sequence[triton.Config]],
 ) -> Iterator[tuple[triton.Config, bool]]:
-    """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns each set."""
+    """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns the tiles of a
+    kernel."""
     return ((each, kind) for kind in persistent_values() for each in tiles_of(kind))
 
 
@@ -155,8 +153,8 @@ def warp_specialized_tiles() -> list[triton.Config]:
 
 # Tiles for GEMMs that multiply and sum in one launch (``scatter/one_launch.py``).
 
-# Maximum accumulator values per warp of a tile that is sent to all ranks; above it the addresses of
-# peers spill.
+# Maximum accumulator values per warp if a tile is sent to all ranks: above, addresses of peers
+# spill.
 _MAX_VALUES_PER_WARP = 64 * 128 // 4
 
 # With few rows the GEMM is bound by reading B. Use deep pipelines of narrow tiles: one wave on 132
@@ -219,7 +217,6 @@ def fits_rows(tiles: triton.Config, rows: int) -> bool:
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
-    """Return the only ``triton.Config`` among the values of ``config``."""
     found = [value for value in config.values() if isinstance(value, triton.Config)]
     if len(found) != 1:
         raise InvalidArgument(
@@ -233,8 +230,8 @@ def prune_fn_by_shared_memory(
 ) -> bool:
     """Return whether the pipelined tiles of A and B fit the device's shared memory per block.
 
-    Counts ``num_stages`` tiles of A and B in A's dtype. The epilogue may need more if the compiler
-    cannot reuse their memory. The config then fails to compile.
+    Counts ``num_stages`` tiles of A and B in A's dtype. If the compiler cannot reuse their memory
+    for the epilogue, the config fails to compile.
     """
     gemm = _gemm_config(config)
     tile = gemm.kwargs
@@ -268,8 +265,7 @@ def fits_gemm(
 ) -> bool:
     """Return whether a config fits shared memory, is worth trying, and runs on the kernel it names.
 
-    A config with specialised warps requires 16-bit operands that TMA can read; it would otherwise
-    run on another kernel.
+    A warp-specialized config requires operands that TMA can read; others would run another kernel.
     """
     if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
         can_specialize_warps(A.dtype)

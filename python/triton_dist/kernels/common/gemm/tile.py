@@ -1,7 +1,5 @@
-"""Device functions for one tile of a GEMM: tile order, product and store.
-
-Operands are read through tensor descriptors (TMA) or pointers.
-"""
+"""Device functions for one tile of a GEMM: order, product and store, by tensor descriptors (TMA) or
+pointers."""
 
 from __future__ import annotations
 
@@ -83,10 +81,8 @@ def multiply_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] at ``row`` and ``column``.
-
-    It covers the ``split``-th of ``num_splits`` splits of K.
-    """
+    """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] over split ``split`` of ``num_splits``
+    splits of K."""
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     return multiply_steps(
         tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
@@ -114,10 +110,10 @@ def multiply_tile_by_pointers(
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Return the same as ``multiply_tile``, for any strides of A and B.
+    """Multiply a tile like ``multiply_tile``, for any strides of A and B.
 
     Read ``rows_left`` rows from ``row`` on. ``INT64_OFFSETS``: offsets along K within a block
-    exceed 32 bits. Using 64 bits always would cost registers (128 instead of 124, sm_90).
+    exceed 32 bits. Always using 64 bits would cost registers (128 instead of 124, sm_90).
     """
     if INT64_OFFSETS:
         stride_ak, stride_bk = tl.cast(stride_ak, tl.int64), tl.cast(stride_bk, tl.int64)

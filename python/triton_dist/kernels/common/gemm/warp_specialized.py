@@ -13,7 +13,6 @@ it. Stage and phase continue from tile to tile.
 
 Registers: 12 warps (the producer warp takes the slots of four) start with 168 registers per thread.
 The producer's group drops to 24, so a consumer gets 240, of which a 64 x 256 accumulator uses 128.
-
 Gluon cannot be interpreted; CPU ranks run the ordinary kernel.
 """
 
@@ -58,8 +57,8 @@ def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
 def _stage_before(stage, NUM_STAGES: gl.constexpr):
     """Return the previous stage of the ring.
 
-    Compute it instead of keeping it in a variable. Triton 3.6 takes such a variable for a loop
-    constant if it equals ``stage`` before the loop and is only ever assigned from it.
+    It is computed, because Triton 3.6 treats a variable for it as a loop constant if it equals
+    ``stage`` before the loop and is only ever assigned from it.
     """
     return gl.where(stage == 0, NUM_STAGES - 1, stage - 1)
 
@@ -116,7 +115,7 @@ def _produce(
     """Run the producer warp.
 
     This rank's shard and the gathered shards have separate loops, so that the second descriptor is
-    created while the consumers are busy, not before the first load.
+    created while the consumers are busy.
     """
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
@@ -233,8 +232,7 @@ def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT
     is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
     if is_last:
         gl.atomic_add(partials.counters + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
-        # Load all partials, even this program's own: keeping it in registers spills with Triton
-        # 3.9.
+        # Load this program's partial too: keeping it in registers spills with Triton 3.9.
         accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
             first_ptr += 2 * SIZE

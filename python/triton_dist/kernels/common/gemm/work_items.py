@@ -3,19 +3,19 @@
 *Fused push.* Copy engines take some us per copy, and a tile that waits for whole rows starts after
 their last byte. For small shards this is most of the call. Instead, the first NUM_COMM_SMS programs
 send this rank's shard in chunks along K, each to all peers. A tile multiplies the first chunk while
-the next ones travel. Chunks grow (1, 2, 3, … fractions of K): the first arrives early and the total
-number of flags stays small. Each sending program sets its own flag, because its release only covers
-its own stores. Flags of shard s are ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
+the next ones travel. Chunks grow in the ratio 1 : 2 : 3 …, so the first arrives early with few
+flags in total. Each sending program sets its own flag, because its release only covers its own
+stores. Flags of shard s are ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``.
 
 Sending cannot deadlock. Senders wait only until the peers have *consumed* the previous contents of
-the slot, which earlier launches report. They compute nothing before everything is sent, and their
+the slot, which earlier launches report. Senders do not compute before everything is sent, and their
 low program numbers put them on SMs before any program that waits for peers. Other streams must
 leave at least NUM_COMM_SMS SMs free.
 
 *Split-K.* Tiles of the last wave, if it is not full, are split along K over several programs. Each
 program stores its fp32 *partial* in a workspace and counts it. The program that counts last adds
-the partials in the order of K (or any two), so the result is deterministic. It also resets the
-counter for the next launch. No program waits, so programs need not be resident at the same time.
+the partials in the order of K, so the result is deterministic, and resets the counter for the next
+launch. No program waits, so programs need not be resident at the same time.
 
 A partial is stored in the register order of a Hopper accumulator: with wgmma a warp holds 16 rows,
 and a thread holds 2 adjacent columns of every 8, in 2 rows. Each thread then stores and loads 16
@@ -41,8 +41,9 @@ from triton_dist.kernels.common.peers import current_flag, epoch_at, timeout_wor
 class Shards(NamedTuple):
     """Gathered rows [M, K] of all ranks, their flags, and the epoch of the slot.
 
-    The last three are ``None`` unless the kernel sends this rank's shard: addresses of each rank's
-    rows and flags, and the last epoch that each peer has consumed.
+    ``rows_table`` and ``arrivals_table`` have the addresses of each rank's rows and flags,
+    ``consumed`` the last epoch that each peer has consumed. They are ``None`` unless the kernel
+    sends this rank's shard.
     """
 
     rows: Any
@@ -54,8 +55,6 @@ class Shards(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Kernel argument for a ``SplitWorkspace``."""
-
     splits: Any
     counters: Any
 
@@ -191,7 +190,7 @@ def _push_columns(
         block = tl.load(local_ptr + offsets, mask=mask)
         for step in range(1, num_ranks):
             peer = (rank + num_ranks - step) % num_ranks
-            # Not in a called function, which would lose the hint.
+            # Inline, because a called function would lose the hint.
             peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)
             peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
             tl.store(peer_ptr + shard_begin + offsets, block, mask=mask)
@@ -214,10 +213,8 @@ def multiply_arriving_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """Compute ``multiply_tile`` for rows of ``shard`` that arrive in chunks along K.
-
-    Each chunk is multiplied when it has arrived. The waits stay outside the pipelined loop.
-    """
+    """Multiply like ``multiply_tile``, each chunk along K when it has arrived. Waits stay outside
+    the pipelined loop."""
     NUM_CHUNKS: tl.constexpr = gemm_plan.NUM_CHUNKS
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
@@ -251,10 +248,7 @@ class SplitWorkspace:
 
 
 def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, int]:
-    """Return the workspace size of ``config`` as (fp32 elements, counters).
-
-    The GEMM has ``tiles`` tiles on ``num_sms`` programs.
-    """
+    """Return the workspace size of a GEMM with ``tiles`` tiles as (fp32 elements, counters)."""
     tile = config.kwargs
     splits = tile.get("SPLIT_K", 1)
     if splits == 1:
@@ -265,7 +259,7 @@ def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, i
 
 @jit
 def work_items_of_tiles(tiles, unsplit_tiles, SPLIT_K: tl.constexpr):
-    """Return the work items of the first ``tiles`` tiles; tiles from ``unsplit_tiles`` on are
+    """Return the work items of the first ``tiles`` tiles. From tile ``unsplit_tiles`` on, tiles are
     split."""
     if SPLIT_K == 1:
         return tiles

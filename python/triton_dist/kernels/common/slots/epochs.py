@@ -2,22 +2,21 @@
 
 Protocol per slot; calls alternate between two slots:
 
-* The *epoch* of a slot counts its uses. It lives in device memory and ``finish`` increments it, so
-  replays of a CUDA graph count on. A sender sets a flag to the epoch, and the receiver waits until
-  the flag has reached the epoch. Flags are therefore never reset, and a graph contains no fixed
-  value.
+* The *epoch* of a slot counts its uses. It is in device memory and ``finish`` increments it, so
+  replays of a CUDA graph continue the count. A sender sets a flag to the epoch, and the receiver
+  waits until the flag has reached the epoch. Flags are therefore never reset.
 * ``finish`` reports to every peer that this rank has *consumed* the received data, then increments
   the epoch. It is one block on the main stream after the call's kernels and copies.
 * A sender may overwrite a peer's slot once the peer has consumed the previous contents. Alternating
-  calls guarantee this without a check. The last call waited for data from each peer. The peer sent
-  it after finishing the call before, which was the last to read this slot.
+  calls guarantee this without a check: the last call waited for data from each peer, and the peer
+  sent it after its previous call, which was the last to read this slot.
 * If the host cannot prove that order, the call begins with a *peer check*, a one-block kernel. This
-  concerns calls in and after CUDA graphs, which repeat one slot, calls while candidates are tried,
-  and calls after a call that waited for less. The check runs on the main stream: on a side stream
+  concerns calls in and after CUDA graphs, which repeat one slot, calls during tuning, and calls
+  after a call that did not wait for all peers. The check runs on the main stream: on a side stream
   it might never get an SM next to a full grid that waits for it.
 
 All ranks must make the same sequence of calls and replay graphs equally often. The calls of one
-``EpochSlots`` must follow one another on the device, whatever streams they use.
+``EpochSlots`` must execute in order on the device, whatever streams they use.
 """
 
 from __future__ import annotations
@@ -109,15 +108,12 @@ class EpochSlots:
     """Two slots of named symmetric regions. Creation is collective.
 
     Each slot also has ``consumed`` int32 [num_ranks]: each peer writes the last epoch that it has
-    consumed. ``epoch`` int64 [slots, control words] holds each slot's flag and timeout words,
-    written by this rank's kernels and host.
+    consumed. ``epoch`` int64 [slots, control words] holds each slot's flag and timeout words.
 
     Args:
-        name: name of the memory, for errors.
+        name, kernels: names of the memory and of the kernels that wait for its flags, for errors.
         regions: regions of each slot.
         zeroed: regions that are zero initially and after ``reset``, such as flags and sums.
-        kernels: description of the kernels that wait for the flags, for errors.
-        group: ranks that share the memory.
         single: regions that exist once instead of once per slot.
         disagreements: disagreements of the context; by default only of this memory.
         flags_of_rank: by region, the number of consecutive flags of one peer. By default the flags
@@ -178,7 +174,6 @@ class EpochSlots:
         self._reports_status = rank_status.add(self._status)
 
     def __getitem__(self, region: str) -> Region:
-        """Return a region of the current slot."""
         return self.of_slot(self.index, region)
 
     def of_slot(self, slot: int, region: str) -> Region:
@@ -203,7 +198,7 @@ class EpochSlots:
         Args:
             size: size of this call, which must be equal on all ranks.
             peer_check: ``False`` if the call's kernel checks its peers itself.
-            copied: copy engines copy the slot's flag, so a new size requires a peer check, which
+            copied: copy engines copy the slot's flag. A new size then requires a peer check, which
                 stores it.
 
         Raises:
@@ -215,7 +210,7 @@ class EpochSlots:
         self._begun[self.index] += 1
         max_polls = self.timeout_words.begin()
         self._capturing = self.device.is_capturing()
-        if self._capturing and not max_polls:  # graphs of trials are not replayed after the trials
+        if self._capturing and not max_polls:  # graphs of tuning are not replayed later
             self._in_graphs = True
         # The peer check is redundant after a call that waited for every peer on the other slot.
         unknown = self._in_graphs or max_polls or not self._follows_full_call
@@ -235,13 +230,10 @@ class EpochSlots:
         Args:
             awaited: the call waits for data that every peer sends in the same call. The next call
                 then needs no peer check.
-            expected: flags that the call's kernels wait for, for errors; evaluated when a wait gave
-                up.
+            expected: flags that the call's kernels wait for; evaluated only for an error.
 
         Raises:
-            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
-            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
-                waits itself.
+            RankDisagreement, WaitTimeout: see ``TimeoutWord.end``.
         """
         if self.num_ranks == 1:
             return
@@ -255,22 +247,20 @@ class EpochSlots:
     def run_without_slots(self, call: Callable[[], T]) -> T:
         """Return ``call()``, which does not use this memory, such as a library algorithm.
 
-        While candidates are tried, calls with slots begin with a peer check that production calls
-        skip. Queue it before ``call`` too, so that all are timed on equal terms: a launch counts in
-        short ops.
+        During tuning, calls with slots begin with a peer check that production calls skip. Queue it
+        before ``call`` too, so that all candidates have the same overhead.
         """
         self.disagreements.check()
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
         self.timeout_words.begin()
-        slot = self.next_index  # not taken: the next call still uses it
+        slot = self.next_index  # the next call still uses this slot
         self._check_peers(slot, self._sizes[slot])
         result = call()
         self.timeout_words.check_waits()
         return result
 
     def reset(self) -> None:
-        """Bring all ranks to one state after a call that failed on some rank. Collective."""
         with self.timeout_words.resetting():
             for region in self._zeroed:
                 for slot in range(SLOTS):
@@ -364,7 +354,6 @@ class SlotMemory:
         return [index for index in indices if index % self.num_ranks != self.rank]
 
     def reset(self) -> None:
-        """Bring all ranks to one state after a call that failed on some rank. Collective."""
         self.slots.reset()
 
     def free(self) -> None:
@@ -376,7 +365,7 @@ PUSH_STREAMS = 2  # two, because one fills the gaps between the copies of the ot
 
 
 class PushedSlots(SlotMemory):
-    """Slots whose shards are pushed to the peers by copy engines."""
+    """Slots to which copy engines of the peers push shards."""
 
     def __init__(self, slots: EpochSlots) -> None:
         super().__init__(slots)

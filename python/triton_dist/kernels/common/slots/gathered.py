@@ -2,7 +2,7 @@
 
 Slots alternate by the protocol of ``slots/epochs.py``. The producers use no SM: a copy engine moves
 the data, and a flag is an 8-byte copy of this rank's epoch that follows its data on the same
-stream. Source and target of a flag must be on different GPUs. The driver may run a copy within one
+stream. Source and target of a flag must be on different GPUs: the driver may run a copy within one
 GPU on an SM, which a full grid that waits for the flag never releases.
 
 In a fused method the consumer kernel is also the producer. It uses the same slots and protocol, and
@@ -54,7 +54,7 @@ class AllGatherMethod(enum.Enum):
     SERIAL = "serial"
     """One launch of our all-gather gathers all shards, then ``torch.matmul`` runs, without overlap.
 
-    For few rows, whose transfer takes less time than overlapping it would cost.
+    For few rows, where the transfer takes less time than overlapping it would cost.
     """
 
     __repr__ = enum.Enum.__str__
@@ -78,7 +78,7 @@ class Slot:
         shards: gathered rows [num_ranks * rows, K] of each rank, by rank.
         arrivals: flags of each rank, by rank.
         epoch: [1], source of this rank's flags. A ring forwards the flag that arrived with the
-            chunk, so that every rank learns the number of rows of its origin.
+            chunk, because it contains the origin's number of rows.
         forward: flags of a ring that allow a chunk to be forwarded, by rank.
         one: [1], contains 1.
     """
@@ -217,7 +217,8 @@ class AllGatherBuffer(SlotMemory):
     def start(
         self, local_shard: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
     ) -> GatheredShards:
-        """Queue the all-gather of ``own`` [rows, K], contiguous; the consumer is queued next."""
+        """Queue the all-gather of ``local_shard`` [rows, K], contiguous. The caller queues the
+        consumer next."""
         if not method.by_copy_engine:
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
@@ -234,10 +235,8 @@ class AllGatherBuffer(SlotMemory):
         return plan.gathered
 
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
-        """Begin an all-gather of ``rows`` rows per rank that the consumer performs.
-
-        The caller queues the consumer next, a launch of ``sharded_gemm``.
-        """
+        """Begin an all-gather of ``rows`` rows per rank that the next launch, of ``sharded_gemm``,
+        performs."""
         self.slots.begin(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
@@ -326,8 +325,8 @@ class AllGatherBuffer(SlotMemory):
         gathered = self.describe(rows, num_chunks)
         is_forwarding = method is AllGatherMethod.RING_PUSH_1D
         if is_forwarding:
-            # Load the kernel now. Loading may wait for the device, and later the copies would wait
-            # for the kernel (4 H200, a ring with a missing rank: hung).
+            # Load the kernel now: loading may wait for the device, whose copies would wait for the
+            # kernel (a ring with a missing rank hung, 4 H200).
             self._release_copies()
         return _Plan(
             gathered,
@@ -347,7 +346,6 @@ class AllGatherBuffer(SlotMemory):
         return expected
 
     def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
-        """Return the targets and flags of a consumer that sends into the current slot."""
         shards, flags = self.slots["shards"].pointers, self.slots["pushed"].pointers
         return ShardPush(shards, flags, self.slots["consumed"].local, num_comm_sms, num_chunks)
 
