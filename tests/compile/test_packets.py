@@ -18,7 +18,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scatter.packets import packet_gemm
-from triton_dist.kernels.nvidia.allreduce.algorithms import PACKET_PARAMS_LIST
+from triton_dist.kernels.nvidia.allreduce.algorithms import PACKET_CANDIDATES
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import compile_only
 
@@ -28,7 +28,7 @@ SEND = "st.global.v2.b64"
 HALF_A_LINE = "st.global.b64"
 FENCE = re.compile(r"\S*(?:fence|membar|release|acquire|\.volatile)\S*")
 BLOCKS_OF_2048 = LaunchParams(64, 2048)
-BLOCKS = [*{shape.block_bytes: shape for shape in PACKET_PARAMS_LIST}.values()]
+BLOCKS = [*{shape.block_bytes: shape for shape in PACKET_CANDIDATES}.values()]
 TILES = {
     persistent: [config for config in tiles if config.kwargs["BLOCK_SIZE_M"] == LOWEST_TILE_ROWS]
     for persistent, tiles in ((True, TILES_TO_ALL), (False, POINTER_TILES_TO_ALL))

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, valu
 from triton_dist.kernels.common.exchange.protocol import host_tag
 from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_PARAMS_LIST
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_CANDIDATES
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -73,7 +73,7 @@ def test_packets_are_tried_where_they_fit():
 
 
 def test_a_thread_has_a_line_in_each_shape_for_packets():
-    for shape in PACKET_PARAMS_LIST:
+    for shape in PACKET_CANDIDATES:
         assert shape.num_warps_in_packets * 32 * 8 == shape.block_bytes
     assert LaunchParams(1, 1 << 15).num_warps_in_packets == 32
 

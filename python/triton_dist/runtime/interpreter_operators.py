@@ -169,12 +169,7 @@ class Operators:
 
     def _forward(self, name: str, slow: Operator) -> Operator:
         operation, kinds = _OPERATIONS[name]
-        compares, tensor, int1, wrap_result = (
-            name in _COMPARISONS,
-            tl.tensor,
-            tl.int1,
-            self._wrap_result,
-        )
+        compares, tensor, int1, wrap = name in _COMPARISONS, tl.tensor, tl.int1, self._wrap
         constant = self._shift_count if name in _SHIFTS else self._constant
         result_type = self._result_type
 
@@ -199,18 +194,13 @@ class Operators:
                     return slow(self, other)
             if compares:
                 kind = kind.with_element_ty(int1) if kind.is_block() else int1
-            return wrap_result(operation(numbers, others), result_dtype, kind)
+            return wrap(operation(numbers, others), result_dtype, kind)
 
         return call
 
     def _reflected(self, name: str, slow: Operator) -> Operator:
         operation, kinds = _OPERATIONS[name]
-        compares, int1, wrap_result, constant = (
-            name in _COMPARISONS,
-            tl.int1,
-            self._wrap_result,
-            self._constant,
-        )
+        compares, int1, wrap, constant = name in _COMPARISONS, tl.int1, self._wrap, self._constant
 
         def call(self: Any, other: Any) -> Any:
             dtype, numbers, kind = self.dtype, self.handle.data, self.type
@@ -221,14 +211,14 @@ class Operators:
                 return slow(self, other)
             if compares:
                 kind = kind.with_element_ty(int1) if kind.is_block() else int1
-            return wrap_result(operation(others, numbers), dtype, kind)
+            return wrap(operation(others, numbers), dtype, kind)
 
         return call
 
     def _addresses(self, slow: Operator) -> Operator:
         """Return the operator that adds offsets to addresses."""
         tensor, pointer, int32 = tl.tensor, tl.pointer_type, tl.int32
-        wrap_result, constant = self._wrap_result, self._constant
+        wrap, constant = self._wrap, self._constant
 
         def call(self: Any, other: Any) -> Any:
             dtype, kind = self.dtype, self.type
@@ -249,11 +239,11 @@ class Operators:
                     return slow(self, other)
             size = max(1, dtype.element_ty.primitive_bitwidth // 8)
             addresses = self.handle.data + size * offsets.astype(np.uint64)
-            return wrap_result(addresses, self.handle.dtype, kind)
+            return wrap(addresses, self.handle.dtype, kind)
 
         return call
 
-    def _wrap_result(self, data: Any, dtype: Any, kind: Any) -> Any:
+    def _wrap(self, data: Any, dtype: Any, kind: Any) -> Any:
         """Wrap ``data``, which fits ``dtype``, as a tensor of type ``kind``."""
         handle = object.__new__(self._handle)
         handle.data, handle.dtype, handle.attr = data, dtype, {}

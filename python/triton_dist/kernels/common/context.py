@@ -234,16 +234,16 @@ def from_1_to(most: int, name: str, value: int) -> Check:
     return name, value, 1 <= value <= most, f"1 to {most}"
 
 
-def checked_buffer(ctx: Any, context_class: type[OpContext[B]], function: str, creator: str) -> B:
+def checked_buffer(ctx: Any, ctx_type: type[OpContext[B]], function: str, creator: str) -> B:
     """Return ``ctx.buffer``. ``ctx`` may also be a substitute that has a ``buffer``.
 
     Raises:
         InvalidArgument: ``ctx`` is not a context; ``creator`` names the function that creates one.
         ContextFinalized: the buffer has been freed.
     """
-    if isinstance(ctx, context_class):
+    if isinstance(ctx, ctx_type):
         if ctx._buffer is None:
-            raise ContextFinalized(context_class.__name__)
+            raise ContextFinalized(ctx_type.__name__)
         return ctx._buffer
     if isinstance(ctx, OpContext | type) or not hasattr(ctx, "buffer"):
         expected = f"a context that {creator}(…) made on all ranks"

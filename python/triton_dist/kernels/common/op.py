@@ -63,7 +63,7 @@ class SelectableSizes(Protocol):
     """Sizes of a key of an op with deprecated keywords that select an algorithm."""
 
     @property
-    def requested_algorithm(self) -> str | None:
+    def requested(self) -> str | None:
         """Algorithm that a deprecated keyword of the call selects, or ``None``."""
 
 
@@ -75,7 +75,7 @@ class SelectableAlgorithm(Algorithm[C, A]):
     tried."""
 
     def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
-        return sizes.requested_algorithm in (None, self.name) and self.fits_sizes(config, sizes)
+        return sizes.requested in (None, self.name) and self.fits_sizes(config, sizes)
 
     @abstractmethod
     def fits_sizes(self, config: Mapping[str, Any], sizes: A) -> bool:
@@ -97,7 +97,7 @@ class Algorithms(dict[str, Algorithm[C, S]]):
         expected = f"None or one of {', '.join(map(repr, self))}"
         raise InvalidArgument(self.function, "algorithm", name, expected)
 
-    def requested_algorithm(self, method: object) -> str | None:
+    def requested(self, method: object) -> str | None:
         """Return the algorithm that the deprecated keyword ``method`` selects, or ``None``.
 
         ``method`` is an enumeration member whose value is the name of an algorithm.
@@ -217,7 +217,7 @@ def op(
             if arguments.get("straggler_option") is not None:
                 check_straggler(algorithms.function, arguments["straggler_option"])
             found = sizes(*args, **kwargs)
-            requested = getattr(found, "requested_algorithm", None)
+            requested = getattr(found, "requested", None)
             if requested is not None and not algorithms.has_candidates(requested, found):
                 keyword = next(
                     name for name in _ALGORITHM_KEYWORDS if arguments.get(name) is not None

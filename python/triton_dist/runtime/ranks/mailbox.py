@@ -112,10 +112,7 @@ class Mailbox:
         client = self._client()
         wanted = list(names.values())
         begin = last = time.monotonic()
-        deadline, stopped_seconds = (
-            begin + seconds,
-            0.0,
-        )  # stops: seconds for which an awaited rank was stopped
+        deadline, stopped_seconds = begin + seconds, 0.0
         last_check, next_check = begin, min(deadline, begin + _CHECK_INTERVAL_SECONDS)
         # Poll instead of the store's wait: that cannot be interrupted, does not notice that a rank
         # ended, and logs two warnings for each timeout.

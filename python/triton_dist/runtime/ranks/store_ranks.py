@@ -160,7 +160,7 @@ class StoreRanks:
         end = begin + (self.agreement_seconds() if seconds is None else seconds)
         return_deadline = end
         left_ranks: dict[int, LeaveNotice] = {}
-        """Reports of ranks that may have left because of this call."""
+        """Notices of ranks that may have left because of this call."""
         while True:
             absent = MissingRanks([], None, {}, 0.0)
             with self._reporting_lost_store(phase):
@@ -183,20 +183,15 @@ class StoreRanks:
                     if not absent.because and time.monotonic() < end:
                         continue
             same = left is not None and left.function == self._function
-            if (
-                left is None
-                or self._is_of_this_call(left)
-                or (left_ranks and same and absent.missing)
-            ):
+            has_returned = left_ranks and same and absent.missing
+            if left is None or self._is_of_this_call(left) or has_returned:
                 self._step = 1
                 missing = absent.missing or ([left.rank] if left else [])
                 absent = MissingRanks(missing, left, absent.because, time.monotonic() - begin)
                 raise self._timeout(phase, absent, left_ranks)
             if same:
-                left_ranks[left.rank], return_deadline = (
-                    left,
-                    min(end, time.monotonic() + _RETURN_SECONDS),
-                )
+                left_ranks[left.rank] = left
+                return_deadline = min(end, time.monotonic() + _RETURN_SECONDS)
             self._next_topic()
 
     def broadcast(self, phase: str, value: T | None, seconds: float | None = None) -> T:
@@ -260,7 +255,7 @@ class StoreRanks:
         if any(other != phase for other, _ in entries):
             by_rank = {self.global_rank(rank): other for rank, (other, _) in enumerate(entries)}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
-        # All ranks are here, so all have read what came before, in the last conversation too.
+        # All ranks are here, so all have read the earlier entries, also of the last channel.
         self._mailbox.delete(self._written[:before])
         del self._written[:before]
         return [value for _, value in entries]
@@ -270,7 +265,7 @@ class StoreRanks:
         return left.refused and (left.function, left.call) == (self._function, self._call)
 
     def _next_topic(self) -> None:
-        self._topic, self._step = f"conversation {next(self._numbers)}/", 0
+        self._topic, self._step = f"channel {next(self._numbers)}/", 0
 
     def _next_step(self) -> int:
         self._step += 1

@@ -69,7 +69,7 @@ _C = TypeVar("_C", bound=CollectiveContext)
 
 
 def create(
-    context_class: type[_C],
+    ctx_type: type[_C],
     function: str,
     workspace_nbytes: int,
     rank: int,
@@ -77,7 +77,7 @@ def create(
     local_world_size: int,
     group: Group,
 ) -> _C:
-    """Create a context of class ``context_class`` for ``function``. Collective over ``group``.
+    """Create a context of class ``ctx_type`` for ``function``. Collective over ``group``.
 
     Raises:
         InvalidArgument: on every rank, for an invalid value.
@@ -95,8 +95,8 @@ def create(
         yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
 
     equal_arguments = {"workspace_nbytes": workspace_nbytes}
-    agree_to_create(function, f"a {context_class.name}", equal_arguments, checks(), group)
-    return context_class(workspace_nbytes, local_world_size, group)
+    agree_to_create(function, f"a {ctx_type.name}", equal_arguments, checks(), group)
+    return ctx_type(workspace_nbytes, local_world_size, group)
 
 
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:

@@ -185,14 +185,13 @@ def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -
     """
     tile, sms = config.kwargs, current_device().num_sms
     rows = max_rows_of_key(rows, num_ranks)
-    tiles_per_shard = triton.cdiv(rows, tile["BLOCK_SIZE_M"]) * triton.cdiv(
-        columns, tile["BLOCK_SIZE_N"]
-    )
-    full, last = divmod(tiles_per_shard * num_ranks, sms)
+    tiles_m = triton.cdiv(rows, tile["BLOCK_SIZE_M"])
+    tiles_n = triton.cdiv(columns, tile["BLOCK_SIZE_N"])
+    full, last = divmod(tiles_m * tiles_n * num_ranks, sms)
     waves = full + (last > 0)
     if waves >= _MANY_WAVES and tile["BLOCK_SIZE_M"] == 64:
         return False
-    if tile.get("GROUP_SIZE_SHARDS", 1) > 1 and tiles_per_shard >= sms:
+    if tile.get("GROUP_SIZE_SHARDS", 1) > 1 and tiles_m * tiles_n >= sms:
         return False
     splits = tile.get("SPLIT_K", 1)
     waves_of_splits = full + triton.cdiv(last * splits, sms) / splits
@@ -299,11 +298,8 @@ def _partials(
 ) -> Partials:
     needed, counted = split_tiles(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
-        available = split and (split.partials.numel(), split.counters.numel())
+        sizes = split and (split.partials.numel(), split.counters.numel())
         raise InvalidArgument(
-            "sharded_gemm",
-            "split",
-            available,
-            f"a workspace of {needed} fp32 and {counted} counters",
+            "sharded_gemm", "split", sizes, f"a workspace of {needed} fp32 and {counted} counters"
         )
     return Partials(split.partials, split.counters)

@@ -136,10 +136,10 @@ class PushedColumns(PushedSlots):
             "shards": ((size * self._shard_stride,), dtype),
             "arrivals": ((max_chunks * size,), torch.int64),
         }
-        disagreements = Disagreements(f"the tokens of {name}", group)
+        found = Disagreements(f"the tokens of {name}", group)
         kernels = "the kernel that adds chunks of columns"
         super().__init__(
-            EpochSlots(name, regions, ("arrivals",), kernels, group, disagreements=disagreements)
+            EpochSlots(name, regions, ("arrivals",), kernels, group, disagreements=found)
         )
 
     def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:

@@ -188,7 +188,7 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
         """Return whether the reduction of a config is worth trying."""
 
     def check(self, call: SumCall) -> None:
-        function = call.context_class.function
+        function = call.ctx_type.function
         if self.product is TiledProduct:
             check_tiles(function, call.tiles, self.name)
         elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
@@ -227,7 +227,7 @@ class Chunks(SumAlgorithm):
             fits = False
         if not fits:
             expected = f"1 to the context's n_chunks_max = {call.ctx.n_chunks_max}"
-            raise InvalidArgument(call.context_class.function, "num_chunks", call.chunks, expected)
+            raise InvalidArgument(call.ctx_type.function, "num_chunks", call.chunks, expected)
 
     def compile(self, call: SumCall) -> None:
         columns, ctx = call.columns, call.ctx
@@ -259,13 +259,13 @@ class Serial(SumAlgorithm):
 
     name: str = "serial"
     tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "reduction")
-    context_class: type[MoESumContext]
+    ctx_type: type[MoESumContext]
 
-    def __init__(self, context_class: type[MoESumContext]) -> None:
-        self.context_class = context_class
+    def __init__(self, ctx_type: type[MoESumContext]) -> None:
+        self.ctx_type = ctx_type
 
     def sums(self) -> tuple[Any, ...]:
-        own, device = self.context_class.reductions, current_device()
+        own, device = self.ctx_type.reductions, current_device()
         if device.interprets:
             return own[:1]
         return (*own, COLLECTIVE) if device.has_nccl else own
@@ -276,21 +276,19 @@ class Serial(SumAlgorithm):
         if current_device().interprets:  # A single config suffices for tests.
             return _has_first_tiles(config)
         reduction = config["reduction"]
-        return reduction == COLLECTIVE or self.context_class.fits_sum(reduction, sizes.nbytes)
+        return reduction == COLLECTIVE or self.ctx_type.fits_sum(reduction, sizes.nbytes)
 
     def check(self, call: SumCall) -> None:
         super().check(call)
-        known = (*self.context_class.reductions, COLLECTIVE)
+        known = (*self.ctx_type.reductions, COLLECTIVE)
         reduction = call.reduction or known[0]
         if reduction not in known:
             expected = f"None or one of {', '.join(map(repr, known))}"
-            raise InvalidArgument(
-                call.context_class.function, "reduction", call.reduction, expected
-            )
+            raise InvalidArgument(call.ctx_type.function, "reduction", call.reduction, expected)
         nbytes = call.key.M * call.key.N * call.key.dtype.itemsize
-        if reduction != COLLECTIVE and not self.context_class.fits_sum(reduction, nbytes):
+        if reduction != COLLECTIVE and not self.ctx_type.fits_sum(reduction, nbytes):
             expected = f"a reduction that supports {nbytes} bytes"
-            raise InvalidArgument(call.context_class.function, "reduction", reduction, expected)
+            raise InvalidArgument(call.ctx_type.function, "reduction", reduction, expected)
         call.reduction = reduction
 
     def compile(self, call: SumCall) -> None:
@@ -330,10 +328,10 @@ class Library(Serial):
     product, is_fallback = LibraryProduct, True
 
 
-def algorithms_of(context_class: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
-    """Return the algorithms of the op with contexts of class ``context_class``; the first is the
+def algorithms_of(ctx_type: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
+    """Return the algorithms of the op with contexts of class ``ctx_type``; the first is the
     default."""
-    return Chunks(), Serial(context_class), Library(context_class)
+    return Chunks(), Serial(ctx_type), Library(ctx_type)
 
 
 def _has_first_tiles(config: Mapping[str, Any]) -> bool:

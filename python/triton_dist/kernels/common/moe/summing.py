@@ -142,7 +142,7 @@ _Context = TypeVar("_Context", bound=MoESumContext)
 
 
 def create(
-    context_class: type[_Context],
+    ctx_type: type[_Context],
     rank: int,
     world_size: int,
     local_world_size: int,
@@ -154,7 +154,7 @@ def create(
     n_chunks_max: int,
     group: Group,
 ) -> _Context:
-    """Create a context of class ``context_class``. Collective over ``group``.
+    """Create a context of class ``ctx_type``. Collective over ``group``.
 
     Raises the errors of ``agree_to_create`` and of the allocation.
     """
@@ -172,7 +172,7 @@ def create(
         expected = f"a positive multiple of topk = {topk}: routes, not tokens"
         good = max_token_num >= 1 and max_token_num % topk == 0
         yield "max_token_num", max_token_num, good, expected
-        tokens = context_class.tokens_check("", max_token_num // topk, world_size)
+        tokens = ctx_type.tokens_check("", max_token_num // topk, world_size)
         yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
         yield "hidden_dim", hidden_dim, hidden_dim >= 1, "at least 1"
         yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
@@ -184,14 +184,12 @@ def create(
         "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
         "comparison of ids": compares_ids_in_every_call(),
     }  # fmt: skip
-    agree_to_create(
-        context_class.creator, f"a {context_class.title}", equal_arguments, checks(), members
-    )
+    agree_to_create(ctx_type.creator, f"a {ctx_type.title}", equal_arguments, checks(), members)
     products = RoutedProductLimits(
         max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max,
         local_world_size, members,
     )  # fmt: skip
-    return context_class(products)
+    return ctx_type(products)
 
 
 class SumKey(NamedTuple):
@@ -286,7 +284,7 @@ class SumCall(OpCall):
     algorithm: str | None
     accepted_key: Any = None
 
-    context_class: ClassVar[type[MoESumContext]]
+    ctx_type: ClassVar[type[MoESumContext]]
     algorithms: ClassVar[Algorithms[Any, Any]]
 
     def __post_init__(self) -> None:
@@ -306,7 +304,7 @@ class SumCall(OpCall):
 
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
-            compare_ids(self.context_class.function, self.ctx, self.chosen_experts)
+            compare_ids(self.ctx_type.function, self.ctx, self.chosen_experts)
         return self.chosen.run(self)
 
     @classmethod
@@ -323,9 +321,9 @@ class SumCall(OpCall):
         Raises:
             InvalidArgument, ContextFinalized: the call cannot work.
         """
-        function = cls.context_class.function
+        function = cls.ctx_type.function
         device = checked_buffer(
-            ctx, cls.context_class, function, cls.context_class.creator
+            ctx, cls.ctx_type, function, cls.ctx_type.creator
         ).slots.epoch.device
         routing = chosen_experts, expert_weight
 
@@ -333,7 +331,7 @@ class SumCall(OpCall):
             yield from route_checks(x, weights, *routing, ctx.E, ctx.topk)
             M, N = len(chosen_experts), weights.shape[2]
             yield "weights.shape", tuple(weights.shape), ctx.N == N, f"[E, K_per_rank, N = {ctx.N}]"
-            yield cls.context_class.tokens_check("M", M, ctx.num_ranks)
+            yield cls.ctx_type.tokens_check("M", M, ctx.num_ranks)
             expected = f"at most {ctx.max_tokens}, the context's {ctx.max_routes} routes"
             yield "M", M, ctx.max_tokens >= M, expected
             yield from operand_checks(ctx.dtype, device, x=x, weights=weights)

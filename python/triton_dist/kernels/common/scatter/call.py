@@ -46,7 +46,7 @@ class SummingCall(OpCall):
         num_ctas, block_bytes: launch of a separate sum.
     """
 
-    context_class: ClassVar[type[SummingContext[Any]]]
+    ctx_type: ClassVar[type[SummingContext[Any]]]
     """Class of the op's contexts."""
     A: torch.Tensor
     B: torch.Tensor
@@ -71,12 +71,10 @@ class SummingCall(OpCall):
         else:
             self.operands = known[0]
         if self.straggler_option is not None:
-            check_straggler(self.context_class.function, self.straggler_option)
+            check_straggler(self.ctx_type.function, self.straggler_option)
         if self.num_chunks not in _CHUNKS:  # The slots have this number of flags.
             expected = f"1 to {MAX_CHUNKS}"
-            raise InvalidArgument(
-                self.context_class.function, "num_chunks", self.num_chunks, expected
-            )
+            raise InvalidArgument(self.ctx_type.function, "num_chunks", self.num_chunks, expected)
 
     def layouts(self) -> tuple[object, ...]:
         """Return everything but the addresses of the operands that determines their launches."""
@@ -86,7 +84,7 @@ class SummingCall(OpCall):
 
     @staticmethod
     @abstractmethod
-    def requested_algorithm(**_: Any) -> str | None:
+    def requested(**_: Any) -> str | None:
         """Return the algorithm that deprecated keywords of a call select, or ``None``."""
 
     @staticmethod
@@ -111,19 +109,17 @@ class SummingCall(OpCall):
     ) -> Any:
         """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
         key = (cls.check_operands(A, B, bias, ctx), cls.key_options(ctx, **options))
-        requested_algorithm = cls.requested_algorithm(**options) if options else None
-        return key if requested_algorithm is None else (*key, requested_algorithm)
+        requested = cls.requested(**options) if options else None
+        return key if requested is None else (*key, requested)
 
     @classmethod
     def sizes(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, **options: Any
     ) -> SummingSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
-        M = cls.context_class.round_down_rows(max_rows_of_key(A.shape[0]), ctx.num_ranks)
-        requested_algorithm = cls.requested_algorithm(**options)
-        return SummingSizes(
-            A, B, M, ctx.num_ranks, requested_algorithm, cls.sums_on_arrival(ctx, **options)
-        )
+        M = cls.ctx_type.round_down_rows(max_rows_of_key(A.shape[0]), ctx.num_ranks)
+        requested = cls.requested(**options)
+        return SummingSizes(A, B, M, ctx.num_ranks, requested, cls.sums_on_arrival(ctx, **options))
 
     @classmethod
     def check_operands(
@@ -134,9 +130,9 @@ class SummingCall(OpCall):
         Raises:
             InvalidArgument, ContextFinalized: the call cannot work.
         """
-        function = cls.context_class.function
+        function = cls.ctx_type.function
         device = checked_buffer(
-            ctx, cls.context_class, function, cls.context_class.creator
+            ctx, cls.ctx_type, function, cls.ctx_type.creator
         ).slots.epoch.device
 
         def checks() -> Iterator[Check]:
@@ -145,7 +141,7 @@ class SummingCall(OpCall):
             yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
             (M, K), N = A.shape, ctx.N
             yield "A.shape", tuple(A.shape), M >= 1, "[M, K_per_rank] with at least one row"
-            yield cls.context_class.rows_check("M", M, ctx.num_ranks)
+            yield cls.ctx_type.rows_check("M", M, ctx.num_ranks)
             yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
             yield "B.shape", tuple(B.shape), tuple(B.shape) == (K, N), f"[K_per_rank, N] = {(K, N)}"
             if bias is not None:
@@ -164,15 +160,13 @@ class SummingCall(OpCall):
 
     def check_tiles(self) -> None:
         """Raise ``InvalidArgument`` if ``gemm_config`` has no tile sizes."""
-        check_tiles(self.context_class.function, self.gemm_config, self.chosen.name)
+        check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
 
     def check_rows(self, most: int) -> None:
         """Raise ``InvalidArgument`` if A has more rows than the memory of the algorithm holds."""
         if self.A.shape[0] > most and self.ctx.num_ranks > 1:
             expected = f"another algorithm for M above {most}"
-            raise InvalidArgument(
-                self.context_class.function, "algorithm", self.chosen.name, expected
-            )
+            raise InvalidArgument(self.ctx_type.function, "algorithm", self.chosen.name, expected)
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,7 @@ class SummingSizes:
         A: [M, K_per_rank] of the call, for its other properties.
         B: [K_per_rank, N].
         M: number of rows in the key.
-        requested_algorithm: algorithm that deprecated keywords of the call select.
+        requested: algorithm that deprecated keywords of the call select.
         adds_on_arrival: tiles are added to one sum on their owner, which excludes algorithms that
             store them
             separately.
@@ -193,7 +187,7 @@ class SummingSizes:
     B: torch.Tensor
     M: int
     num_ranks: int
-    requested_algorithm: str | None
+    requested: str | None
     adds_on_arrival: bool = False
 
     @property

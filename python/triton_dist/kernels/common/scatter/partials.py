@@ -137,7 +137,7 @@ def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
 
 
-def partial_layout(rows: int, N: int) -> tuple[int, int]:
+def slot_layout(rows: int, N: int) -> tuple[int, int]:
     """Return (elements from one partial of [rows, N] to the next, maximum tiles of a partial)."""
     stride = -(-rows * N // _PARTIAL_ALIGNMENT) * _PARTIAL_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
@@ -189,7 +189,7 @@ _Context = TypeVar("_Context", bound=SummingContext[Any])
 
 
 def create(
-    context_class: type[_Context],
+    ctx_type: type[_Context],
     max_M: int,
     N: int,
     rank: int,
@@ -200,7 +200,7 @@ def create(
     equal_arguments: Mapping[str, Any] | None = None,
     **own: Any,
 ) -> _Context:
-    """Create a context of class ``context_class``. Collective over ``group``.
+    """Create a context of class ``ctx_type``. Collective over ``group``.
 
     ``equal_arguments`` are further arguments that must be equal on all ranks, ``own`` those that
     may differ. Raises the errors of ``agree_to_create`` and of the allocation.
@@ -212,11 +212,11 @@ def create(
         yield from group_checks(
             members, rank, world_size=world_size, local_world_size=local_world_size
         )
-        yield context_class.rows_check("max_M", max_M, world_size)
+        yield ctx_type.rows_check("max_M", max_M, world_size)
         yield "N", N, N >= 1, "at least 1"
         yield from kernel_checks("output_dtype", output_dtype)
 
     all_equal = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
-    agree_to_create(context_class.creator, f"a {context_class.title}", all_equal, checks(), members)
+    agree_to_create(ctx_type.creator, f"a {ctx_type.title}", all_equal, checks(), members)
     products = ProductLimits(max_M, N, output_dtype, local_world_size, members)
-    return context_class(products, **more, **own)
+    return ctx_type(products, **more, **own)

@@ -14,8 +14,8 @@ from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     Slot,
-    partial_layout,
     row_block_rows,
+    slot_layout,
 )
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
@@ -29,7 +29,7 @@ class ReducedPartials(SlotMemory):
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
         size = group_for(group).size
-        self.slot_stride, tiles = partial_layout(row_block_rows(max_M, size), N)
+        self.slot_stride, tiles = slot_layout(row_block_rows(max_M, size), N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
@@ -41,10 +41,8 @@ class ReducedPartials(SlotMemory):
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"
-        disagreements = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(
-            EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
-        )
+        found = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(EpochSlots(name, regions, flags, kernels, group, disagreements=found))
         self._N = N
         # Created in advance: tensors made in a capture are invalid outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]

@@ -29,7 +29,7 @@ from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     Slot,
     chunks_of_row_block,
-    partial_layout,
+    slot_layout,
 )
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
@@ -57,7 +57,7 @@ class PartialsBuffer(SlotMemory):
     ) -> None:
         self._device = current_device()
         size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride, tiles = partial_layout(max_rows, N)
+        self.slot_stride, tiles = slot_layout(max_rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int64),
@@ -69,10 +69,8 @@ class PartialsBuffer(SlotMemory):
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
-        disagreements = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(
-            EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
-        )
+        found = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(EpochSlots(name, regions, zeroed, kernels, group, disagreements=found))
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None

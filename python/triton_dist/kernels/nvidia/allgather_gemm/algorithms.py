@@ -94,9 +94,9 @@ class Call(OpCall):
         if streams not in _USUAL_STREAMS and not (is_int(streams) and streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         if self.method is not None:  # the default config has an algorithm too; ``method`` wins
-            self.algorithm = ALGORITHMS.requested_algorithm(self.method)
+            self.algorithm = ALGORITHMS.requested(self.method)
         self.chosen = ALGORITHMS[
-            self.algorithm or ALGORITHMS.requested_algorithm(self.ctx.all_gather_method) or ""
+            self.algorithm or ALGORITHMS.requested(self.ctx.all_gather_method) or ""
         ]
         self.chosen.check(self)
 
@@ -108,14 +108,14 @@ class Sizes(NamedTuple):
     """[M_per_rank, K] of the call; the number of rows represents its bucket."""
     B: torch.Tensor
     num_ranks: int
-    requested_algorithm: str | None
+    requested: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
 
     @classmethod
     def of(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, method: object = None, **__: Any
     ) -> Sizes:
-        return cls(A, B, ctx.num_ranks, ALGORITHMS.requested_algorithm(method))
+        return cls(A, B, ctx.num_ranks, ALGORITHMS.requested(method))
 
 
 class _Tiled(SelectableAlgorithm[Call, Sizes]):
@@ -234,7 +234,7 @@ class Ring(CopyEngine):
     """Each rank forwards the shards that it receives, for hosts without links between all GPUs."""
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.requested_algorithm is None and has_links_between_all_gpus():
+        if sizes.requested is None and has_links_between_all_gpus():
             return False
         # With two ranks, a ring equals the full mesh.
         return sizes.num_ranks > 2 and super().fits_sizes(config, sizes)

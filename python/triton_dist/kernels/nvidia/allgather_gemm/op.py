@@ -58,7 +58,7 @@ def key_fn(
 ) -> Any:
     """Return the key that a tuning is recorded under. ``method`` adds its algorithm to the key."""
     key = (check_operands(A, B, ctx, local_copy, gathered), local_copy)
-    return key if method is None else (*key, ALGORITHMS.requested_algorithm(method))
+    return key if method is None else (*key, ALGORITHMS.requested(method))
 
 
 @op(

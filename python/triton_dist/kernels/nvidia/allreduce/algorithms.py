@@ -45,7 +45,7 @@ from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllRe
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 
-PACKET_PARAMS_LIST = (
+PACKET_CANDIDATES = (
     *(LaunchParams(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
     LaunchParams(32, 512),
     LaunchParams(64, 1024),
@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
 
     nbytes: int
     num_ranks: int
-    requested_algorithm: str | None
+    requested: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
 
     @classmethod
@@ -182,7 +182,7 @@ class _ExchangeAlgorithm(_Algorithm):
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.requested_algorithm is None and not self.is_candidate(sizes):
+        if sizes.requested is None and not self.is_candidate(sizes):
             return False
         shard_bytes = -(-sizes.nbytes // self.num_shards(sizes.num_ranks))
         return is_worth_trying(params_in(config), shard_bytes)
@@ -236,7 +236,7 @@ class OneShot(_ExchangeAlgorithm):
     tunables = ("num_ctas", "block_bytes", "packets")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for packets, candidates in ((True, PACKET_PARAMS_LIST), (False, SMALL_PARAMS)):
+        for packets, candidates in ((True, PACKET_CANDIDATES), (False, SMALL_PARAMS)):
             for params in candidates:
                 yield params.num_ctas, params.block_bytes, packets
 
@@ -291,7 +291,7 @@ class Collective(_Algorithm):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks test our kernels, so the library is not a candidate there.
-        return sizes.requested_algorithm == self.name or current_device().has_nccl
+        return sizes.requested == self.name or current_device().has_nccl
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
         if not in_place:

@@ -50,10 +50,10 @@ def key_fn(
     replaces x (a library then saves a copy), and the algorithm that ``method`` requires.
     """
     check_tensors(x, ctx, output)
-    requested_algorithm = algorithm_of(method)
+    requested = algorithm_of(method)
     vectors = collective_context.fits_vectors(x, x.numel())
     in_place = output is not None and output.data_ptr() == x.data_ptr()
-    return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, requested_algorithm, in_place
+    return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, requested, in_place
 
 
 @op(

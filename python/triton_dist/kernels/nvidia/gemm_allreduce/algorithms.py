@@ -49,15 +49,10 @@ _TWO_SHOT_FROM = 1 << 20
 _VECTOR_BYTES = 16
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 # Largest first: the first shape that a product fills is likely the fastest.
-_LARGE_PARAMS = (LaunchParams(128, 16384), LaunchParams(128, 8192))
-_SERIAL_PARAMS: dict[str, Sequence[LaunchParams]] = {
-    ONE_SHOT: (
-        *_LARGE_PARAMS,
-        LaunchParams(64, 8192),
-        LaunchParams(64, 2048),
-        LaunchParams(16, 2048),
-    ),
-    TWO_SHOT: (*_LARGE_PARAMS, LaunchParams(32, 8192), SMALL_PARAMS[0]),
+_LARGE = (LaunchParams(128, 16384), LaunchParams(128, 8192))
+_SERIAL: dict[str, Sequence[LaunchParams]] = {
+    ONE_SHOT: (*_LARGE, *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048)))),
+    TWO_SHOT: (*_LARGE, LaunchParams(32, 8192), SMALL_PARAMS[0]),
 }
 
 
@@ -65,22 +60,22 @@ _SERIAL_PARAMS: dict[str, Sequence[LaunchParams]] = {
 class Call(SummingCall):
     """One call: the arguments of ``gemm_ar``."""
 
-    context_class = GEMMAllReduceTensorParallelContext
+    ctx_type = GEMMAllReduceTensorParallelContext
     copy_to_local: bool
     reduction: str | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None:
-            self.algorithm = self.requested_algorithm(self.method)
+            self.algorithm = self.requested(self.method)
         self.chosen = ALGORITHMS[self.algorithm or BySize.name]
         if self.ctx.num_ranks == 1:  # nothing to sum
             self.chosen = ALGORITHMS[Collective.name]
         self.chosen.check(self)
 
     @staticmethod
-    def requested_algorithm(method: enum.Enum | None = None, **_: Any) -> str | None:
-        return ALGORITHMS.requested_algorithm(method)
+    def requested(method: enum.Enum | None = None, **_: Any) -> str | None:
+        return ALGORITHMS.requested(method)
 
     @staticmethod
     def key_options(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
@@ -203,7 +198,7 @@ class Serial(UnfusedAlgorithm[Call]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
-        for reduction, candidates in _SERIAL_PARAMS.items():
+        for reduction, candidates in _SERIAL.items():
             for params in candidates[-1:] if interpreted else candidates:
                 yield reduction, params.num_chunks, params.num_ctas, params.block_bytes
 
@@ -219,8 +214,8 @@ class Serial(UnfusedAlgorithm[Call]):
         return is_worth_trying(params, nbytes)
 
     def check(self, call: Call) -> None:
-        if call.reduction not in (None, *_SERIAL_PARAMS):
-            expected = f"None or one of {', '.join(map(repr, _SERIAL_PARAMS))}"
+        if call.reduction not in (None, *_SERIAL):
+            expected = f"None or one of {', '.join(map(repr, _SERIAL))}"
             raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
         checked_params("gemm_ar", call.num_ctas, call.block_bytes, call.num_chunks)
 
@@ -250,7 +245,7 @@ class Collective(UnfusedAlgorithm[Call]):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         # CPU ranks test our kernels, so the library is not a candidate there.
-        return sizes.num_ranks == 1 or sizes.requested_algorithm is not None or current_device().has_nccl
+        return sizes.num_ranks == 1 or sizes.requested is not None or current_device().has_nccl
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)

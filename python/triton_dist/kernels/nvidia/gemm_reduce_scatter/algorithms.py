@@ -51,25 +51,25 @@ _SERIAL_PARAMS = (
 class Call(SummingCall):
     """One call: the arguments of ``gemm_rs``."""
 
-    context_class = GEMMReduceScatterTensorParallelContext
+    ctx_type = GEMMReduceScatterTensorParallelContext
     reduce_st: bool | None
     fuse_scatter: bool | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method is not None or self.fuse_scatter is not None:
-            self.algorithm = self.requested_algorithm(self.method, self.fuse_scatter)
+            self.algorithm = self.requested(self.method, self.fuse_scatter)
         self.chosen = ALGORITHMS[self.algorithm or Fused.name]
         self.adds_on_arrival = self.sums_on_arrival(self.ctx, self.reduce_st)
         self.chosen.check(self)
 
     @staticmethod
-    def requested_algorithm(
+    def requested(
         method: enum.Enum | None = None, fuse_scatter: bool | None = None, **_: Any
     ) -> str | None:
         if method is None and fuse_scatter is not None:
             return Fused.name if fuse_scatter else CopyEngine.name
-        return ALGORITHMS.requested_algorithm(method)
+        return ALGORITHMS.requested(method)
 
     @staticmethod
     def sums_on_arrival(ctx: Any, reduce_st: bool | None = None, **_: Any) -> bool:

@@ -11,12 +11,12 @@ from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, Mo
 class ReduceScatterCall(SumCall):
     """One call of ``run_moe_reduce_rs``."""
 
-    context_class = MoEReduceRSContext
-    algorithms = Algorithms(context_class.function, algorithms_of(context_class))
+    ctx_type = MoEReduceRSContext
+    algorithms = Algorithms(ctx_type.function, algorithms_of(ctx_type))
 
 
 class AllReduceCall(SumCall):
     """One call of ``run_moe_reduce_ar``."""
 
-    context_class = MoEReduceARContext
-    algorithms = Algorithms(context_class.function, algorithms_of(context_class))
+    ctx_type = MoEReduceARContext
+    algorithms = Algorithms(ctx_type.function, algorithms_of(ctx_type))

@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
     shard_nbytes: int
     num_ranks: int
-    requested_algorithm: str | None
+    requested: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
 
 
@@ -104,7 +104,7 @@ class ShardsCall(OpCall):
     accepted_key: object = None
 
     algorithms: ClassVar[Algorithms[Any, Any]]
-    context_class: ClassVar[type[ShardContext]]
+    ctx_type: ClassVar[type[ShardContext]]
     x_is_shard: ClassVar[bool]
     """True if x is a shard (all-gather), false if the result is one (reduce-scatter)."""
     push: ClassVar[Any]
@@ -118,7 +118,7 @@ class ShardsCall(OpCall):
         if self.straggler_option is not None:
             check_straggler(self.algorithms.function, self.straggler_option)
         if self.method is not None:
-            self.algorithm = self.algorithms.requested_algorithm(self.method)
+            self.algorithm = self.algorithms.requested(self.method)
         self.chosen = self.algorithms[self.algorithm or Push.name]
         self.params = checked_params(
             self.algorithms.function, self.num_ctas, self.block_bytes, self.num_chunks
@@ -129,7 +129,7 @@ class ShardsCall(OpCall):
         """Raise ``InvalidArgument`` or ``ContextFinalized`` if the call cannot work."""
         function = cls.algorithms.function
         device = checked_buffer(
-            ctx, cls.context_class, function, cls.context_class.creator
+            ctx, cls.ctx_type, function, cls.ctx_type.creator
         ).device.torch_device
         check_tensor(function, "x", x, device)
         size, most = ctx.num_ranks, ctx.workspace_nbytes
@@ -169,7 +169,7 @@ class ShardsCall(OpCall):
         cls.check(x, ctx, output)
         elements = cls.elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
-        return key if method is None else (*key, cls.algorithms.requested_algorithm(method))
+        return key if method is None else (*key, cls.algorithms.requested(method))
 
     @classmethod
     def sizes(
@@ -183,7 +183,7 @@ class ShardsCall(OpCall):
     ) -> Sizes:
         """Return the sizes that decide which configs are worth trying."""
         shard_nbytes = cls.elements(x, ctx) * x.element_size()
-        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested_algorithm(method))
+        return Sizes(shard_nbytes, ctx.num_ranks, cls.algorithms.requested(method))
 
     @classmethod
     def elements(cls, x: torch.Tensor, ctx: ShardContext) -> int:
@@ -292,7 +292,7 @@ class AllGatherCall(ShardsCall):
     """One call of ``all_gather``."""
 
     algorithms = Algorithms("all_gather", (Push(), CopyEngine(), Collective()))
-    context_class, x_is_shard = AllGatherContext, True
+    ctx_type, x_is_shard = AllGatherContext, True
     push, copy_engine_kernel = kernel_all_gather, kernel_copy_pushed
     collective = staticmethod(libraries.all_gather_into)
 
@@ -301,6 +301,6 @@ class ReduceScatterCall(ShardsCall):
     """One call of ``reduce_scatter``."""
 
     algorithms = Algorithms("reduce_scatter", (Push(), CopyEngine(), Collective()))
-    context_class, x_is_shard = ReduceScatterContext, False
+    ctx_type, x_is_shard = ReduceScatterContext, False
     push, copy_engine_kernel = kernel_reduce_scatter, kernel_add_pushed
     collective = staticmethod(libraries.reduce_scatter_into)
