@@ -45,7 +45,7 @@ def settled_by_the_caller():
     used, waits_seen, steps = slots(), counting_waits(), []
 
     def call(gives_up=False, behind=1):
-        used.begin()
+        used.take()
         if gives_up:
             give_up(used)
             used["flags"].local[:] = used.epoch[EPOCH]
@@ -99,7 +99,7 @@ def count_peer_checks():
     counts = []
 
     def own():
-        used.begin()
+        used.take()
         used.finish(awaited=True)
         counts.append(len(looked))
 
@@ -131,15 +131,15 @@ def nothing_is_left_of_earlier_trials():
     used = slots()
     for _ in range(2):
         with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0):
-            used.begin()
+            used.take()
             give_up(used)
             used.finish()
             # the caller leaves without looking
         with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
-            used.begin()
+            used.take()
             used.finish()
             settle()
-        used.begin()
+        used.take()
         used.finish()
     used.memory.barrier()
     used.free()
@@ -186,7 +186,7 @@ def test_one_rank_launches_nothing(monkeypatch):
     monkeypatch.setattr(used.launcher, "run", lambda *_, **__: pytest.fail("launched"))
     with bounded_waits(20.0):
         for index in (1, 0, 1):
-            used.begin()
+            used.take()
             used.finish()
             assert used.index == index
         assert used.run_without_slots(lambda: 3) == 3

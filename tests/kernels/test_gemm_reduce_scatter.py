@@ -204,7 +204,7 @@ def test_one_call_before_a_capture_is_enough(monkeypatch):
         buffer, device = ctx.buffer, type(current_device())
         before = buffer.describe("row_block")
         monkeypatch.setattr(device, "is_capturing", lambda _: True)
-        buffer.slots.begin()
+        buffer.slots.take()
         assert buffer.describe("row_block") is not before
     with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
         assert ctx.buffer.describe("tile").scatter == "tile"

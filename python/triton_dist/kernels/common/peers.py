@@ -64,7 +64,7 @@ def timeout_word_of(epoch_ptr):
 
 
 @jit
-def current_flag(epoch_ptr, size):
+def flag_of(epoch_ptr, size):
     """Return the flag that a call of ``size`` sets and awaits in the slot's current use."""
     return sized(epoch_at(epoch_ptr), size)
 

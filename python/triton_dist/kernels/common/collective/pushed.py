@@ -66,7 +66,7 @@ class PushedShards(PushedSlots):
             WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.begin(exchange.size, copied=True)
+        slots.take(exchange.size, copied=True)
         stream = self._device.current_stream()
         try:
             key = (slots.index, exchange, x.dtype)

@@ -26,7 +26,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     blocks_per_chunk,
     copy_shards,
 )
-from triton_dist.kernels.common.peers import current_flag, timeout_word_of
+from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 
 
 class Pushed(NamedTuple):
@@ -51,7 +51,7 @@ def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
 @jit(do_not_specialize=["size", "rank"])
 def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
     """Add the pushed shards and this rank's shard of x into out, chunk by chunk as they arrive."""
-    value = current_flag(pushed.epoch, size)
+    value = flag_of(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
     shard_begin = rank.to(tl.int64) * lengths.shard
     blocks = blocks_per_chunk(lengths.shard, plan)
@@ -69,7 +69,7 @@ def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.cons
 @jit(do_not_specialize=["size", "rank"])
 def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
     """Copy x and the pushed shards into out, chunk by chunk as they arrive."""
-    value = current_flag(pushed.epoch, size)
+    value = flag_of(pushed.epoch, size)
     begin_of_shards = tl.zeros((), tl.int64)
     blocks = blocks_per_chunk(lengths.shard, plan)
     out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard

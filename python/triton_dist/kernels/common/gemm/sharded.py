@@ -36,7 +36,7 @@ from triton_dist.kernels.common.gemm.work_items import (
     sum_of_partials,
     work_items_of_tiles,
 )
-from triton_dist.kernels.common.peers import current_flag, timeout_word_of
+from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 
 
 @jit
@@ -75,7 +75,7 @@ def wait_for_rows(
     count = last_row // chunk_rows - first + 1
     flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
     return dl.wait(
-        flags_ptr, count, current_flag(shards.epoch, rows), timeout_word_of(shards.epoch), True
+        flags_ptr, count, flag_of(shards.epoch, rows), timeout_word_of(shards.epoch), True
     )
 
 
@@ -280,7 +280,7 @@ def kernel_gemm_non_persistent(
             # There is no loop over chunks here: wait for all chunks of the shard.
             if NUM_COMM_SMS > 0:
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
-                value = current_flag(shards.epoch, rows)
+                value = flag_of(shards.epoch, rows)
                 flags = gemm_plan.NUM_CHUNKS * NUM_COMM_SMS
                 token = dl.wait(flags_ptr, flags, value, timeout_word_of(shards.epoch), True)
             else:

@@ -35,7 +35,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import multiply_steps
-from triton_dist.kernels.common.peers import current_flag, epoch_at, timeout_word_of
+from triton_dist.kernels.common.peers import epoch_at, flag_of, timeout_word_of
 
 
 class Shards(NamedTuple):
@@ -104,7 +104,7 @@ def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-    value = current_flag(shards.epoch, rows)
+    value = flag_of(shards.epoch, rows)
     return dl.wait(flags_ptr, NUM_COMM_SMS, value, timeout_word_of(shards.epoch), True)
 
 
@@ -128,7 +128,7 @@ def push_local_shard(
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.program_id(0)
     last = (epoch_at(shards.epoch) - 1).to(tl.int32)
-    value = current_flag(shards.epoch, rows)
+    value = flag_of(shards.epoch, rows)
     # The last use of the slot must be consumed before its rows are overwritten.
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):

@@ -26,7 +26,7 @@ from triton_dist.kernels.common.exchange.buffer import shard_elements
 from triton_dist.kernels.common.exchange.protocol import after_wait
 from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.peers import Disagreements, current_flag
+from triton_dist.kernels.common.peers import Disagreements, flag_of
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.ranks import group_for
@@ -78,7 +78,7 @@ def kernel_add_columns(
     Any grid. Chunks are ``width`` wide. ``shard_stride`` is the number of elements from one
     source's row block to the next.
     """
-    value = current_flag(pushed.epoch, size)
+    value = flag_of(pushed.epoch, size)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     own = x_ptr + rank.to(tl.int64) * rows * N
     for chunk in range(tl.cdiv(N, width)):
@@ -183,7 +183,7 @@ class PushedColumns(PushedSlots):
             WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.begin(size, copied=True)
+        slots.take(size, copied=True)
         stream = self._device.current_stream()
         try:
             for chunk, (first, end) in enumerate(columns):

@@ -29,7 +29,7 @@ from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
-from triton_dist.kernels.common.peers import GatheredShards, current_flag, timeout_word_of
+from triton_dist.kernels.common.peers import GatheredShards, flag_of, timeout_word_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
@@ -117,7 +117,7 @@ def await_positions(
         awaited += 1
         source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
-        value = current_flag(sources.epoch, shard_rows)
+        value = flag_of(sources.epoch, shard_rows)
         token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
     return awaited, token
 

@@ -190,7 +190,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
     def run(self, call: C) -> torch.Tensor:
         ctx, work_items, awaited = call.ctx, self.work_items(call), False
-        ctx.buffer.slots.begin(call.A.shape[0], copied=self.copied)
+        ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
         try:
             ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)

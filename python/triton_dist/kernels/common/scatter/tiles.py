@@ -29,7 +29,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.peers import current_flag, target_at, timeout_word_of
+from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     chunks_of_row_block,
@@ -116,7 +116,7 @@ def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
             dl.notify(flag.to(tl.pointer_type(tl.int32)) + work_item, 1, "add")
         else:
             flag_ptr = flag.to(slot.epoch.dtype) + work_item * summing.NUM_RANKS + rank
-            dl.notify(flag_ptr, current_flag(slot.epoch, M))
+            dl.notify(flag_ptr, flag_of(slot.epoch, M))
 
 
 @jit
@@ -130,13 +130,13 @@ def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
     valid = peer < NUM_RANKS
     flags = tl.load(out.sum_flags + peer, mask=valid, other=0).to(slot.epoch.dtype)
     with dl.mark("push"):
-        dl.notify(flags + work_item * NUM_RANKS + rank, current_flag(slot.epoch, M), mask=valid)
+        dl.notify(flags + work_item * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=valid)
 
 
 @jit
 def await_partials(slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
     """Wait for a work item of every peer, of a product of ``M`` rows. Return a token."""
-    value = current_flag(slot.epoch, M)
+    value = flag_of(slot.epoch, M)
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS

@@ -39,9 +39,9 @@ from triton_dist.kernels.common.peers import (
     Disagreements,
     Flags,
     TimeoutWord,
-    current_flag,
     epoch_at,
     flag_count,
+    flag_of,
     flag_value,
     timeout_word_of,
 )
@@ -80,7 +80,7 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
     Also store ``size`` in the slot's flag, from which copy engines copy.
     """
     last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
-    tl.store(epoch_ptr, current_flag(epoch_ptr, size))
+    tl.store(epoch_ptr, flag_of(epoch_ptr, size))
     peer = 0
     while peer < num_ranks:
         if peer != rank:
@@ -192,7 +192,7 @@ class EpochSlots:
     def epoch_of(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
-    def begin(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
+    def take(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
         """Switch to the other slot, and queue a peer check if peers may still use it.
 
         Args:

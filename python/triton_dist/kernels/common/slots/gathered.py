@@ -223,7 +223,7 @@ class AllGatherBuffer(SlotMemory):
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
         rows = local_shard.shape[0]
-        self.slots.begin(rows, copied=True)
+        self.slots.take(rows, copied=True)
         if self.num_ranks == 1:
             return self.describe(rows, num_chunks)
         key = (self.slots.index, rows, method, num_streams, num_chunks)
@@ -237,7 +237,7 @@ class AllGatherBuffer(SlotMemory):
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
         """Begin an all-gather of ``rows`` rows per rank that the next launch, of ``sharded_gemm``,
         performs."""
-        self.slots.begin(rows, peer_check=False)
+        self.slots.take(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
         if plan is None:
