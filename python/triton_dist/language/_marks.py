@@ -27,7 +27,7 @@ and.b32 place, thread, 127;
 setp.eq.u32 one, place, 0;
 mov.u64 at, {address};
 @one atom.global.add.u64 at, [at], 1;
-setp.lt.and.u64 one, at, {most}, one;
+setp.lt.and.u64 one, at, {max_marks}, one;
 mad.lo.u64 at, at, {nbytes}, {address};
 @one st.global.u64 [at+{begin}], $1;
 @one st.global.u64 [at+{end}], now;
