@@ -129,11 +129,9 @@ def checked_params(
     Raises:
         InvalidArgument: a value is out of range.
     """
-    chosen_params = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
-    params = replace(
-        params_for_device(default),
-        **{name: n for name, n in chosen_params.items() if n is not None},
-    )
+    passed = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
+    changes = {name: n for name, n in passed.items() if n is not None}
+    params = replace(params_for_device(default), **changes)
     if params.num_ctas not in range(1, MAX_CTAS + 1):
         raise InvalidArgument(function, "num_ctas", params.num_ctas, f"1 to {MAX_CTAS}")
     nbytes = params.block_bytes

@@ -137,7 +137,7 @@ def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
 
 
-def slot_layout(rows: int, N: int) -> tuple[int, int]:
+def slot_sizes(rows: int, N: int) -> tuple[int, int]:
     """Return (elements from one partial of [rows, N] to the next, maximum tiles of a partial)."""
     stride = -(-rows * N // _PARTIAL_ALIGNMENT) * _PARTIAL_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     Slot,
     row_block_rows,
-    slot_layout,
+    slot_sizes,
 )
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
@@ -29,7 +29,7 @@ class ReducedPartials(SlotMemory):
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
         size = group_for(group).size
-        self.slot_stride, tiles = slot_layout(row_block_rows(max_M, size), N)
+        self.slot_stride, tiles = slot_sizes(row_block_rows(max_M, size), N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
@@ -78,10 +78,10 @@ class ReducedPartials(SlotMemory):
             for name in ("partials", "arrivals", "sums", "sum_arrivals")
         )
         own_partial = self.rank * self.slot_stride * partials.local.element_size()
-        scattering = Slot(
+        memory = Slot(
             partials.local, self.slot_stride, partials.pointers + own_partial, arrivals.pointers,
             arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
         return Scattering(
-            "all", self.rank, self.num_ranks, scattering, sums.pointers, sum_arrivals.pointers
+            "all", self.rank, self.num_ranks, memory, sums.pointers, sum_arrivals.pointers
         )

@@ -29,7 +29,7 @@ from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     Slot,
     chunks_of_row_block,
-    slot_layout,
+    slot_sizes,
 )
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
 from triton_dist.runtime.device import current_device
@@ -57,7 +57,7 @@ class PartialsBuffer(SlotMemory):
     ) -> None:
         self._device = current_device()
         size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride, tiles = slot_layout(max_rows, N)
+        self.slot_stride, tiles = slot_sizes(max_rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int64),

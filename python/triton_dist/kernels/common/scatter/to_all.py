@@ -87,7 +87,7 @@ def kernel_gemm_all_reduce_persistent(
     # The tile to announce next. A tile of the own row block needs no announcement.
     stored_row_block, stored = rank, 0
     # An own tile that is to be added, and a tile whose sum is to be announced.
-    pending_tile, pending_row, pending_column, unannounced = -1, 0, 0, -1
+    own_tile, own_row, own_column, unannounced = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
         row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
@@ -108,35 +108,23 @@ def kernel_gemm_all_reduce_persistent(
             dl.publish_tile()  # Make the TMA store visible to the other threads of this program.
             if decision == 0:
                 decision = decide_whether_to_wait(slot.epoch, slot.deferred)
-        if pending_tile >= 0:
-            token = await_partials(slot, M, pending_tile, rank, NUM_RANKS)
+        if own_tile >= 0:
+            token = await_partials(slot, M, own_tile, rank, NUM_RANKS)
             add_own_tile(
-                slot,
-                out,
-                pending_row,
-                pending_column,
-                rows,
-                own_rows,
-                N,
-                token,
-                rank,
-                tile,
-                summing,
+                slot, out, own_row, own_column, rows, own_rows, N, token, rank, tile, summing
             )
-            unannounced, pending_tile = pending_tile, -1
+            unannounced, own_tile = own_tile, -1
         if (row_block == rank) & (decision == MAY_WAIT):
-            pending_tile, pending_row, pending_column = number, row, column
+            own_tile, own_row, own_column = number, row, column
     if stored_row_block != rank:  # The last tile of this program was for another rank.
         dl.publish_tile()
         announce_tile(slot, M, stored_row_block, stored, rank, summing)
     if unannounced >= 0:
         announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
-    if pending_tile >= 0:
-        token = await_partials(slot, M, pending_tile, rank, NUM_RANKS)
-        add_own_tile(
-            slot, out, pending_row, pending_column, rows, own_rows, N, token, rank, tile, summing
-        )
-        announce_to_all(out, slot, M, pending_tile, rank, NUM_RANKS)
+    if own_tile >= 0:
+        token = await_partials(slot, M, own_tile, rank, NUM_RANKS)
+        add_own_tile(slot, out, own_row, own_column, rows, own_rows, N, token, rank, tile, summing)
+        announce_to_all(out, slot, M, own_tile, rank, NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
