@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant(
         "reset: a guard stays in the ring",
         _TIMEOUT_WORD,
-        "        yield\n        self.found.link()\n",
+        "        yield\n        self.disagreements.link()\n",
         "        yield\n",
         ("tests/kernels/test_epochs.py",),
     ),
@@ -118,15 +118,15 @@ MUTANTS = (
     Mutant(
         "release: every rank is told",
         _PROTOCOL,
-        "there = tl.arange(0, plan.LANES) < plan.NUM_RANKS\n    values",
-        "there = tl.arange(0, plan.LANES) < plan.NUM_RANKS - 1\n    values",
+        "valid = tl.arange(0, plan.LANES) < plan.NUM_RANKS\n    values",
+        "valid = tl.arange(0, plan.LANES) < plan.NUM_RANKS - 1\n    values",
         COLLECTIVES,
     ),
     Mutant(
         "release: an exchange tells with release",
         _PROTOCOL,
-        'mask=there,\n            sem="release", scope="sys",',
-        'mask=there,\n            sem="relaxed", scope="sys",',
+        'mask=valid,\n            sem="release", scope="sys",',
+        'mask=valid,\n            sem="relaxed", scope="sys",',
         ("tests/compile/test_exchange_kernels.py",),
     ),
     Mutant(
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "epoch: calls take turns between two slots",
         _EPOCHS,
-        "self.index = self.following\n        if self.num_ranks == 1:",
+        "self.index = self.next_index\n        if self.num_ranks == 1:",
         "self.index = 0\n        if self.num_ranks == 1:",
         ("tests/kernels/test_epochs.py", "tests/kernels/test_allgather.py", *GEMM_RS),
     ),
@@ -343,8 +343,8 @@ MUTANTS = (
     Mutant(
         "route sum: a route that is nobody's adds nothing",
         _TOPK_SUM,
-        "named = there & (expert >= 0) & (expert < E)",
-        "named = there & (expert >= 0)",
+        "has_expert = valid & (expert >= 0) & (expert < E)",
+        "has_expert = valid & (expert >= 0)",
         TOPK_SUMS,
     ),
     Mutant(
