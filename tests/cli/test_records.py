@@ -511,15 +511,14 @@ def log_of(file: str, *tunings: tuple[float, Config]) -> None:
 
 
 PHASES = {"compile": 2.0, "measure": 1.0, "agree": 0.25, "search": 0.5, "other": 0.25}
-NAMED = {"name": "</script><b>", "x": 1}
 
 
 def test_pages_of_records_and_an_index(run, plotly, tmp_path):
     a, b = Config(SPACE[0][0]), Config(SPACE[1][0])
     hardware = {"gpu": "NVIDIA H200", "driver": "570.1"}
-    markup = [(values | NAMED, outcome) for values, outcome in SPACE]
+    markup = [({"</script><b>": f"<b>{v['block']}"}, outcome) for v, outcome in SPACE[:2]]
     first, *_ = kept(record(hardware=hardware), record(markup, key="</script><b>"), record(key=1))
-    log_of(first, (1.5, b), (1.0, a))
+    log_of(first, (1.2, a), (1.5, b), (1.0, a))
     status, out, err = run("report", "--out", str(tmp_path), "--json")
     assert (status, err) == (0, "")
     pages = json.loads(out)["pages"]
@@ -542,21 +541,22 @@ def test_pages_of_records_and_an_index(run, plotly, tmp_path):
     assert rows[2] == [3, 2.0, 2.0, 1.0, 0.0, 3, "default", 128, 4]
     assert rows[5] == [None, None, None, None, None, 0, "resources", 256, 8]
     _, past = page.table("Tunings of this key")
-    assert [(each[1], each[4], each[3]) for each in past] == [
-        (1.5, str(b), "because 0 <b>"), (1.0, str(a), "because 1 <b>"),
+    assert [(each[1], each[3], each[4]) for each in past] == [
+        (1.2, "because 0 <b>", str(a)), (1.5, "because 1 <b>", str(b)),
+        (1.0, "because 2 <b>", str(a)),
     ]  # fmt: skip
     figures = {each["title"]: each for each in page.tree["figures"]}
     assert figures["Time spent"]["data"][0]["x"] == [*PHASES.values()]
     assert figures["Time spent"]["text"].startswith("Seconds: compile 2, measure 1, agree 0.25")
     assert figures["Convergence"]["data"][1]["y"] == [2.0, 1.0]
     assert "block matters most. Method: PED-ANOVA" in figures[IMPORTANCE]["text"]
-    assert figures["History"]["data"][0]["y"] == [1.0, pytest.approx(2 / 3)]
+    assert figures["History"]["data"][0]["y"] == pytest.approx([1.0, 1.25, 1 / 1.2])
 
     index = Page((tmp_path / "index.html").read_text())
     columns, rows = index.table("Records")
     found = dict(zip(columns, rows[2], strict=True))
     assert (found["GPU"], found["default ms"], found["winner ms"]) == ("NVIDIA H200", 2.0, 1.0)
-    assert (found["tunings"], found["new winner"]) == (2, "yes")
+    assert (found["tunings"], found["new winner"]) == (3, "yes")
     assert found["to previous"] == pytest.approx(2 / 3)
     assert [tmp_path / link for link in index.tree["tables"][0]["links"]] == [
         Path(each["html"]) for each in pages
@@ -568,7 +568,8 @@ def test_pages_of_records_and_an_index(run, plotly, tmp_path):
     assert "b" not in page.tags
     assert page.tree["title"] == "shop.ops.gemm, key '</script><b>'"
     drawn = json.dumps(page.tree["figures"])
-    assert "<b>" not in drawn, "plotly interprets tags"
+    assert "&lt;b&gt;64" in drawn
+    assert "<" not in drawn, "plotly interprets tags"
     assert run("report", "--out", str(tmp_path), "--key", "7")[0] == 1
 
 
