@@ -41,22 +41,23 @@ def record_page(subject: Subject, plotly: str | None) -> str:
 def index_page(subjects: Sequence[Subject]) -> str:
     """Return the index of the pages of ``subjects``."""
     columns = [
-        _column("function", filter=True, stuck=True), _column("key"), _column("GPU", filter=True),
-        _column("ranks", filter=True), _column("default ms", 4), _column("winner ms", 4),
-        _column("speed-up", 2), _column("configs"), _column("tuned"), _column("tunings"),
+        _column("function", filter=True, stuck=True), _column("key"), _column("default ms", 4),
+        _column("speed-up", 2), _column("winner ms", 4), _column("GPU", filter=True),
+        _column("ranks", filter=True), _column("configs"), _column("tuned"), _column("tunings"),
         _column("to previous", 3), _column("new winner", filter=True), _column("winner"),
-        _column("hardware"),
+        _column("hardware"), _column("module"),
     ]  # fmt: skip
     rows = []
     for each in subjects:
         record, past, facts = each.stored.record, each.history, each.stored.record.fingerprint
         before, now = past[-2:] if len(past) > 1 else (past[0], past[0])
         rows.append([
-            record.key.full_name, str(record.key), facts.hardware.get("gpu", "-"),
-            _cell(facts.topology.get("world_size", "1")), each.default and each.default.ms,
-            each.found.winner.ms, each.speed_up, len(each.found.timed), record.timestamp, len(past),
-            now.ms / before.ms if len(past) > 1 else None,
+            record.key.function, str(record.key), each.default and each.default.ms, each.speed_up,
+            each.found.winner.ms, facts.hardware.get("gpu", "-"),
+            _cell(facts.topology.get("world_size", "1")), len(each.found.timed), record.timestamp,
+            len(past), now.ms / before.ms if len(past) > 1 and before.ms else None,
             "yes" if now.winner != before.winner else "no", str(record.best), cache.made_on(record),
+            record.key.module,
         ])  # fmt: skip
     several = [each for each in subjects if len(each.history) > 1]
     note = "to previous: the winner's time divided by the winner's time in the previous tuning"
@@ -92,7 +93,8 @@ def _cards(subject: Subject) -> list[tuple[str, str, str]]:
     digits = _digits(found.winner.ms)
     winner = ("winner", f"{found.winner.ms:.{digits}f} ms", str(found.winner.trial))
     if default is None:
-        return [("default config", "not measured", "the first config of the space"), winner]
+        note = "the first config of the space failed, was not tried, or is not recorded"
+        return [("default config", "not measured", note), winner]
     return [
         ("default config", f"{default.ms:.{digits}f} ms", str(default.trial)),
         ("speed-up", f"{subject.speed_up:.2f}x", "default config's time / winner's time"),

@@ -136,7 +136,7 @@ def _importance(subject: Subject) -> Figure:
     first = f"{ranked[0][0]} matters most." if ranked[0][1] else "No parameter stands out."
     text = (
         f"{first} Method: PED-ANOVA (Watanabe et al., IJCAI 2023). It compares the values of the "
-        "fastest tenth with all values; the difference by chance is subtracted."
+        "fastest configs with all values; the difference by chance is subtracted."
     )
     return Figure("Importance of parameters (PED-ANOVA)", text, *figure)
 
@@ -191,9 +191,10 @@ def history(subjects: Sequence[Subject]) -> Figure:
     data = []
     for subject in subjects:
         past, key = subject.history, subject.stored.record.key
+        first = max(past[0].ms, 1e-9)
         data.append({
             "type": "scatter", "mode": "lines+markers", "name": _cut(f"{key.function_name} {key}"),
-            "x": [each.time for each in past], "y": [each.ms / past[0].ms for each in past],
+            "x": [each.time for each in past], "y": [each.ms / first for each in past],
             "text": [f"{each.ms:.5g} ms {escape(each.winner)}" for each in past],
             "hovertemplate": "%{text}<br>%{y:.3f}x",
         })  # fmt: skip

@@ -25,12 +25,16 @@ function table(spec, filtered) {
   const { title, note, columns, rows, marked, links } = spec;
   let visible = rows.map((_, row) => row), order = { at: -1, up: true };
   const picked = new Map(), body = make("tbody"), count = make("p", { class: "dim", role: "status" });
-  const widths = columns.map(({ name, digits }, at) => 1.5 + 0.66 * Math.min(100, // em: equal in bold headings
-    rows.reduce((most, row) => Math.max(most, shown(row[at], digits).length), name.length + 1)));
+  const ruler = make("canvas").getContext("2d");
+  ruler.font = `bold ${getComputedStyle(document.body).font.replace(/^[^\d]*/, "")}`;
+  const widths = columns.map(({ name, digits }, at) => {
+    const longest = rows.map(row => shown(row[at], digits)).reduce((a, b) => a.length < b.length ? b : a, "");
+    return 22 + Math.min(800, Math.max(ruler.measureText(name).width, ruler.measureText(longest).width));
+  });
   const kinds = columns.map(({ stuck }, at) => (stuck ? "stuck " : "")
     + (rows.every(row => row[at] === null || typeof row[at] === "number") ? "number" : ""));
   const lefts = widths.map((_, at) => columns[at].stuck
-    ? `left: ${widths.slice(0, at).reduce((sum, width) => sum + width, 0)}em` : "");
+    ? `left: ${widths.slice(0, at).reduce((sum, width) => sum + width, 0)}px` : "");
   const cell = (tag, at, attributes, child) => make(tag, { class: kinds[at], style: lefts[at], ...attributes }, child);
   const space = count => make("tr", { class: "space", "aria-hidden": true, style: `height: ${count * ROW}px` },
     make("td", { colspan: columns.length }));
@@ -76,7 +80,7 @@ function table(spec, filtered) {
   } }, name)));
   const scroll = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title, onscroll: draw },
     make("table", { "aria-rowcount": rows.length + 1 },
-      make("colgroup", {}, ...widths.map(width => make("col", { style: `width: ${width}em` }))),
+      make("colgroup", {}, ...widths.map(width => make("col", { style: `width: ${width}px` }))),
       make("thead", {}, make("tr", {}, ...heads)), body));
   show(make("h2", {}, title), make("p", { class: "dim" }, note), ...(spec === main ? [filters, count] : []), scroll);
   addEventListener("resize", draw);

@@ -99,8 +99,9 @@ class Subject:
         found: list[PastTuning] = []
         for first, *_, last in self._tunings:
             with suppress(KeyError, TypeError, ValueError):
+                reason = str(first["reason"]).replace(f" in {self.stored.where}", "")
                 times = _time(last).isoformat(), float(last["ms"]), float(last["seconds"])
-                found.append(PastTuning(*times, str(first["reason"]), str(last["shown"])))
+                found.append(PastTuning(*times, reason, str(last["shown"])))
         one, ms = self.stored.record, self.found.winner.ms
         return found or [PastTuning(one.timestamp, ms, one.seconds, "", str(one.best))]
 
