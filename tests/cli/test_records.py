@@ -237,7 +237,7 @@ def test_status_follows_a_tuning_until_it_ends(run, begun, request, monkeypatch,
     outcome = next(line for line in reversed(begun.read_text().splitlines()) if '"n"' in line)
     tree = json.loads(outcome) | {"n": 1, "config": "b", "samples": [0.00001], "ms": 0.00001}
     log = begun.with_suffix(".rank-1.log")
-    seen, steps = [], iter(range(4))
+    seen, steps = [], iter(range(5))
 
     def snapshot():
         return {path: path.read_bytes() for path in begun.parent.iterdir()}
@@ -249,10 +249,10 @@ def test_status_follows_a_tuning_until_it_ends(run, begun, request, monkeypatch,
         if number == 0:
             fcntl.flock(journal, fcntl.LOCK_EX)
             log.write_text("2030-01-02T03:04:05.000+00:00 [1/3] 2 samples of {'n': 2}\n")
-        elif number == 1:
+        elif number == 2:  # after a refresh without news, which prints nothing
             with begun.open("a") as more:
                 more.write(f"{json.dumps(tree)}\n")
-        elif number == 2:
+        elif number == 3:
             begun.with_suffix(".json").write_bytes(winner)
             begun.unlink()
             monkeypatch.setattr(status, "_IDLE_SECONDS", 0)
