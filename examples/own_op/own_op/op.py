@@ -132,7 +132,7 @@ class KernelAlgorithm(Algorithm[Call, int]):
         return [(1, 4), (1, 8), (2, 8), (4, 8)]
 
     def fits(self, config: Mapping[str, Any], rows: int) -> bool:
-        return config["block_m"] <= rows
+        return bool(config["block_m"] <= rows)
 
     def compile(self, call: Call) -> None:
         for launch in self.prepared(call, torch.empty_like(call.x)):
