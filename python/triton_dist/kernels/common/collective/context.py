@@ -37,7 +37,6 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     """
 
     name: str
-    """Name of the collective, for errors."""
 
     def __init__(
         self,
@@ -79,10 +78,7 @@ def create(
 ) -> _C:
     """Create a context of class ``ctx_type`` for ``function``. Collective over ``group``.
 
-    Raises:
-        InvalidArgument: on every rank, for an invalid value.
-        RankDisagreement: arguments differ between ranks.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    Raises the errors of ``agree_to_create`` and of the allocation.
     """
 
     group = process_group_of(group)
@@ -110,11 +106,7 @@ def fits_vectors(x: torch.Tensor, elements: int) -> bool:
 
 
 def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Check that our kernels can read and write a tensor.
-
-    Raises:
-        InvalidArgument: they cannot.
-    """
+    """Raise ``InvalidArgument`` if our kernels cannot read and write a tensor."""
     try:
         is_known = tensor.dtype in DTYPES
     except (AttributeError, TypeError):
@@ -143,12 +135,9 @@ def check_output(
     device: torch.device,
     place: int | None = None,
 ) -> None:
-    """Check the tensor that the caller passes for a result of ``numel`` elements.
+    """Raise ``InvalidArgument`` for an unsuitable tensor for a result of ``numel`` elements.
 
     It must not share memory with x, unless x is exactly its bytes from ``place`` on.
-
-    Raises:
-        InvalidArgument: the tensor is unsuitable.
     """
     check_tensor(function, "output", output, device)
     if output.dtype != x.dtype:
@@ -156,7 +145,7 @@ def check_output(
     if output.numel() != numel:
         raise InvalidArgument(function, "output.shape", tuple(output.shape), f"{numel} elements")
     first, begin = output.data_ptr(), x.data_ptr()
-    # Tensors without values have address 0.
+    # Fake tensors have address 0.
     if 0 < first < begin + x.nbytes and begin < first + output.nbytes and begin - first != place:
         allowed = "" if place is None else f", or x at its byte {place}"
         expected = f"memory apart from x{allowed}"

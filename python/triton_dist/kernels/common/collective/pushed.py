@@ -48,7 +48,6 @@ class PushedShards(PushedSlots):
         super().__init__(slots)
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
-        """Return the launch that adds or copies the received shards."""
         slots, params = self.slots, exchange.params
         shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
         pushed = Pushed(shards, arrivals, slots.epoch)
@@ -61,9 +60,6 @@ class PushedShards(PushedSlots):
         """Push x, and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what arrives.
 
         x and out are flat. Every rank must make the same call.
-
-        Raises:
-            WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(exchange.size, copied=True)

@@ -1,4 +1,4 @@
-"""Symmetric memory of the exchanges, their launches, and the shapes of launches."""
+"""Symmetric memory of the exchanges, and the parameters of their launches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ MAX_CHUNKS: int = protocol.MAX_CHUNKS.value
 VECTOR_BYTES = 16
 LINE_BYTES: int = protocol.LINE_BYTES.value
 TUNABLES = ("num_ctas", "block_bytes", "num_chunks")
-"""Names of the values of a ``LaunchParams`` in configs."""
 _SHARD_ALIGNMENT: int = protocol.SHARD_ALIGNMENT.value
 _PACKET_ALIGNMENT: int = protocol.PACKET_ALIGNMENT.value
 _LINE_WORDS: int = protocol.LINE_WORDS.value
@@ -54,7 +53,7 @@ VECTOR_ELEMENTS = 16  # Triton compiles whole vectors for sizes that are multipl
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """Layout of a launch.
+    """Parameters of a launch.
 
     Attributes:
         num_ctas: programs, at most ``MAX_CTAS``.
@@ -78,10 +77,8 @@ class LaunchParams:
 
     @property
     def num_warps_in_packets(self) -> int:
-        """Warps of a launch with packets: one line per thread, up to 32 warps.
-
-        Above 32 warps a thread has several lines, which costs shared memory.
-        """
+        """Warps of a launch with packets: one line per thread, up to 32 warps. More lines per
+        thread would cost shared memory."""
         return max(1, min(32, self.block_bytes // (32 * LINE_BYTES)))
 
 
@@ -98,13 +95,12 @@ LARGE_PARAMS = tuple(
 
 
 def params_in(config: Mapping[str, Any]) -> LaunchParams:
-    """Return the shape in a config."""
     return LaunchParams(config["num_ctas"], config["block_bytes"], config.get("num_chunks", 1))
 
 
 @functools.cache
 def params_for_device(params: LaunchParams = DEFAULT_PARAMS) -> LaunchParams:
-    """Return ``shape``, limited in the interpreter to the programs that run concurrently there."""
+    """Limit ``params`` in the interpreter to the programs that run concurrently there."""
     device = current_device()
     most = device.num_sms if device.interprets else params.num_ctas
     return replace(params, num_ctas=min(params.num_ctas, most))
@@ -124,7 +120,7 @@ def checked_params(
     num_chunks: int | None,
     default: LaunchParams = DEFAULT_PARAMS,
 ) -> LaunchParams:
-    """Return the shape of the tunables of ``function``; for ``None`` use the value of ``default``.
+    """Return the parameters that a caller passed; for ``None`` use the value of ``default``.
 
     Raises:
         InvalidArgument: a value is out of range.
@@ -145,7 +141,7 @@ def checked_params(
 def is_worth_trying(params: LaunchParams, shard_bytes: int) -> bool:
     """Return whether a shard of ``shard_bytes`` has a block for each program and chunk.
 
-    The smallest shape always passes, so that at least one config is left.
+    The smallest parameters always pass, so that at least one config is left.
     """
     blocks = -(-shard_bytes // params.block_bytes)
     return params == SMALL_PARAMS[0] or blocks >= params.num_ctas * params.num_chunks
@@ -156,9 +152,7 @@ class Exchange:
     """Description of one launch of an exchange kernel.
 
     Attributes:
-        kernel: the kernel.
-        elements, total: elements of a shard and of the whole tensor.
-        shape: layout of the launch.
+        elements, total: elements of a shard and of the full tensor.
         size: value that must be equal on all ranks, and that errors report.
         phases: number of times a program waits for flags of every peer per chunk.
         in_packets: the kernel uses packets (``exchange/packets.py``) instead of flags.
@@ -190,12 +184,10 @@ def bytes_of_slot(elements: int, dtype: torch.dtype, num_ranks: int) -> int:
 
 
 def lengths_of(exchange: Exchange) -> Lengths:
-    """Return the kernel argument ``lengths`` of an exchange."""
     return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)
 
 
 def plan_of(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: int = 1) -> Plan:
-    """Return the kernel argument ``plan`` of an exchange of tensors like x."""
     lanes = triton.next_power_of_2(num_ranks)
     return Plan(num_ranks, lanes, params.block_bytes // x.element_size(), num_chunks)
 
@@ -203,10 +195,7 @@ def plan_of(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: i
 def reduce_scatter_exchange(
     addend: torch.Tensor, num_ranks: int, params: LaunchParams
 ) -> tuple[Exchange, torch.Tensor]:
-    """Describe the launch that sums ``addend`` [M, N] over ranks, and allocate this rank's rows.
-
-    M is a multiple of the number of ranks.
-    """
+    """Describe the launch that sums ``addend`` [M, N] over ranks, and allocate this rank's rows."""
     M, N = addend.shape
     rows = addend.new_empty((M // num_ranks, N))
     return Exchange(kernel_reduce_scatter, M // num_ranks * N, M * N, params, M), rows
@@ -232,18 +221,15 @@ class ExchangeBuffer:
     """Memory of exchanges: two slots that peers write to, and their flags. Creation is collective.
 
     The protocol is in ``exchange/protocol.py``. On each rank:
+
         slots uint8 [2 * slot_bytes]: shards and sums of the last two calls, written by peers.
         arrivals int64 [slot, phase, program, source rank]: flags, written by kernels of the source.
         packets int64 [2, source rank, shard_words]: written by kernels of the source.
-        calls int64 [control words]: the first counts programs of calls; written by kernels of this
-            rank.
-        guard int64 [control words]: timeout words, written by kernels and host of this rank.
+        calls int64 [control words]: the first counts programs of calls.
+        guard int64 [control words]: timeout words.
 
     Args:
-        slot_bytes: bytes of a slot.
-        group: ranks that share the memory.
-        name: name of the memory, for errors.
-        packet_bytes: size of the largest tensor that travels as packets. Packets have their own
+        packet_bytes: size of the largest tensor that travels as packets. Packets have separate
             slots, because other data could look like packets.
         disagreements: disagreements of the context; by default only of this memory.
     """
@@ -259,7 +245,7 @@ class ExchangeBuffer:
         ranks = group_for(group)
         self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device()
-        alignment = 4 * _SHARD_ALIGNMENT  # A slot holds whole shards of every dtype.
+        alignment = 4 * _SHARD_ALIGNMENT  # so that a slot holds full shards of every dtype
         self.slot_bytes = -(-slot_bytes // alignment) * alignment
         words = max(1, -(-packet_bytes // LINE_BYTES)) * _LINE_WORDS
         self.shard_words = -(-words // _PACKET_ALIGNMENT) * _PACKET_ALIGNMENT
@@ -298,7 +284,6 @@ class ExchangeBuffer:
         )
 
     def packet_regions(self) -> Packets:
-        """Return the kernel argument ``packets``."""
         words = self.memory["packets"]
         calls, timeout_words = self.memory["calls"].local, self.memory["guard"].local
         return Packets(words.local, words.pointers, calls, timeout_words, self.shard_words)
@@ -322,9 +307,7 @@ class ExchangeBuffer:
         """Launch an exchange; every rank must launch the same.
 
         Raises:
-            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
-            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
-                waits itself.
+            RankDisagreement, WaitTimeout: see ``TimeoutWord.end``.
         """
         params = exchange.params
         self.begin(exchange.phases, params.num_ctas, params.num_chunks)
@@ -333,18 +316,12 @@ class ExchangeBuffer:
         self.timeout_words.end()
 
     def begin(self, phases: int, num_ctas: int, num_chunks: int) -> None:
-        """Prepare for a launch whose waits may time out during trials.
-
-        ``num_ctas`` programs wait in each phase for ``num_chunks`` chunks of every peer.
-
-        Raises:
-            RankDisagreement: ranks made an earlier call with different sizes.
-        """
+        """Prepare a launch in which ``num_ctas`` programs wait in each phase for ``num_chunks``
+        chunks of every peer."""
         self.timeout_words.begin()
         self._last_call = phases, num_ctas, num_chunks
 
     def reset(self) -> None:
-        """Bring all ranks to one state after a call that failed on some rank. Collective."""
         with self.timeout_words.resetting():
             for region in ("arrivals", "calls", "guard", "packets"):
                 self.memory[region].local.zero_()
@@ -362,7 +339,6 @@ class ExchangeBuffer:
         ]
 
     def _find_late_flag(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
-        """Return the late packet, or else the first late flag, of the last call."""
         assert self._last_call is not None
         return self._late_packet(gave_up[0]) or self._late_flag(*self._last_call)
 

@@ -141,9 +141,9 @@ def send_lines(targets, offset, payload, line, mask, tag):
 def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
     """Wait for lines ``line`` [lines] of every peer; return their payloads in the order of ranks.
 
-    The result is NUM_RANKS - 1 blocks of int32 [lines, 2]. The wait ends early like
-    ``language.wait`` with the same timeout words, also for a word whose tag has another size. Its
-    result is then invalid, and word ``_FLAG`` holds the address of a late or mismatching line.
+    The result is NUM_RANKS - 1 blocks of int32 [lines, 2]. A wait that gives up or sees another
+    size ends as in ``language.wait``: the result is invalid, and word ``_FLAG`` holds the address
+    of a late or mismatching line.
     """
     lines = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
@@ -160,7 +160,7 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
 
 @jit
 def _poll_together(lines, tag, mask, timeout_ptr):
-    """Poll with each thread its own words."""
+    """Each thread polls the words that it needs."""
     PEERS: tl.constexpr = len(lines)
     most = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # lower half of an int64
     # Operands of the assembly must have one pointer type.
@@ -182,8 +182,8 @@ def _poll_together(lines, tag, mask, timeout_ptr):
 
 @jit
 def _poll_interpreted(lines, tag, mask, timeout_ptr):
-    """Poll one peer after another, for the interpreter, and let other programs run in between."""
-    # As unsigned numbers: a missing word is smaller than any tag.
+    """Poll one peer after another, and let other programs run in between."""
+    # Compare unsigned numbers: a missing word is smaller than any tag.
     expected_tag = tag.to(tl.uint32, bitcast=True).to(tl.int64)
     valid = mask[:, None]
     payloads = tl.tuple([])
@@ -249,8 +249,8 @@ def _polling_ptx(peers: int) -> str:
     """Return PTX that polls a line of each peer until all words have the tag.
 
     It gives up if another thread has given up, if a word has the tag of another size, or after
-    ``most`` polls if ``most`` > 0. ``t``, the exclusive or with the tag, is 0 for a word that has
-    arrived and negative for a missing word, which has no high bit.
+    ``most`` polls if ``most`` > 0. ``t`` is the exclusive or of a word's upper half with the tag: 0
+    for a word that has arrived, negative for a missing word, positive for another tag.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
     tag, mask, most, timeout_words = (f"${3 * peers + place}" for place in range(4))
@@ -343,8 +343,7 @@ def kernel_all_reduce_packets(
 ):  # fmt: skip
     """Send all of x [elements] to all ranks, and add what arrives into out [elements].
 
-    ``size`` must be equal on all ranks. Blocks of ``BLOCK`` elements are distributed over the
-    programs. Grid: (up to ``MAX_CTAS``,).
+    Blocks of ``BLOCK`` elements are distributed over the programs. Grid: (up to ``MAX_CTAS``,).
     """
     BLOCK: tl.constexpr = plan.BLOCK
     LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
@@ -356,7 +355,7 @@ def kernel_all_reduce_packets(
     epoch = begin_call(packets.calls)
     tag = tag_of(epoch, size)
     offset = packet_offset(epoch, rank, packets.shard_words, plan.NUM_RANKS)
-    # Loop over this program's blocks only: no flag needs to be set for an empty block.
+    # Loop over this program's blocks only: packets need no flag for an empty block.
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
     for block in range(blocks):
         if block > 0:

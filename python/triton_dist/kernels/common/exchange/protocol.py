@@ -71,11 +71,8 @@ PACKET_ALIGNMENT = tl.constexpr(16)
 
 
 class Slots(NamedTuple):
-    """Memory that receives shards.
-
-    ``data`` holds this rank's two slots, ``table`` the addresses of each rank's ``data``,
-    ``elements`` the size of a slot.
-    """
+    """Memory that receives shards: this rank's two slots, the addresses of each rank's, the size of
+    a slot."""
 
     data: Any
     table: Any
@@ -83,11 +80,7 @@ class Slots(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """Flags between ranks.
-
-    ``arrivals`` holds this rank's flags, ``table`` the addresses of each rank's ``arrivals``,
-    ``calls`` the count of calls.
-    """
+    """Flags between ranks: this rank's flags, the addresses of each rank's, the count of calls."""
 
     arrivals: Any
     table: Any
@@ -106,10 +99,8 @@ class Packets(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Elements of a shard, from one shard to the next in a slot, and of the whole tensor.
-
-    The whole tensor is x in an all-reduce or reduce-scatter, and out in an all-gather.
-    """
+    """Elements of a shard, from one shard to the next in a slot, and of x (of out in an
+    all-gather)."""
 
     shard: Any
     stride: Any
@@ -117,7 +108,7 @@ class Lengths(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Constants of the layout of a launch.
+    """Constants of a launch.
 
     LANES is NUM_RANKS rounded up to a power of two, BLOCK the number of elements that a program
     moves at a time, NUM_CHUNKS the number of chunks of its blocks.
@@ -147,7 +138,7 @@ class Call(NamedTuple):
 def begin(slots, peers, size, rank, plan: tl.constexpr):
     """Begin a call of ``size``; once per program.
 
-    Load the addresses of flags now, because this load takes as long as a load of data.
+    The addresses of flags are loaded here, because this load takes as long as a load of data.
     """
     peer = tl.arange(0, plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
@@ -167,7 +158,6 @@ def begin_call(calls_ptr):
 
 @jit
 def slot_offset(epoch, slot_elements):
-    """Return the begin of the slot of call ``epoch`` in elements."""
     return tl.multiple_of((epoch % 2) * slot_elements.to(tl.int64), SHARD_ALIGNMENT)
 
 
@@ -186,10 +176,10 @@ def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
 
 @jit
 def notify_ranks(call, phase, value, plan: tl.constexpr):
-    """Set this program's flag at every rank after all its stores (release).
+    """Set this program's flag at every rank, including this rank, after all its stores (release).
 
-    That includes this rank, for its other programs. One thread per rank: a sequence of releases
-    would each wait until the previous one has crossed the link.
+    One thread per rank: releases in sequence would each wait until the previous one has crossed the
+    link.
     """
     tl.debug_barrier()  # The release is issued by one thread: wait for the stores of all threads.
     valid = tl.arange(0, plan.LANES) < plan.NUM_RANKS
@@ -203,9 +193,10 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
 
 @jit
 def await_programs(peers, phase, programs, value, plan: tl.constexpr):
-    """Wait until program ``programs[r]`` of each rank r has reached ``value``. Return a token.
+    """Wait until program ``programs[r]`` of each rank r has reached ``value`` (acquire). Return a
+    token.
 
-    An acquire. Poll all flags together: polled in sequence, each takes as long as the first.
+    Poll all flags together: polled in sequence, each takes as long as the first.
     """
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
     flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)
@@ -236,7 +227,7 @@ def block_begin(block, BLOCK: tl.constexpr):
 def after_wait(offset, token):
     """Return ``offset`` [elements] with a data dependency on the wait that returned ``token``.
 
-    The hint keeps the known alignment, although the compiler does not know the token.
+    The hint restores the alignment that adding the token hides from the compiler.
     """
     return tl.multiple_of(offset + token * SHARD_ALIGNMENT, SHARD_ALIGNMENT)
 
@@ -257,7 +248,7 @@ def send_shard(
 ):  # fmt: skip
     """Store this program's blocks of x [shard] as this rank's shard in every peer's slot.
 
-    Also store them to ``own``, unless it is ``None``.
+    Also store them at ``out_shard_ptr``, unless it is ``None``.
     """
     for block in range(first_block, end_block):
         index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
@@ -304,8 +295,8 @@ def add_shards(
 
     Ranks are added in order in fp32, and the sum is rounded once. With ``slots``, also send it to
     every peer, ``sums_offset`` elements from the begin of its slots. x and out point to the begin
-    of this rank's shard, which is ``shard_begin`` elements into the whole tensor. Shards of peers
-    begin ``offset`` elements after ``shards_ptr``.
+    of this rank's shard, ``shard_begin`` elements into the full tensor. Shards of peers begin
+    ``offset`` elements after ``shards_ptr``.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
@@ -315,8 +306,8 @@ def add_shards(
         sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
             shard_ptr = from_ptr + source * lengths.stride.to(tl.int64)
-            # Select a pointer instead of branching, so that all loads are in flight together. Load
-            # from L2, which has the stores of peers; L1 may hold stale data.
+            # Select a pointer instead of branching, so that all loads are in flight together.
+            # Bypass L1, which may hold stale data.
             shard_ptr = tl.where(rank == source, x_ptr, shard_ptr)
             sums += tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
         total = sums.to(out_ptr.dtype.element_ty)

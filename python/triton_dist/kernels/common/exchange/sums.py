@@ -2,8 +2,7 @@
 
 In one shot every rank sends all its data to all ranks, and each adds everything; very few bytes
 travel as packets. In two shots every rank adds one shard and sends the sum to all.
-``exchange/protocol.py`` describes the protocol and the arguments; x and out are [total]. Blocks of
-``plan.BLOCK`` elements are distributed over the programs. Grid: (up to ``MAX_CTAS``,).
+``exchange/protocol.py`` describes the protocol and the arguments; x and out are [total].
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from triton_dist.kernels.common.peers import Disagreements, fold_count
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
-# Maximum bytes of a one-shot launch: a slot holds one tensor per rank, and larger tensors are never
-# faster in one shot. Two ranks can use more, because two shots send and store as much there.
+# Maximum bytes of a one-shot launch, because a slot holds one tensor per rank. For two ranks the
+# limit is 8 times as large: two shots would send and store as much.
 ONE_SHOT_BYTES = 4 << 20
 # Maximum bytes of packets, which take twice the memory and link time.
 PACKET_BYTES = 256 << 10
@@ -60,7 +59,7 @@ TWO_SHOT_FROM = 256 << 10
 def kernel_all_reduce_one_shot(
     x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr
 ):
-    """Send all of x to all ranks and add what arrives; the shard is the whole tensor.
+    """Send all of x to all ranks and add what arrives; the shard is the full tensor.
 
     There is one flag per program and peer, so ``NUM_CHUNKS`` is 1.
     """
@@ -116,7 +115,6 @@ def kernel_all_reduce_two_shot(
 
 
 def max_one_shot_bytes(num_ranks: int) -> int:
-    """Return the maximum bytes of a one-shot launch."""
     return 8 * ONE_SHOT_BYTES if num_ranks == 2 else ONE_SHOT_BYTES
 
 
@@ -161,10 +159,7 @@ def two_shot_exchange(total: int, num_ranks: int, params: LaunchParams, size: in
 
 
 class SumBuffer(ExchangeBuffer):
-    """Symmetric memory in which an op sums its products.
-
-    A launch sums up to ``sum_nbytes``; larger products take several launches.
-    """
+    """Symmetric memory in which an op sums its products. A launch sums up to ``sum_nbytes``."""
 
     def __init__(
         self,
@@ -184,7 +179,6 @@ class SumBuffer(ExchangeBuffer):
         """Return the sum of ``product`` [M, N], contiguous, over ranks.
 
         Args:
-            product: the addend of this rank.
             reduction: ``ONE_SHOT``, ``TWO_SHOT``, or ``None`` to choose by size.
             layout: values of ``TUNABLES``; missing values are chosen by size.
         """
@@ -212,7 +206,7 @@ class SumBuffer(ExchangeBuffer):
     ) -> Iterator[tuple[slice, Exchange]]:
         """Yield the description of each launch with the slice of elements that it sums."""
         elements, item_bytes = product.numel(), product.element_size()
-        # Round up, so that ranks with different rows in one range launch the same kernel, which
+        # Round up, so that ranks with different rows in one bucket launch the same kernel, which
         # detects the difference.
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT

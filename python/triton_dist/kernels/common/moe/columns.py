@@ -37,7 +37,8 @@ _PROGRAMS_PER_SM = 4
 
 @dataclass(frozen=True)
 class Columns:
-    """Chunks of ``width`` of N columns, for row blocks of ``rows`` rows; the last may be less."""
+    """Chunks of ``width`` of N columns, for row blocks of ``rows`` rows; the last may be
+    narrower."""
 
     rows: int
     N: int
@@ -96,7 +97,7 @@ def kernel_add_columns(
             # Columns of a chunk are contiguous in the addends, but not in out.
             begin = rows.to(tl.int64) * first + row.to(tl.int64) * columns
             target = row.to(tl.int64) * N + first
-            # Triton cannot know this alignment, and would not use whole vectors.
+            # Triton cannot know this alignment, and would not use 16-byte vectors.
             if ALIGNED:
                 begin = tl.multiple_of(begin, 8)
                 target = tl.multiple_of(target, 8)
@@ -105,7 +106,7 @@ def kernel_add_columns(
             for source in tl.static_range(NUM_RANKS):
                 addend = shards + source * shard_stride.to(tl.int64)
                 # Select a pointer instead of branching, so that all loads are in flight together.
-                # Load from L2, which copy engines write; L1 may hold stale data.
+                # Bypass L1, which may hold stale data.
                 addend = tl.where(rank == source, own, addend)
                 sums += tl.load(addend + index, mask=mask, cache_modifier=".cg").to(tl.float32)
             tl.store(
@@ -177,10 +178,6 @@ class PushedColumns(PushedSlots):
 
         ``compute(first, end)`` queues the columns ``first`` to ``end`` of x. ``size`` must be equal
         on all ranks.
-
-        Raises:
-            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
-            WaitTimeout: a wait gave up while candidates are tried.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(size, copied=True)

@@ -9,10 +9,9 @@ The grid is persistent and reads the number of tiles from memory (``moe/routing.
 padding skips the K loop and stores zeros, so every row of the output is written.
 
 Rows of A may arrive from peers during the kernel, through copy engines (``slots/gathered.py``) in
-the order of positions of the map. This rank's rows are read from its own A. A tile waits for the
-last position of its rows. A program that has waited for a position has waited for all positions
-before it, and does not wait again. Tiles of padding wait, too, so that a finished kernel has heard
-from every peer.
+the order of positions of the map. This rank's rows are read from its A. A tile waits for the last
+position of its rows; waiting for a position includes all earlier positions. Tiles of padding wait,
+too, so a finished kernel has received data from every peer.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ _ALIGNMENT = 16
 
 
 class Blocks(NamedTuple):
-    """Regions of a ``BlockMap`` that the kernel reads."""
-
     routes: Any
     tiles: Any
     num_tiles: Any
@@ -208,8 +205,7 @@ def kernel_grouped_gemm(
     work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
     local_base_ptr = a_ptr
-    # A virtual base: the own shard lies at its place relative to it, so rows need no case
-    # distinction.
+    # A virtual base, so that local rows have the same row numbers as gathered rows.
     if grouped_plan.NUM_SOURCES > 1:
         local_base_ptr = (
             sources.local_shard - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
@@ -284,8 +280,8 @@ def kernel_grouped_gemm(
 def fits_weights_descriptor(B: torch.Tensor) -> bool:
     """Return whether TMA can address B [E, K, N].
 
-    TMA requires a unit stride along N or K. All other strides and the address must be multiples of
-    16 bytes.
+    TMA requires a unit stride along N or K, and all other strides and the address to be multiples
+    of 16 bytes.
     """
     by_expert, *inner = B.stride()
     strides = (max(inner), by_expert if B.shape[0] > 1 else _ALIGNMENT)

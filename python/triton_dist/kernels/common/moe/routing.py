@@ -316,7 +316,6 @@ class BlockMap:
     E: int
     topk: int
     block_m: int
-    """Rows of a tile."""
     routes: torch.Tensor
     """[R], route of each row."""
     rows: torch.Tensor
@@ -333,7 +332,6 @@ class BlockMap:
     launches: tuple[Launch, Launch]
 
     def queue(self) -> BlockMap:
-        """Queue the launches and return the map."""
         for launch in self.launches:
             launch.run()
         return self
@@ -414,11 +412,8 @@ def block_map(
 
 
 def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "topk_ids") -> None:
-    """Check that a map can be computed for ids.
-
-    Raises:
-        InvalidArgument: in the name of ``function``, whose ids are the argument ``argument``.
-    """
+    """Raise ``InvalidArgument`` if no map can be computed for ids, the argument ``argument`` of
+    ``function``."""
     if not 1 <= E <= MAX_EXPERTS:
         raise InvalidArgument(function, "E", E, f"1 to {MAX_EXPERTS}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
@@ -472,8 +467,8 @@ def compares_ids_in_every_call() -> bool:
 def compare_ids(function: str, ctx: OpContext[Any], topk_ids: torch.Tensor) -> None:
     """Return if all ranks call ``function`` with equal ids, else raise. Collective.
 
-    Skipped during a graph capture, where ids have no values, and while candidates are tried,
-    because the tuner has compared the ids.
+    Skipped during a graph capture, where ids have no values, and during tuning, because the tuner
+    has compared the ids.
 
     Raises:
         RankDisagreement: ids differ between ranks.

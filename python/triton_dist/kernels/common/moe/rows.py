@@ -12,7 +12,7 @@ from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.runtime.device import current_device
 
 UNTILED_ROWS = 1 << 20
-"""Rows of a tile in the map of a product without tiles: each expert has a single tile."""
+"""Tile height of a map without tiles: each expert has a single tile."""
 _BLOCK = 2048
 _LIBRARY_CAPABILITY = "9.0"
 

@@ -45,7 +45,6 @@ class Product(ABC):
         self.x, self.weights = call.x.detach(), call.weights.detach()
 
     def begin(self) -> None:
-        """Queue the launches that precede all columns."""
         for launch in self.blocks.launches:
             self.run(launch)
 
@@ -255,7 +254,7 @@ class Chunks(SumAlgorithm):
 
 
 class Serial(SumAlgorithm):
-    """Algorithm that runs the whole product, then sums over choices, then sums over ranks."""
+    """Algorithm that runs the full product, then sums over choices, then sums over ranks."""
 
     name: str = "serial"
     tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "reduction")
@@ -329,8 +328,7 @@ class Library(Serial):
 
 
 def algorithms_of(ctx_type: type[MoESumContext]) -> tuple[SumAlgorithm, ...]:
-    """Return the algorithms of the op with contexts of class ``ctx_type``; the first is the
-    default."""
+    """Return the algorithms of the op with contexts of class ``ctx_type``, the default first."""
     return Chunks(), Serial(ctx_type), Library(ctx_type)
 
 

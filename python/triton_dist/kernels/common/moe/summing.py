@@ -72,7 +72,7 @@ class RoutedProductLimits(NamedTuple):
 
 
 class MoESumContext(GEMMContext[PushedColumns], ABC):
-    """Context manager that owns the symmetric memory of such an op.
+    """Context manager that owns the symmetric memory of an op.
 
     Attributes:
         max_routes, max_tokens: limits of a call.
@@ -90,7 +90,6 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     has_all_rows: ClassVar[bool]
     """True if each rank gets all rows of the sum, instead of the rows that it owns."""
     exchange: ExchangeBuffer
-    """Memory of sums in one launch."""
 
     def __init__(self, products: RoutedProductLimits) -> None:
         super().__init__(products.group)
@@ -124,14 +123,14 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
 
     @abstractmethod
     def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
-        """Compile and load what ``sum_over_ranks`` launches."""
+        pass
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
         """Return this rank's result for M tokens, from the rows that it has added."""
         return rows
 
     def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
-        """Compile and load what ``finish_chunks`` launches."""
+        pass
 
     def block_rows(self, M: int) -> int:
         """Return the number of rows that a rank adds, for M tokens."""
@@ -199,15 +198,12 @@ class SumKey(NamedTuple):
     """Tokens. The tuner rounds it up, because a tuning serves a range."""
     N: int
     K: int
-    """K of this rank."""
     E: int
     topk: int
     dtype: torch.dtype
     layout: str
-    """Layout of the weights."""
     num_ranks: int
     n_chunks_max: int
-    """The limit of the context."""
 
 
 class SumSizes(NamedTuple):
@@ -384,11 +380,7 @@ class SumCall(OpCall):
 
 
 def check_config(function: str, config: object) -> None:
-    """Check that ``config`` is ``None`` or contains tile sizes.
-
-    Raises:
-        InvalidArgument: names the missing values.
-    """
+    """Raise ``InvalidArgument`` unless ``config`` is ``None`` or contains tile sizes."""
     if config is None:
         return
     if not isinstance(config, triton.Config):
@@ -407,9 +399,7 @@ def ids_to_agree(
     **__: Any,
 ) -> str:
     """Return the text of the ids, which ranks compare at the first call of a key (``agree_fn``).
-
-    Waits for the device once.
-    """
+    Waits once for the device."""
     return ids_as_text(chosen_experts)
 
 
@@ -436,9 +426,6 @@ def sum_routes(
     """Return one rank's addend [M, N], without a context.
 
     ``multiply`` is ``grouped_gemm``; ``function`` is the name of the caller, for errors.
-
-    Raises:
-        InvalidArgument: before any launch.
     """
     E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
     raise_first_error(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))

@@ -144,12 +144,7 @@ class RoutedSums(NamedTuple):
     E: int
 
     def run(self, buffer: ExchangeBuffer, all_rows: bool) -> torch.Tensor:
-        """Launch and return this rank's tokens of the sum, or with ``all_rows`` all tokens.
-
-        Raises:
-            RankDisagreement: ranks called with different tokens. On a GPU a later call raises it.
-            WaitTimeout: a wait gave up while candidates are tried.
-        """
+        """Launch and return this rank's tokens of the sum, or with ``all_rows`` all tokens."""
         out = self._out(buffer, all_rows)
         tensors = {
             "products_ptr": self.products, "weights_ptr": self.expert_weight,
@@ -169,7 +164,6 @@ class RoutedSums(NamedTuple):
         return out
 
     def compile(self, buffer: ExchangeBuffer, all_rows: bool) -> None:
-        """Compile and load what ``run`` launches."""
         self._launch(buffer, self._out(buffer, all_rows), all_rows).compile()
 
     def _out(self, buffer: ExchangeBuffer, all_rows: bool) -> torch.Tensor:
@@ -178,7 +172,7 @@ class RoutedSums(NamedTuple):
 
     @staticmethod
     def _launch_params(out: torch.Tensor) -> LaunchParams:
-        """Return the layout with one program per block, or the largest layout."""
+        """Return the parameters with one program per block, or the largest."""
         rows, N = out.shape
 
         def blocks(params: LaunchParams) -> int:

@@ -21,16 +21,14 @@ from triton_dist.runtime.device import current_device
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the tensors whose addresses change between calls, by the kernels' names for them."""
+    """Return the tensors whose addresses change between calls, by kernel argument."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
 class ScatteredLaunches:
-    """Launches of a call that sends tiles to ``to`` and sums them into C, in one slot.
-
-    ``scattered_gemm`` describes the GEMM.
-    """
+    """Launches of a call that sends tiles to the slot ``to`` and sums them into C (see
+    ``scattered_gemm``)."""
 
     kernel: ClassVar[Any]
     """The persistent kernel."""
@@ -44,7 +42,6 @@ class ScatteredLaunches:
         self._alive = self.to, self.call.gemm_config  # The key contains the ids of these objects.
 
     def run(self) -> None:
-        """Launch all kernels."""
         self.multiply()
         self.add_deferred()
 
@@ -59,7 +56,6 @@ class ScatteredLaunches:
             self._launch(("deferred", *self.key), self._deferred, self._output_tensors())
 
     def compile(self) -> None:
-        """Compile and load all kernels."""
         self._gemm().compile()
 
     def _key(self) -> tuple[object, ...]:
@@ -78,7 +74,6 @@ class ScatteredLaunches:
         return self.call.persistent and self.to.num_ranks > 1
 
     def _later_launches(self) -> Iterator[Launch]:
-        """Yield the launches after the GEMM."""
         if self._may_defer():
             yield self._deferred()
 
@@ -112,12 +107,6 @@ class ExchangeLaunch:
     broadcasts_sums: bool = False
 
     def run(self) -> torch.Tensor:
-        """Launch the kernel and return the result.
-
-        Raises:
-            WaitTimeout: a wait gave up while candidates are tried, and the tuner does not check
-                waits itself.
-        """
         call, buffer, C = self.call, self.buffer, self._output()
         num_ctas = num_programs_of(
             call.gemm_config, call.A.shape[0], C.shape[1], buffer.device.num_sms, buffer.num_ranks,
@@ -137,7 +126,6 @@ class ExchangeLaunch:
         return C
 
     def compile(self) -> None:
-        """Compile and load the kernel."""
         self.gemm(self._output()).compile()
 
     def phases(self) -> int:
@@ -145,7 +133,6 @@ class ExchangeLaunch:
         return 2 if self.broadcasts_sums else 1
 
     def gemm(self, C: torch.Tensor) -> Launch:
-        """Return the launch that sums into C."""
         call, buffer = self.call, self.buffer
         rows = -(-call.A.shape[0] // buffer.num_ranks) if self.to_owners else call.A.shape[0]
         return exchanged_gemm(
@@ -195,7 +182,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
             ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)
             scattered.run()
-            awaited = True  # An own tile waits for each peer.
+            awaited = True  # a tile of this rank's rows waits for each peer
         finally:
             ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(work_items))
         return scattered.C
@@ -207,7 +194,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
     @abstractmethod
     def scattered(self, call: C) -> ScatteredLaunches:
-        """Return the launches in the current slot."""
+        pass
 
 
 class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
@@ -228,19 +215,18 @@ class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
         return result
 
     def exchanged(self, call: C) -> ExchangeLaunch:
-        """Return the launch of a call."""
         return self.launches(call, call.ctx.exchange, self.to_owners, self.broadcasts_sums)
 
 
 class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
-    """Algorithm that computes the whole product with ``torch.matmul`` and then sums it.
+    """Algorithm that computes the product with ``torch.matmul`` and then sums it.
 
     The bias is added to the rounded sum.
     """
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
-        A, B = call.A.detach(), call.B.detach()  # no autograd history, like our kernels
+        A, B = call.A.detach(), call.B.detach()  # like our kernels, without autograd history
 
         def whole() -> torch.Tensor:
             return torch.matmul(A, B) if call.ctx.num_ranks == 1 else self.multiply(call, A, B)

@@ -36,7 +36,7 @@ _CHUNKS = range(1, MAX_CHUNKS + 1)
 
 @dataclass(eq=False, repr=False)  # Not frozen: it is made at each call, and freezing takes 1 us.
 class SummingCall(OpCall):
-    """Parameters that all these ops have in common.
+    """Common parameters of these ops.
 
     Attributes:
         A: [M, K_per_rank].
@@ -47,7 +47,6 @@ class SummingCall(OpCall):
     """
 
     ctx_type: ClassVar[type[SummingContext[Any]]]
-    """Class of the op's contexts."""
     A: torch.Tensor
     B: torch.Tensor
     ctx: Any
@@ -90,7 +89,7 @@ class SummingCall(OpCall):
     @staticmethod
     @abstractmethod
     def key_options(ctx: Any) -> bool:
-        """Return what a tuning depends on in addition to the operands; takes keywords of the op."""
+        """Return the options of the op that are part of the tuning key."""
 
     @staticmethod
     def sums_on_arrival(ctx: Any, **_: Any) -> bool:
@@ -159,7 +158,6 @@ class SummingCall(OpCall):
         )
 
     def check_tiles(self) -> None:
-        """Raise ``InvalidArgument`` if ``gemm_config`` has no tile sizes."""
         check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
 
     def check_rows(self, most: int) -> None:
@@ -174,13 +172,11 @@ class SummingSizes:
     """Sizes that determine which configs are worth trying, for the largest M of the key.
 
     Attributes:
-        A: [M, K_per_rank] of the call, for its other properties.
-        B: [K_per_rank, N].
+        A, B: operands [M, K_per_rank] and [K_per_rank, N] of the call, for their other properties.
         M: number of rows in the key.
         requested: algorithm that deprecated keywords of the call select.
-        adds_on_arrival: tiles are added to one sum on their owner, which excludes algorithms that
-            store them
-            separately.
+        adds_on_arrival: tiles are added to one sum on their owner. This excludes algorithms that
+            store them separately.
     """
 
     A: torch.Tensor
@@ -192,7 +188,6 @@ class SummingSizes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the product."""
         return self.M * self.B.shape[1] * self.B.element_size()
 
     def tiles_fit(self, config: Mapping[str, Any], rows: int) -> bool:

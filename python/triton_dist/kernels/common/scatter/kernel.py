@@ -96,7 +96,8 @@ _MANY_WAVES = 2
 def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr):
     """Return a descriptor of this rank's partial in each owner's slot.
 
-    Descriptors made inside the loop would share one location, which a pending store may still read.
+    Descriptors created inside the loop would share one location, which a pending store may still
+    read.
     """
     STORE_N: tl.constexpr = tile.N // 2 if tile.SUBTILE else tile.N
     descs = tl.tuple([])
@@ -123,7 +124,6 @@ def store_to_owner(
 
 @jit
 def multiply_described(a_desc, b_desc, row, column, K, tile: tl.constexpr):
-    """Return the fp32 tile of the product at ``row`` and ``column``."""
     PRECISION: tl.constexpr = tile.PRECISION
     return multiply_tile(
         a_desc, b_desc, row, column, K, 0, 1,
@@ -194,8 +194,7 @@ def scattered_gemm(
     """Return the launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
 
     Args:
-        A: [M, K], any strides.
-        B: [K, N], any strides.
+        A, B: [M, K] and [K, N], any strides.
         C: [M / num_ranks, N], the own rows of the sum; for ``"all"`` [M, N], of which the own rows
             are written. Contiguous.
         bias: [N], added to the sum; contiguous.
@@ -215,11 +214,11 @@ def scattered_gemm(
     summing, chunk_tiles_m, group_size_m = sum_constants(C, config, to, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
     memory, where = to.regions(C, bias), (N, K, M, rows, chunk_tiles_m, to.rank)
-    # Partials of a row block have the layout of C: if TMA can write C, it can write them.
+    # Partials of a row block have the layout of C, so TMA can write them if it can write C.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
-        # A chunk is pushed after its last tile. Announce this tile without delay if the next tile
-        # takes a large part of the total time.
+        # A chunk is pushed after its last tile. Announce this tile without delay if there are few
+        # waves.
         announce_later = (
             to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         )

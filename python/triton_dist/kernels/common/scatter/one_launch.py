@@ -95,7 +95,6 @@ from triton_dist.kernels.common.scatter.tiles import (
 
 @jit
 def own_tiles_of(own_begin, own_end, BLOCK_SIZE_M: tl.constexpr):
-    """Return (first, count) of the rows of tiles that contain rows ``own_begin`` to ``own_end``."""
     first = own_begin // BLOCK_SIZE_M
     return first, tl.maximum(tl.cdiv(own_end, BLOCK_SIZE_M) - first, 0)
 
@@ -178,7 +177,7 @@ def programs_with_work(tiles_m: int, tiles_n: int, last_begin: int, block_m: int
     """Return the number of programs with work if one wave has all tiles.
 
     ``last_begin`` is the first row of the rank with the last rows. Its last sub-tiles go to
-    programs that multiply nothing.
+    programs without a tile.
     """
     return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)
 
@@ -319,7 +318,6 @@ def _copy_sub_tiles(
 def num_programs_of(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
 ) -> int:
-    """Return the number of programs of a launch for [M, N]."""
     most: int = min(num_sms, MAX_CTAS.value)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
@@ -357,13 +355,10 @@ def exchanged_gemm(
     """Return the launch that computes ``A @ B``, exchanges its tiles, and sums them into C.
 
     Args:
-        A: [M, K], any strides.
-        B: [K, N], any strides.
+        A, B: [M, K] and [K, N], any strides.
         C: [M, N], contiguous. With ``to_owners`` but not ``broadcasts_sums``, [M / num_ranks, N],
-            and M is
-            a multiple of ``num_ranks``.
+            and M is a multiple of ``num_ranks``.
         bias: [N], added to the sum; contiguous.
-        config: tile sizes.
         slots: kernel arguments of an exchange.
         shard_elements: elements of a partial in a slot.
         persistent: read A and B through descriptors if TMA supports their layout, as

@@ -73,10 +73,10 @@ def kernel_gemm_packets(
     DESCRIPTORS: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Multiply, exchange packets and add in one launch.
+    """Multiply, exchange packets and add in one launch. Grid (programs,), at most ``MAX_CTAS``.
 
     ``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by pointers
-    with any strides. Grid (programs,), at most ``MAX_CTAS``.
+    with any strides.
     """
     PRECISION: tl.constexpr = tile.PRECISION
     BLOCK_SIZE_M: tl.constexpr = tile.M
@@ -125,16 +125,16 @@ def kernel_gemm_packets(
 
 @jit
 def _in_lines(payload, valid):
-    """Return ``payload`` [lines, 2] in a layout in which a thread has whole lines, as it polls.
+    """Return ``payload`` [lines, 2] in a layout in which a thread has full lines, as it polls.
 
-    Converting the own payload once avoids converting, or polling twice, the payload of each peer.
+    Converting this rank's payload once avoids converting the payload of each peer.
     """
     first, second = tl.split(payload)
     return tl.join(tl.where(valid, first, 0), tl.where(valid, second, 0))
 
 
 def bytes_of_row(N: int, item_bytes: int) -> int:
-    """Return the bytes of a row of C in packets, in whole lines, without tags."""
+    """Return the bytes of a row of C in packets, without tags."""
     line: int = LINE_BYTES.value
     return -(-N * item_bytes // line) * line
 
@@ -155,11 +155,9 @@ def packet_gemm(
     """Return the launch that computes ``A @ B``, sends it to all ranks, and sums into C.
 
     Args:
-        A: [M, K], any strides.
-        B: [K, N], any strides.
+        A, B: [M, K] and [K, N], any strides.
         C: [M, N], contiguous; its lines must fit in the packets of one source rank.
         bias: [N], added to the sum; contiguous.
-        config: tile sizes.
         packets: kernel argument of an exchange.
         persistent: read A and B through descriptors if possible, as ``exchanged_gemm``.
     """
@@ -173,7 +171,7 @@ def packet_gemm(
 
 
 class PacketLaunch(ExchangeLaunch):
-    """The launch of a call in packets: all ranks add, and no flags are used."""
+    """The launch of a call in packets: all ranks add, without flags."""
 
     def phases(self) -> int:
         return 0

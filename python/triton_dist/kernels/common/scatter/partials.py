@@ -67,10 +67,8 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class Scattering:
-    """Memory to which tiles are sent and in which they arrive (see ``scattered_gemm``).
-
-    ``sums`` and ``sum_flags`` are used by ``"all"`` only.
-    """
+    """Memory to which tiles are sent and in which they arrive. ``sums`` and ``sum_flags``: for
+    ``"all"`` only."""
 
     scatter: Scatter
     rank: int
@@ -80,11 +78,9 @@ class Scattering:
     sum_flags: torch.Tensor | None = None
 
     def rows(self, M: int) -> int:
-        """Return the rows of a row block of a product of M rows."""
         return row_block_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
 
     def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, Out]:
-        """Return the kernel arguments ``slot`` and ``out``."""
         return self.slot, Out(C, bias, self.sums, self.sum_flags)
 
 
@@ -98,16 +94,15 @@ class Chunks:
     tiles_m: int
     group_size_m: int
     rows: tuple[int, ...]
-    """Rows of each chunk."""
     tiles: tuple[int, ...]
-    """Tiles of each chunk."""
+    """Rows and tiles of each chunk."""
 
 
 def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
     """Cut [rows, N] into at most ``num_chunks`` chunks.
 
-    A chunk is several whole groups of GROUP_SIZE_M rows of tiles, or one smaller group, because the
-    tiles of a group are completed at the same time.
+    A chunk is several groups of GROUP_SIZE_M rows of tiles, or one smaller group, because the tiles
+    of a group are completed at the same time.
     """
     tile = config.kwargs
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
@@ -132,7 +127,6 @@ def row_block_rows(M: int, num_ranks: int) -> int:
 
 
 def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
-    """Return the number of tiles of [rows, N]."""
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
 
@@ -202,8 +196,8 @@ def create(
 ) -> _Context:
     """Create a context of class ``ctx_type``. Collective over ``group``.
 
-    ``equal_arguments`` are further arguments that must be equal on all ranks, ``own`` those that
-    may differ. Raises the errors of ``agree_to_create`` and of the allocation.
+    ``equal_arguments`` are further arguments that must be equal on all ranks; ``own`` may differ.
+    Raises the errors of ``agree_to_create`` and of the allocation.
     """
     members, more = process_group_of(group), dict(equal_arguments or {})
 

@@ -40,7 +40,6 @@ class PartialsBuffer(SlotMemory):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     Args:
-        dtype: dtype of partials.
         with_sums: also allocate fp32 sums, for ``"add"``.
         stream: stream for pushes of row blocks; by default a new stream.
     """
@@ -74,8 +73,8 @@ class PartialsBuffer(SlotMemory):
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
-        # Created in advance for both slots, as far as it needs no memory: tensors made in a capture
-        # are invalid outside of its graph.
+        # Created in advance if it needs no memory: tensors of a capture are invalid outside its
+        # graph.
         algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
         self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in algorithms}
         self._transfers: BoundedDict[Any, Any] = BoundedDict()

@@ -36,7 +36,7 @@ from triton_dist.kernels.common.scatter.partials import (
     tiles_of_row_block,
 )
 
-# Elements of all partials that are loaded at a time: with 8 warps and 2 bytes, 64 registers per
+# Elements of all partials that are loaded per step: with 8 warps and 2 bytes, 64 registers a
 # thread.
 _ELEMENTS_PER_STEP = 32768
 # Index of a word of a slot's line, after the words of ``slots/epochs.py``.
@@ -46,10 +46,7 @@ MAY_WAIT, MUST_DEFER = tl.constexpr(1), tl.constexpr(-1)
 
 
 class Tile(NamedTuple):
-    """Constants of a tile: sizes as in a config, and how it is read, multiplied and stored.
-
-    INT64_OFFSETS: offsets within the tile exceed 32 bits.
-    """
+    """Constants of a tile. INT64_OFFSETS: offsets within the tile exceed 32 bits."""
 
     M: Any
     N: Any
@@ -65,7 +62,7 @@ class Summing(NamedTuple):
     """Constants of the sum.
 
     SCATTER: see ``scatter/kernel.py``. ANNOUNCE_LATER: announce a tile after the next tile has been
-    multiplied. ROWS: rows of a tile that are summed at a time.
+    multiplied. ROWS: rows of a tile that are summed per step.
     """
 
     NUM_RANKS: Any
@@ -91,7 +88,7 @@ def tile_in_scatter_order(
 
     Row blocks have ``tiles_m`` by ``tiles_n`` tiles, and are cut into chunks of ``chunk_tiles_m``
     rows of tiles; the last may have fewer. The order has the first chunk of all row blocks, in
-    scatter order, then the next chunk. At a given position all ranks are in the same chunk, and the
+    scatter order, then the next chunk. At each position all ranks are in the same chunk, and the
     owner of a row block reaches it last.
     """
     chunk_tiles = chunk_tiles_m * tiles_n
@@ -106,10 +103,7 @@ def tile_in_scatter_order(
 
 @jit
 def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
-    """Report a stored tile of another rank's ``row_block`` to its owner or to the copy engine.
-
-    The product has ``M`` rows.
-    """
+    """Report a stored tile of another rank's ``row_block`` to its owner or to the copy engine."""
     with dl.mark("push"):
         flag = tl.load(slot.flags + row_block)
         if summing.SCATTER == "row_block":
@@ -121,10 +115,11 @@ def announce_tile(slot, M, row_block, work_item, rank, summing: tl.constexpr):
 
 @jit
 def announce_to_all(out, slot, M, work_item, rank, NUM_RANKS: tl.constexpr):
-    """Set this rank's flag of a work item on every rank after all stores of the program.
+    """Set this rank's flag of a work item on every rank, including this one, after all stores of
+    the program.
 
-    That includes this rank. One thread per rank: a sequence of releases would each wait until the
-    previous one has crossed the link.
+    One thread per rank: releases in sequence would each wait until the previous one has crossed the
+    link.
     """
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     valid = peer < NUM_RANKS
@@ -239,10 +234,8 @@ def store_tile_by_pointers(
     BLOCK_SIZE_N: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
 ):
-    """Store or add the part of a tile that lies inside [rows, N] at ``target_ptr``.
-
-    ``row`` may be negative.
-    """
+    """Store or add the part of a tile that lies inside [rows, N] at ``target_ptr``. ``row`` may be
+    negative."""
     if INT64_OFFSETS:
         N = tl.cast(N, tl.int64)
     local_row, local_column = tl.arange(0, BLOCK_SIZE_M), tl.arange(0, BLOCK_SIZE_N)
@@ -261,7 +254,6 @@ def store_tile_by_pointers(
 
 @jit
 def begin_program(epoch_ptr):
-    """Count this program as begun."""
     tl.atomic_add(epoch_ptr + BEGUN, 1, sem="relaxed", scope="gpu")
 
 
@@ -346,7 +338,7 @@ def sum_constants(
 ) -> tuple[Summing, int, int]:
     """Return the sum constants, the rows of tiles of a chunk, and GROUP_SIZE_M.
 
-    Row blocks have ``rows`` rows. With this GROUP_SIZE_M chunks are completed in sequence.
+    With this GROUP_SIZE_M chunks are completed in sequence.
     """
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
@@ -368,10 +360,8 @@ def add_deferred(
     num_sms: int,
     num_chunks: int = 1,
 ) -> Launch:
-    """Return the launch that adds the tiles that a persistent ``scattered_gemm`` has deferred.
-
-    The GEMM has an A of M rows and the same arguments.
-    """
+    """Return the launch that adds the tiles that a persistent ``scattered_gemm`` has deferred. A
+    has M rows."""
     rows, N = to.rows(M), C.shape[1]
     summing, chunk_tiles_m, group_size_m = sum_constants(C, config, to, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]

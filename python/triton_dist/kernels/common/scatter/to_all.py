@@ -68,9 +68,8 @@ def kernel_gemm_all_reduce_persistent(
     Sums of a chunk are sent while the next chunks are multiplied. A tile for another rank is
     announced after its program has multiplied the next tile, as in a reduce-scatter. A tile of the
     own row block is added after the next tile has been stored, and its sum is announced after the
-    tile after that has been multiplied. The delay is needed because the own row block comes in the
-    middle of the work, when the partials of peers have just been announced. The tile stored in
-    between is not announced yet, but it comes later in the order than the sum.
+    tile after that. The delay is needed because the own row block comes in the middle of the work,
+    when the partials of peers have just been announced.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
@@ -188,15 +187,11 @@ def copy_sums(
 ) -> Launch:
     """Return the launch that copies the sums of peers to C [M, N] as they arrive.
 
-    Without ``copy`` it only waits until all sums have arrived; C is then ``sums``.
-
     Args:
-        C: [M, N].
         sums: [M, N], to which peers send.
         arrivals: int64 [tile, rank], flags of the sums.
         config, to: arguments of the GEMM, ``scattered_gemm``.
-        num_chunks: chunks of a row block.
-        copy: ``False`` if C is ``sums``.
+        copy: ``False`` if C is ``sums``: the launch then only waits for all sums.
     """
     M, N = C.shape
     rows = row_block_rows(M, to.num_ranks)

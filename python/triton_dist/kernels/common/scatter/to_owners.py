@@ -48,12 +48,10 @@ def kernel_gemm_scatter_persistent(
 ):
     """Multiply and scatter on tensor descriptors (TMA from sm_90 on). Grid (min(NUM_SMS, tiles),).
 
-    A single loop visits the tiles of all row blocks. No wave is lost between row blocks, and no TMA
-    store is waited for there: after a loop with TMA stores, Triton waits until they have read
-    shared memory.
-
-    ``ANNOUNCE_LATER``: a tile is announced after its program has multiplied the next tile. Its TMA
-    store, which takes 10 us or more over NVLink, is complete by then, so no thread waits for it.
+    A single loop visits the tiles of all row blocks: between loops with TMA stores, Triton would
+    wait for the stores, and each row block would end with a partial wave. ``ANNOUNCE_LATER``: a
+    tile is announced after its program has multiplied the next tile. Its TMA store, which takes 10
+    us or more over NVLink, is complete by then, so no thread waits for it.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
