@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib
 import json
@@ -44,7 +45,8 @@ class Program:
             for name, value in environment.items():
                 patch.setenv(name, value)
             if late:
-                patch.setattr(agreement, "_is_of_earlier_start", lambda timestamp: True)
+                later = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=1)
+                patch.setattr(agreement, "_process_start", later)
                 patch.setattr(agreement, "_used", set())
             self.module = importlib.import_module("program")
             for op in self.module.ops:

@@ -27,6 +27,7 @@ CONTAINERS = (list, set, dict)
 COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
 PLAIN = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, types.NoneType)
 """Types of values that contain no code to follow."""
+_NO_WRAPPERS = (*PLAIN, *COLLECTIONS, type, types.FunctionType)
 _WRAPPED = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
 """Attributes that hold the function inside a wrapper: methods; Triton's kernels and tuned
 functions; functools.cache and torch.compile; properties; partials; torch.library.custom_op."""
@@ -197,7 +198,7 @@ def _has_own(value: object, name: str) -> bool:
 
 def inside(value: Any) -> Iterator[Any]:
     """Yield the function or kernel inside a wrapper, then other values that it binds."""
-    if isinstance(value, (*PLAIN, type, types.FunctionType)):
+    if isinstance(value, _NO_WRAPPERS):
         return
     for name in _WRAPPED:
         if _has_own(value, name) and is_code(held := attribute(value, name)):

@@ -265,6 +265,8 @@ class File:
         self.stars = self.imports.pop("*", set())
         self.statements = [self._statement(*each) for each in leaves]
         self.stored = {place for each in self.statements for place in each.stored}
+        places = ((x, each) for each in self.statements for x in each.changes | each.stored)
+        self._dotted = [(place, each) for place, each in places if "." in place]
         self._by_name = self._index()
 
     def _statement(self, node: Any, headers: tuple[Any, ...] = (), cut: int = 0) -> Statement:
@@ -313,9 +315,8 @@ class File:
             return self._by_name.get(name, [])
         return [
             each
-            for each in self.statements
-            for place in each.changes | each.stored
-            if "." in place and (f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}."))
+            for place, each in self._dotted
+            if f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.")
         ]
 
     def around(self, line: int) -> Statement | None:
