@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from triton_dist import _archive, knobs
 from triton_dist._archive import Contents
@@ -38,7 +39,7 @@ class Recording:
         self._folder = folder
         self._kept: list[Contents] | None = None
 
-    def save(self, path: str | Path, functions: Sequence[AutoTuner] = ()) -> Path:
+    def save(self, path: str | Path, functions: Sequence[AutoTuner[..., Any]] = ()) -> Path:
         """Write a pack and return its path. Equal contents give equal bytes.
 
         Args:

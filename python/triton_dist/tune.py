@@ -8,6 +8,7 @@ matmul(A, B, autotune=False)    # uses the first config
 """
 
 from triton_dist._tuning.compose import autotune
+from triton_dist._tuning.engine.decorator import Decorator as Decorator  # what autotune returns
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.search import Search
 from triton_dist._tuning.shared import autotuning

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from triton_dist._tuning.engine.decorated import (
     names_of,
     rounding_functions,
 )
+from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.protocols import RankGroup, Search
@@ -53,11 +54,12 @@ from triton_dist.runtime.tracing import is_traced, untraced
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
 _SEARCHES = (*LISTING, "surrogate", "auto")
+K = TypeVar("K", bound=Callable[..., object])
 
 
 def autotune(
     config_space: Product | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]],
-    key_fn: Callable[..., Any],
+    key_fn: K,
     prune_fn: Callable[..., object] | None = None,
     *,
     scope: str = "world",
@@ -78,7 +80,7 @@ def autotune(
     fallback_fn: Callable[[Config], object] | None = None,
     waves_fn: Callable[[Any, Config], float | None] | None = None,
     input_variants_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
-) -> Callable[[Callable[..., Any]], AutoTuner]:
+) -> Decorator[K]:
     """Return a decorator that chooses a function's tunable arguments by measuring, once per key.
 
     At the first call of a key, all ranks of the group measure the candidates together. The winner
@@ -247,7 +249,7 @@ def autotune(
             Snapshot([fn, *validators]),
             MemoryStore(),
         )
-        tuned = AutoTuner(
+        tuned: AutoTuner[..., Any] = AutoTuner(
             fn,
             space,
             keys,
@@ -266,7 +268,7 @@ def autotune(
     return decorate
 
 
-_tuned: weakref.WeakSet[AutoTuner] = weakref.WeakSet()
+_tuned: weakref.WeakSet[AutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _read_sources() -> None:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -35,6 +35,9 @@ _interception = Interception(
 )
 os.register_at_fork(after_in_child=_interception.forget)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def contextual_autotune(
     is_dist: bool = False,
@@ -43,7 +46,7 @@ def contextual_autotune(
     *,
     race: bool = False,
     group: Any = None,
-) -> Callable[[Callable[..., Any]], ContextualAutoTuner]:
+) -> Callable[[Callable[P, R]], ContextualAutoTuner[P, R]]:
     """Return a decorator that tunes the ``triton.autotune`` kernels that a function launches.
 
     Launches of these kernels are intercepted while the function runs. The whole function is called

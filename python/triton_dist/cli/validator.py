@@ -205,7 +205,9 @@ class Validator:
     This process has no group: facts that are missing in ``ranks`` are taken from the record.
     """
 
-    def __init__(self, tuned: AutoTuner, ranks: Mapping[str, str], any_settings: bool) -> None:
+    def __init__(
+        self, tuned: AutoTuner[..., Any], ranks: Mapping[str, str], any_settings: bool
+    ) -> None:
         self._tuned, self._ranks, self._any_settings = tuned, ranks, any_settings
         self._whole, self.origin = tuned.fingerprint(), tuned.origin()
 
@@ -269,7 +271,7 @@ def load_module(name: str) -> ModuleType:
         ) from error
 
 
-def function_in(module: ModuleType, function: str) -> AutoTuner:
+def function_in(module: ModuleType, function: str) -> AutoTuner[..., Any]:
     """Return the tuned ``function`` (``name`` or ``Class.name``) of ``module``.
 
     Raises:

@@ -192,7 +192,7 @@ def report_passed(details: str) -> None:
 
 
 def report_tuning(
-    op: AutoTuner, autotune: bool, tuned_now: bool, /, *operands: Any, **options: Any
+    op: AutoTuner[..., Any], autotune: bool, tuned_now: bool, /, *operands: Any, **options: Any
 ) -> None:
     """Print the config in use and its origin.
 

@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values import Config, fine_bucket, original, qualified_name
@@ -17,8 +17,11 @@ from triton_dist._tuning.values.show import error_text
 from triton_dist._warn import called_by_users, user_frame, warn_at
 from triton_dist.errors import InvalidArgument, TritonDistError, TuningWarning
 
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
-class Decorated:
+
+class Decorated(Generic[P, R_co]):
     """A function with the name, docstring and signature of ``fn``.
 
     It can be used as a method and is pickled by name.
@@ -29,7 +32,7 @@ class Decorated:
 
     _kind = "decorated"
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., R_co]) -> None:
         # A partial or a callable object has no name. Use the name of the function inside.
         named = fn if isinstance(fn, types.FunctionType) else original(fn)
         own: Any = self  # all subclasses are callable

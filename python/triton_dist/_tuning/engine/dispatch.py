@@ -9,13 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 from triton_dist._tuning.engine.choice import Choice, Choices
 from triton_dist._tuning.engine.decorated import (
     CALL_KEYWORDS,
     Decorated,
     OnceWarnings,
+    P,
+    R_co,
     key_of,
     reporting_errors,
     signature_error,
@@ -41,9 +52,40 @@ from triton_dist.errors import (
     TritonDistError,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class AutoTuner(Decorated):
+Q = ParamSpec("Q")
+T = TypeVar("T")
+
+
+class BoundTuner(Protocol[P, R_co]):
+    """A tuned method of an object, as type checkers see it."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    @overload
+    def __call__(self, *args: Any, autotune: bool, **kwargs: Any) -> R_co: ...
+    @overload
+    def __call__(self, *args: Any, autotune_verbose: bool, **kwargs: Any) -> R_co: ...
+    @overload
+    def __call__(self, *args: Any, autotune_pg: Any, **kwargs: Any) -> R_co: ...
+    @overload
+    def __call__(self, *args: Any, autotune_allow_arg_overwrite: bool, **kwargs: Any) -> R_co: ...
+
+    @property
+    def __self__(self) -> object: ...
+
+    @property
+    def __func__(self) -> AutoTuner[..., R_co]: ...
+
+
+class AutoTuner(Decorated[P, R_co]):
     """A function whose tunable arguments are chosen by measuring, once per key.
+
+    For type checkers, ``P`` are the parameters of a call and ``R_co`` is its result. A parameter
+    list with variable types cannot have keywords between its positional and its other arguments.
+    The overloads therefore check the arguments of a call only if it has no keyword of the tuner.
 
     Attributes:
         fn: the function without tuning.
@@ -61,11 +103,12 @@ class AutoTuner(Decorated):
             function can then skip checks that ``key_fn`` made. Empty: none.
     """
 
+    fn: Callable[P, R_co]
     _kind = "autotuned"
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., R_co],
         config_space: ConfigSpace,
         key_fn: Callable[..., Any],
         prune_fn: Callable[..., object] | None,
@@ -96,7 +139,39 @@ class AutoTuner(Decorated):
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
 
+    if TYPE_CHECKING:
+        # Type checkers do not bind class methods of this type, and bind static methods.
+        @overload
+        def __get__(
+            self: AutoTuner[Concatenate[type[T], Q], R_co], instance: None, owner: type[T]
+        ) -> AutoTuner[..., R_co]: ...
+        @overload
+        def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+        @overload
+        def __get__(
+            self: AutoTuner[Concatenate[type[T], Q], R_co], instance: T, owner: type[T]
+        ) -> BoundTuner[Q, R_co]: ...
+        @overload
+        def __get__(
+            self: AutoTuner[Concatenate[T, Q], R_co], instance: T, owner: type | None = None
+        ) -> BoundTuner[Q, R_co]: ...
+        @overload
+        def __get__(self, instance: object, owner: type | None = None) -> Self: ...
+        def __get__(self: Any, instance: object, owner: type | None = None) -> Any: ...
+
+    @overload
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    @overload
+    def __call__(self, /, *args: Any, autotune: bool, **kwargs: Any) -> R_co: ...
+    @overload
+    def __call__(self, /, *args: Any, autotune_verbose: bool, **kwargs: Any) -> R_co: ...
+    @overload
+    def __call__(self, /, *args: Any, autotune_pg: Any, **kwargs: Any) -> R_co: ...
+    @overload
     def __call__(
+        self, /, *args: Any, autotune_allow_arg_overwrite: bool, **kwargs: Any
+    ) -> R_co: ...
+    def __call__(  # type: ignore[misc]  # P may have names of keywords below
         self,
         /,
         *args: Any,
@@ -140,7 +215,17 @@ class AutoTuner(Decorated):
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._first_call(args, kwargs, *options)
 
+    @overload
+    def tune(self, /, *args: P.args, **kwargs: P.kwargs) -> TuningRecord: ...
+    @overload
+    def tune(self, /, *args: Any, autotune_verbose: bool, **kwargs: Any) -> TuningRecord: ...
+    @overload
+    def tune(self, /, *args: Any, autotune_pg: Any, **kwargs: Any) -> TuningRecord: ...
+    @overload
     def tune(
+        self, /, *args: Any, autotune_allow_arg_overwrite: bool, **kwargs: Any
+    ) -> TuningRecord: ...
+    def tune(  # type: ignore[misc]  # P may have names of keywords below
         self,
         /,
         *args: Any,
@@ -171,7 +256,17 @@ class AutoTuner(Decorated):
             raise CaptureInProgress(self._name)
         return record
 
+    @overload
+    def best_config(self, /, *args: P.args, **kwargs: P.kwargs) -> Config: ...
+    @overload
+    def best_config(self, /, *args: Any, autotune_verbose: bool, **kwargs: Any) -> Config: ...
+    @overload
+    def best_config(self, /, *args: Any, autotune_pg: Any, **kwargs: Any) -> Config: ...
+    @overload
     def best_config(
+        self, /, *args: Any, autotune_allow_arg_overwrite: bool, **kwargs: Any
+    ) -> Config: ...
+    def best_config(  # type: ignore[misc]  # P may have names of keywords below
         self,
         /,
         *args: Any,
@@ -450,7 +545,7 @@ class AutoTuner(Decorated):
 
 
 Around: TypeAlias = Callable[
-    [AutoTuner, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
+    ["AutoTuner[..., Any]", tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
 ]
 """Takes a tuned function and its arguments; returns a context manager around the call."""
 
@@ -464,7 +559,7 @@ def observed(around: Around) -> Iterator[None]:
     """
     before: Any = AutoTuner.__call__
 
-    def call(self: AutoTuner, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: AutoTuner[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled():
             return before(self, *args, **kwargs)
         with around(

@@ -14,7 +14,7 @@ import enum
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 import triton
@@ -24,6 +24,9 @@ from triton_dist.errors import InvalidArgument
 
 C = TypeVar("C", bound="OpCall")
 S = TypeVar("S")
+P = ParamSpec("P")
+K = TypeVar("K", bound=Callable[..., object])
+R = TypeVar("R")
 
 _ALGORITHM_KEYWORDS = ("method", "fuse_scatter")
 """Deprecated keywords that select an algorithm."""
@@ -179,7 +182,7 @@ def op(
     key_sizes: Sequence[str] = (),
     agree_fn: Callable[..., object] = lambda *_, **__: "",
     **settings: Any,
-) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
+) -> Callable[[Callable[P, R]], tune.AutoTuner[P, R]]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
 
     Records, errors and pickles use the name of the package that contains ``op.py``, so files in the
@@ -195,7 +198,7 @@ def op(
         key_fn, agree_fn, settings: arguments of ``tune.autotune``.
     """
 
-    def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
+    def decorate(fn: Any) -> Any:
         signature = inspect.signature(fn)
 
         def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
@@ -258,13 +261,15 @@ def op(
     return decorate
 
 
-def tuned(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
-    """Decorate a function of an ``op.py`` without algorithms. ``settings`` are arguments of
-    ``tune.autotune``."""
+def tuned(key_fn: K, **settings: Any) -> tune.Decorator[K]:
+    """Decorate a function of an ``op.py`` without algorithms.
 
-    def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
+    ``key_fn`` and ``settings`` are arguments of ``tune.autotune``.
+    """
+
+    def decorate(fn: Any) -> Any:
         # Name the package instead of its op.py, so that files can be renamed.
         fn.__module__ = fn.__module__.rpartition(".")[0] or fn.__module__
-        return tune.autotune(**settings)(fn)
+        return tune.autotune(key_fn=key_fn, **settings)(fn)
 
     return decorate

@@ -174,7 +174,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
             total = gemm_ar.fn(
                 rows, weight.T, self.ctx, self._tiles, self.persistent, method, **options
             )
-        return total.view(*input.shape[:-1], self.ctx.N)  # type: ignore[no-any-return]
+        return total.view(*input.shape[:-1], self.ctx.N)
 
     def _weight_and_bias(
         self,
@@ -204,7 +204,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         """Return this rank's product without the sum. Tuned without ``user_gemm_config``."""
         weight, bias = self._weight_and_bias(weight, bias, scale_a, scale_b)
         if self._tiles is None:
-            product: torch.Tensor = matmul(input, weight.T)
+            product = matmul(input, weight.T)
         else:
             product = matmul.fn(input, weight.T, self._tiles, self.persistent)
         return product if bias is None else product.add_(bias)
@@ -220,7 +220,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
                 ctx.max_M * ctx.N * ctx.output_dtype.itemsize, ctx.rank, ctx.num_ranks,
                 ctx.local_world_size, group=ctx.group,
             )  # fmt: skip
-        return all_reduce(input, self._reducer, autotune_pg=self._reducer.group)  # type: ignore[no-any-return]
+        return all_reduce(input, self._reducer, autotune_pg=self._reducer.group)
 
     def finalize(self) -> None:
         """Free the symmetric memory; idempotent. Collective."""

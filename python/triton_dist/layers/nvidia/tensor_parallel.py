@@ -229,7 +229,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
         return self._call(run_moe_reduce_ar, x.contiguous(), weights, ids, scales, context)
 
-    def _call(self, op: AutoTuner, *args: Any, **options: Any) -> torch.Tensor:
+    def _call(self, op: AutoTuner[..., Any], *args: Any, **options: Any) -> torch.Tensor:
         result: torch.Tensor = op(*args, autotune_pg=self.group, **options)
         return result
 

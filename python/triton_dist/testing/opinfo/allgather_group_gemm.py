@@ -126,10 +126,11 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         }
         key = check_operands(a, b, ctx, ids)
         if has_fast_library() and is_library_candidate(key.N, key.K, key.dtype, key.layout):
-            library = {"algorithm": Library.name, "gather": COLLECTIVE}
-            baselines[LIBRARIES] = Baseline(
-                "baseline", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
-            )
+
+            def library() -> torch.Tensor:
+                return ag_group_gemm.fn(a, b, ctx, ids, algorithm=Library.name, gather=COLLECTIVE)
+
+            baselines[LIBRARIES] = Baseline("baseline", library, expected)
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:

@@ -139,7 +139,7 @@ class OpInfo(ABC, Generic[S]):
     library_algorithms: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, op: AutoTuner) -> None:
+    def __init__(self, op: AutoTuner[..., Any]) -> None:
         self.op = op  # an instance attribute: a tuned op on the class would become a method
 
     @property

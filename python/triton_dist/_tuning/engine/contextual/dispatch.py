@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from triton_dist._tuning.engine.contextual.context import ContextualParts, triton_key
 from triton_dist._tuning.engine.contextual.interception import (
@@ -25,12 +25,15 @@ from triton_dist._tuning.engine.contextual.interception import (
 )
 from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
-from triton_dist._tuning.engine.decorated import Decorated, reporting_errors
+from triton_dist._tuning.engine.decorated import Decorated, P, R_co, reporting_errors
 from triton_dist._tuning.protocols import RandomState, RankGroup
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import TritonDistError
 
-_all: weakref.WeakSet[ContextualAutoTuner] = weakref.WeakSet()
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_all: weakref.WeakSet[ContextualAutoTuner[..., Any]] = weakref.WeakSet()
 
 
 def _release_all() -> None:
@@ -44,8 +47,23 @@ os.register_at_fork(after_in_child=_release_all)
 # Differs from every world, ``None`` included.
 _UNSETTLED = object()
 
+Q = ParamSpec("Q")
+T = TypeVar("T")
 
-class ContextualAutoTuner(Decorated):
+
+class BoundContextual(Protocol[P, R_co]):
+    """A method of an object, as type checkers see it."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    @property
+    def __self__(self) -> object: ...
+
+    @property
+    def __func__(self) -> ContextualAutoTuner[..., R_co]: ...
+
+
+class ContextualAutoTuner(Decorated[P, R_co]):
     """A function whose ``triton.autotune`` kernels are tuned by calling the function repeatedly.
 
     Attributes:
@@ -54,11 +72,12 @@ class ContextualAutoTuner(Decorated):
             of the user.
     """
 
+    fn: Callable[P, R_co]
     _kind = "contextually autotuned"
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[P, R_co],
         compose: Callable[[], ContextualParts],
         interception: Interception,
         default_group: Any,
@@ -81,7 +100,29 @@ class ContextualAutoTuner(Decorated):
         self._tuning = threading.Lock()
         _all.add(self)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    if TYPE_CHECKING:
+        # Type checkers do not bind class methods of this type, and bind static methods.
+        @overload
+        def __get__(
+            self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: None, owner: type[T]
+        ) -> ContextualAutoTuner[..., R_co]: ...
+        @overload
+        def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+        @overload
+        def __get__(
+            self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: T, owner: type[T]
+        ) -> BoundContextual[Q, R_co]: ...
+        @overload
+        def __get__(
+            self: ContextualAutoTuner[Concatenate[T, Q], R_co],
+            instance: T,
+            owner: type | None = None,
+        ) -> BoundContextual[Q, R_co]: ...
+        @overload
+        def __get__(self, instance: object, owner: type | None = None) -> Self: ...
+        def __get__(self: Any, instance: object, owner: type | None = None) -> Any: ...
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the function, and tune its kernels when they meet a new key.
 
         Raises:
@@ -92,8 +133,8 @@ class ContextualAutoTuner(Decorated):
             NoValidConfig: every config of some kernel failed.
         """
         if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
-            return self._call_unsettled(args, kwargs)
-        return self._watched(args, kwargs)
+            return self._call_unsettled(args, kwargs)  # type: ignore[no-any-return]
+        return self._watched(args, kwargs)  # type: ignore[no-any-return]
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the settled function, and detect new kernels and keys."""
