@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import triton
 
@@ -10,14 +12,35 @@ from triton_dist.debugging import modes
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling import shipped
 
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
+
+class Kernel(Protocol[P, R_co]):
+    """A kernel or a function for kernels, as type checkers see it."""
+
+    @property
+    def fn(self) -> Callable[P, R_co]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+@overload
+def jit(fn: Callable[P, R], **options: Any) -> Kernel[P, R]: ...
+@overload
+def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Kernel[P, R]]: ...
 def jit(fn: Any = None, **options: Any) -> Any:
     """Decorate a Triton kernel. Arguments and result are identical to ``triton.jit``.
 
     Stock Triton stores no process state in a kernel, so rank, world size and peer tables are
     ordinary arguments. Name them in ``do_not_specialize`` to share one compiled kernel between
     ranks. If ``TRITON_INTERPRET=1`` is set at decoration, workarounds for bugs of Triton's
-    interpreter are installed first.
+    interpreter are installed first. ``inspect.signature`` and ``help`` show the kernel's function.
 
     Raises:
         UnsupportedVersion: torch or triton is outside the supported range.
@@ -25,6 +48,8 @@ def jit(fn: Any = None, **options: Any) -> Any:
 
     A launch without a GPU raises ``DeviceUnavailable`` unless kernels are interpreted.
     """
+    if fn is None:
+        return lambda function: jit(function, **options)
     triton_compat.check_versions()
     modes.activate()
     if triton_compat.is_interpreting():
@@ -33,4 +58,9 @@ def jit(fn: Any = None, **options: Any) -> Any:
         triton_compat.pin_defaults()
         triton_compat.explain_missing_driver()
         shipped.install()
-    return triton.jit(fn, **options) if fn is not None else triton.jit(**options)
+    kernel = triton.jit(fn, **options)
+    kernel.__signature__ = inspect.signature(fn)
+    kernel.__module__, kernel.__qualname__ = fn.__module__, fn.__qualname__
+    # help() prints the signature of functions only. The documentation of a builtin begins with it.
+    kernel.__doc__ = f"{fn.__name__}{kernel.__signature__}\n\n{inspect.getdoc(fn) or ''}".rstrip()
+    return kernel
