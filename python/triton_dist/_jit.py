@@ -58,9 +58,14 @@ def jit(fn: Any = None, **options: Any) -> Any:
         triton_compat.pin_defaults()
         triton_compat.explain_missing_driver()
         shipped.install()
-    kernel = triton.jit(fn, **options)
+    return describe(triton.jit(fn, **options))
+
+
+def describe(kernel: Any) -> Any:
+    """Return ``kernel`` with the signature and the names of its function, for ``help`` and IDEs."""
+    fn = kernel.fn
     kernel.__signature__ = inspect.signature(fn)
     kernel.__module__, kernel.__qualname__ = fn.__module__, fn.__qualname__
-    # help() prints the signature of functions only. The documentation of a builtin begins with it.
+    # help() shows no signature of this type, so the text begins with it, as that of a builtin does.
     kernel.__doc__ = f"{fn.__name__}{kernel.__signature__}\n\n{inspect.getdoc(fn) or ''}".rstrip()
     return kernel

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import pickle
+import pydoc
 import re
 import sys
 import warnings
@@ -199,6 +200,8 @@ def test_partial_and_signature():
     assert inspect.getdoc(function) == "Doc."
     assert functools.wraps(function)(lambda: None).__name__ == "function"
     assert callable(function)
+    assert "function(x, y=0, *, n)\n    Doc." in pydoc.plain(pydoc.render_doc(function))
+    assert "method(x, n) method of" in pydoc.plain(pydoc.render_doc(Layer().method))
 
 
 def of_self(self, *, fn, n):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import triton.language as tl
@@ -39,7 +39,7 @@ def _breakpoint_interpreted(condition: Any = True) -> None:
 
 @jit
 def _breakpoint_compiled(condition=True):
-    pass
+    """Do nothing: only interpreted programs can stop."""
 
 
 breakpoint = _breakpoint_interpreted if INTERPRETED.value else _breakpoint_compiled
@@ -50,13 +50,20 @@ Has no effect unless ``TRITON_DIST_DEBUG=attach`` is set.
 
 
 def _dump_interpreted(label: Any, *values: Any) -> None:
+    """Print the rank, program and line, and each value with its type and shape."""
     label = getattr(label, "value", label)  # unwrap a constexpr
     if not isinstance(label, str):
         raise InvalidArgument("dump", "label", label, 'a string first, then values: dump("x", x)')
     printing.dump(label, values)
 
 
-dump: Any = _dump_interpreted if INTERPRETED.value else tl.device_print
+class Dump(Protocol):
+    """Type of ``dump``."""
+
+    def __call__(self, label: Any, *values: Any) -> None: ...
+
+
+dump: Dump = _dump_interpreted if INTERPRETED.value else tl.device_print
 """``dump(label, *values)``: print values.
 
 In the interpreter, print rank, program, line, type and shape. Compiled, this is

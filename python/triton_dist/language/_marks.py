@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import triton.language as tl
@@ -107,7 +108,13 @@ class _InterpretedMark:
             self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))
 
 
-mark: Any = _InterpretedMark if INTERPRETED.value else _CompiledMark
+class MarkType(Protocol):
+    """Type of ``mark``: Triton passes ``_semantic``, kernels do not."""
+
+    def __call__(self, name: Any, pipelined: Any = False) -> AbstractContextManager[None]: ...
+
+
+mark: MarkType = _InterpretedMark if INTERPRETED.value else _CompiledMark  # type: ignore[assignment]
 """``with mark(name, pipelined=False)``: record the time of the block on timelines.
 
 ``name`` is "wait", "load", "mma", "store" or "push" (to peers). If no timeline requests marks, the

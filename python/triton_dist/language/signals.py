@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import triton.language as tl
 from triton.language import target_info
 
@@ -16,6 +18,11 @@ from triton_dist.language._spin import (
     spin,
     wait_deadline,
 )
+
+if TYPE_CHECKING:
+    constexpr: TypeAlias = tl.constexpr | str | bool  # kernels pass literals too
+else:
+    constexpr = tl.constexpr
 
 SET = tl.constexpr("set")  # Triton 3.6 to 3.9 reject a plain str as default of a constexpr argument
 # The lowest 20 bits of a sized flag are the lowest bits of the caller's size.
@@ -47,7 +54,7 @@ def symm_at(ptr, table, peer):
 
 
 @jit
-def notify(ptr, value, op: tl.constexpr = SET, mask=None):
+def notify(ptr, value, op: constexpr = SET, mask=None):
     """Set the int32 flag at ``ptr`` to ``value`` (``op="set"``), or add ``value`` (``op="add"``).
 
     This is a release at system scope: a program that observes the flag with ``wait`` also observes
@@ -149,7 +156,7 @@ def _wait_in_turn(ptr, count, value, timeout_words, SIZED: tl.constexpr):
 
 
 @jit
-def wait(ptr, count, value, timeout_words=None, SIZED: tl.constexpr = False):
+def wait(ptr, count, value, timeout_words=None, SIZED: constexpr = False):
     """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
 
     This is an acquire at system scope. Flags count up and may wrap: they are compared by signed

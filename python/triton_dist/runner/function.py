@@ -11,13 +11,14 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import triton
 from packaging.version import Version
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
+from triton_dist._jit import Kernel, describe
 from triton_dist._jit import jit as triton_dist_jit
 from triton_dist.errors import ArtefactRefused, InvalidArgument, InvalidArtefact
 from triton_dist.runner import files, foreign, toolchains
@@ -26,6 +27,9 @@ from triton_dist.runner.build import build
 from triton_dist.runner.language import DUMP, Dumping, dumping
 from triton_dist.runner.specialisation import Specialisation, tree_of
 from triton_dist.runtime.triton_compat import triton_version
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _IN_FOLDER = {f"{level}_dir": level for level in LEVELS} | {"autotune_cubin_dir": "cubin"}
 _AS_TEXT = {f"{level}_src": level for level in LEVELS if level != "cubin"}
@@ -250,6 +254,10 @@ class InterpretedRunner(InterpretedFunction):
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
 
+@overload
+def jit(fn: Callable[P, R], **options: Any) -> Kernel[P, R]: ...
+@overload
+def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Kernel[P, R]]: ...
 def jit(fn: Any = None, **options: Any) -> Any:
     """Decorate a kernel so that it can run from an artefact; accepts the options of ``triton.jit``.
 
@@ -288,9 +296,9 @@ def jit(fn: Any = None, **options: Any) -> Any:
         expected = "a function or a kernel; put other decorators, such as triton.autotune, above"
         raise InvalidArgument("runner.jit", "fn", fn, expected)
     if isinstance(kernel, InterpretedFunction):
-        return InterpretedRunner(kernel.fn, **kernel.kwargs)
+        return describe(InterpretedRunner(kernel.fn, **kernel.kwargs))
     kind = _gluon_runner() if kernel.is_gluon() else TritonRunner
-    return kind(
+    runner = kind(
         kernel.fn,
         version=kernel.version,
         do_not_specialize=kernel.do_not_specialize,
@@ -300,6 +308,7 @@ def jit(fn: Any = None, **options: Any) -> Any:
         repr=kernel._repr,
         launch_metadata=kernel.launch_metadata,
     )
+    return describe(runner)
 
 
 # `triton.autotune` skips a config that raises PTXASError. Some cubins of a folder may be damaged or

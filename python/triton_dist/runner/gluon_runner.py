@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
+from triton_dist._jit import Kernel
 from triton_dist.runner.function import jit as runner_jit
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def jit(fn: Callable[..., Any]) -> Any:
+
+def jit(fn: Callable[P, R]) -> Kernel[P, R]:
     """Decorate a Gluon kernel so that it can run from an artefact."""
     from triton.experimental import gluon
 
-    return runner_jit(gluon.jit(fn))
+    kernel: Kernel[P, R] = runner_jit(gluon.jit(fn))
+    return kernel

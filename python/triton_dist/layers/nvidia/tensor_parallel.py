@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +19,9 @@ from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import DTYPES, OpContext
 from triton_dist.kernels.nvidia import (
+    AllGatherGEMMTensorParallelContext,
+    GEMMAllReduceTensorParallelContext,
+    GEMMReduceScatterTensorParallelContext,
     ag_gemm,
     ag_group_gemm,
     create_ag_gemm_context,
@@ -37,6 +40,8 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.tune import AutoTuner
 
+P = ParamSpec("P")
+C = TypeVar("C", bound=OpContext[Any])
 _numbers = itertools.count()
 _by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
@@ -206,8 +211,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         return self._call(gemm_ar, A, B, self.ar_context(B.shape[1], A.dtype))
 
     def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = grouped_gemm(A.contiguous(), B, ids)
-        return product
+        return grouped_gemm(A.contiguous(), B, ids)
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         (E, K, columns), topk = B.shape, ids.shape[1]
@@ -229,41 +233,44 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
         return self._call(run_moe_reduce_ar, x.contiguous(), weights, ids, scales, context)
 
-    def _call(self, op: AutoTuner[..., Any], *args: Any, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = op(*args, autotune_pg=self.group, **options)
-        return result
+    def _call(self, op: AutoTuner[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+        return op(*args, autotune_pg=self.group, **options)
 
     def _sum_context(
-        self, name: str, creator: Callable[..., Any], weights: torch.Tensor, ids: torch.Tensor
-    ) -> Any:
+        self, name: str, creator: Callable[..., C], weights: torch.Tensor, ids: torch.Tensor
+    ) -> C:
         (E, _, N), topk, dtype = weights.shape, ids.shape[1], weights.dtype
         return self.context(
             (name, N, E, topk, dtype), creator,
             *self.sizes, self.whole_M * topk, N, E, topk, dtype, tp_group=self.group,
         )  # fmt: skip
 
-    def ag_context(self, columns: int, K: int, dtype: torch.dtype) -> Any:
+    def ag_context(
+        self, columns: int, K: int, dtype: torch.dtype
+    ) -> AllGatherGEMMTensorParallelContext:
         """Return the context of ``ag_gemm`` for a B [K, columns]."""
         return self.context(
             ("ag_gemm", columns, K, dtype), create_ag_gemm_context,
             self.whole_M, columns * self.num_ranks, K, dtype, *self.sizes, group=self.group,
         )  # fmt: skip
 
-    def rs_context(self, N: int, dtype: torch.dtype) -> Any:
+    def rs_context(self, N: int, dtype: torch.dtype) -> GEMMReduceScatterTensorParallelContext:
         """Return the context of ``gemm_rs`` for results with N columns."""
         return self.context(
             ("gemm_rs", N, dtype), create_gemm_rs_context,
             self.whole_M, N, *self.sizes, dtype, tp_group=self.group,
         )  # fmt: skip
 
-    def ar_context(self, N: int, dtype: torch.dtype) -> Any:
+    def ar_context(self, N: int, dtype: torch.dtype) -> GEMMAllReduceTensorParallelContext:
         """Return the context of ``gemm_ar`` for results with N columns."""
         return self.context(
             ("gemm_ar", N, dtype), create_gemm_ar_context,
             self.max_M, N, *self.sizes, dtype, tp_group=self.group,
         )  # fmt: skip
 
-    def context(self, key: Hashable, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def context(
+        self, key: Hashable, create: Callable[P, C], *args: P.args, **options: P.kwargs
+    ) -> C:
         """Return the context of ``key``, or create it with ``create(*args, **options)``.
 
         Raises:
@@ -271,11 +278,11 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         """
         if self._contexts is None:
             raise ContextFinalized("TensorParallel")
-        found = self._contexts.get(key)
+        found: Any = self._contexts.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():  # the context outlives the call
                 found = self._contexts[key] = create(*args, **options)
-        return found
+        return found  # type: ignore[no-any-return]
 
     def finalize(self) -> None:
         """Free the contexts; idempotent. Collective."""
