@@ -66,6 +66,6 @@ def describe(kernel: Any) -> Any:
     fn = kernel.fn
     kernel.__signature__ = inspect.signature(fn)
     kernel.__module__, kernel.__qualname__ = fn.__module__, fn.__qualname__
-    # help() shows no signature of this type, so the text begins with it, as that of a builtin does.
+    # help() shows no signature for this type. Begin the text with it, as for a builtin function.
     kernel.__doc__ = f"{fn.__name__}{kernel.__signature__}\n\n{inspect.getdoc(fn) or ''}".rstrip()
     return kernel
