@@ -24,6 +24,7 @@ import triton_dist
 from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
+from triton_dist._tuning.store import packs
 from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.cli import text, validator
 from triton_dist.cli.main import SUBCOMMANDS, main, parser_of_all
@@ -45,6 +46,15 @@ def _fresh():
 
 def cache() -> Path:
     return Path(os.environ["TRITON_DIST_CACHE_DIR"])
+
+
+def test_only_records_of_functions_with_the_name_are_read(run, monkeypatch):
+    parsed, parse = [], packs._parsed
+    monkeypatch.setattr(packs, "_parsed", lambda *file: parsed.append(file[1]) or parse(*file))
+    for name in ("all_gather", "triton_dist.kernels.nvidia.shard_collectives.all_gather"):
+        parsed.clear()
+        assert run("show", name, "--top", "1")[0] == 0
+        assert {each.partition(".")[0] for each in parsed} == {"all_gather"}
 
 
 def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp_path):

@@ -179,7 +179,9 @@ class Store(Protocol):
     def put(self, record: TuningRecord) -> str:
         """Replace earlier records of the key. Return the location, or an empty text on failure."""
 
-    def records(self) -> Iterator[StoredRecord]: ...
+    def records(self, function: str | None = None) -> Iterator[StoredRecord]:
+        """Yield all records, or the records of functions with the bare name ``function``."""
+
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
         """Yield the records, for any key, of functions with the same name as in ``key``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def records_of(stores: Sequence[Store], function: str | None) -> Iterator[Stored
 
     ``function`` is a bare name, a qualified name, or a name with its module.
     """
-    for stored in (stored for store in stores for stored in store.records()):
+    bare_name = None if function is None else re.split("[.:]", function)[-1]
+    for stored in (stored for store in stores for stored in store.records(bare_name)):
         if function is None or has_name(stored.record.key, function):
             yield stored
 

@@ -29,8 +29,8 @@ class LayeredStore:
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
         return chain.from_iterable(layer.records_of(key) for layer in self._layers)
 
-    def records(self) -> Iterator[StoredRecord]:
-        return chain.from_iterable(layer.records() for layer in self._layers)
+    def records(self, function: str | None = None) -> Iterator[StoredRecord]:
+        return chain.from_iterable(layer.records(function) for layer in self._layers)
 
 
 _WHERE = "memory"
@@ -51,8 +51,10 @@ class MemoryStore:
         self._records[record.key] = record
         return _WHERE
 
-    def records(self) -> Iterator[StoredRecord]:
-        return iter([StoredRecord(record, _WHERE) for record in list(self._records.values())])
+    def records(self, function: str | None = None) -> Iterator[StoredRecord]:
+        for record in list(self._records.values()):
+            if function in (None, record.key.function_name):
+                yield StoredRecord(record, _WHERE)
 
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
         return (each for each in self.records() if each.record.key.function == key.function)

@@ -66,8 +66,9 @@ class ReadOnlyStore:
         """Do nothing: the folder is read-only."""
         return ""
 
-    def records(self) -> Iterator[StoredRecord]:
-        for folder in self._names_in(self.root):
+    def records(self, function: str | None = None) -> Iterator[StoredRecord]:
+        every = function is None
+        for folder in self._names_in(self.root) if every else [self.folder(function or "")]:
             yield from self._records_in(self.root / folder, self._read)
 
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
