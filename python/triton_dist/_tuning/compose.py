@@ -17,7 +17,7 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._archive import pack_places, packs_in
-from triton_dist._tuning.engine.decorated import (
+from triton_dist._tuning.arguments import (
     check_choice,
     check_tunable,
     names_of,
@@ -174,7 +174,7 @@ def autotune(
         raise InvalidArgument("autotune", "max_trials", max_trials, "a positive integer, or None")
     if version is not None and not (isinstance(version, str) and version):
         raise InvalidArgument("autotune", "version", version, "a text that is not empty, or None")
-    named = {
+    functions = {
         "key_fn": key_fn,
         "prune_fn": prune_fn,
         "prepare_fn": prepare_fn,
@@ -184,7 +184,7 @@ def autotune(
         "waves_fn": waves_fn,
         "input_variants_fn": input_variants_fn,
     }
-    for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
+    for name, function in {**functions, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
@@ -207,7 +207,7 @@ def autotune(
             expected = "dicts of keyword arguments, or a function that returns them"
             raise InvalidArgument("autotune", "config_space", config_space, expected) from error
         config_space = list(configs)  # an iterator can be read only once
-    own = search if callable(search) else None
+    own_search = search if callable(search) else None
     named_search = search if isinstance(search, str) else f"own {qualified_name(search)}"
     policy = functools.partial(
         Policy.on,
@@ -234,13 +234,13 @@ def autotune(
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
-        keys, known = sized_key(fn, key_fn, rounding, waves_fn)
+        keys, key_sizes = sized_key(fn, key_fn, rounding, waves_fn)
         deciding = (prune_fn, check_fn, input_variants_fn, reset_fn)
         validators = tuple(each for each in deciding if each is not None)
         composer = _Composer(
             scope,
             policy,
-            functools.partial(search_for, own=own, ahead=prepare_fn is not None),
+            functools.partial(search_for, own=own_search, ahead=prepare_fn is not None),
             validators,
             version or "",
             tuple(restore),
@@ -259,7 +259,7 @@ def autotune(
             composer.memory.clear,
             surroundings,
             origin_of,
-            known,
+            key_sizes,
             fallback_fn or (lambda config: False),
         )
         _tuned.add(tuned)
@@ -317,7 +317,7 @@ class _Composer:
         common = common_parts(policy, ranks, verbose, self.memory, *packs)
         files = file_store(knobs.cache_dir.get())
         return Parts(
-            **{**vars(common), "quiet": functools.partial(_quiet, common.quiet)},
+            **{**vars(common), "quiet": functools.partial(_without_gradients, common.quiet)},
             memory=self.memory,
             search=self.search,
             brief=Brief,
@@ -330,13 +330,13 @@ class _Composer:
     ) -> Fingerprint:
         validators = source_of(self.validators, self.ignore, self.snapshot)
         source = source_of([function, *space.functions], self.ignore, self.snapshot, space.classes)
-        kept = [list(self.restore)] if self.restore else []  # unchanged digest without restore
-        digest = codec.digest(space.digest, validators.digests, *kept)
+        restored = [list(self.restore)] if self.restore else []  # unchanged digest without restore
+        digest = codec.digest(space.digest, validators.digests, *restored)
         return fingerprint_of(ranks, policy, source, validators, digest, self.version)
 
 
 @contextmanager
-def _quiet(bounded: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def _without_gradients(bounded: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Context manager for trials: disable gradients and bound the waits in kernels.
 
     A candidate that deadlocks in a kernel then fails, and the vote drops it on all ranks. No

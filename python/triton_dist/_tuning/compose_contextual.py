@@ -11,10 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from triton_dist import knobs
+from triton_dist._tuning.arguments import check_tunable
 from triton_dist._tuning.engine.contextual.context import ContextualParts
 from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
-from triton_dist._tuning.engine.decorated import check_tunable
 from triton_dist._tuning.engine.parts import NoGroup
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.steps import InOrder, Race
