@@ -36,6 +36,7 @@ from overlap.results import environment, software
 from overlap.shapes import parse_numbers
 
 from triton_dist.layers.nvidia import TP_MLP, Collectives, TensorParallel, TP_Attn
+from triton_dist.layers.nvidia.functional import shard_rows
 from triton_dist.models.llama import Block, LlamaConfig, RotaryEmbedding
 from triton_dist.models.utils import scaled_down
 from triton_dist.runtime.device import current_device
@@ -88,7 +89,7 @@ class Candidates:
             self.tokens = tokens if self.is_spread else 1  # of a sequence
             self.rotary = rotary(torch.arange(self.tokens), dtype)
             whole = torch.randn(tokens, config.hidden_size).to(dtype)
-        self.x = whole.chunk(self.size)[self.rank].clone() if self.is_spread else whole
+        self.x = shard_rows(whole, self.rank, self.size) if self.is_spread else whole
         self.contexts = TensorParallel(tokens)
         self.plain = self._layer(Collectives())
 

@@ -1,8 +1,9 @@
 """Train a tensor-parallel Llama: bash scripts/launch.sh examples/train_llama.py
 
-A small model with random weights learns to repeat a few sequences. One call of ``parallelize``
-shards the weights of attention and feed-forward layers over the ranks; tokens are sharded too. An
-equal model is trained on one rank, and the losses are compared.
+A small model with random weights learns to repeat a few sequences. ``parallelize`` shards the
+attention and feed-forward layers over tensor-parallel ranks, and tokens are spread over these ranks
+too. With ``--fsdp N``, N replicas train on other sequences, and FSDP2 shards all parameters over
+them. The same model is trained on one rank, and the losses are compared.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import argparse
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from triton_dist.layers.nvidia import parallelize, sum_gradients
+from triton_dist.layers.nvidia import clip_grad_norm_, parallelize, sum_gradients
+from triton_dist.layers.nvidia.functional import shard_rows
 from triton_dist.models.llama import Llama
 from triton_dist.models.utils import init_model_cpu, seed_everything
 from triton_dist.utils import (
@@ -21,6 +26,8 @@ from triton_dist.utils import (
     initialize_distributed,
     is_cuda,
 )
+
+MAX_NORM = 1.0
 
 
 def optimiser_of(model: Llama) -> torch.optim.Optimizer:
@@ -31,44 +38,63 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny", help="tiny, tiny-moe, or a folder's config.json")
     parser.add_argument("--steps", type=int, default=20 if is_cuda() else 4)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument(
-        "--tokens", type=int, default=64 if is_cuda() else 8, help="tokens of a sequence"
-    )
+    parser.add_argument("--batch", type=int, default=2, help="sequences of each replica")
+    parser.add_argument("--tokens", type=int, default=64 if is_cuda() else 9, help="a sequence")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--fsdp", type=int, default=1, help="number of replicas")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
 
     initialize_distributed()
     seed_everything(0)
+    sizes = (args.fsdp, dist.get_world_size() // args.fsdp)
+    device_type = "cuda" if is_cuda() else "cpu"
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("fsdp", "tp"))
     model, whole = (init_model_cpu(args.model, dtype) for _ in range(2))
     rows = args.batch * args.tokens
-    ids = torch.randint(model.config.vocab_size, (args.batch, args.tokens + 1))
+    ids = torch.randint(model.config.vocab_size, (args.fsdp * args.batch, args.tokens + 1))
 
-    with parallelize(model, max_M=rows, sequence_parallel=True, keep_gathered=True) as ranks:
+    options = {"max_M": rows, "sequence_parallel": True, "keep_gathered": True}
+    with parallelize(model, mesh["tp"], **options) as ranks:
+        if args.fsdp > 1:
+            for block in model.model.layers:
+                fully_shard(block, mesh=mesh["fsdp"])
+            fully_shard(model, mesh=mesh["fsdp"])
         whole.to(ranks.device)
         ids = ids.to(ranks.device)
-        inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
+        all_inputs, all_targets = ids[:, :-1], ids[:, 1:]
+        replica = mesh["fsdp"].get_local_rank()
+        inputs = all_inputs.chunk(args.fsdp)[replica]
         shard = (ranks.rank, ranks.num_ranks)
-        own_targets = targets.chunk(ranks.num_ranks)[ranks.rank]
+        # The rows of the last rank may end with padding, which the loss ignores.
+        own_rows = shard_rows(torch.arange(1, rows + 1, device=ranks.device), *shard)
+        own_rows = own_rows[own_rows > 0] - 1
+        own_targets = all_targets.chunk(args.fsdp)[replica].flatten()[own_rows]
         optimiser, alone = optimiser_of(model), optimiser_of(whole)
         for step in range(args.steps):
             optimiser.zero_grad()
-            # Logits of this rank's tokens. The loss is the sum over ranks, divided by all tokens.
-            logits = model(inputs, shard).logits.float()
+            # The sum over this rank's tokens, divided by the tokens of the replica. Tensor-parallel
+            # ranks add up their losses; FSDP2 averages the gradients of the replicas.
+            logits = model(inputs, shard).logits.flatten(0, -2).float()
             own = cross_entropy(logits, own_targets, reduction="sum") / rows
             own.backward()
             sum_gradients(model)
+            norm = clip_grad_norm_(model, MAX_NORM)
             optimiser.step()
-            loss = ranks.all_reduce(own.detach().clone()).item()
+            loss = own.detach().clone()
+            dist.all_reduce(loss)
+            loss = loss.item() / args.fsdp
 
             alone.zero_grad()
-            expected = cross_entropy(whole(inputs).logits.flatten(0, 1).float(), targets)
+            logits = whole(all_inputs).logits.flatten(0, 1).float()
+            expected = cross_entropy(logits, all_targets.flatten())
             expected.backward()
+            golden_norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
             alone.step()
-            close = abs(loss - expected.item()) <= tolerance * abs(expected.item())
-            assert close, f"step {step}: loss {loss}, on one rank {expected.item()}"
+            for name, value, golden in (("loss", loss, expected), ("norm", norm, golden_norm)):
+                close = abs(float(value) - golden.item()) <= tolerance * abs(golden.item())
+                assert close, f"step {step}: {name} {value}, on one rank {golden.item()}"
             dist_print(f"step {step}: loss {loss:.4f}, on one rank {expected.item():.4f}")
     finalize_distributed()
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.common.agreement import as_text
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
-from triton_dist.kernels.common.moe.routing import ids_as_text
 from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
 from triton_dist.kernels.nvidia.allgather_group_gemm import algorithms
 from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, group_ends
@@ -161,9 +161,10 @@ def test_a_bad_context_names_the_argument(name, value):
 
 def test_text_of_ids_differs_where_they_do():
     ids = torch.arange(6).reshape(3, 2)
-    assert ids_as_text(ids) == ids_as_text(ids.int())
-    assert len({ids_as_text(each) for each in (ids, ids + 1, ids.reshape(2, 3), ids.flip(0))}) == 4
-    assert ids_as_text(ids.to("meta")) == "ids (3, 2)"
+    assert as_text("ids", ids) == as_text("ids", ids.int())
+    others = (ids, ids + 1, ids.reshape(2, 3), ids.flip(0))
+    assert len({as_text("ids", each) for each in others}) == 4
+    assert as_text("ids", ids.to("meta")) == "ids (3, 2)"
 
 
 def test_costs_are_those_of_all_that_has_to_move():

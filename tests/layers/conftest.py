@@ -22,3 +22,15 @@ def _two_ranks():
 def on_two_ranks(_two_ranks):
     """``on_two_ranks(fn, *args)``: what ``fn`` returns, by rank."""
     return functools.partial(_two_ranks.run, timeout=200)
+
+
+@pytest.fixture(scope="package")
+def _four_ranks():
+    with RankPool(4, FIRST_CONFIG) as pool:
+        yield pool
+
+
+@pytest.fixture
+def on_four_ranks(_four_ranks):
+    """``on_four_ranks(fn, *args)``: what ``fn`` returns, by rank."""
+    return functools.partial(_four_ranks.run, timeout=300)

@@ -76,7 +76,7 @@ MODES: Mapping[str, Mode] = {
     ),
     "attach": Mode("nothing; it allows pdb", "interp:waits,attach", works_on=(INTERPRETER,)),
     "agree": Mode(
-        "expert ids that differ between ranks in one call",
+        "expert ids, or inputs of layers, that differ between ranks in one call",
         "agree",
         works_on=(GPU, INTERPRETER, NOTHING),
     ),

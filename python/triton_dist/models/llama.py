@@ -18,6 +18,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from triton_dist import _files
 from triton_dist.errors import InvalidArgument
+from triton_dist.layers.nvidia.functional import shard_rows
 
 __all__ = ["Llama", "LlamaConfig"]
 
@@ -228,18 +229,20 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Map ids [batch, tokens] to [batch, tokens, hidden].
 
-        With ``shard`` = (rank, ranks), return only the rows of that rank, [batch * tokens / ranks,
-        hidden].
+        With ``shard`` = (rank, ranks), return only the rows of that rank: up to ceil(batch * tokens
+        / ranks) consecutive rows, [rows, hidden].
         """
         x = self.embed_tokens(ids)
+        own = ids.shape[0]
         if shard[1] > 1:
-            x = x.flatten(0, 1).chunk(shard[1])[shard[0]]
+            x = shard_rows(x.flatten(0, 1), *shard)
+            own = min(max(ids.numel() - shard[0] * len(x), 0), len(x))
         if position_ids is None:
             position_ids = torch.arange(ids.shape[1], device=ids.device)
         positions = self.rotary_emb(position_ids, x.dtype)
         for layer in self.layers:
             x = layer(x, position_embeddings=positions)
-        y: torch.Tensor = self.norm(x)
+        y: torch.Tensor = self.norm(x[:own])
         return y
 
 

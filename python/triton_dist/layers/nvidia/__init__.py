@@ -1,12 +1,14 @@
 """Tensor-parallel layers for NVIDIA GPUs. They also run in the interpreter on CPU ranks."""
 
 from triton_dist.layers.nvidia import experts, functional
+from triton_dist.layers.nvidia.checkpoint import TrainingState, gather_state_dict
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer
-from triton_dist.layers.nvidia.parallelize import parallelize, sum_gradients
+from triton_dist.layers.nvidia.parallelize import parallelize
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.layers.nvidia.tp_attn import TP_Attn
 from triton_dist.layers.nvidia.tp_mlp import TP_MLP
 from triton_dist.layers.nvidia.tp_moe import TP_MoE
+from triton_dist.layers.nvidia.training import clip_grad_norm_, sum_gradients
 
 __all__ = [
     "Collectives",
@@ -15,8 +17,11 @@ __all__ = [
     "TP_Attn",
     "TP_MoE",
     "TensorParallel",
+    "TrainingState",
+    "clip_grad_norm_",
     "experts",
     "functional",
+    "gather_state_dict",
     "parallelize",
     "sum_gradients",
 ]

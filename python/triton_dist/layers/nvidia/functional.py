@@ -118,6 +118,23 @@ def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     return dispatch("all_gather", (shard,), ranks)
 
 
+def shard_rows(x: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """Return the rows of a rank for sequence-parallel layers. Differentiable.
+
+    Args:
+        x: [M, …], any number of rows, equal on all ranks.
+        rank: the rank.
+        num_ranks: number of ranks.
+
+    Returns:
+        [ceil(M / num_ranks), …]: rows ``rank * ceil(M / num_ranks)`` and the following of x, then
+        zeros.
+    """
+    rows = -(-x.shape[0] // num_ranks)
+    part = x[rank * rows : (rank + 1) * rows]
+    return torch.cat([part, part.new_zeros(rows - part.shape[0], *x.shape[1:])])
+
+
 def _checked_operands(
     function: str, A: torch.Tensor, B: torch.Tensor, ranks: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:

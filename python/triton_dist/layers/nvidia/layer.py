@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_compares
 from triton_dist.layers.nvidia import functional
+from triton_dist.layers.nvidia.stock_weights import (
+    StockWeight,
+    distributed_like,
+    local_part,
+    saves_shards,
+    undistributed,
+)
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
-from triton_dist.runtime.ranks import Group
+from triton_dist.runtime.ranks import Group, group_for
 
 _FORWARD = torch.nn.Linear.forward
+_layers: weakref.WeakSet[TensorParallelLayer] = weakref.WeakSet()
+
+
+def owners_of_shards() -> dict[int, TensorParallelLayer]:
+    """Return the layer of each sharded parameter of this process, by the parameter's ``id``.
+
+    Parameters are looked up now, because FSDP2 replaces them.
+    """
+    parameters = ((layer, getattr(layer, name)) for layer in _layers for name in layer.shards)
+    return {id(each): layer for layer, each in parameters if each is not None}
 
 
 class TensorParallelLayer(torch.nn.Module, ABC):
@@ -21,7 +41,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     There are two modes. *Sequence-parallel*: each rank has consecutive rows of the tokens, [tokens
     / ranks, hidden], and returns the same rows of the result (AllGather-GEMM, then
-    GEMM-ReduceScatter). *All-reduce*: all ranks have all tokens, any number (GEMM, then
+    GEMM-ReduceScatter). All ranks have the same number of rows: ``functional.shard_rows`` pads.
+    *All-reduce*: all ranks have all tokens, any number (GEMM, then
     GEMM-AllReduce).
 
     ``forward`` is differentiable and can be compiled. The other call forms are for inference with
@@ -56,19 +77,96 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         keep_gathered: bool = False,
     ) -> None:
         super().__init__()
+        _layers.add(self)
         self.library = Collectives(group if ranks is None else ranks.group)
-        self.group, self.ranks, self._is_owner = self.library.group, ranks, False
+        self.ranks, self._is_owner = ranks, False
         self.rank, self.world_size = self.library.rank, self.library.num_ranks
         self.sequence_parallel, self.keep_gathered = sequence_parallel, keep_gathered
+        self._compares_inputs = every_call_compares()
         if rank not in (None, self.rank):
             raise self._invalid("rank", rank, f"{self.rank}, this process's rank in the group")
         if world_size not in (None, self.world_size):
             expected = f"{self.world_size}, the size of the group"
             raise self._invalid("world_size", world_size, expected)
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; ``None`` without ``torch.distributed``."""
+        return self.library.group  # an attribute could not be copied with the layer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _layers.add(self)
+
     @abstractmethod
     def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
         """Copy this rank's shard of the weights of ``module``."""
+
+    @abstractmethod
+    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+        """Return the stock weights of which parameter ``name`` has shards, as views of ``tensor``.
+
+        ``tensor`` has the parameter's shape.
+        """
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the stock weights under their stock names. Collective.
+
+        They are whole, on the CPU, because they may exceed the memory of a GPU. While
+        ``saves_shards`` is set, they are distributed over the ranks instead.
+        """
+        phase = f"state_dict of {prefix}{type(self).__name__}, which all ranks must call"
+        group_for(self.group).channel().first_all_gather(phase, None)
+        is_sharded = saves_shards.get()
+        for name, parameter in self.named_parameters(recurse=False):
+            for weight in self._stock_weights(name, undistributed(parameter)):
+                destination[prefix + weight.name] = (
+                    weight.distributed(self.library, self.library.mesh)
+                    if is_sharded
+                    else weight.gathered(self.library).cpu()
+                )
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Copy this rank's shards of stock weights, whole or distributed as they are saved."""
+        known = {*self._modules}
+        for name, parameter in self.named_parameters(recurse=False):
+            filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            for weight in self._stock_weights(name, filled):
+                known.add(weight.name)
+                stock = state_dict.get(prefix + weight.name)
+                if stock is None:
+                    missing_keys.append(prefix + weight.name)
+                    break
+                try:
+                    weight.fill(stock, self.library, prefix + weight.name)
+                except InvalidArgument as error:
+                    error_msgs.append(str(error))
+                    break
+            else:
+                local_part(parameter).copy_(local_part(distributed_like(filled, parameter)))
+            if prefix + name in state_dict and name not in known:
+                error_msgs.append(
+                    f"{prefix + name} is the shard of a rank, expected the stock weights. Save "
+                    "model.state_dict(), which all ranks must call."
+                )
+                known.add(name)
+        if strict:
+            for key in state_dict:
+                name = key.removeprefix(prefix)
+                if key.startswith(prefix) and not {name, name.partition(".")[0]} & known:
+                    unexpected_keys.append(key)
 
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
         """Create contexts for calls of up to ``max_M`` tokens over all ranks. Collective.
@@ -110,6 +208,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             sequence_parallel: use the sequence-parallel mode, else the all-reduce mode.
         """
         rows = x.reshape(-1, x.shape[-1])
+        ranks = self._ranks_for(rows, ranks, sequence_parallel)
         if sequence_parallel:
             keeps = self.keep_gathered
             product = functional.ag_gemm(rows, first.T, ranks, keep_gathered=keeps)
@@ -117,6 +216,30 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             product = functional.gemm(rows, first.T, ranks)
         multiply = functional.gemm_rs if sequence_parallel else functional.gemm_ar
         return multiply(between(product), last.T, ranks)
+
+    def _ranks_for(
+        self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
+    ) -> Collectives:
+        """Return ``ranks``, or torch's collectives for a call without tokens.
+
+        Raises:
+            RankTimeout: another rank of a sequence-parallel layer has tokens.
+        """
+        if rows.shape[0]:
+            return ranks
+        if sequence_parallel and not torch.compiler.is_compiling():
+            group_for(self.group).barrier("a call without tokens, which all ranks must make")
+        return self.library
+
+    def _compare_input(self, x: torch.Tensor) -> None:
+        """With ``TRITON_DIST_DEBUG=agree``, compare the input of ``forward`` over ranks.
+
+        Raises:
+            RankDisagreement: shapes differ, or values in the all-reduce mode.
+        """
+        if self._compares_inputs and not torch.compiler.is_compiling():
+            own = x.new_empty(x.shape, device="meta") if self.sequence_parallel else x
+            compare_over_ranks(type(self).__name__, "input", own, self.group)
 
     def _required_ranks(self) -> Collectives:
         if self.ranks is None:
@@ -195,6 +318,7 @@ class TokenLayer(TensorParallelLayer):
             ContextFinalized: the contexts were finalized.
             RankDisagreement: ranks chose different experts at the first call of a shape.
         """
+        self._compare_input(x)
         return self._run(x, self._required_ranks(), self.sequence_parallel)
 
     @torch.no_grad()

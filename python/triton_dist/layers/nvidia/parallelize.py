@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, TritonDistWarning
-from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.layer import TensorParallelLayer, owners_of_shards
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.layers.nvidia.tp_attn import TP_Attn
 from triton_dist.layers.nvidia.tp_mlp import TP_MLP
 from triton_dist.layers.nvidia.tp_moe import TP_MoE
+from triton_dist.layers.nvidia.training import redirect_torch_clipping
 from triton_dist.runtime.ranks import Group
 
 _KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
@@ -96,8 +100,37 @@ def parallelize(
     for parent, name, layer in found:
         setattr(parent, name, layer)
     module.register_forward_pre_hook(_check_call, with_kwargs=True)
+    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, made)  # type: ignore[assignment]
+    redirect_torch_clipping()
     module.to(made.device)
     return made
+
+
+class _ShardsToIgnore(list[str]):
+    """Names of shards that ``DistributedDataParallel`` ignores if its group has several ranks of
+    ``made``: it would replace their shards by the shards of one rank."""
+
+    def __init__(self, module: torch.nn.Module, made: Collectives) -> None:
+        shards = owners_of_shards()
+        super().__init__(name for name, each in module.named_parameters() if id(each) in shards)
+        self._made = made
+
+    def __iter__(self) -> Iterator[str]:
+        # DistributedDataParallel.__init__ reads these names without passing its group.
+        group = getattr(sys._getframe(1).f_locals.get("self"), "process_group", None)
+        if group is None or self._made.group is None:
+            return iter(())
+        ranks = set(dist.get_process_group_ranks(group))
+        ranks &= set(dist.get_process_group_ranks(self._made.group))
+        if len(ranks) < 2:
+            return iter(())
+        warn(
+            f"DistributedDataParallel: its process group has the tensor-parallel ranks "
+            f"{sorted(ranks)}. It ignores their {len(self)} shards. Pass the process group of the "
+            "data-parallel dimension.",
+            TritonDistWarning,
+        )
+        return super().__iter__()
 
 
 def _check_outputs(module: torch.nn.Module) -> None:
@@ -139,25 +172,3 @@ def _kind_of(module: torch.nn.Module) -> type[TensorParallelLayer] | None:
         if all(hasattr(module, member) for member in members):
             return kind
     return None
-
-
-def sum_gradients(module: torch.nn.Module) -> None:
-    """Sum the gradients, over ranks, of parameters for which each rank has only a part. Collective.
-
-    Call it between backward and the optimiser step. With sequence-parallel layers, these are all
-    parameters except the layers' shards, because each rank has seen only its tokens. Otherwise
-    these are the norms of heads, and key-value heads that several ranks replicate.
-    """
-    layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
-    done = set[torch.Tensor | None]()
-    for layer in layers:
-        done.update(getattr(layer, name) for name in layer.shards)
-        if isinstance(layer, TP_Attn):
-            layer.sum_partial_gradients()
-            norms = (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
-            done.update(parameter for norm in norms for parameter in norm.parameters())
-    spread = next((layer.library for layer in layers if layer.sequence_parallel), None)
-    if spread is not None:
-        for parameter in module.parameters():
-            if parameter.grad is not None and parameter not in done:
-                parameter.grad = spread.all_reduce(parameter.grad)

@@ -11,9 +11,11 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import libraries
@@ -83,6 +85,19 @@ class Collectives:
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         """Return ``self``: copies of a layer share the collective state."""
         return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: it has a process group and contexts. Save "
+            "the state_dict of a model instead of the model."
+        )
+
+    @cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a 1-D mesh, or ``None`` without ``torch.distributed``."""
+        if self.group is None:
+            return None
+        return DeviceMesh.from_group(self.group, self.device.type)
 
     def check_dtype(self, function: str, argument: str, dtype: torch.dtype) -> None:
         """Check that products of this dtype are supported.
@@ -165,7 +180,7 @@ class Collectives:
     def _tokens(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        products = self.group_gemm(x, weights, ids).view(*ids.shape, -1)
+        products = self.group_gemm(x, weights, ids).view(*ids.shape, weights.shape[2])
         return (products * scales[..., None]).sum(1).to(x.dtype)
 
     def finalize(self) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from triton_dist.errors import TritonDistWarning
 from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.stock_weights import StockWeight, local_part
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.device import current_device
 
@@ -134,6 +138,20 @@ class TP_Attn(TensorParallelLayer):
         parts = weight.detach().chunk(self.world_size // self.replicas, 0)
         return parts[self.kv_index].to(self.library.device)
 
+    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+        if name == "wo":
+            return [StockWeight("o_proj.weight", tensor, 1)]
+        if name == "bo":
+            return [StockWeight("o_proj.bias", tensor, None)]
+        member = "weight" if name == "wqkv" else "bias"
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        q, k, v = tensor.split([each * self.head_dim for each in heads])
+        return [
+            StockWeight(f"q_proj.{member}", q, 0),
+            StockWeight(f"k_proj.{member}", k, 0, self.replicas),
+            StockWeight(f"v_proj.{member}", v, 0, self.replicas),
+        ]
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -158,6 +176,7 @@ class TP_Attn(TensorParallelLayer):
             InvalidArgument: an argument is not supported or has a wrong shape, dtype or device.
             ContextFinalized: the contexts were finalized.
         """
+        self._compare_input(hidden_states)
         cache = past_key_values
         for name, value in beside.items():
             if value is None:
@@ -199,23 +218,37 @@ class TP_Attn(TensorParallelLayer):
         )  # fmt: skip
         return seen.transpose(1, 2)
 
+    def norm_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of the norms of heads; each rank's gradient is from its heads."""
+        norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        return [parameter for norm in norms for parameter in norm.parameters()]
+
+    def replicated_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of replicated kv heads in ``tensor``, shaped as ``wqkv`` or
+        ``bqkv``. If the tensor is a ``DTensor``, these are the rows of its local part."""
+        first = self.num_heads * self.head_dim if self.replicas > 1 else tensor.shape[0]
+        if isinstance(tensor, DTensor):
+            _, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            first -= offset[0]
+        return local_part(tensor)[max(first, 0) :]
+
     def sum_partial_gradients(self) -> None:
         """Sum gradients over ranks that each have a part: norms of heads, replicated kv heads.
 
         Collective.
         """
-        for norm in (self.q_norm, self.k_norm):
-            for parameter in () if norm is None else norm.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = self.library.all_reduce(parameter.grad)
-        if self.replicas == 1:
-            return
+        for parameter in self.norm_parameters():
+            if parameter.grad is not None:
+                self.library.all_reduce(local_part(parameter.grad))
         for weight in (self.wqkv, self.bqkv):
             if weight is not None and weight.grad is not None:
-                own = weight.grad[self.num_heads * self.head_dim :]
-                of_heads = own.new_zeros(self.all_kv_heads, *own.shape)
-                of_heads[self.kv_index] = own
-                own.copy_(self.library.all_reduce(of_heads)[self.kv_index])
+                own = self.replicated_rows(weight.grad)
+                if own.numel():
+                    of_heads = own.new_zeros(self.all_kv_heads, *own.shape)
+                    of_heads[self.kv_index] = own
+                    own.copy_(self.library.all_reduce(of_heads)[self.kv_index])
 
     def _run(
         self,
@@ -227,7 +260,15 @@ class TP_Attn(TensorParallelLayer):
         sin: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """Run the layer; ``tokens``: per sequence over all ranks. cos, sin broadcast over heads."""
+        """Run the layer; ``tokens``: per sequence over all ranks. cos, sin broadcast over heads.
+
+        Sequence-parallel rows may end with padding, of fewer rows than ranks.
+        """
+        rows = math.prod(x.shape[:-1]) * (ranks.num_ranks if sequence_parallel else 1)
+        padding = rows % tokens if tokens else rows
+        if padding >= (ranks.num_ranks if sequence_parallel else 1):
+            expected = f"a multiple of {tokens}, the tokens of position_embeddings"
+            raise self._invalid("rows of hidden_states", rows, expected)
 
         def between(qkv: torch.Tensor) -> torch.Tensor:
             return self._between(qkv, tokens, cos, sin, attend)
@@ -243,20 +284,24 @@ class TP_Attn(TensorParallelLayer):
         sin: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """Return the attention output [rows, heads * head_dim] of rows of q, k and v."""
+        """Return the attention output [rows, heads * head_dim] of rows of q, k and v.
+
+        Rows after the last whole sequence are padding; their outputs are zero.
+        """
         rows, heads, kv_heads = qkv.shape[0], self.num_heads, self.num_kv_heads
-        if rows % tokens:
-            expected = f"a multiple of {tokens}, the tokens of position_embeddings"
-            raise self._invalid("rows of hidden_states", rows, expected)
+        sequences = rows // tokens if tokens else 0
+        padding = rows - sequences * tokens
         if self.bqkv is not None:
             qkv = qkv + self.bqkv
-        qkv = qkv.view(-1, tokens, heads + 2 * kv_heads, self.head_dim)
+        qkv = qkv[: rows - padding].view(sequences, tokens, heads + 2 * kv_heads, self.head_dim)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], -2)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        return attend(rotated(q, cos, sin), rotated(k, cos, sin), v).reshape(rows, -1)
+        seen = attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
+        seen = seen.reshape(rows - padding, heads * self.head_dim)
+        return pad(seen, (0, 0, 0, padding)) if padding else seen
 
     def _with_cache(
         self,

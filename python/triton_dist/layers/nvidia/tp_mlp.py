@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from triton_dist.layers.nvidia.layer import TokenLayer
+from triton_dist.layers.nvidia.stock_weights import StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 
 
@@ -54,6 +55,12 @@ class TP_MLP(TokenLayer):
         self.down_proj = self._parameter(self._shard(down, 1), down)
         self.act_fn: Any = source.act_fn
         self._print_shapes(verbose)
+
+    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+        if name == "down_proj":
+            return [StockWeight("down_proj.weight", tensor, 1)]
+        gate, up = tensor.chunk(2)
+        return [StockWeight("gate_proj.weight", gate, 0), StockWeight("up_proj.weight", up, 0)]
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         weights = self.gate_up_proj, self._between, self.down_proj

@@ -10,6 +10,7 @@ from torch.nn.functional import linear, one_hot
 
 from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.layer import TokenLayer
+from triton_dist.layers.nvidia.stock_weights import StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
 
@@ -96,8 +97,9 @@ class TP_MoE(TokenLayer):
         self.gate = torch.nn.Parameter(whole, requires_grad=gate.requires_grad)
         self.gate_up_proj = self._parameter(torch.stack(gate_up), each[0][0])
         self.down_proj = self._parameter(torch.stack(down), each[0][2])
-        is_list = isinstance(source.experts, torch.nn.ModuleList)
-        self.act_fn: Any = (source.experts[0] if is_list else source.experts).act_fn
+        self.has_stacked_experts = not isinstance(source.experts, torch.nn.ModuleList)
+        first = source.experts if self.has_stacked_experts else source.experts[0]
+        self.act_fn: Any = first.act_fn
         self._print_shapes(verbose)
 
     def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -122,6 +124,26 @@ class TP_MoE(TokenLayer):
         for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
             yield (*both.chunk(2), down)
 
+    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+        if name == "gate":
+            return [StockWeight("gate.weight", tensor, None)]
+        stacked = tensor.transpose(1, 2)  # [E, outputs, inputs], as stock modules store weights
+        if self.has_stacked_experts:
+            if name == "down_proj":
+                return [StockWeight("experts.down_proj", stacked, 2)]
+            pair = stacked.unflatten(1, (2, -1))
+            return [StockWeight("experts.gate_up_proj", pair, 2, is_pair=True)]
+        weights = []
+        for number, expert in enumerate(stacked):
+            where = f"experts.{number}"
+            if name == "down_proj":
+                weights.append(StockWeight(f"{where}.down_proj.weight", expert, 1))
+            else:
+                gate, up = expert.chunk(2)
+                weights.append(StockWeight(f"{where}.gate_proj.weight", gate, 0))
+                weights.append(StockWeight(f"{where}.up_proj.weight", up, 0))
+        return weights
+
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts (int32) and their weights (fp32) of each row, [rows, top_k]."""
         chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
@@ -130,6 +152,7 @@ class TP_MoE(TokenLayer):
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        ranks = self._ranks_for(rows, ranks, sequence_parallel)
         ids, scales = self._routes(rows)
         if sequence_parallel:
             ids = functional.all_gather(ids, ranks)

@@ -28,7 +28,6 @@ for rows that no rank sends. With ``TRITON_DIST_DEBUG=agree`` every call compare
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,14 +35,9 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from triton_dist import knobs
 from triton_dist._jit import jit
-from triton_dist.errors import InvalidArgument, RankDisagreement
-from triton_dist.kernels.common.context import OpContext
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.runtime import waits
-from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import group_for
 
 RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.
@@ -445,38 +439,3 @@ def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
     padded = [-(-size // 4) * 4 for size in sizes]
     vectors = torch.empty(sum(padded), dtype=torch.int32, device=like.device).split(padded)
     return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
-
-
-def ids_as_text(topk_ids: torch.Tensor) -> str:
-    """Return the shape and a digest of ids as text, for comparison between ranks.
-
-    Waits for the device. Meta tensors and ids in a graph capture have no digest.
-    """
-    size = f"ids {tuple(topk_ids.shape)}"
-    if topk_ids.is_meta or current_device().is_capturing():
-        return size
-    numbers = topk_ids.detach().to("cpu", torch.int64).numpy().tobytes()
-    return f"{size}, digest {hashlib.sha256(numbers).hexdigest()[:16]}"
-
-
-def compares_ids_in_every_call() -> bool:
-    """Return whether contexts created now compare the ids of every call."""
-    return "agree" in knobs.debug.get()
-
-
-def compare_ids(function: str, ctx: OpContext[Any], topk_ids: torch.Tensor) -> None:
-    """Return if all ranks call ``function`` with equal ids, else raise. Collective.
-
-    Skipped during a graph capture, where ids have no values, and during tuning, because the tuner
-    has compared the ids.
-
-    Raises:
-        RankDisagreement: ids differ between ranks.
-    """
-    if waits.are_limited() or current_device().is_capturing():
-        return
-    ranks = group_for(ctx.group)
-    answers = ranks.all_gather(f"ids of {function}", ids_as_text(topk_ids))
-    if len(set(answers)) > 1:
-        by_rank = {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)}
-        raise RankDisagreement(f"the ids of a call of {function}", by_rank)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.agreement import as_text, compare_over_ranks, every_call_compares
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -40,9 +41,6 @@ from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
     MAX_TOPK,
-    compare_ids,
-    compares_ids_in_every_call,
-    ids_as_text,
 )
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
@@ -98,7 +96,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         self.dtype, self.n_chunks_max = products.dtype, products.n_chunks_max
         self.world_size = self.num_ranks
         self.local_world_size = min(products.local_world_size, self.num_ranks)
-        self.compares_ids = compares_ids_in_every_call()
+        self.compares_ids = every_call_compares()
 
     @staticmethod
     @abstractmethod
@@ -181,7 +179,7 @@ def create(
     equal_arguments = {
         "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,
         "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
-        "comparison of ids": compares_ids_in_every_call(),
+        "comparison of ids": every_call_compares(),
     }  # fmt: skip
     agree_to_create(ctx_type.creator, f"a {ctx_type.title}", equal_arguments, checks(), members)
     products = RoutedProductLimits(
@@ -300,7 +298,7 @@ class SumCall(OpCall):
 
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
-            compare_ids(self.ctx_type.function, self.ctx, self.chosen_experts)
+            compare_over_ranks(self.ctx_type.function, "ids", self.chosen_experts, self.ctx.group)
         return self.chosen.run(self)
 
     @classmethod
@@ -400,7 +398,7 @@ def ids_to_agree(
 ) -> str:
     """Return the text of the ids, which ranks compare at the first call of a key (``agree_fn``).
     Waits once for the device."""
-    return ids_as_text(chosen_experts)
+    return as_text("ids", chosen_experts)
 
 
 def id_variants(

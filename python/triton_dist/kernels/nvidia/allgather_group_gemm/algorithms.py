@@ -14,12 +14,13 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.agreement import compare_over_ranks
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
-from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map, compare_ids
+from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
     UNTILED_ROWS,
     fits_library,
@@ -91,7 +92,7 @@ class Call(OpCall):
 
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
-            compare_ids("ag_group_gemm", self.ctx, self.full_topk_ids)
+            compare_over_ranks("ag_group_gemm", "ids", self.full_topk_ids, self.ctx.group)
         return self.chosen.run(self)
 
     def empty_product(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from triton_dist.kernels.common.agreement import every_call_compares
 from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
@@ -29,7 +30,6 @@ from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
     MAX_TOPK,
     check_ids,
-    compares_ids_in_every_call,
 )
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -85,7 +85,7 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.max_ntokens, self.N_per_rank, self.K = max_ntokens, N_per_rank, K
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
         self.num_local_ranks, size = min(num_local_ranks, self.num_ranks), self.num_ranks
-        self.gemm_config, self.compares_ids = gemm_config, compares_ids_in_every_call()
+        self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         nbytes = bytes_of_slot(rows_of_each * K, dtype, size)
@@ -171,7 +171,7 @@ def create_ag_group_gemm_context(
 
     equal_arguments = {
         "max_ntokens": max_ntokens, "N_per_rank": N_per_rank, "K": K, "num_experts": num_experts,
-        "topk": topk, "dtype": str(dtype), "comparison of ids": compares_ids_in_every_call(),
+        "topk": topk, "dtype": str(dtype), "comparison of ids": every_call_compares(),
     }  # fmt: skip
     creator, what = "create_ag_group_gemm_context", "an AllGather + grouped GEMM"
     agree_to_create(creator, what, equal_arguments, checks(), group)

@@ -43,7 +43,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.moe.routing import ids_as_text
+from triton_dist.kernels.common.agreement import as_text
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, Call
@@ -71,7 +71,7 @@ def key_fn(
     sizes=key_fn,
     key_fn=key_fn,
     key_sizes=("M",),
-    agree_fn=lambda a, b, ctx, full_topk_ids, **_: ids_as_text(full_topk_ids),
+    agree_fn=lambda a, b, ctx, full_topk_ids, **_: as_text("ids", full_topk_ids),
     input_variants_fn=lambda a, b, ctx, full_topk_ids, **_: [
         {"full_topk_ids": ids} for ids in other_batches(full_topk_ids, len(b))
     ],

@@ -1,0 +1,50 @@
+"""Compare the arguments of a call over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from triton_dist import knobs
+from triton_dist.errors import RankDisagreement
+from triton_dist.runtime import waits
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, group_for
+
+
+def every_call_compares() -> bool:
+    """Return whether contexts and layers created now compare the arguments of every call."""
+    return "agree" in knobs.debug.get()
+
+
+def as_text(name: str, tensor: torch.Tensor) -> str:
+    """Return the shape and a digest of a tensor as text, for comparison between ranks.
+
+    Waits for the device. Meta tensors and tensors in a graph capture have no digest.
+    """
+    size = f"{name} {tuple(tensor.shape)}"
+    if tensor.is_meta or current_device().is_capturing():
+        return size
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.int64)  # equal ids of two dtypes are equal
+    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{size}, digest {hashlib.sha256(octets).hexdigest()[:16]}"
+
+
+def compare_over_ranks(function: str, name: str, tensor: torch.Tensor, group: Group) -> None:
+    """Return if all ranks call ``function`` with equal values of ``tensor``. Collective.
+
+    Skipped during a graph capture, where tensors have no values, and while candidates are tried,
+    because the tuner has compared the arguments.
+
+    Raises:
+        RankDisagreement: values or shapes differ between ranks.
+    """
+    if waits.are_limited() or current_device().is_capturing():
+        return
+    ranks = group_for(group)
+    answers = ranks.all_gather(f"{name} of {function}", as_text(name, tensor))
+    if len(set(answers)) > 1:
+        by_rank = {ranks.global_rank(rank): answer for rank, answer in enumerate(answers)}
+        raise RankDisagreement(f"the {name} of a call of {function}", by_rank)

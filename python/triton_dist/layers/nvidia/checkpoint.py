@@ -1,0 +1,163 @@
+"""Save and load a model whose layers ``parallelize`` has replaced, under stock names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.stock_weights import (
+    StockWeight,
+    distributed_like,
+    saves_shards,
+    undistributed,
+)
+
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
+"""Modules of torch's wrappers that names in state dicts leave out."""
+
+
+def gather_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """Return all weights of a model after ``parallelize``, whole, under stock names. Collective.
+
+    ``module.state_dict()`` does the same, except that parameters that FSDP2 shards remain
+    ``DTensor``. The stock model and ``save_pretrained(folder, state_dict=...)`` accept the result.
+
+    Returns:
+        Tensors on the CPU, on every rank.
+
+    Raises:
+        RankTimeout: a rank did not call this function.
+    """
+    return {
+        name: undistributed(value).detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+class TrainingState(Stateful):
+    """The state of a model and its optimiser for ``torch.distributed.checkpoint``.
+
+    ``dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=folder)`` writes each shard
+    once. ``dcp.load`` reads it, also on another number of ranks. Weights have stock names.
+
+    Args:
+        model: model after ``parallelize``, also with FSDP2 or DDP over another mesh dimension.
+        optimizer: optimiser of the model's parameters; ``None``: save only weights. To load into an
+            optimiser that has made no step, all gradients must be ``None``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        self.model: Any = model.module if is_wrapped else model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with a ``DTensor`` for each sharded weight. Collective."""
+        with _saving_shards():
+            state: dict[str, Any] = {"model": self.model.state_dict()}
+        if self.optimizer is None:
+            return state
+        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer)
+        for shard in _shards_of(self.model):
+            weights = shard.weights(torch.empty(shard.parameter.shape, device="meta"))
+            for group in optimizer["param_groups"]:
+                if shard.name in group["params"]:
+                    group["params"].remove(shard.name)
+                    group["params"] += weights
+            ranks = shard.layer.library
+            for key, value in optimizer["state"].pop(shard.name, {}).items():
+                is_shard = shard.has_shape_of(value)
+                weights = shard.weights(undistributed(value)) if is_shard else weights
+                for name, weight in weights.items():
+                    stock = weight.distributed(ranks, ranks.mesh) if is_shard else value
+                    optimizer["state"].setdefault(name, {})[key] = stock
+        return {**state, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, possibly on another number of ranks. Collective.
+
+        Raises:
+            RuntimeError: names or shapes of weights differ, or a shard is of another rank.
+            InvalidArgument: the same in the state of the optimiser.
+        """
+        with _saving_shards():
+            self.model.load_state_dict(state_dict["model"])
+        if self.optimizer is None:
+            return
+        optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer)
+        stock = dict(state_dict["optimizer"]["state"])
+        for shard in _shards_of(self.model):
+            weights = shard.weights(torch.empty(shard.parameter.shape, device="meta"))
+            loaded = [stock.pop(name, {}) for name in weights]
+            own = optimizer["state"].get(shard.name, {})
+            for key, value in own.items():
+                if not shard.has_shape_of(value):
+                    own[key] = loaded[0][key]
+                    continue
+                filled = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                filling = shard.weights(filled).items()
+                for (name, weight), values in zip(filling, loaded, strict=True):
+                    weight.fill(values[key], shard.layer.library, f"{name}.{key}")
+                own[key] = distributed_like(filled, value)
+            if own:
+                stock[shard.name] = own
+        groups = [
+            {**loaded, "params": own["params"]}
+            for loaded, own in zip(
+                state_dict["optimizer"]["param_groups"], optimizer["param_groups"], strict=True
+            )
+        ]
+        state: Any = {"state": stock, "param_groups": groups}
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A parameter of a tensor-parallel layer; ``name`` is its name in the whole model."""
+
+    layer: TensorParallelLayer
+    prefix: str
+    short_name: str
+    parameter: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return self.prefix + self.short_name
+
+    def has_shape_of(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+
+    def weights(self, tensor: torch.Tensor) -> dict[str, StockWeight]:
+        """Return the stock weights of a tensor with the parameter's shape, by their full names."""
+        weights = self.layer._stock_weights(self.short_name, tensor)
+        return {self.prefix + weight.name: weight for weight in weights}
+
+
+def _shards_of(model: torch.nn.Module) -> Iterator[_Shard]:
+    for place, layer in model.named_modules():
+        if isinstance(layer, TensorParallelLayer):
+            parts = [part for part in place.split(".") if part and part not in _WRAPPERS]
+            prefix = "".join(f"{part}." for part in parts)
+            for name, parameter in layer.named_parameters(recurse=False):
+                yield _Shard(layer, prefix, name, parameter)
+
+
+@contextmanager
+def _saving_shards() -> Iterator[None]:
+    token = saves_shards.set(True)
+    try:
+        yield
+    finally:
+        saves_shards.reset(token)

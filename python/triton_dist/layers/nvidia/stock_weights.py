@@ -1,0 +1,111 @@
+"""Map the parameters of a tensor-parallel layer to the weights of the stock module.
+
+A parameter of a layer holds this rank's shards of one or more stock weights: ``wqkv`` holds shards
+of ``q_proj.weight``, ``k_proj.weight`` and ``v_proj.weight``.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.layers.nvidia.tensor_parallel import Collectives
+
+saves_shards: ContextVar[bool] = ContextVar("saves_shards", default=False)
+"""Whether ``state_dict`` of a layer returns distributed stock weights instead of whole ones."""
+
+
+@dataclass(frozen=True)
+class StockWeight:
+    """This rank's shard of a stock weight, as a view of a parameter.
+
+    Attributes:
+        name: name in the stock module, such as ``q_proj.weight``.
+        shard: view of the parameter, or of a tensor with its shape.
+        dim: sharded dimension of ``shard``; ``None``: the weight is equal on all ranks.
+        replicas: number of consecutive ranks that have the same shard.
+        is_pair: the stock weight merges dimension ``dim - 1``, of size 2, with ``dim``. Gate and up
+            of stacked experts are such a pair: each half is sharded.
+    """
+
+    name: str
+    shard: torch.Tensor
+    dim: int | None
+    replicas: int = 1
+    is_pair: bool = False
+
+    def gathered(self, ranks: Collectives) -> torch.Tensor:
+        """Return the stock weight on this rank's device. Collective."""
+        whole = self._gathered_shards(ranks)
+        return whole.flatten(self.dim - 1, self.dim) if self.is_pair and self.dim else whole
+
+    def distributed(self, ranks: Collectives, mesh: DeviceMesh | None) -> torch.Tensor:
+        """Return the weight as a ``DTensor`` over ``mesh``, or as a tensor if no mesh can shard it.
+
+        A pair keeps its two dimensions. Replicated shards are gathered. Collective.
+        """
+        if mesh is None or self.dim is None or self.replicas > 1:
+            return self._gathered_shards(ranks)
+        return DTensor.from_local(self.shard.detach(), mesh, [Shard(self.dim)], run_check=False)
+
+    def fill(self, weight: torch.Tensor, ranks: Collectives, where: str) -> None:
+        """Copy this rank's shard of ``weight``, which ``gathered`` or ``distributed`` returned.
+
+        Raises:
+            InvalidArgument: ``weight`` has a wrong shape, or is the shard of another rank.
+        """
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            # A loaded DTensor has the coordinate of the rank that saved it.
+            (rank,), size = mesh.get_coordinate() or (None,), mesh.size()
+            if (rank, size) != (ranks.rank, ranks.num_ranks):
+                expected = f"the shard of rank {ranks.rank} of {ranks.num_ranks}"
+                shown = f"the shard of rank {rank} of {size}"
+                raise InvalidArgument("load_state_dict", where, shown, expected)
+            part = weight.to_local()
+        else:
+            part = weight
+            if self.is_pair and self.dim and part.ndim < self.shard.ndim:
+                part = part.unflatten(self.dim - 1, (2, -1))
+            if self.dim is not None and part.ndim == self.shard.ndim:
+                shards = ranks.num_ranks // self.replicas
+                part = part.chunk(shards, self.dim)[ranks.rank // self.replicas]
+        if part.shape != self.shard.shape:
+            shape = list(self.shard.shape)
+            if self.dim is not None:
+                shape[self.dim] *= ranks.num_ranks // self.replicas
+            raise InvalidArgument(
+                "load_state_dict", f"{where}.shape", tuple(weight.shape), f"{shape}"
+            )
+        self.shard.copy_(part)
+
+    def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:
+        shard = self.shard.detach()
+        if self.dim is None or ranks.num_ranks == 1:
+            return shard
+        shards = ranks.all_gather(shard.movedim(self.dim, 0)).chunk(ranks.num_ranks)
+        return torch.cat(shards[:: self.replicas]).movedim(0, self.dim)
+
+
+def undistributed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a ``DTensor``, such as a parameter that FSDP2 shards; else ``tensor``."""
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def distributed_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``whole``, equal on all ranks of the mesh of ``like``, distributed like ``like``."""
+    if not isinstance(like, DTensor):
+        return whole
+    # src_data_rank=None: each rank takes its shard of its own copy, without communication.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a ``DTensor``, which shares its memory; else ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,156 @@
+"""Gradients of a model whose layers ``parallelize`` has replaced: sums over ranks, and the norm."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from triton_dist._warn import warn
+from triton_dist.errors import TritonDistWarning
+from triton_dist.layers.nvidia.layer import TensorParallelLayer, owners_of_shards
+from triton_dist.layers.nvidia.stock_weights import local_part
+from triton_dist.layers.nvidia.tp_attn import TP_Attn
+
+
+def sum_gradients(module: torch.nn.Module) -> None:
+    """Sum the gradients, over ranks, of parameters for which each rank has only a part. Collective.
+
+    Call it between backward and the optimiser step, also with FSDP2 or DDP over another dimension
+    of the mesh. With sequence-parallel layers, these are all parameters except the layers' shards,
+    because each rank has seen only its tokens. Otherwise these are the norms of heads, and
+    key-value heads that several ranks replicate.
+    """
+    layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
+    done = set[torch.Tensor | None]()
+    for layer in layers:
+        done.update(getattr(layer, name) for name in layer.shards)
+        if isinstance(layer, TP_Attn):
+            layer.sum_partial_gradients()
+            done.update(layer.norm_parameters())
+    spread = next((layer.library for layer in layers if layer.sequence_parallel), None)
+    if spread is not None:
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter not in done:
+                spread.all_reduce(local_part(parameter.grad))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most ``max_norm``. Collective.
+
+    Call it after ``sum_gradients``. It counts each shard once over all ranks, and a parameter that
+    is equal on all ranks once.
+
+    Args:
+        parameters: model after ``parallelize``, or its parameters; also with FSDP2 or DDP over
+            another mesh dimension.
+        max_norm: largest norm.
+        norm_type: p of the p-norm; ``math.inf``: the largest absolute value.
+        error_if_nonfinite: raise if the norm is not finite.
+        foreach: ignored; an argument of ``torch.nn.utils.clip_grad_norm_``.
+
+    Returns:
+        The norm before scaling, fp32, equal on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    given = [(each, each.grad) for each in parameters if each.grad is not None]
+    owners = owners_of_shards()
+    layer = next((owners[id(each)] for each, _ in given if id(each) in owners), None)
+    size = 1 if layer is None else layer.world_size
+    is_max = norm_type == math.inf
+    totals: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    """Sum of ``|gradient| ** p``, or the maximum, by the FSDP2 groups that share a gradient."""
+    for parameter, gradient in given:
+        value = _power(local_part(gradient), norm_type)
+        owner = owners.get(id(parameter))
+        if owner is None and not is_max:
+            value = value / size  # all ranks add the same value
+        elif isinstance(owner, TP_Attn) and parameter is not owner.wo and not is_max:
+            replicated = _power(owner.replicated_rows(gradient), norm_type)
+            value = value - replicated * (1 - 1 / owner.replicas)
+        groups = _sharding_groups(gradient)
+        before = totals.get(groups, torch.zeros_like(value))
+        totals[groups] = torch.maximum(before, value) if is_max else before + value
+    if not totals:
+        return torch.zeros(())
+    reduce = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    for groups, value in totals.items():
+        for group in groups:
+            dist.all_reduce(value, reduce, group)
+    values = torch.stack(list(totals.values()))
+    norm = values.max() if is_max else values.sum()
+    if layer is not None and size > 1:
+        dist.all_reduce(norm, reduce, layer.group)
+    if not is_max:
+        norm = norm ** (1 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}. "
+            "To scale by it anyway, pass error_if_nonfinite=False."
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_part(gradient) for _, gradient in given], scale)
+    return norm
+
+
+_torch_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
+
+
+@functools.wraps(_torch_clip_grad_norm_)
+def _clip_grad_norm_of_any(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if owners_of_shards().keys().isdisjoint(map(id, given)):
+        return _torch_clip_grad_norm_(given, *args, **kwargs)
+    warn(
+        "torch.nn.utils.clip_grad_norm_ would scale the shards of each rank by another factor: "
+        "triton_dist.layers.nvidia.clip_grad_norm_ was called instead. Call it yourself.",
+        TritonDistWarning,
+    )
+    return clip_grad_norm_(given, *args, **kwargs)
+
+
+def redirect_torch_clipping() -> None:
+    """Make ``torch.nn.utils.clip_grad_norm_`` call ``clip_grad_norm_`` for shards.
+
+    Trainers call torch's function. Equal parameters would drift apart without an error.
+    """
+    torch.nn.utils.clip_grad_norm_ = _clip_grad_norm_of_any
+
+
+def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the sum of ``|gradient| ** p``, or the maximum of ``|gradient|``, in fp32."""
+    if not gradient.numel():
+        return torch.zeros((), device=gradient.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, p, dtype=torch.float32)
+    return norm if p == math.inf else norm**p
+
+
+def _sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups over which a ``DTensor`` is sharded."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate)
+    )
