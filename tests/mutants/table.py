@@ -363,9 +363,9 @@ MUTANTS = (
     ),
     Mutant(
         "agreement: ranks come with the same experts",
-        _ROUTING,
-        "{hashlib.sha256(numbers).hexdigest()[:16]}",
-        "{hashlib.sha256(numbers).hexdigest()[:0]}",
+        "kernels/common/agreement.py",
+        "{hashlib.sha256(octets).hexdigest()[:16]}",
+        "{hashlib.sha256(octets).hexdigest()[:0]}",
         MOE_SUMS,
     ),
     Mutant(
