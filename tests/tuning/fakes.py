@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, Parts, Settings, Surroundings
+from triton_dist._tuning.engine.parts import Hooks, Parts, ProcessFunctions, Settings
 from triton_dist._tuning.search import Brief, Exhaustive
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, Sizes
@@ -189,7 +189,7 @@ class Rank:
             self.hooks,
             lambda group, verbose: self.parts(memory),
             memory.clear,
-            Surroundings(lambda group: self.ranks, most_hits=lambda: self.most_hits),
+            ProcessFunctions(lambda group: self.ranks, most_hits=lambda: self.most_hits),
             sizes=self.sizes,
             fallback_kind=self.fallback_kind,
         )

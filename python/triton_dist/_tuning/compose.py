@@ -25,7 +25,7 @@ from triton_dist._tuning.arguments import (
 )
 from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
+from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, ProcessFunctions
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Brief, Factory, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
@@ -220,7 +220,7 @@ def autotune(
     space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
     hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore, input_variants_fn)
-    surroundings = Surroundings(
+    process = ProcessFunctions(
         functools.partial(group_for, scope=scope),
         default_group if scope == "world" else NoGroup,
         is_traced,
@@ -257,7 +257,7 @@ def autotune(
             hooks,
             composer.compose,
             composer.memory.clear,
-            surroundings,
+            process,
             origin_of,
             key_sizes,
             fallback_fn or (lambda config: False),

@@ -31,7 +31,7 @@ from triton_dist._tuning.engine.decorated import (
     reporting_errors,
     signature_error,
 )
-from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
+from triton_dist._tuning.engine.parts import Call, Hooks, Parts, ProcessFunctions, Subject
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RankGroup
@@ -115,7 +115,7 @@ class AutoTuner(Decorated[P, R_co]):
         hooks: Hooks,
         compose: Callable[[Any, bool], Parts],
         forget: Callable[[], None],
-        surroundings: Surroundings,
+        process: ProcessFunctions,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
         sizes: Sizes | None = None,
         fallback_kind: Callable[[Config], object] = lambda config: False,
@@ -127,13 +127,13 @@ class AutoTuner(Decorated[P, R_co]):
         self.omitted_untuned: tuple[str, ...] = ()
         self.key_argument = ""
         self.overwritten: tuple[str, ...] = ()
-        self._surroundings = surroundings
+        self._process = process
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
         self.sizes, self.fallback_kind = sizes, fallback_kind
-        self._first_call = self._surroundings.untraced(self._call_first)
-        self._default_group = self._surroundings.default_group
-        self._is_compiled = self._surroundings.is_compiled
+        self._first_call = self._process.untraced(self._call_first)
+        self._default_group = self._process.default_group
+        self._is_compiled = self._process.is_compiled
         self._enter_world()
         self._names: frozenset[str] = frozenset()  # empty until the space is evaluated
         kind = type(self)
@@ -249,11 +249,10 @@ class AutoTuner(Decorated[P, R_co]):
         self._count_call()
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
-        if record is None and self._surroundings.is_traced((args, kwargs)):
-            why = "has no record of this key, and cannot be tuned while it is traced"
-            raise CaptureInProgress(self._name, why)
         if record is None:
-            raise CaptureInProgress(self._name)
+            why = "has no record of this key, and cannot be tuned while it is traced"
+            is_traced = self._process.is_traced((args, kwargs))
+            raise CaptureInProgress(self._name, *([why] if is_traced else []))
         return record
 
     @overload
@@ -281,10 +280,8 @@ class AutoTuner(Decorated[P, R_co]):
         """
         self._count_call()
         off = self._config_if_off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
-        if off is not None:
-            return off
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
-        return self._choose(args, kwargs, *options).config
+        return self._choose(args, kwargs, *options).config if off is None else off
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
         """Return everything that a record made now depends on: hardware, versions, ranks, source.
@@ -323,7 +320,7 @@ class AutoTuner(Decorated[P, R_co]):
             arguments = off.arguments()
             for name in self.omitted_untuned:
                 arguments.pop(name, None)
-        elif self._surroundings.is_traced((args, kwargs)):
+        elif self._process.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
             arguments = self._warn_untuned("while it is traced").arguments()
         else:
@@ -400,7 +397,7 @@ class AutoTuner(Decorated[P, R_co]):
         """
         choices = self._choices
         with self._reporting(process_group):
-            ranks = self._surroundings.ranks(process_group)
+            ranks = self._process.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
             space = self.config_space.without(fixed) if fixed else self.config_space
             if fixed and not space.names:  # the caller sets all tunable arguments
@@ -437,10 +434,10 @@ class AutoTuner(Decorated[P, R_co]):
             # Another thread may have tuned the key while this thread waited for the lock.
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
-                traced = self._surroundings.is_traced((args, kwargs))
+                traced = self._process.is_traced((args, kwargs))
                 agreed_keys = tuple(key for group, key in choices.by_ranks if group == ranks)
                 if not agreed_keys:  # only at the first key of a group, to keep other calls cheap
-                    choices.drop_destroyed(self._surroundings.is_destroyed)
+                    choices.drop_destroyed(self._process.is_destroyed)
                 call = Call(
                     args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed_keys
                 )
@@ -449,7 +446,7 @@ class AutoTuner(Decorated[P, R_co]):
             if known.record is not None and known.kept:
                 kept = choices.by_ranks[ranks, key] = replace(known, first_use=None)
                 if not fixed:
-                    choices.most_hits = self._surroundings.most_hits()
+                    choices.most_hits = self._process.most_hits()
                     choices.ranges[process_group, key] = kept
                     if not (runs and known.tuned and choices.new_keys.hits_later(key)):
                         self._keep(process_group, exact, known.for_sizes(sizes))
@@ -489,9 +486,9 @@ class AutoTuner(Decorated[P, R_co]):
 
         def ranks() -> RankGroup:
             try:
-                return self._surroundings.ranks(process_group)
+                return self._process.ranks(process_group)
             except TritonDistError:  # autotune_pg is invalid here; the other ranks use the world
-                return self._surroundings.ranks(None)
+                return self._process.ranks(None)
 
         return reporting_errors(self._name, ranks, self._calls)
 
@@ -500,7 +497,7 @@ class AutoTuner(Decorated[P, R_co]):
         if (id(process_group), why) not in self._noted:
             self._noted.add((id(process_group), why))
             with suppress(TritonDistError):
-                self._surroundings.ranks(process_group).note(self._name, why)
+                self._process.ranks(process_group).note(self._name, why)
 
     def _default(self) -> Config:
         if not self.config_space:
@@ -526,7 +523,7 @@ class AutoTuner(Decorated[P, R_co]):
     ) -> Config | None:
         """If tuning is off, return the default config without the names that the caller sets."""
         with self._reporting(group):
-            if autotune and not self._surroundings.is_off():
+            if autotune and not self._process.is_off():
                 return None
             fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
         variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""

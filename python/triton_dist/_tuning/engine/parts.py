@@ -59,7 +59,7 @@ class NoGroup:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessFunctions:
     """The functions of the process that a call needs before its parts are composed."""
 
     ranks: Callable[[Any], RankGroup]
