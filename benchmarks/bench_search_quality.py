@@ -6,11 +6,11 @@ Without a name the three tables that need no GPU are printed.
 
 - ``racing``: ``search="racing"``, the usual "5 + 10" (every config 5 times untimed and 10 times
   timed, lowest mean wins) and an oracle, on a device whose clocks change during the tuning.
-- ``few``: searches that try 200 of many configs: random, ``search="surrogate"``, and Optuna's TPE
-  where it is installed.
+- ``few``: searches that try 200 of many configs: random, ``search="surrogate"``, and
+  ``search="optuna"`` if Optuna is installed.
 - ``warm-start``: a tuning of a size with tuned neighbours, compared with a full race at this size.
-- ``matmul``: cold tunings of ``matmul`` on one GPU: surrogate over thousands of configs, and racing
-  over the list that was made by hand.
+- ``matmul``: cold tunings of ``matmul`` on one GPU: surrogate (and Optuna, if installed) over
+  thousands of configs, and racing over the list that was made by hand.
 
 In a recorded space every config was run many times. *Regret* is by how much the winner is slower
 than the best config, by the medians of all recorded runs. *Near* is the share of tunings whose
@@ -33,7 +33,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -50,6 +49,7 @@ from triton_dist._tuning import protocols
 from triton_dist._tuning.search import Brief, Racing, search_for
 from triton_dist._tuning.search.choose import GENERATION, Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
+from triton_dist._tuning.search.tpe import Tpe
 from triton_dist._tuning.sizes.neighbours import MAX_DISTANCE, Neighbours, nearest
 from triton_dist._tuning.values import (
     Config,
@@ -286,25 +286,28 @@ def _own(kind: Callable[..., Any]) -> Make:
     return make
 
 
-def _surrogate(generation: int) -> Make:
+def _model(proposer: Callable[..., Any], generation: int) -> Make:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
-        return Exploring(Surrogate(candidates, generation, seed), candidates, policy)
+        return Exploring(proposer(candidates, generation, seed), candidates, policy)
 
     return make
 
 
-def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    # A generation is chosen at once where candidates are compiled ahead.
-    searches = {
-        "random": _own(RandomSearch),
-        "surrogate": _surrogate(1),
-        "generations": _surrogate(GENERATION),
-    }
-    if importlib.util.find_spec("optuna"):
-        sys.path.insert(0, str(HERE.parent / "examples"))
-        from own_search import OptunaSearch
+def has_optuna() -> bool:
+    return importlib.util.find_spec("optuna") is not None
 
-        searches["optuna"] = _own(OptunaSearch)
+
+def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    # A generation is proposed at a time if candidates are compiled ahead.
+    generations = {"": 1, ", generations": GENERATION}
+    proposers: dict[str, Callable[..., Any]] = {"surrogate": Surrogate}
+    if has_optuna():
+        proposers["optuna"] = Tpe
+    searches = {"random": _own(RandomSearch)} | {
+        name + text: _model(proposer, generation)
+        for name, proposer in proposers.items()
+        for text, generation in generations.items()
+    }
     policy = Policy.on("cuda", timing="events", search="surrogate", max_trials=options.tries)
     scores: list[Score] = []
     for path in recorded(options.folder):
@@ -473,13 +476,13 @@ def _prepare(A: torch.Tensor, B: torch.Tensor, persistent: bool, **config: Any) 
     sharded_gemm(A, B, C, _config(**config), num_sms=sms, persistent=persistent).compile()
 
 
-def _by_surrogate(tries: int) -> Any:
+def _by_model(search: str, tries: int) -> Any:
     @tune.autotune(
         matmul_space(),
         key_fn=lambda A, B: (tune.to_hashable(A), tune.to_hashable(B)),
         prepare_fn=_prepare,
         scope="rank",
-        search="surrogate",
+        search=search,
         max_trials=tries,
     )
     def any_matmul(A: torch.Tensor, B: torch.Tensor, persistent: bool, **config: Any) -> Any:
@@ -507,8 +510,9 @@ def matmul_table(options: argparse.Namespace) -> list[dict[str, Any]]:
     for M, N, K in options.shape or SHAPES:
         A = torch.randn(M, K, device=device, dtype=torch.float16)
         B = torch.randn(K, N, device=device, dtype=torch.float16)
-        # The surrogate first: kernels that racing leaves compiled in memory would help it.
-        tuners = {"surrogate": _by_surrogate(options.tries), "racing": matmul}
+        # The models first: kernels that racing leaves compiled in memory would help them.
+        models = ["surrogate", *(["optuna"] if has_optuna() else [])]
+        tuners = {**{each: _by_model(each, options.tries) for each in models}, "racing": matmul}
         found: dict[str, dict[str, Any]] = {"torch.matmul": {}}
         for name, tuner in tuners.items():
             with empty_caches():

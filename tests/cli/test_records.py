@@ -374,7 +374,7 @@ def test_each_folder_is_listed_once_for_all_records(run, monkeypatch, command):
     assert 0 < len(of_records) < 9
 
 
-def test_replay_of_a_record_and_of_a_space(run, tmp_path):
+def test_replay_of_a_record_and_of_a_space(run, tmp_path, monkeypatch):
     kept(record())
     status, out, _ = run("replay", "gemm", "--seeds", "2")
     assert status == 0
@@ -392,6 +392,9 @@ def test_replay_of_a_record_and_of_a_space(run, tmp_path):
     assert run("replay", str(tmp_path / "bad.json.gz"))[0] == 2
     with pytest.raises(SystemExit):
         run("replay", "gemm", "--search", "luck")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    status, _, err = run("replay", "gemm", "--search", "optuna")
+    assert (status, "pip install 'triton-dist-tuner[optuna]'" in err) == (2, True)
 
 
 @pytest.mark.parametrize("subcommand", ["show", "export"])

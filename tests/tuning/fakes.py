@@ -163,6 +163,7 @@ class Rank:
     """Of the journals and logs."""
     compiler: Any = None
     search: Any = Exhaustive
+    check_search: Callable[[], Any] = lambda: None
     sizes: Sizes | None = None
     fallback_kind: Callable[[Any], object] = lambda config: False
     warm_start_ms: float = 30.0
@@ -212,6 +213,7 @@ class Rank:
             store=LayeredStore([memory, self.disk]),
             memory=memory,
             search=self.search,
+            check_search=self.check_search,
             brief=Brief,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             hardware="fake",

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.util
 import math
+import random
 import resource
+import sys
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from tests.tuning.fakes import NOWHERE, Rank, thread_ranks, together
 from tests.tuning.test_compile_ahead import FakeCompiler
 from tests.tuning.test_resume import Killed, interrupt
 from triton_dist import tune
 from triton_dist._tuning.engine.parts import Hooks
-from triton_dist._tuning.search import search_for
+from triton_dist._tuning.search import check_search, search_for
 from triton_dist._tuning.values import Config, Measurement, Policy, Product, TuningRecord, Unlisted
-from triton_dist.errors import InvalidArgument, NoValidConfig, RankDisagreement
+from triton_dist.errors import InvalidArgument, MissingExtra, NoValidConfig, RankDisagreement
 
 SIZES = (16, 32, 64, 128, 256)
 AXES = {
@@ -45,6 +52,17 @@ def cost(rank, config):
 
 
 QUICK = Policy(warmup=0, repeat=4, search="surrogate", rounds=(1, 2), tries=40)
+
+
+needs_optuna = pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None,
+    reason="optuna is not installed: pip install '.[optuna]'",
+)
+
+
+@pytest.fixture(params=["surrogate", pytest.param("optuna", marks=needs_optuna)])
+def quick(request):
+    return dataclasses.replace(QUICK, search=request.param)
 
 
 def one(folder, ranks=None, **options):
@@ -127,11 +145,11 @@ def test_a_million_configs_start_at_once_and_take_no_memory(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
 
 
-def test_the_winner_is_better_than_chance_and_the_record_is_small(tmp_path):
+def test_the_winner_is_better_than_chance_and_the_record_is_small(tmp_path, quick):
     def prune(config, x):
         return config["k"] != 16
 
-    rank = one(tmp_path, prune_fn=prune)
+    rank = one(tmp_path, policy=quick, prune_fn=prune)
     rank.tuned(1)
     record = rank.tuned.tune(1)
     assert QUICK.tries < len(record.trials) + 1 <= QUICK.tries + 1
@@ -143,18 +161,18 @@ def test_the_winner_is_better_than_chance_and_the_record_is_small(tmp_path):
     tried = [t.outcome.median for t in record.trials if isinstance(t.outcome, Measurement)]
     assert record.best.outcome.median < 0.8 * sorted(tried)[len(tried) // 2]
     assert record.best.outcome.median < cost(0, rank.tuned.config_space.default)
-    again = one(tmp_path, disk=rank.disk, prune_fn=prune)
+    again = one(tmp_path, policy=quick, disk=rank.disk, prune_fn=prune)
     assert again.tuned(1) == (1, dict(rank.tuned.best_config(1)))
     assert again.tuned.tuning_count == 0
 
 
-def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting():
+def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting(quick):
     def fails_on_one(rank, config):
         if rank == 1 and config["order"] == "row":
             raise MemoryError("only here")
         return cost(rank, config)
 
-    ranks = [one(NOWHERE, each, cost=fails_on_one) for each in thread_ranks(2)]
+    ranks = [one(NOWHERE, each, policy=quick, cost=fails_on_one) for each in thread_ranks(2)]
     results = together(ranks)
     assert results[0] == results[1]
     assert results[0][1]["order"] == "column"
@@ -193,8 +211,8 @@ def test_products_that_differ_are_told(tmp_path):
     assert all(isinstance(each, RankDisagreement) for each in together(ranks))
 
 
-def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
-    whole = one(tmp_path / "whole")
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path, quick):
+    whole = one(tmp_path / "whole", policy=quick)
     whole.tuned(1)
     calls = []
 
@@ -204,8 +222,8 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
             raise Killed
         return cost(rank, config)
 
-    interrupt(one(tmp_path / "other", cost=killed))
-    second = one(tmp_path / "other")
+    interrupt(one(tmp_path / "other", policy=quick, cost=killed))
+    second = one(tmp_path / "other", policy=quick)
     assert second.tuned(1) == whole.tuned(1)
     assert len(second.calls) < len(whole.calls) - 30
     assert [t.digest for t in second.tuned.tune(1).trials] == [
@@ -213,7 +231,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
     ]
 
 
-def test_a_generation_is_compiled_while_one_is_measured(tmp_path):
+def test_a_generation_is_compiled_while_one_is_measured(tmp_path, quick):
     asked: list[str] = []
 
     def prepare(x, **config):
@@ -225,7 +243,7 @@ def test_a_generation_is_compiled_while_one_is_measured(tmp_path):
             self.begun += kernels
 
     begun: list[list[str]] = []
-    rank = one(tmp_path, hooks=Hooks(prepare=prepare))
+    rank = one(tmp_path, policy=quick, hooks=Hooks(prepare=prepare))
     rank.search = lambda *about: search_for(*about, ahead=True)
     rank.compiler = Generations(asked)
     rank.tuned(1)
@@ -248,6 +266,73 @@ def test_auto_races_few_and_models_many():
     for search in ("racing", "exhaustive"):
         with pytest.raises(InvalidArgument, match=f'search is {search!r}, expected "surrogate"'):
             tune.autotune(Product(AXES), key_fn=len, search=search)
+
+
+def test_without_optuna_every_rank_raises_the_same_error_before_it_tunes(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    policy = dataclasses.replace(QUICK, search="optuna")
+    check = functools.partial(check_search, policy)
+    ranks = [one(NOWHERE, each, policy=policy, check_search=check) for each in thread_ranks(2)]
+    errors = together(ranks)
+    assert [type(error) for error in errors] == [MissingExtra] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "pip install 'triton-dist-tuner[optuna]'" in str(errors[0])
+    assert [rank.calls for rank in ranks] == [[], []]
+    # A record needs no search.
+    found = one(tmp_path, policy=QUICK)
+    found.tuned(1)
+    assert one(tmp_path, policy=policy, check_search=check, disk=found.disk).tuned(1)[0] == 1
+
+
+def test_autotune_needs_optuna_only_to_tune(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    space = [{"n": 1}, {"n": 2}]
+    tuned = tune.autotune(space, lambda x: x, search="optuna", scope="rank")(lambda x, n: n)
+    assert tuned(1, autotune=False) == 1
+    with pytest.raises(MissingExtra, match=r"triton-dist-tuner\[optuna\]"):
+        tuned(1)
+    with pytest.raises(MissingExtra):  # also on the ranks that do not search
+        tuned._compose(None, False).check_search()
+
+
+@needs_optuna
+def test_optuna_is_deterministic_and_changes_nothing_outside(capfd):
+    import optuna
+
+    from triton_dist._tuning.search.tpe import Tpe
+
+    def proposals(seed):
+        candidates = Unlisted(Product(AXES, fits), lambda config: config["k"] != 16, (), {})
+        proposer, found = Tpe(candidates, seed=seed), []
+        proposer.tell(candidates.product[5], 9.0)  # not asked for
+        for _ in range(60):
+            config = proposer.ask()
+            assert config in candidates
+            found.append(config)
+            try:
+                proposer.tell(config, cost(0, config))
+            except MemoryError:
+                proposer.tell(config, math.inf)
+        assert len(set(found)) == 60
+        return found
+
+    def state():
+        return (
+            random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(),
+            torch.get_num_threads(), optuna.logging.get_verbosity(),
+        )  # fmt: skip
+
+    before = state()
+    first = proposals(seed=1)
+    assert proposals(seed=1) == first != proposals(seed=2)
+    assert state() == before
+    assert capfd.readouterr() == ("", "")
+    # Every config of a small space is proposed once, although Optuna repeats itself.
+    small, found = Tpe([Config({"n": n}) for n in range(30)]), []
+    while (config := small.ask()) is not None:
+        found.append(config["n"])
+        small.tell(config, 1.0 + config["n"])
+    assert sorted(found) == list(range(30))
 
 
 def test_a_search_of_the_users_own(tmp_path):

@@ -27,7 +27,7 @@ from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, ProcessFunctions
 from triton_dist._tuning.protocols import RankGroup, Search
-from triton_dist._tuning.search import Brief, Factory, search_for
+from triton_dist._tuning.search import Brief, Factory, check_search, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
 from triton_dist._tuning.source import Snapshot, origin_of, source_of
 from triton_dist._tuning.store import FileLog, MemoryStore
@@ -42,7 +42,7 @@ from triton_dist._tuning.values import (
     codec,
     qualified_name,
 )
-from triton_dist._tuning.values.policy import EFFORTS, LISTING
+from triton_dist._tuning.values.policy import EFFORTS, LISTING, MODELS
 from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
@@ -53,7 +53,7 @@ from triton_dist.runtime.tracing import is_traced, untraced
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
-_SEARCHES = (*LISTING, "surrogate", "auto")
+_SEARCHES = (*LISTING, *MODELS, "auto")
 K = TypeVar("K", bound=Callable[..., object])
 
 
@@ -116,7 +116,8 @@ def autotune(
         max_trials: maximum number of configs to try.
         search: ``"racing"``: sample in rounds and drop clear losers early. ``"exhaustive"``: take
             all samples of each config in turn. ``"surrogate"``, for spaces too large to try: a
-            model of the measurements selects configs, and the fastest of them race. ``"auto"``:
+            model of the measurements selects configs, and the fastest of them race. ``"optuna"``:
+            Optuna's TPE sampler selects them; needs the extra ``optuna`` on all ranks. ``"auto"``:
             racing for few candidates, else surrogate. Or a callable that takes the values of each
             parameter by name and returns an object with ``ask`` and ``tell`` (``tune.Search``).
         effort: ``"quick"``, ``"normal"`` or ``"max"``: try 50, 200 or 1000 candidates of a space
@@ -198,7 +199,7 @@ def autotune(
         wanted = "a list of configs, such as list(product): sizes= reads every config"
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
     if isinstance(config_space, Product) and not config_space.is_listed and search in LISTING:
-        wanted = f'"surrogate" or "auto" for a space of {len(config_space)} combinations'
+        wanted = f'"surrogate", "optuna" or "auto" for {len(config_space)} combinations'
         raise InvalidArgument("autotune", "search", search, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
@@ -320,6 +321,7 @@ class _Composer:
             **{**vars(common), "quiet": functools.partial(_without_gradients, common.quiet)},
             memory=self.memory,
             search=self.search,
+            check_search=functools.partial(check_search, policy),
             brief=Brief,
             fingerprint=functools.partial(self._fingerprint, ranks, policy),
             log=lambda key: FileLog(files.path(key), int(ranks.global_rank(ranks.rank))),

@@ -15,7 +15,8 @@ from triton_dist.errors import NoSuchRecord
 if TYPE_CHECKING:
     from triton_dist.testing.replay import RecordedSpace
 
-_SEARCHES = ("racing", "exhaustive", "surrogate")
+_DEFAULT = ("racing", "exhaustive", "surrogate")
+_SEARCHES = (*_DEFAULT, "optuna")
 
 
 def add_to(subcommands: Any) -> None:
@@ -37,9 +38,9 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--search",
         type=_searches,
-        default=_SEARCHES,
+        default=_DEFAULT,
         metavar="NAME,...",
-        help=f"default: {','.join(_SEARCHES)}",
+        help=f"of {', '.join(_SEARCHES)}; default: {','.join(_DEFAULT)}",
     )
     parser.add_argument(
         "--tries", type=positive, default=200, metavar="N", help="configs to try; default: 200"

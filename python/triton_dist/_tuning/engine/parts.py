@@ -161,6 +161,9 @@ class Parts(Common):
     """Written by all ranks except the leader."""
     search: Callable[[Candidates, Policy, Config | None], Search]
     """Takes the candidates and the winner of an earlier tuning, if there is one."""
+    check_search: Callable[[], object] = lambda: None
+    """Every rank calls it before a tuning. Raises if the search needs a missing package, so all
+    ranks raise the same error although only the leader searches."""
     brief: Callable[[Sequence[Config], Policy, float], Search]
     """Takes the few candidates of a warm start and the device time to spend, in ms."""
     fingerprint: Fingerprinter

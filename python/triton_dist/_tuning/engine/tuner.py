@@ -174,6 +174,7 @@ class _FirstCall:
             return Choice(subject.space.default, None)
 
         # Rule 5: tune.
+        parts.check_search()
         record, where = self._tune(own, report)
         report.tuned(record, where)
         mark_used(record)

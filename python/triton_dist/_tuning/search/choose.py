@@ -1,7 +1,8 @@
-"""Choose the search for a policy and its candidates: ours or the user's."""
+"""Create the search for a policy: a built-in search or the user's."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from triton_dist._tuning.values import (
     Request,
     Unlisted,
 )
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import InvalidArgument, MissingExtra
 
 FINALISTS = 8
 _IN_VAIN = 1000
@@ -204,7 +205,7 @@ class Exhaustive(Requesting):
 
 
 GENERATION = 4
-"""Number of candidates that the model proposes at a time, if they are compiled ahead."""
+"""Number of candidates that a model proposes at a time if they are compiled ahead."""
 
 
 def search_for(
@@ -220,15 +221,29 @@ def search_for(
     Args:
         own: the user's search, if any.
         ahead: whether candidates are compiled ahead.
+
+    Raises:
+        MissingExtra: the search needs a package that is not installed.
     """
     if own is not None:
         return Exploring(Plugged(own, candidates), candidates, policy, incumbent)
+    check_search(policy)
+    generation = GENERATION if ahead else 1
+    # Imported late: numpy takes 0.1 s and optuna 1 s, and only these searches need them.
+    if policy.search == "optuna":
+        from triton_dist._tuning.search.tpe import Tpe
+
+        return Exploring(Tpe(candidates, generation), candidates, policy, incumbent)
     if policy.is_model_based(candidates):
-        # Imported late: numpy takes 0.1 s, and only this search needs it.
         from triton_dist._tuning.search.surrogate import Surrogate
 
-        proposer = Surrogate(candidates, GENERATION if ahead else 1)
-        return Exploring(proposer, candidates, policy, incumbent)
+        return Exploring(Surrogate(candidates, generation), candidates, policy, incumbent)
     assert not isinstance(candidates, Unlisted)  # the decorator refuses it
     kind = Exhaustive if policy.search == "exhaustive" else Racing
     return kind(candidates, policy, incumbent)
+
+
+def check_search(policy: Policy) -> None:
+    """Raise ``MissingExtra`` if the search of ``policy`` needs a package that is not installed."""
+    if policy.search == "optuna" and importlib.util.find_spec("optuna") is None:
+        raise MissingExtra('autotune(search="optuna")', "optuna", "optuna")

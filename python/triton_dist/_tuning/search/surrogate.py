@@ -32,9 +32,9 @@ _MOST = 300
 """Maximum number of configs in the model; its time grows with the cube."""
 _FAR = 1.5
 """Times are clipped at this multiple of the 80th percentile, because bad configs teach little."""
-_STEPS, _SMALL = 4, 80
-"""Gradient steps for each prediction while the model has few configs, and that number of
-configs."""
+_STEPS, _SMALL, _LEARN = 4, 80, 4
+"""Gradient steps for each prediction while the model has fewer than _SMALL configs; then one step
+in every _LEARN-th prediction, because each step costs as much as a prediction."""
 ALIKE = 0.25
 """Prior mean of the weight of a parameter."""
 PRIOR = 0.5
@@ -76,11 +76,11 @@ class Model:
         self._logs = _targets(np.array(times)[kept])
         self._turn += 1
         self._weights = self._learnt
-        for _ in range(_STEPS if len(kept) < _SMALL else 1):
+        for _ in range(self._gradient_steps(len(kept))):
             self._fit()
             # Ascend the likelihood with one stride per parameter (Rprop): the stride grows while
             # the sign of the gradient stays, and shrinks when it changes.
-            slope = np.outer(self._solved, self._solved) - self._inverse.T @ self._inverse
+            slope = np.outer(self._solved, self._solved) - self._inverse
             slope *= self._matrix
             own, features = slope.sum(1), self._features
             by_feature = own @ features**2 - ((slope @ features) * features).sum(0)
@@ -107,8 +107,8 @@ class Model:
         """Return mean and standard deviation of the standardised log time of each point."""
         near = self._near(self._features_of(points), self._features)
         mean = near @ self._solved
-        left = near @ self._inverse.T
-        return mean, np.sqrt(np.maximum(1 + _NOISE - (left**2).sum(1), 1e-9))
+        known = ((near @ self._inverse) * near).sum(1)
+        return mean, np.sqrt(np.maximum(1 + _NOISE - known, 1e-9))
 
     @property
     def best(self) -> float:
@@ -130,8 +130,13 @@ class Model:
     def _fit(self) -> None:
         self._matrix = self._near(self._features, self._features)
         noisy = self._matrix + _NOISE * np.eye(len(self._logs))
-        self._inverse = np.linalg.inv(np.linalg.cholesky(noisy))
-        self._solved = self._inverse.T @ (self._inverse @ self._logs)
+        self._inverse = np.linalg.inv(noisy)
+        self._solved = self._inverse @ self._logs
+
+    def _gradient_steps(self, number: int) -> int:
+        if number < _SMALL:
+            return _STEPS
+        return int(self._turn % _LEARN == 0)
 
 
 def _targets(times: Numbers) -> Numbers:
@@ -177,6 +182,8 @@ class Surrogate:
 
     def __init__(self, candidates: Candidates, generation: int = 1, seed: int = 0) -> None:
         self._grid, self._generation = Grid.of(candidates), generation
+        # Compile one generation while one is measured; else choose with all times known.
+        self._most_pending = 2 * generation if generation > 1 else 1
         self._draw = np.random.default_rng(seed)
         self._model = Model(self._grid.sizes, self._grid.ordered)
         self._times: dict[Point, float] = {}
@@ -190,7 +197,7 @@ class Surrogate:
     def ask(self) -> Config | None:
         if not self._turn:
             self._begin()
-        elif len(self._chosen) + len(self._next) < 2 * self._generation:
+        elif len(self._chosen) + len(self._next) < self._most_pending:
             self._turn += 1
             self._next += self._choice()
             if len(self._next) >= self._generation or not self._chosen:

@@ -11,6 +11,8 @@ EFFORTS = {"quick": 50, "normal": 200, "max": 1000}
 """Number of candidates that a model-based search tries, by effort."""
 LISTING = ("racing", "exhaustive")
 """Searches that try every candidate."""
+MODELS = ("surrogate", "optuna")
+"""Searches that try the candidates that a model selects."""
 _RACED = 1.5
 """``search="auto"`` races up to this multiple of ``tries``; a model selects from more."""
 
@@ -56,7 +58,7 @@ class Policy:
     def is_model_based(self, candidates: Candidates) -> bool:
         """Return whether a model of the measurements selects the candidates to try."""
         many = isinstance(candidates, Unlisted) or len(candidates) > _RACED * (self.tries or 0)
-        return self.search == "surrogate" or (self.search == "auto" and many)
+        return self.search in MODELS or (self.search == "auto" and many)
 
     def max_tried(self, number: int) -> int:
         """Return the maximum number of candidates tried out of ``number``."""
