@@ -173,9 +173,9 @@ def test_compare(run, tmp_path, monkeypatch):
     assert (status, out) == (1, "0 keys of gemm with several records, 3 with one.\n")
     status, out, _ = run("compare", "gemm", "--ranks")
     assert status == 0
-    assert "  winner of   on [1]   on [2]\n" in out
-    assert "        [1]   1.000x   3.000x\n" in out
-    assert "        [2]   2.000x   1.000x\n" in out
+    assert "  winner of  on [1]  on [2]\n" in out
+    assert "        [1]  1.000x  3.000x\n" in out
+    assert "        [2]  2.000x  1.000x\n" in out
     elsewhere = knobs.cache_dir.get()
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "empty"))
     kept(record(other, key=(512, 2)))  # in another folder, so of the same place

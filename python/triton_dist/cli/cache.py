@@ -107,6 +107,10 @@ def matching(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> 
     return whole or [each for each in found if arguments.key in str(each.record.key)]
 
 
+def best_ms(record: TuningRecord) -> float:
+    return record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
+
+
 def made_on(record: TuningRecord) -> str:
     """Return the record's hardware, and its settings: records of one key may differ in them."""
     settings = "" if record.shipped else record.fingerprint.settings

@@ -106,18 +106,18 @@ def _lines(group: Sequence[StoredRecord]) -> list[str]:
     found = [Analysis(stored.record) for stored in group]
     fastest = min(each.winner.ms for each in found)
     lines = [f"{group[0].record.key.full_name}, key {group[0].record.key}"]
-    lines.append(f"      {'ms':>10} {'to best':>8}  on")
+    lines.append("       time (ms)  to best  on")
     for number, (each, stored) in enumerate(zip(found, group, strict=True), 1):
         ratio = f"{each.winner.ms / fastest:.3f}x" if fastest > 0 else "-"
         lines.append(f"  [{number}] {each.winner.ms:10.4f} {ratio:>8}  {_place(stored)}")
         lines.append(f"      {each.record.best}")
-    numbers = range(1, len(found) + 1)
-    lines.append("  winner of" + "".join(f"{f'on [{n}]':>9}" for n in numbers))
-    for number, one in enumerate(found, 1):
-        cells = (elsewhere(one, other) for other in found)
-        row = "".join(f"{'-' if cell is None else f'{cell:.3f}x':>9}" for cell in cells)
-        lines.append(f"  {f'[{number}]':>9}{row}")
-    return lines
+    heads = ["winner of", *(f"on [{number}]" for number in range(1, len(found) + 1))]
+    ratios = [[elsewhere(one, other) for other in found] for one in found]
+    rows = [
+        [f"[{number}]", *("-" if ratio is None else f"{ratio:.3f}x" for ratio in row)]
+        for number, row in enumerate(ratios, 1)
+    ]
+    return lines + [f"  {line}" for line in text.table(heads, rows)]
 
 
 def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def _group(each: _Explained) -> object:
 
 
 def _heading(record: TuningRecord, where: str) -> list[str]:
-    best, tuned = record.best, f"{record.timestamp}, in {record.seconds:.1f} s"
+    tuned = f"{record.timestamp}, in {record.seconds:.1f} s"
     if record.shipped:
         versions = (f"{name} {text}" for name, text in record.fingerprint.software.items())
         tuned = f"{record.timestamp}, with {', '.join(versions)}; shipped as version "
@@ -206,7 +206,7 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
     return [
         f"{record.key.full_name}, key {record.key}",
         f"  on      {cache.made_on(record)}",
-        f"  winner  {best}, {best.outcome.median:.4f} ms",  # type: ignore[union-attr]
+        f"  winner  {record.best}, {cache.best_ms(record):.4f} ms",
         f"  tuned   {tuned}",
         *([f"  how     {record.warm_started_from}"] if record.warm_started_from else []),
         f"  file    {where}",

@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _csv(found: Sequence[StoredRecord]) -> str:
     rows = [_row(stored.record, trial) for stored in found for trial in stored.record.trials]
-    names = dict.fromkeys(name for row in rows for name in row)
-    last = [name for name in names if name in _LAST]
+    names = dict.fromkeys(name for row in rows for name in row if name not in _LAST)
     text = io.StringIO()
-    table = csv.DictWriter(
-        text, [name for name in names if name not in _LAST] + last, lineterminator="\n"
-    )
+    table = csv.DictWriter(text, [*names, *_LAST], lineterminator="\n")
     table.writeheader()
     for row in rows:
         texts = {n: printable(value) for n, value in row.items() if isinstance(value, str)}
@@ -126,13 +124,10 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 def _typed(values: Mapping[str, str]) -> dict[str, Any]:
     """Convert numbers and booleans from text, because other searches need their order."""
-    typed: dict[str, Any] = {}
+    typed: dict[str, Any] = dict(values)
     for name, text in values.items():
-        try:
-            typed[name] = {"True": True, "False": False}.get(text)
-            typed[name] = json.loads(text) if typed[name] is None else typed[name]
-        except ValueError:
-            typed[name] = text
+        with suppress(ValueError):
+            typed[name] = json.loads({"True": "true", "False": "false"}.get(text, text))
     return typed
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from triton_dist._tuning.store import Interrupted, foreign, is_held
-from triton_dist._tuning.values import Failure, StoredRecord, TuningRecord
+from triton_dist._tuning.values import Failure, StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
@@ -86,7 +86,11 @@ def _lines(
 def _row(entry: StoredRecord | Interrupted) -> list[str]:
     if isinstance(entry, StoredRecord):
         record = entry.record
-        return [f"{_median(record):.4f}", f"{text.age(record.timestamp)} ago", str(record.key)]
+        return [
+            f"{cache.best_ms(record):.4f}",
+            f"{text.age(record.timestamp)} ago",
+            str(record.key),
+        ]
     best = "-" if entry.best is None else f"{entry.best:.4f}"
     return [best, "unfinished", f"{entry.key or 'unknown'}, {_tried(entry)}"]
 
@@ -101,14 +105,10 @@ def _block(entry: StoredRecord | Interrupted) -> list[str]:
     return [
         f"    key     {record.key}",
         f"    winner  {record.best}",
-        f"    time    {_median(record):.4f} ms, {tried}, {text.age(record.timestamp)} ago",
+        f"    time    {cache.best_ms(record):.4f} ms, {tried}, {text.age(record.timestamp)} ago",
         f"    file    {where}",
         "",
     ]
-
-
-def _median(record: TuningRecord) -> float:
-    return record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
 
 
 def _tried(each: Interrupted) -> str:
@@ -125,7 +125,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
         "hardware": record.key.hardware,
         "settings": record.fingerprint.settings,
         "winner": str(record.best),
-        "ms": _median(record),
+        "ms": cache.best_ms(record),
         "timestamp": record.timestamp,
         "file": where,
     }

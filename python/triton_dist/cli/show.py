@@ -10,7 +10,7 @@ from typing import Any
 
 from triton_dist._tuning.values import StoredRecord
 from triton_dist._tuning.values.analysis import Analysis, shown
-from triton_dist.cli import cache, text
+from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
 _TOP = 8
@@ -63,19 +63,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def tree(stored: StoredRecord) -> dict[str, Any]:
     """Return one record as a JSON tree, fastest config first."""
-    record, where = stored
+    record = stored.record
     found = Analysis(record)
     return {
-        "function": record.key.full_name,
-        "key": str(record.key),
-        "hardware": record.key.hardware,
-        "settings": record.fingerprint.settings,
-        "timestamp": record.timestamp,
+        **listing.tree_of(stored),
         "seconds": record.seconds,
         "shipped": record.shipped,
-        "file": where,
-        "winner": str(record.best),
-        "ms": found.winner.ms,
         "configs": [
             {
                 "config": str(each.trial),

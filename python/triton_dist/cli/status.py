@@ -131,8 +131,8 @@ def _end(tuning: _Tree) -> str:
     if not journal.exists():
         with suppress(OSError, ValueError):
             record = read(journal.with_suffix(".json"))
-            ms = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
-            return f"{_title(tuning)}: tuned in {record.seconds:.1f} s, {ms:.4f} ms, {record.best}"
+            best = f"{cache.best_ms(record):.4f} ms, {record.best}"
+            return f"{_title(tuning)}: tuned in {record.seconds:.1f} s, {best}"
     return f"{_title(tuning)}: ended without a record; the next call resumes the tuning"
 
 
