@@ -119,7 +119,14 @@ class Layer:
         return a
 
 
+class Module(torch.nn.Module):
+    @contextual_autotune()
+    def forward(self, a: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return a
+
+
 layer = Layer()
+assert_type(Module().forward(1), int)
 assert_type(layer.forward(1), float)
 assert_type(layer.forward(1, autotune=False), float)
 assert_type(layer.backward(1), float)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from triton_dist._tuning.engine.contextual.context import ContextualParts, triton_key
 from triton_dist._tuning.engine.contextual.interception import (
@@ -49,18 +49,6 @@ _UNSETTLED = object()
 
 Q = ParamSpec("Q")
 T = TypeVar("T")
-
-
-class BoundContextual(Protocol[P, R_co]):
-    """A method of an object, as type checkers see it."""
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
-
-    @property
-    def __self__(self) -> object: ...
-
-    @property
-    def __func__(self) -> ContextualAutoTuner[..., R_co]: ...
 
 
 class ContextualAutoTuner(Decorated[P, R_co]):
@@ -110,14 +98,14 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         def __get__(self, instance: None, owner: type | None = None) -> Self: ...
         @overload
         def __get__(
-            self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: T, owner: type[T]
-        ) -> BoundContextual[Q, R_co]: ...
-        @overload
-        def __get__(
             self: ContextualAutoTuner[Concatenate[T, Q], R_co],
             instance: T,
             owner: type | None = None,
-        ) -> BoundContextual[Q, R_co]: ...
+        ) -> Callable[Q, R_co]: ...
+        @overload
+        def __get__(
+            self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: T, owner: type[T]
+        ) -> ContextualAutoTuner[Q, R_co]: ...
         @overload
         def __get__(self, instance: object, owner: type | None = None) -> Self: ...
         def __get__(self: Any, instance: object, owner: type | None = None) -> Any: ...
