@@ -40,18 +40,18 @@ FORMAT = 2
 _MANIFEST = "manifest.json"
 _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
 _KERNEL = re.compile(r"kernels/([0-9a-f]{64})/([^/\\\0]{1,200}\.(?:json|cubin|so))")
-_LARGEST = 1 << 28
+_MAX_BYTES = 1 << 28
 """Largest member in bytes. A larger member is a zip bomb, not a kernel."""
-_LARGEST_JSON = 1 << 24
+_MAX_JSON_BYTES = 1 << 24
 """Largest manifest or kernel metadata in bytes. Parsing JSON takes up to 30 times the memory."""
-LARGEST_RECORDS = 1 << 26
+MAX_RECORDS_BYTES = 1 << 26
 """Largest file of records in bytes."""
-_DAMAGE = (
+_DAMAGE_ERRORS = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
 """Exceptions that ``zipfile`` raises for a file that is damaged or not a zip."""
-_DATE = (1980, 1, 1, 0, 0, 0)
+_ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 _ELF, _EM_CUDA = b"\x7fELF", 190
 _ARCHITECTURE = {51: 0, 65: 8}
 """Shift, in bits, of the architecture in a cubin's flags, by ELF OS ABI (CUDA 12; CUDA 13)."""
@@ -59,8 +59,8 @@ _ARCHITECTURE = {51: 0, 65: 8}
 PACKAGE_RECORDS = Path(__file__).parent / "records"
 """Folder of the records shipped with the package."""
 
-_used: list[Path] = []
-_opened: dict[Path, Pack | None] = {}
+_explicit_packs: list[Path] = []
+_packs_by_path: dict[Path, Pack | None] = {}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PackedKernel:
 
 @dataclass(frozen=True)
 class Contents:
-    """A whole pack in memory."""
+    """Contents of a pack, in memory."""
 
     records: Mapping[str, bytes]
     """File contents by file name, without the folder."""
@@ -117,7 +117,7 @@ class Contents:
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as out:
             for name in sorted(members):
-                member = zipfile.ZipInfo(name, _DATE)
+                member = zipfile.ZipInfo(name, _ZIP_DATE)
                 member.create_system, member.external_attr = 3, (stat.S_IFREG | 0o644) << 16
                 out.writestr(member, members[name], zipfile.ZIP_DEFLATED, 9)
         return file.getvalue()
@@ -143,13 +143,8 @@ def contents_in(folder: Path) -> list[Contents]:
 class Pack:
     """An open pack whose manifest matches the zip. Files are read and verified on access.
 
-    Args:
-        path: path of a pack, or of a single file of records.
-        data: bytes of the file; default: read from ``path``.
-
-    Raises:
-        PackRefused: the file is not a pack of this format, or its manifest does not match.
-        OSError: the file cannot be read.
+    ``path`` may also be a single file of records. ``data``: the bytes of the file, if they were
+    read.
     """
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
@@ -162,7 +157,7 @@ class Pack:
             data = Contents({path.name: data}, {}).to_bytes()
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(data))
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             self._refuse(f"it is not a zip file, or is damaged: {error}")
         self._members = self._checked_members()
         manifest = self._manifest()
@@ -183,11 +178,11 @@ class Pack:
         """Return the verified files of a kernel. Raise ``PackRefused`` if a file is not valid."""
         entry = self.kernels[digest]
         files = {
-            name: self._read(f"kernels/{digest}/{name}", whole)
-            for name, whole in entry.files.items()
+            name: self._read(f"kernels/{digest}/{name}", expected_sha256)
+            for name, expected_sha256 in entry.files.items()
         }
         for name, data in files.items():
-            flaw = _flaw(name, data, digest, entry)
+            flaw = _file_flaw(name, data, digest, entry)
             if flaw:
                 self._refuse(flaw, f"kernels/{digest}/{name}")
         return PackedKernel(entry.name, entry.facts, files)
@@ -207,8 +202,8 @@ class Pack:
                 self._refuse("it occurs twice", name)
             if name != _MANIFEST and not (_RECORD.fullmatch(name) or _KERNEL.fullmatch(name)):
                 self._refuse("no file of a pack has this name", name)
-            largest = _LARGEST_JSON if name.endswith(".json") else _LARGEST
-            largest = LARGEST_RECORDS if _RECORD.fullmatch(name) else largest
+            largest = _MAX_JSON_BYTES if name.endswith(".json") else _MAX_BYTES
+            largest = MAX_RECORDS_BYTES if _RECORD.fullmatch(name) else largest
             if member.file_size > largest:
                 self._refuse(f"it has {member.file_size} bytes, the limit is {largest}", name)
             found[name] = member
@@ -222,7 +217,7 @@ class Pack:
             version = tree["pack"]
             if type(version) is int and version > FORMAT:
                 self._refuse(str(NewerSchema(version, FORMAT)))
-            flaw = next(_flaws_of(tree), None)
+            flaw = next(_manifest_flaws(tree), None)
         except PackRefused:
             raise
         except (
@@ -233,12 +228,12 @@ class Pack:
             self._refuse(flaw, _MANIFEST)
         return tree
 
-    def _read(self, name: str, whole: str | None = None) -> bytes:
+    def _read(self, name: str, expected_sha256: str | None = None) -> bytes:
         try:
             data = self._zip.read(self._members[name])
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             self._refuse(f"it is damaged: {error}", name)
-        if whole is not None and sha256(data) != whole:
+        if expected_sha256 is not None and sha256(data) != expected_sha256:
             self._refuse("its SHA-256 is not the one in the manifest", name)
         return data
 
@@ -250,7 +245,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _flaws_of(tree: Any) -> Iterator[str]:
+def _manifest_flaws(tree: Any) -> Iterator[str]:
     """Yield the flaws of a manifest. Lookups in a malformed manifest may raise."""
     if tree["pack"] != FORMAT or type(tree["pack"]) is not int:
         yield f"its format is {tree['pack']!r}, expected {FORMAT}"
@@ -266,68 +261,68 @@ def _flaws_of(tree: Any) -> Iterator[str]:
         yield "it has a value that is not a string where a string is required"
 
 
-def _flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
+def _file_flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
     """Return why a file does not belong to the kernel ``entry``; empty if it does."""
     if name.endswith(".so"):
         return "" if data.startswith(_ELF) else "it is not a native module"
-    claimed = entry.facts.get("target")
+    manifest_target = entry.facts.get("target")
     if name.endswith(".cubin"):
         if not data.startswith(_ELF) or int.from_bytes(data[18:20], "little") != _EM_CUDA:
             return "it is not a cubin"
-        flags, place = int.from_bytes(data[48:52], "little"), _ARCHITECTURE.get(data[7])
-        target = claimed if place is None else f"cuda {flags >> place & 0xFF}"
-        return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
+        flags, shift = int.from_bytes(data[48:52], "little"), _ARCHITECTURE.get(data[7])
+        target = manifest_target if shift is None else f"cuda {flags >> shift & 0xFF}"
+        return _target_flaw(target, manifest_target)
     try:
-        about = json.loads(data)
-        target = f"{about['target']['backend']} {about['target']['arch']}"
-        known = str(about["hash"])
+        metadata = json.loads(data)
+        target = f"{metadata['target']['backend']} {metadata['target']['arch']}"
+        kernel_hash = str(metadata["hash"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return "it is not the metadata of a kernel"
-    if known != digest:
-        return f"it belongs to kernel {known}"
-    return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
+    if kernel_hash != digest:
+        return f"it belongs to kernel {kernel_hash}"
+    return _target_flaw(target, manifest_target)
+
+
+def _target_flaw(target: str | None, listed: str | None) -> str:
+    return "" if listed == target else f"it is for {target}, the manifest says {listed}"
 
 
 def use(path: Path) -> None:
     """Search this pack before all others in this process. Raise like ``Pack``."""
     path = path.expanduser().resolve()
-    _opened[path] = Pack(path)
-    if path not in _used:
-        _used.insert(0, path)
+    _packs_by_path[path] = Pack(path)
+    if path not in _explicit_packs:
+        _explicit_packs.insert(0, path)
 
 
 def pack_places() -> list[Path]:
-    """Return the packs from ``use``, then the folders to search for packs.
-
-    The folders are ``packs/`` of the user's folder and of each read-only folder, and the package's
-    folder of records.
-    """
+    """Return the packs passed to ``use``, then the folders to search for packs, in this order."""
     roots = [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]
-    return [*_used, *(root / "packs" for root in roots), PACKAGE_RECORDS]
+    return [*_explicit_packs, *(root / "packs" for root in roots), PACKAGE_RECORDS]
 
 
-def packs_in(places: Iterable[Path]) -> Iterator[Pack]:
-    """Yield the packs in ``places``; warn once about each pack that cannot be read."""
-    for place in places:
-        yield from filter(None, map(opened, files_in(place)))
+def packs_in(locations: Iterable[Path]) -> Iterator[Pack]:
+    """Yield the packs in ``locations``; warn once about each pack that cannot be read."""
+    for location in locations:
+        yield from filter(None, map(open_pack, files_in(location)))
 
 
-def files_in(place: Path, suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
-    """Return ``[place]`` if it is a pack, else the files in the folder with ``suffixes``."""
-    if place.suffix in suffixes:
-        return [place]
+def files_in(location: Path, suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
+    """Return ``[location]`` if it is a pack, else the files in the folder with ``suffixes``."""
+    if location.suffix in suffixes:
+        return [location]
     try:
-        return sorted(path for path in place.expanduser().iterdir() if path.suffix in suffixes)
+        return sorted(path for path in location.expanduser().iterdir() if path.suffix in suffixes)
     except (OSError, RuntimeError, ValueError):  # the store in the parent folder warns
         return []
 
 
-def opened(path: Path) -> Pack | None:
+def open_pack(path: Path) -> Pack | None:
     """Return the pack at ``path``, read once per process.
 
     Warn once and return ``None`` if it cannot be read.
     """
-    if path not in _opened:
+    if path not in _packs_by_path:
         pack = None
         try:
             pack = Pack(path)
@@ -335,5 +330,5 @@ def opened(path: Path) -> Pack | None:
             warn(str(error), CacheWarning)
         except OSError as error:
             warn(f"pack {path}: {error}", CacheWarning)
-        _opened[path] = pack
-    return _opened[path]
+        _packs_by_path[path] = pack
+    return _packs_by_path[path]

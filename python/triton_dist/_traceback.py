@@ -14,7 +14,7 @@ from typing import Any
 
 from triton_dist import knobs
 from triton_dist._warn import print_line
-from triton_dist.errors import TritonDistError, cause_of
+from triton_dist.errors import TritonDistError, original_error
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SCRIPTS = _PACKAGE + "test" + os.sep
@@ -47,7 +47,7 @@ def _print_uncaught(
     kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
 ) -> None:
     print_line(format_exception(error.with_traceback(trace)).rstrip())
-    file, cause = knobs.error_file.get(), cause_of(error)
+    file, cause = knobs.error_file.get(), original_error(error)
     if file is not None:
         text = "".join(traceback.format_exception_only(type(cause), cause)).strip()
         with suppress(OSError):

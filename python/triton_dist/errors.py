@@ -42,8 +42,8 @@ class ContextFinalized(TritonDistError, RuntimeError):
 class DeviceUnavailable(TritonDistError, RuntimeError):
     """The requested device cannot be used in this process."""
 
-    def __init__(self, asked: str, reason: str, remedy: str) -> None:
-        super().__init__(f"device {asked!r} cannot be used: {reason}. {remedy}")
+    def __init__(self, requested: str, reason: str, remedy: str) -> None:
+        super().__init__(f"device {requested!r} cannot be used: {reason}. {remedy}")
 
 
 class UnsupportedVersion(TritonDistError, ImportError):
@@ -117,12 +117,12 @@ class RankTimeout(TritonDistError, TimeoutError):
 def _absence(missing: Iterable[int], seconds: float, because: Mapping[int, str]) -> str:
     """Return the clause about the missing ranks, with the known reasons."""
     late = ", ".join(map(str, missing)) or "unknown"
-    known = "; ".join(
+    reasons = "; ".join(
         f"rank {rank}{reason if reason.startswith(',') else f' {reason}'}"
         for rank, reason in because.items()
     )
     return f"rank(s) {late} did not arrive within {seconds:.1f} s: " + (
-        known or "they failed, or still run other code; their own logs show the cause"
+        reasons or "they failed, or still run other code; their own logs show the cause"
     )
 
 
@@ -261,9 +261,9 @@ class TuningFrozen(TritonDistError, RuntimeError):
 class NewerSchema(TritonDistError, ValueError):
     """A tuning record or a pack of records was written by a later version of triton_dist."""
 
-    def __init__(self, schema: int, known: int) -> None:
+    def __init__(self, schema: int, supported: int) -> None:
         super().__init__(
-            f"its schema is {schema}, this version of triton_dist reads up to {known}; a later "
+            f"its schema is {schema}, this version of triton_dist reads up to {supported}; a later "
             "version wrote it"
         )
 
@@ -319,15 +319,15 @@ class KernelNotShipped(TritonDistError, RuntimeError):
 class NoSuchFunction(TritonDistError, LookupError):
     """A subcommand needs a tuned function that does not exist, or its records or ``version=``."""
 
-    def __init__(self, asked: str, reason: str, remedy: str) -> None:
-        super().__init__(f"{asked}: {reason}. {remedy}")
+    def __init__(self, requested: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{requested}: {reason}. {remedy}")
 
 
 class NoSuchRecord(TritonDistError, LookupError):
     """A subcommand needs one tuning record: the file is not one, or the words match several."""
 
-    def __init__(self, asked: str, reason: str, remedy: str) -> None:
-        super().__init__(f"{asked}: {reason}. {remedy}")
+    def __init__(self, requested: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{requested}: {reason}. {remedy}")
 
 
 class MissingExtra(TritonDistError, ImportError):
@@ -403,19 +403,19 @@ class RanksFailed(TritonDistError, RuntimeError):
 
     def __init__(self, function: str, world_size: int, by_rank: Mapping[int, RankFailure]) -> None:
         self.by_rank = dict(by_rank)
-        alike: dict[tuple[str, ...], list[int]] = {}
+        ranks_by_texts: dict[tuple[str, ...], list[int]] = {}
         for rank, failure in sorted(
             self.by_rank.items(), key=lambda item: _is_consequence(item[1])
         ):
             texts = (failure.exception, failure.message, failure.traceback)
-            alike.setdefault(
+            ranks_by_texts.setdefault(
                 tuple(re.sub(rf"\brank {rank}\b", "this rank", text) for text in texts), []
             ).append(rank)
         details = []
-        for ranks in alike.values():
+        for ranks in ranks_by_texts.values():
             failure = self.by_rank[ranks[0]]
-            named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            heading = f"{named}: {failure.exception}: {failure.message}"
+            label = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            heading = f"{label}: {failure.exception}: {failure.message}"
             details.append((heading, f"--- {heading}\n{failure.traceback}".rstrip()))
         first = details[0][0].partition("\n")[0] if details else ""
         super().__init__(
@@ -428,7 +428,7 @@ class RanksFailed(TritonDistError, RuntimeError):
         )
 
 
-def cause_of(error: BaseException) -> BaseException:
+def original_error(error: BaseException) -> BaseException:
     """Return ``error``, or the exception that was being handled when a wait for ranks timed out.
 
     A wait that times out is usually part of a clean-up: the exception before it is the cause.

@@ -24,7 +24,7 @@ TILE = triton.Config(
     num_warps=4,
     num_stages=3,
 )
-TELLING = (tile, sharded, work_items, signals)
+SELF_DESCRIBING = (tile, sharded, work_items, signals)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def kernel():
 
 
 def functions():
-    found = {id(each): each for module in TELLING for each in vars(module).values()}
+    found = {id(each): each for module in SELF_DESCRIBING for each in vars(module).values()}
     return [each for each in found.values() if hasattr(each, "_unsafe_update_src")]
 
 

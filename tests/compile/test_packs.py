@@ -56,7 +56,7 @@ def elsewhere(pack, sm90, tmp_path, monkeypatch):
     monkeypatch.setattr(triton.knobs.cache, "manager_class", None)
     for name, fresh in (("_extracted", {}), ("_warned", set())):
         monkeypatch.setattr(shipped, name, fresh)
-    monkeypatch.setattr(_archive, "_used", [])
+    monkeypatch.setattr(_archive, "_explicit_packs", [])
     packed.scale.device_caches.clear()
     packed.scaled.clear()
     found = []

@@ -349,9 +349,9 @@ def test_a_body_of_pass_runs_from_its_ir(exported):
 def test_types_that_an_ir_does_not_tell_apart():
     head = b"  tt.func public @f(%a: !tt.ptr<i8>, %b: i1, %c: !tt.ptr<f16>, %d: i64) attributes {}"
     types = {"a": "*u8", "b": "u1", "c": "*kfp16", "d": "i32"}
-    artefact = runner.Artefact("ttir", head, foreign.nothing_known("f", "tt.func", ""))
+    artefact = runner.Artefact("ttir", head, foreign.about_from_ir("f", "tt.func", ""))
     with pytest.warns(ArtefactWarning):
-        found = foreign.completed(artefact, Specialisation(types, {}, {}))
+        found = foreign.with_specialisation(artefact, Specialisation(types, {}, {}))
     assert found.about.specialisation.types == types | {"d": "i64"}
 
 
@@ -570,7 +570,7 @@ def toolchain(monkeypatch):
         toolchains.compile_here(json.loads(json.dumps(request)))
         triton.runtime.driver._active = driver
 
-    monkeypatch.setattr(toolchains, "_compile_apart", answer)
+    monkeypatch.setattr(toolchains, "_compile_in_subprocess", answer)
     return requests
 
 

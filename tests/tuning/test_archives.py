@@ -67,7 +67,7 @@ def pack_at(tmp_path, monkeypatch) -> Callable[[bytes], Path]:
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path))
     for name, fresh in (("_extracted", {}), ("_warned", set())):
         monkeypatch.setattr(shipped, name, fresh)
-    monkeypatch.setattr(_archive, "_used", [])
+    monkeypatch.setattr(_archive, "_explicit_packs", [])
 
     def put(data: bytes, name: str = "model.tdpack") -> Path:
         path = tmp_path / "packs" / name

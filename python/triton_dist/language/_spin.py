@@ -47,7 +47,7 @@ def _spin_interpreted(
     Return -1 once a wait with these timeout words has noted a disagreement. Raise ``WaitTimeout``
     after the time limit.
     """
-    if timeout_words is not None and _gave_up(timeout_words):
+    if timeout_words is not None and _peer_timed_out(timeout_words):
         return -1
     debugger.stop_if_requested()
     overdue = deadlines.is_overdue(deadline, waits.interpreted_limit_seconds())
@@ -55,13 +55,13 @@ def _spin_interpreted(
         waits.on_poll(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
     if overdue:
         latest = int(np.argmin((seen - value).handle.data))  # index in a block of flags
-        places = SIZE_BITS if sized else 0
+        size_bits = SIZE_BITS if sized else 0
         raise WaitTimeout(
             rank=knobs.rank.get(),
             program=f"program {current_program()}",
             flag=describe_address(int(ptr.handle.data.flat[latest])),
-            expected=int(value) >> places,
-            seen=int(seen.handle.data.flat[latest]) >> places,
+            expected=int(value) >> size_bits,
+            seen=int(seen.handle.data.flat[latest]) >> size_bits,
             seconds=waits.interpreted_limit_seconds(),
         )
     watched = waits.on_poll is not None or debugger.is_active()
@@ -85,12 +85,14 @@ def _unchanged(
     words = [word.from_address(address) for address in addresses]
     before: list[int] = values[late].tolist()
 
-    def holds() -> bool:
-        if time.monotonic() >= deadline or (timeout_words is not None and _gave_up(timeout_words)):
+    def is_unchanged() -> bool:
+        if time.monotonic() >= deadline or (
+            timeout_words is not None and _peer_timed_out(timeout_words)
+        ):
             return False
         return _values(words) == before
 
-    return holds if _values(words) == before else None
+    return is_unchanged if _values(words) == before else None
 
 
 def _values(words: list[Any]) -> list[int]:
@@ -101,7 +103,7 @@ def _word(ptr: Any) -> type[ctypes.c_int64] | type[ctypes.c_int32]:
     return ctypes.c_int64 if ptr.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
 
 
-def _gave_up(timeout_words: Any) -> bool:
+def _peer_timed_out(timeout_words: Any) -> bool:
     """Return whether the second timeout word is set."""
     word = _word(timeout_words)
     address = int(timeout_words.handle.data.flat[0]) + ctypes.sizeof(word)
@@ -143,13 +145,13 @@ def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.c
     long as a poll.
     """
     if timeout_words is not None:
-        most = tl.load(timeout_words)
+        max_polls = tl.load(timeout_words)
         polls += 1
         gave_up = False
-        if (most > 0) | (polls % _POLLS_PER_CHECK == 1):
+        if (max_polls > 0) | (polls % _POLLS_PER_CHECK == 1):
             gave_up = tl.atomic_add(timeout_words + 1, 0, sem="relaxed", scope="gpu") != 0
-        if most > 0:
-            if (polls >= most) & (gave_up == 0):
+        if max_polls > 0:
+            if (polls >= max_polls) & (gave_up == 0):
                 tl.atomic_max(timeout_words + 1, 1, sem="relaxed", scope="gpu")
                 gave_up = True
         else:

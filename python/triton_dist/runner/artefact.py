@@ -47,7 +47,7 @@ class About:
         Other tools may have written the files, and Triton does not check metadata.
         """
         for name, value in {**self.options, **self.launch}.items():
-            if not _is_fact(name, value):
+            if not _is_plausible(name, value):
                 raise ValueError(f"it has {name} {value!r:.80}")
         if self.options.get("num_warps", 1).bit_count() != 1:
             raise ValueError(f"num_warps is {self.options['num_warps']}, not a power of two")
@@ -57,7 +57,7 @@ class About:
 
         ``arch`` is the compute capability of the GPU; only TTIR runs on any GPU.
         """
-        found = [] if self.specialisation is None else self.specialisation.refusals(call)
+        found = [] if self.specialisation is None else self.specialisation.mismatches(call)
         if level != "ttir" and self.arch not in (arch, UNKNOWN):
             found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
         return "; ".join(found) or None
@@ -133,7 +133,7 @@ class Artefact:
         """
         if self.level not in LEVELS[:2] and "shared" not in self.about.launch:
             raise InvalidArtefact(self.where, "its json has no size of shared memory")
-        if self.level == "cubin" and not _is_whole_elf(self.data):
+        if self.level == "cubin" and not _is_complete_elf(self.data):
             raise InvalidArtefact(self.where, "the file is not a cubin, or it is truncated")
         if self.level in _ENTRY:
             found = re.findall(_ENTRY[self.level], self.data.decode("utf-8", "replace"))
@@ -162,7 +162,7 @@ _NUMBERS = (
 _DESCRIPTOR = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 
 
-def _is_fact(name: str, value: Any) -> bool:
+def _is_plausible(name: str, value: Any) -> bool:
     """Return whether Triton may have written ``value`` as the option or launch fact ``name``."""
     if name == "name":
         return isinstance(value, str)
@@ -176,7 +176,7 @@ def _is_fact(name: str, value: Any) -> bool:
     return name not in _NUMBERS or (type(value) is int and 0 <= value < 1 << 31)
 
 
-def _is_whole_elf(data: bytes) -> bool:
+def _is_complete_elf(data: bytes) -> bool:
     """Return whether ``data`` is a 64-bit ELF that contains all of its headers."""
     if len(data) < _ELF_HEADER.size:
         return False

@@ -27,15 +27,15 @@ from triton.compiler.compiler import CompiledKernel, parse
 from triton_dist import knobs
 from triton_dist.errors import InvalidArtefact, KernelNotShipped
 from triton_dist.runner.artefact import LEVELS, Artefact
-from triton_dist.runner.foreign import TELLING
+from triton_dist.runner.foreign import SELF_DESCRIBING
 from triton_dist.runner.specialisation import Place, Specialisation
 
-_OF_EARLIER_VERSIONS = {
+_LAUNCH_DEFAULTS = {
     "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
     "profile_scratch_align": 1,
 }  # fmt: skip
 """Defaults of launch facts that kernels of Triton before 3.6 lack and present launchers read."""
-_PATIENCE = 60.0
+_STEP_SECONDS = 60.0
 """Time limit of a step in seconds; a step normally takes milliseconds."""
 
 
@@ -51,8 +51,7 @@ def build(
     """Return Triton's ``CompiledKernel`` of ``artefact``, compiled from its level down.
 
     Args:
-        made_for: types and alignments that the launcher passes. They are the artefact's, which may
-            be more general than the call's.
+        made_for: specialisation of the artefact, which may be more general than the call's.
         constants: values of the constants of ``made_for``.
 
     Raises:
@@ -61,12 +60,12 @@ def build(
     """
     if artefact.level != LEVELS[-1] and knobs.compile_frozen.get():
         why = f"it would be compiled from {artefact.level}, {artefact.where}"
-        raise KernelNotShipped(function.__name__, made_for.shown(), "", (), why, "its cubin")
+        raise KernelNotShipped(function.__name__, made_for.readable(), "", (), why, "its cubin")
     attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
     src = function.ASTSource(function, dict(made_for.types), dict(constants), attributes)
-    given = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
+    artefact_options = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
     try:
-        options = dataclasses.replace(options, **given, ir_override=None)
+        options = dataclasses.replace(options, **artefact_options, ir_override=None)
     except AssertionError as error:
         raise InvalidArtefact(artefact.where, f"its options are wrong: {error}") from error
     metadata = {
@@ -75,24 +74,24 @@ def build(
         **vars(options),
         **get_cache_invalidating_env_vars(),
         "triton_version": triton.__version__,
-        **_OF_EARLIER_VERSIONS,
+        **_LAUNCH_DEFAULTS,
         **artefact.about.launch,  # results of the skipped stages
     }
     # CompiledKernel reads its files once, so the folder may be temporary.
     with tempfile.TemporaryDirectory(prefix="triton_dist_") as folder:
         try:
-            group, took = _lower(Path(folder), function.__name__, artefact, src, metadata,
+            group, stage_us = _lower(Path(folder), function.__name__, artefact, src, metadata,
                                  options, backend)  # fmt: skip
         except Exception as error:
             why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
-            if artefact.level in TELLING:  # MLIR prints its errors to standard error only
+            if artefact.level in SELF_DESCRIBING:  # MLIR prints its errors to standard error only
                 by = artefact.about.compiler or "an unknown version"
                 why += f" (see standard error; {by} wrote it, and IR differs between versions)"
             raise InvalidArtefact(artefact.where, why) from error
         kernel = CompiledKernel(src, group, artefact.digest)
         listener = triton.knobs.compilation.listener
         if listener is not None:
-            times = triton.knobs.CompileTimes(0, took, 0)
+            times = triton.knobs.CompileTimes(0, stage_us, 0)
             listener(src=src, metadata=kernel.metadata._asdict(), metadata_group=group,
                      times=times, cache_hit=True)  # fmt: skip
     return kernel
@@ -112,39 +111,38 @@ def _lower(
     backend.load_dialects(context)
     group: dict[str, str] = {}
 
-    def keep(level: str, content: Any) -> Path:
+    def save(level: str, content: Any) -> Path:
         path = folder / f"{name}.{level}"
         path.write_bytes(content if isinstance(content, bytes) else str(content).encode())
         group[path.name] = str(path)
         return path
 
-    first = keep(artefact.level, translated(artefact))
+    first = save(artefact.level, with_strides_in_bytes(artefact))
     module = parse(str(first), artefact.level, context)
     if artefact.level == "llir":
         llvm.init_targets()  # normally done by make_llir, which is skipped; LLVM crashes without
-        _try_apart(lambda: stages["ptx"](module, dict(metadata)))
-    took = []
+        _try_in_fork(lambda: stages["ptx"](module, dict(metadata)))
+    stage_us = []
     for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
         begin = time.perf_counter()
         module = stages[level](module, metadata)
-        took.append((level, int((time.perf_counter() - begin) * 1e6)))
-        keep(level, module)
-    keep("json", json.dumps(metadata, default=vars))
-    return group, took
+        stage_us.append((level, int((time.perf_counter() - begin) * 1e6)))
+        save(level, module)
+    save("json", json.dumps(metadata, default=vars))
+    return group, stage_us
 
 
-def _try_apart(step: Callable[[], object]) -> None:
+def _try_in_fork(step: Callable[[], object]) -> None:
     """Run ``step`` in a forked process, because LLVM aborts the process on invalid text.
 
-    Raises:
-        ValueError: the forked process failed; the message has its last output.
+    Raise ``ValueError`` with the last lines of the process's output if it failed.
     """
-    with tempfile.TemporaryFile() as said, warnings.catch_warnings():
+    with tempfile.TemporaryFile() as stderr, warnings.catch_warnings():
         # Python warns about a fork with threads; the forked process starts no threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
-            os.dup2(said.fileno(), 2)
+            os.dup2(stderr.fileno(), 2)
             faulthandler.disable()
             try:
                 step()
@@ -152,46 +150,46 @@ def _try_apart(step: Callable[[], object]) -> None:
                 os.write(2, f"{type(error).__name__}: {error}".encode())
                 os._exit(1)
             os._exit(0)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _STEP_SECONDS
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
                 deadline = float("inf")
             time.sleep(1e-3)
-        said.seek(0)
+        stderr.seek(0)
         if ended[1]:
-            last = said.read().decode("utf-8", "replace").strip().splitlines()[-4:]
+            last = stderr.read().decode("utf-8", "replace").strip().splitlines()[-4:]
             raise ValueError("; ".join(last) or f"status {ended[1]}")
 
 
-_NAME = b"tensormap.replace.tile.global_stride"
-_STRIDE = re.compile(
-    rb"(@!?[%$]\w+\s+)?(" + re.escape(_NAME) + rb"[\w:.]*\s*\[[^\]]*\],\s*\w+,\s*)([%$]\w+);"
+_STRIDE_INSTRUCTION = b"tensormap.replace.tile.global_stride"
+_STRIDE_PATTERN = re.compile(
+    rb"(@!?[%$]\w+\s+)?("
+    + re.escape(_STRIDE_INSTRUCTION)
+    + rb"[\w:.]*\s*\[[^\]]*\],\s*\w+,\s*)([%$]\w+);"
 )
 """Groups: a predicate, the instruction up to its last operand, the last operand; in PTX or LLIR."""
 _BLACKWELL = 100
 """From this architecture on, Triton 3.3 uses the ptxas of a later CUDA."""
 
 
-def translated(artefact: Artefact) -> bytes:
+def with_strides_in_bytes(artefact: Artefact) -> bytes:
     """Return the text of ``artefact`` with strides of tensor descriptors in bytes.
 
     ptxas of CUDA 12.4 (Triton up to 3.3) expects strides in units of 16 bytes. ptxas of CUDA 12.8
-    (Triton 3.4 and later) expects bytes, whatever version the PTX declares. Without the
-    conversion, the rows of a descriptor would be 16 times too close to each other.
-
-    Raises:
-        InvalidArtefact: an instruction that sets a stride has an unknown form.
+    (Triton 3.4 and later) expects bytes, whatever version the PTX declares. Without the conversion,
+    the kernel would run and use strides 16 times too small.
     """
     text = artefact.data
-    if _NAME not in text or not _counts_in_16_bytes(artefact):
+    if _STRIDE_INSTRUCTION not in text or not _counts_in_16_bytes(artefact):
         return text
-    text, count = _STRIDE.subn(
+    text, count = _STRIDE_PATTERN.subn(
         rb"{ .reg .b64 %bytes; shl.b64 %bytes, \3, 4; \1\2%bytes; }", artefact.data
     )
-    if count != artefact.data.count(_NAME):
-        why = f"it is for CUDA 12.4, which counts strides in 16 bytes: {_NAME.decode()} is not "
-        raise InvalidArtefact(artefact.where, why + "as Triton writes it. Run its cubin instead")
+    if count != artefact.data.count(_STRIDE_INSTRUCTION):
+        why = f"{_STRIDE_INSTRUCTION.decode()} is not as Triton writes it. Run its cubin instead"
+        where = "it is for CUDA 12.4, which counts strides in 16 bytes"
+        raise InvalidArtefact(artefact.where, f"{where}: {why}")
     return text
 
 

@@ -17,8 +17,8 @@ from triton_dist.errors import ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 
-_LARGEST_JSON = 1 << 24
-_LONGEST = 240
+_MAX_JSON_BYTES = 1 << 24
+_MAX_NAME_BYTES = 240
 """Maximum bytes of a name without its digest and level; file systems allow 255."""
 
 
@@ -31,8 +31,8 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
         levels: levels to write, of ``LEVELS``.
 
     Raises:
-        InvalidArgument: ``kernel`` is not a compiled kernel or lacks one of the levels, or one of
-            its constants has no exact text.
+        InvalidArgument: ``kernel`` is not a compiled kernel or lacks a level, or a constant of it
+            has no exact text.
     """
     known = getattr(kernel, "asm", None)
     if known is None:
@@ -59,10 +59,10 @@ def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
 def stem_of(function: str) -> str:
     """Return the stem of a kernel's files; a long name is cut and gets a digest."""
     name = function.encode(errors="surrogatepass")
-    if len(name) <= _LONGEST:
+    if len(name) <= _MAX_NAME_BYTES:
         return function
     digest = hashlib.sha256(name).hexdigest()[:16]
-    return f"{name[: _LONGEST - 17].decode(errors='ignore')}-{digest}"
+    return f"{name[: _MAX_NAME_BYTES - 17].decode(errors='ignore')}-{digest}"
 
 
 def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") -> Artefact:
@@ -79,44 +79,40 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
         raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
     path = Path(folder).expanduser() / f"{stem_of(function)}.{level}"
     data = content(path)
-    side = path.with_suffix(".json")
-    if not side.exists() and level in foreign.TELLING:
+    metadata_path = path.with_suffix(".json")
+    if not metadata_path.exists() and level in foreign.SELF_DESCRIBING:
         text = data.decode("utf-8", "replace")
-        return Artefact(level, data, foreign.nothing_known(function, text, str(path)), str(path))
+        return Artefact(level, data, foreign.about_from_ir(function, text, str(path)), str(path))
     try:
-        text_of_side = content(side)
-        if len(text_of_side) > _LARGEST_JSON:
-            raise ValueError(f"{len(text_of_side)} bytes, the limit is {_LARGEST_JSON}")
-        tree = codec.loads(text_of_side)
+        metadata_bytes = content(metadata_path)
+        if len(metadata_bytes) > _MAX_JSON_BYTES:
+            raise ValueError(f"{len(metadata_bytes)} bytes, the limit is {_MAX_JSON_BYTES}")
+        tree = codec.loads(metadata_bytes)
         if "triton_dist_artefact" in tree:
             about: About | None = About.from_tree(tree)
         else:
-            about = foreign.about(tree, function, str(side))
+            about = foreign.about(tree, function, str(metadata_path))
         assert about is not None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InvalidArtefact):
             raise
         why = f"it cannot be read: {type(error).__name__}: {error}"
-        raise InvalidArtefact(str(side), why) from error
+        raise InvalidArtefact(str(metadata_path), why) from error
     if function not in (about.function, stem_of(about.function)):
         raise InvalidArtefact(
-            str(side), f"it is of the kernel {about.function!r}, not {function!r}"
+            str(metadata_path), f"it is of the kernel {about.function!r}, not {function!r}"
         )
     return Artefact(level, data, about, str(path))
 
 
 def content(path: Path) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        InvalidArtefact: the file cannot be read.
-    """
+    """Return the bytes of a file; raise ``InvalidArtefact`` if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
-        beside = path.parent
-        found = sorted(each.name for each in beside.iterdir()) if beside.is_dir() else []
-        there = f"{beside} contains {', '.join(found[:8])}" if found else f"{beside} is empty"
+        folder = path.parent
+        found = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+        there = f"{folder} contains {', '.join(found[:8])}" if found else f"{folder} is empty"
         raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from error
 
 
@@ -144,5 +140,5 @@ def _dump(src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, st
     about = foreign.about_of(src, metadata, texts.get("ttgir", b"").decode())
     digest = Artefact("cubin", texts["cubin"], about).digest[:12]
     name = f"{stem_of(about.function)}-{digest}"
-    kept = {level: text for level, text in texts.items() if level in (*wanted, "cubin")}
-    write(folder / name, about, kept)
+    selected = {level: text for level, text in texts.items() if level in (*wanted, "cubin")}
+    write(folder / name, about, selected)

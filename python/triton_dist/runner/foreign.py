@@ -25,7 +25,7 @@ from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument
 from triton_dist.runner.artefact import UNKNOWN, About, Artefact
 from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of
 
-TELLING = ("ttir", "ttgir")
+SELF_DESCRIBING = ("ttir", "ttgir")
 """Levels whose text contains all launch facts."""
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion",
@@ -64,9 +64,9 @@ def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
     attributes = {place: dict(each) for place, each in src.attrs.items() if each}
     options = options_of(metadata)
     # With warp specialisation, num_warps in the metadata includes the helper warps.
-    given = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
-    if given:
-        options["num_warps"] = int(given[1])
+    num_warps = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
+    if num_warps:
+        options["num_warps"] = int(num_warps[1])
     return About(
         function, arch, Specialisation(src.signature, constants, attributes), options,
         launch_of(metadata), f"triton {triton.__version__}",
@@ -96,7 +96,7 @@ def about(metadata: Any, function: str, where: str) -> About | None:
         target = tree["target"]
         arch = target["arch"] if isinstance(target, Mapping) else target.arch
         signature = tree.get("kernel_signature")
-        made_for = None if signature is None else _of_triton_runner(signature)
+        made_for = None if signature is None else _parse_triton_runner(signature)
         version = f"triton {tree.get('triton_version', '')}".strip()
         return About(function, int(arch), made_for, options_of(tree), launch_of(tree), version)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
@@ -104,7 +104,7 @@ def about(metadata: Any, function: str, where: str) -> About | None:
         raise InvalidArtefact(where, why) from error
 
 
-def _of_triton_runner(signature: str) -> Specialisation:
+def _parse_triton_runner(signature: str) -> Specialisation:
     """Parse triton-runner's text: a tuple of (name, type, specialisation, passed by keyword)."""
     kinds: dict[str, Any] = {}
     constants: dict[Place, Any] = {}
@@ -118,12 +118,8 @@ def _of_triton_runner(signature: str) -> Specialisation:
     return Specialisation(kinds, constants, attributes)
 
 
-def nothing_known(function: str, text: str, where: str) -> About:
-    """Return the facts of a kernel without metadata, read from its TTIR or TTGIR.
-
-    Raises:
-        InvalidArtefact: ``text`` is not TTIR or TTGIR.
-    """
+def about_from_ir(function: str, text: str, where: str) -> About:
+    """Return the facts in the TTIR or TTGIR of a kernel without metadata."""
     if "tt.func" not in text:
         raise InvalidArtefact(where, "the text is not a kernel in TTIR or TTGIR")
     target = re.search(r'ttg\.target = "cuda:(\d+)"', text)
@@ -135,14 +131,11 @@ def nothing_known(function: str, text: str, where: str) -> About:
         raise InvalidArtefact(where, str(error)) from error
 
 
-def completed(artefact: Artefact, call: Specialisation) -> Artefact:
+def with_specialisation(artefact: Artefact, call: Specialisation) -> Artefact:
     """Return ``artefact`` with a specialisation.
 
-    If the specialisation is unknown, take it from the IR text, and the rest from ``call`` with a
-    warning.
-
-    Raises:
-        ArtefactRefused: the kernel takes a different number of run-time arguments.
+    If its specialisation is unknown, read types and alignments from the IR, add the constants of
+    ``call``, and warn. If the IR has no types either, use the specialisation of ``call``.
     """
     if artefact.about.specialisation is not None:
         return artefact
@@ -150,24 +143,25 @@ def completed(artefact: Artefact, call: Specialisation) -> Artefact:
     kinds = {place: kind for place, (_, kind) in call.leaves.items()}
     # A host-side tensor descriptor becomes several parameters in the IR.
     has_descriptors = any(kind.startswith("tensordesc") for kind in kinds.values())
-    head = _head(artefact) if artefact.level in TELLING and not has_descriptors else None
+    is_readable = artefact.level in SELF_DESCRIBING and not has_descriptors
+    arguments = _ir_arguments(artefact) if is_readable else None
     attributes = dict(call.attributes)
-    told = "neither types, alignments nor constants of its arguments can be checked"
-    if head is not None:
-        if len(head) != len(passed):
+    unchecked = "neither types, alignments nor constants of its arguments can be checked"
+    if arguments is not None:
+        if len(arguments) != len(passed):
             raise ArtefactRefused(
                 artefact.about.function, artefact.where,
-                f"it takes {len(head)} arguments at run time, the call has {len(passed)}",
+                f"it takes {len(arguments)} arguments at run time, the call has {len(passed)}",
             )  # fmt: skip
-        for place, (kind, known) in zip(passed, head, strict=True):
+        for place, (kind, known) in zip(passed, arguments, strict=True):
             attributes[place] = known
             if kind and kind != kinds[place].replace("u", "i").replace("*k", "*"):
                 kinds[place] = kind  # MLIR has neither unsigned types nor pointers to constants
-        told = "constants of its arguments cannot be checked"
+        unchecked = "constants of its arguments cannot be checked"
     warn_at(
         _calling_frame(),
-        f"{artefact.where} has no specialisation: {told}. Export the kernel with runner.export, "
-        "or pass metadata_json=compiled, the kernel that a launch returned",
+        f"{artefact.where} has no specialisation: {unchecked}. Export the kernel with "
+        "runner.export, or pass metadata_json=compiled, the kernel that a launch returned",
         ArtefactWarning,
     )
     every = {name: _nested((index,), kind, kinds)
@@ -191,7 +185,7 @@ def _nested(place: Place, kind: Any, kinds: Mapping[Place, str]) -> Any:
     return kinds[place]
 
 
-def _head(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
+def _ir_arguments(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
     """Return the type and the known attributes of each argument of the IR's public function."""
     text = artefact.data.decode("utf-8", "replace")
     line = re.search(r"tt\.func public @[^(\n]*\((.*)", text)

@@ -64,13 +64,13 @@ def _dump_grids(pointer, value, offset):
     _store(pointer, value, offset + program * value.numel)
 
 
-def _in_kernels(function: Callable[..., None]) -> Callable[..., None]:
+def _register_builtin(function: Callable[..., None]) -> Callable[..., None]:
     """Register ``function`` as a Triton builtin, which runs when a call of it is compiled."""
     setattr(function, TRITON_BUILTIN, True)
     return function
 
 
-@_in_kernels
+@_register_builtin
 def dump(value: Any, offset: Any = 0, grid: Any = 0, _generator: Any = None) -> None:
     """Store ``value`` in row-major order to ``dump_tensor``, starting at element ``offset``.
 
@@ -90,7 +90,7 @@ def dump(value: Any, offset: Any = 0, grid: Any = 0, _generator: Any = None) -> 
         _call(_generator, _dump, pointer, value, offset, *programs, *[0] * (3 - len(programs)))
 
 
-@_in_kernels
+@_register_builtin
 def dump_boundary(value: Any, offset: Any = 0, _generator: Any = None) -> None:
     """Store ``value`` like :func:`dump`, in the last program of the grid."""
     pointer = _pointer("dump_boundary", _generator)
@@ -98,7 +98,7 @@ def dump_boundary(value: Any, offset: Any = 0, _generator: Any = None) -> None:
         _call(_generator, _dump_boundary, pointer, value, offset)
 
 
-@_in_kernels
+@_register_builtin
 def dump_grids(value: Any, offset: Any = 0, _generator: Any = None) -> None:
     """Store ``value`` like :func:`dump` in every program, block after block, last axis fastest."""
     pointer = _pointer("dump_grids", _generator)
@@ -126,7 +126,7 @@ def _call(generator: Any, function: Any, *args: Any) -> None:
     generator.call_JitFunction(function, known, {})
 
 
-class Dumping(triton.JITFunction):
+class KernelWithDump(triton.JITFunction):
     """A kernel with the additional last argument ``dump_tensor``."""
 
     def __init__(self, kernel: Any) -> None:
@@ -160,7 +160,7 @@ class Dumping(triton.JITFunction):
         return ast.fix_missing_locations(tree)
 
 
-def dumping(fn: Callable[..., None]) -> Callable[..., None]:
+def with_dump_argument(fn: Callable[..., None]) -> Callable[..., None]:
     """Add ``dump_tensor`` to ``fn``, a kernel that will be interpreted."""
 
     @functools.wraps(fn)
@@ -176,5 +176,5 @@ def dumping(fn: Callable[..., None]) -> Callable[..., None]:
 
 
 def _signature(fn: Callable[..., None]) -> inspect.Signature:
-    more = inspect.Parameter(DUMP, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-    return inspect.Signature([*inspect.signature(fn).parameters.values(), more])
+    dump_tensor = inspect.Parameter(DUMP, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    return inspect.Signature([*inspect.signature(fn).parameters.values(), dump_tensor])

@@ -47,7 +47,7 @@ def sections(level: str, text: str) -> Mapping[str, Section]:
     return _SPLIT[level](text)
 
 
-def _of_ttgir(text: str) -> dict[str, Section]:
+def _ttgir_sections(text: str) -> dict[str, Section]:
     found: dict[str, Section] = {LAYOUTS: Section(), OUTSIDE: Section()}
     regions = [OUTSIDE]
     for raw in text.splitlines():
@@ -72,8 +72,8 @@ def _of_ttgir(text: str) -> dict[str, Section]:
     return found
 
 
-def _of_ptx(text: str) -> dict[str, Section]:
-    return _with_loops(list(_ptx_lines(text)), _REGISTER, "%")
+def _ptx_sections(text: str) -> dict[str, Section]:
+    return _loop_sections(list(_ptx_lines(text)), _REGISTER, "%")
 
 
 def _ptx_lines(text: str) -> Iterator[Line]:
@@ -93,7 +93,7 @@ def _ptx_lines(text: str) -> Iterator[Line]:
             pending = ""
 
 
-def _of_sass(text: str) -> dict[str, Section]:
+def _sass_sections(text: str) -> dict[str, Section]:
     lines: list[Line] = []
     for address, instruction in _SASS.findall(text):
         branch = _SASS_BRANCH.search(instruction)
@@ -102,11 +102,13 @@ def _of_sass(text: str) -> dict[str, Section]:
         if instruction == "NOP" or target == place:  # padding after the end
             continue
         lines += [(place, "", ""), ("", instruction, target)]
-    return _with_loops(lines, _SASS_REGISTER, r"\1")
+    return _loop_sections(lines, _SASS_REGISTER, r"\1")
 
 
-def _with_loops(lines: list[Line], register: re.Pattern[str], instead: str) -> dict[str, Section]:
-    """Return the sections of a listing with labels; a backward branch spans a loop."""
+def _loop_sections(
+    lines: list[Line], register: re.Pattern[str], replacement: str
+) -> dict[str, Section]:
+    """Return the sections of a listing with labels. A loop ends at a backward branch."""
     places = {label: place for place, (label, _, _) in enumerate(lines) if label}
     ends: dict[int, int] = {}
     for place, (_, _, target) in enumerate(lines):
@@ -116,16 +118,16 @@ def _with_loops(lines: list[Line], register: re.Pattern[str], instead: str) -> d
     found = {name: Section() for name in (OUTSIDE, *names.values())}
     for place, (_, instruction, _) in enumerate(lines):
         if instruction:
-            around = [begin for begin, end in ends.items() if begin <= place <= end]
+            enclosing = [begin for begin, end in ends.items() if begin <= place <= end]
             words = re.sub(r"^@!?%?\w+\s+", "", instruction)
-            line = register.sub(instead, re.sub(r"\$L\w+|\b0x[0-9a-f]+$", "…", words))
-            found[names[max(around)] if around else OUTSIDE].add(line, words.split()[0])
+            line = register.sub(replacement, re.sub(r"\$L\w+|\b0x[0-9a-f]+$", "…", words))
+            found[names[max(enclosing)] if enclosing else OUTSIDE].add(line, words.split()[0])
     return found
 
 
 _SPLIT: Mapping[str, Callable[[str], dict[str, Section]]] = {
-    "ttgir": _of_ttgir,
-    "ptx": _of_ptx,
-    "sass": _of_sass,
+    "ttgir": _ttgir_sections,
+    "ptx": _ptx_sections,
+    "sass": _sass_sections,
 }
 LEVELS_WITH_SECTIONS = tuple(_SPLIT)

@@ -1,8 +1,8 @@
 """Specialisations of kernels, and the check whether a launch fits a specialisation.
 
-A kernel serves launches with its own specialisation or a stricter one: a kernel that was compiled
-for pointers of any alignment also serves aligned pointers. :meth:`Specialisation.refusals` returns,
-before the launch, why a launch does not fit.
+A kernel also serves launches with a stricter specialisation: a kernel that was compiled for
+pointers of any alignment serves aligned pointers. :meth:`Specialisation.mismatches` returns why a
+launch does not fit.
 """
 
 from __future__ import annotations
@@ -57,11 +57,7 @@ class Specialisation:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, codec.Tree]) -> Specialisation:
-        """Return the specialisation that ``to_tree`` wrote.
-
-        Raises:
-            KeyError, TypeError, AttributeError: ``tree`` has another format.
-        """
+        """Return the specialisation that ``to_tree`` wrote; raise for another format."""
         constants: dict[Place, codec.Tree] = {}
         attributes: dict[Place, dict[str, int]] = {}
 
@@ -79,11 +75,11 @@ class Specialisation:
         types = {name: read((i,), node) for i, (name, node) in enumerate(tree.items())}
         return cls(types, constants, attributes)
 
-    def shown(self) -> dict[str, str]:
+    def readable(self) -> dict[str, str]:
         """Return readable text by name: ``*fp16, divisibility 16``, or the value of a constant."""
-        return {name: _shown(tree) for name, tree in self.to_tree().items()}
+        return {name: _readable(tree) for name, tree in self.to_tree().items()}
 
-    def refusals(self, call: Specialisation) -> list[str]:
+    def mismatches(self, call: Specialisation) -> list[str]:
         """Return why a kernel with this specialisation cannot serve a launch specialised as
         ``call``; empty if it can."""
         if list(self.types) != list(call.types):
@@ -92,29 +88,31 @@ class Specialisation:
                 f"({', '.join(call.types)})"
             ]
         places = [*self.leaves, *(place for place in call.leaves if place not in self.leaves)]
-        return [why for place in places if (why := self._refusal(place, call))]
+        return [why for place in places if (why := self._mismatch(place, call))]
 
-    def _refusal(self, place: Place, call: Specialisation) -> str:
-        name, wanted = self.leaves.get(place, (call.leaves.get(place, ("", ""))[0], "nothing"))
-        _, have = call.leaves.get(place, ("", "nothing"))
-        if wanted == CONSTANT:
-            own, given = self.constants.get(place), call.constants.get(place)
-            if have != CONSTANT:
-                return f"it has {name} = {show(own)}, the call has another value of type {have}"
-            differs = codec.text(own) != codec.text(given)
-            return f"it has {name} = {show(own)}, the call has {show(given)}" if differs else ""
+    def _mismatch(self, place: Place, call: Specialisation) -> str:
+        call_name, call_type = call.leaves.get(place, ("", "nothing"))
+        name, compiled_type = self.leaves.get(place, (call_name, "nothing"))
+        if compiled_type == CONSTANT:
+            compiled_value, call_value = self.constants.get(place), call.constants.get(place)
+            has = f"it has {name} = {show(compiled_value)}"
+            if call_type != CONSTANT:
+                return f"{has}, the call has another value of type {call_type}"
+            differs = codec.text(compiled_value) != codec.text(call_value)
+            return f"{has}, the call has {show(call_value)}" if differs else ""
         value: Any = call.constants.get(place)
-        if have == CONSTANT and not (type(value) is int and _fits(value, wanted)):
-            return f"it takes {name} as {wanted}, the call has the constant {show(value)}"
-        if have != CONSTANT and have != wanted and (wanted, have) != ("i64", "i32"):
-            return f"it takes {name} as {wanted}, the call has {have}"
+        if call_type == CONSTANT and not (type(value) is int and _fits(value, compiled_type)):
+            return f"it takes {name} as {compiled_type}, the call has the constant {show(value)}"
+        is_widened = (compiled_type, call_type) == ("i64", "i32")
+        if call_type not in (CONSTANT, compiled_type) and not is_widened:
+            return f"it takes {name} as {compiled_type}, the call has {call_type}"
         for attribute, needed in self.attributes.get(place, {}).items():
-            if have == CONSTANT and attribute == DIVISIBILITY and value % needed == 0:
+            if call_type == CONSTANT and attribute == DIVISIBILITY and value % needed == 0:
                 continue
             if call.attributes.get(place, {}).get(attribute) != needed:
                 if attribute != DIVISIBILITY:
                     return f"it requires {attribute} = {needed} of {name}, the call's lacks it"
-                what = "at an address" if wanted.startswith("*") else "to be"
+                what = "at an address" if compiled_type.startswith("*") else "to be"
                 return f"it requires {name} {what} divisible by {needed}, the call's is not"
         return ""
 
@@ -127,9 +125,9 @@ def _leaves(place: Place, name: str, kind: Any) -> Iterator[tuple[Place, tuple[s
         yield place, (name, str(kind))
 
 
-def _shown(tree: Any) -> str:
+def _readable(tree: Any) -> str:
     if isinstance(tree, list):
-        return f"({', '.join(map(_shown, tree))})"
+        return f"({', '.join(map(_readable, tree))})"
     if "constant" in tree:
         return str(show(tree["constant"]))
     known = [f"{name.removeprefix('tt.')} {n}" for name, n in tree.items() if name != "type"]
@@ -142,11 +140,7 @@ def _fits(value: int, kind: str) -> bool:
 
 
 def tree_of(value: Any) -> codec.Tree:
-    """Return a constant of a kernel as a JSON tree; Triton's dtypes and kernels by their names.
-
-    Raises:
-        TypeError: the value has no exact text.
-    """
+    """Return a constant of a kernel as a JSON tree; raise ``TypeError`` if it has no exact text."""
     if isinstance(value, tl.constexpr):
         return tree_of(value.value)
     if isinstance(value, tl.dtype):
@@ -159,11 +153,7 @@ def tree_of(value: Any) -> codec.Tree:
 
 
 def value_of(tree: codec.Tree) -> Any:
-    """Return the constant that ``tree_of`` wrote as ``tree``.
-
-    Raises:
-        ValueError: the constant can only be compared, not restored.
-    """
+    """Return the constant of a tree; raise ``ValueError`` if it can only be compared."""
     match tree:
         case {"triton.dtype": str(name)}:
             return tl.dtype(name)
@@ -177,7 +167,6 @@ def value_of(tree: codec.Tree) -> Any:
 
 
 def can_be_read(tree: codec.Tree) -> bool:
-    """Return whether ``value_of`` can restore ``tree``."""
     try:
         value_of(tree)
     except ValueError:

@@ -61,11 +61,7 @@ def _version(folder: Path) -> str:
 
 
 def folder_of(name: Any) -> Path:
-    """Return the folder of the Triton called ``name``.
-
-    Raises:
-        InvalidArgument: ``TRITON_DIST_TOOLCHAINS`` has no such name.
-    """
+    """Return the folder of the Triton that ``TRITON_DIST_TOOLCHAINS`` calls ``name``."""
     known = dict(knobs.toolchains.get())
     if name not in known:
         named = ", ".join(known) or "none"
@@ -104,21 +100,21 @@ def compiled(
         "arch": arch,
     }
     digest = codec.digest(request, function.cache_key, _version(folder))
-    kept = knobs.cache_dir.get() / "toolchains" / digest
-    if not kept.exists():
+    cached = knobs.cache_dir.get() / "toolchains" / digest
+    if not cached.exists():
         if knobs.compile_frozen.get():
             why = f"the Triton in {folder} would compile it"
-            raise KernelNotShipped(function.__name__, call.shown(), "", (), why, str(kept))
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as beside:
-            made = Path(beside, "made")
-            _compile_apart(function.__name__, folder, {**request, "out": str(made)})
+            raise KernelNotShipped(function.__name__, call.readable(), "", (), why, str(cached))
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as temporary:
+            output = Path(temporary, "made")
+            _compile_in_subprocess(function.__name__, folder, {**request, "out": str(output)})
             with suppress(OSError):  # another rank has already created the folder
-                made.rename(kept)
-    return files.load(kept, function.__name__)
+                output.rename(cached)
+    return files.load(cached, function.__name__)
 
 
-def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> None:
+def _compile_in_subprocess(kernel: str, folder: Path, request: Mapping[str, Any]) -> None:
     paths = [str(folder), *(path or os.getcwd() for path in sys.path)]
     environment = knobs.environment() | {"PYTHONPATH": os.pathsep.join(paths)}
     seconds = knobs.compile_timeout.get()
@@ -130,15 +126,15 @@ def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> Non
     except subprocess.TimeoutExpired as error:
         raise CompileTimeout(f"{kernel} by {folder}", seconds) from error
     if done.returncode:
-        said = "; ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
-        raise InvalidArtefact(f"{kernel} by the Triton in {folder}", said)
+        last_lines = "; ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
+        raise InvalidArtefact(f"{kernel} by the Triton in {folder}", last_lines)
 
 
 def compile_here(request: Mapping[str, Any]) -> None:
     """Compile the kernel of a request of :func:`compiled`; runs in the other process."""
     target = GPUTarget("cuda", request["arch"], 32)
     use_target(target)
-    function = _found(request["module"], request["file"], request["function"])
+    function = _import_kernel(request["module"], request["file"], request["function"])
     made_for = Specialisation.from_tree(request["arguments"])
     unreadable = [tree for tree in made_for.constants.values() if not can_be_read(tree)]
     if unreadable:
@@ -150,7 +146,7 @@ def compile_here(request: Mapping[str, Any]) -> None:
     files.export(triton.compile(source, target=target, options=request["options"]), request["out"])
 
 
-def _found(module_name: str, file: str, function: str) -> Any:
+def _import_kernel(module_name: str, file: str, function: str) -> Any:
     """Return the kernel without decorators that select configs, such as ``triton.autotune``."""
     try:
         if module_name == "__main__":

@@ -91,11 +91,7 @@ def _join_world() -> None:
 
 
 def _use_shared_gpu(gpu: int) -> None:
-    """Make ``gpu``, which other ranks use too, the current device. Collective.
-
-    Raises:
-        DeviceUnavailable: on every rank, if any rank cannot use its GPU.
-    """
+    """Make ``gpu``, which other ranks use too, the current device. Collective."""
     ranks = group_for()
     places = ranks.all_gather("GPUs of the ranks", Place.of(gpu))
     for machine in sorted({place.machine for place in places}):

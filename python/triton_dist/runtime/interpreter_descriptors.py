@@ -31,9 +31,7 @@ def _view(desc: Any, indices: Sequence[Any], dtype: Any) -> tuple[Any, tuple[sli
     """Return (view of the tensor's elements in the block at ``indices``, their position in the
     block).
 
-    Raises:
-        ValueError: the block starts at a byte offset that is not a multiple of 16, which TMA
-            requires.
+    Raise ``ValueError`` if the block's byte offset is not a multiple of 16, which TMA requires.
     """
     address, shape, strides, inside = desc.base.data.item(), [], [], []
     start = 0

@@ -107,21 +107,19 @@ def reduced_model(model: str, num_layers: int | None, folder: str) -> str:
 
 def operand(args: argparse.Namespace, *shape: int) -> torch.Tensor:
     """Return random values from 0 to 0.1, equal on all ranks."""
-    made = torch.rand(shape, generator=torch.Generator().manual_seed(args.seed)) / 10
-    return made.to(dtype_named(args.dtype)).to(current_device().torch_device)
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(args.seed)) / 10
+    return values.to(dtype_named(args.dtype)).to(current_device().torch_device)
 
 
 def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
 
 
-def batch_and_tokens(
-    args: argparse.Namespace, most_batch: int, most_tokens: int
-) -> tuple[int, int]:
+def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) -> tuple[int, int]:
     """Return the number of sequences, a multiple of the ranks, and of tokens; few on CPU ranks."""
     size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
     if not is_cuda():
-        batch, tokens = min(batch, most_batch), min(tokens, most_tokens)
+        batch, tokens = min(batch, max_batch), min(tokens, max_tokens)
     return max(1, batch // size) * size, tokens
 
 

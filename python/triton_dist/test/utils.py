@@ -81,10 +81,7 @@ def at_least(least: int) -> Callable[[str], int]:
 class ScriptParser(argparse.ArgumentParser):
     """An argument parser that prints messages only on rank 0; every rank parses.
 
-    Args:
-        description: text for ``--help``: the script's docstring.
-        cases: choices of ``--case``.
-        default: default case; ``None``: run all cases in sequence.
+    ``default`` is the default of ``--case``; ``None``: run all cases in sequence.
     """
 
     def __init__(self, description: str | None, cases: Iterable[str], default: str | None) -> None:
@@ -194,14 +191,7 @@ def report_passed(details: str) -> None:
 def report_tuning(
     op: AutoTuner[..., Any], autotune: bool, tuned_now: bool, /, *operands: Any, **options: Any
 ) -> None:
-    """Print the config in use and its origin.
-
-    Args:
-        op: the tuned op.
-        autotune: the script's option; the environment can disable tuning too.
-        tuned_now: this process has tuned the op.
-        operands, options: arguments of the call.
-    """
+    """Print the config in use and its origin; the environment may turn tuning off."""
     if not (autotune and knobs.autotune.get()):
         dist_print("no tuning: default config")
         return
@@ -219,9 +209,6 @@ def report_times(
     """Print a table of medians, with ratios if times are meaningful.
 
     Args:
-        title: text with op, shape and dtype.
-        candidates: timed calls by name.
-        samples: times in ms of the slowest rank, by name.
         serial: name of the candidate that runs the parts in sequence.
         transfer: name of the op's collective.
     """

@@ -61,10 +61,10 @@ def assert_allclose(
             f"the largest expected value is {wanted.abs().max().item():.6g}: zeros would pass with "
             f"atol={atol} and rtol={rtol}, so nothing was checked"
         )
-    alike = (found == wanted) | (found.isnan() & wanted.isnan())  # inf - inf would be NaN
-    difference = torch.where(alike, 0.0, found - wanted).abs()
+    equal = (found == wanted) | (found.isnan() & wanted.isnan())  # inf - inf would be NaN
+    difference = torch.where(equal, 0.0, found - wanted).abs()
     excess = torch.where(difference.isfinite(), difference - bound, torch.inf)
-    excess = torch.where(alike, 0.0, excess)
+    excess = torch.where(equal, 0.0, excess)
     mismatches = int((excess > 0).sum())
     if mismatches == 0:
         return

@@ -1,7 +1,7 @@
 """Spawn ranks for tests: processes of one world that serve one call or many.
 
-Joining a world costs a rank some tenths of a second, and on a GPU some seconds: a context, imports
-and kernel loading. Tests on GPUs therefore share ranks.
+A rank needs some tenths of a second to join a world, and some seconds on a GPU, where it also
+creates a context and loads kernels. Tests on GPUs therefore share ranks.
 
 Ranks are forked from a server that has already imported torch, Triton and the tuner. A forked rank
 starts in tens of milliseconds, a fresh interpreter in some seconds.
@@ -107,7 +107,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         for rank in ranks:
             rank.process.kill()
         for rank in ranks:
-            rank.leave()
+            rank.join_killed()
         if ranks:
             self._folder.cleanup()
 
@@ -125,7 +125,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         if str(getattr(main, "__file__", "")).endswith("triton/runtime/interpreter.py"):
             del main.__file__
         with _environment_of_ranks(base):
-            context = multiprocessing.get_context("spawn") if self.fresh else _context(base)
+            context = multiprocessing.get_context("spawn") if self.fresh else _process_context(base)
             for rank in range(self.world_size):
                 stacks = str(Path(self._folder.name, f"{rank}.stacks"))
                 task = RankTask(
@@ -151,12 +151,12 @@ class _Rank:
         self.rank = task.rank
         self.value = b""
         self.stacks = Path(task.stacks)
-        self.messages, theirs = context.Pipe()
+        self.messages, child_end = context.Pipe()
         self.process = context.Process(
-            target=rank_process.main, args=(task, theirs), name=f"rank {task.rank}"
+            target=rank_process.main, args=(task, child_end), name=f"rank {task.rank}"
         )
         self.process.start()
-        theirs.close()  # only the rank still has this end: its death closes the pipe
+        child_end.close()  # only the rank still has this end: its death closes the pipe
 
     def send(self, call: RankCall, last: bool) -> None:
         """Send ``call``. The death of a rank is reported by ``receive``."""
@@ -170,7 +170,9 @@ class _Rank:
             report: Returned | RankFailure = pickle.loads(self.messages.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(EXIT_SECONDS)
-            return RankFailure("Died", f"{self._ending()} before it reported", self._stacks_text())
+            return RankFailure(
+                "Died", f"{self._exit_text()} before it reported", self._stacks_text()
+            )
         if last or isinstance(report, RankFailure):
             self.process.join(EXIT_SECONDS)
         if isinstance(report, RankFailure):
@@ -178,12 +180,12 @@ class _Rank:
         if last and self.process.exitcode != 0:
             self.dump_stacks()
             return RankFailure(
-                "Died", f"{self._ending()} after its function returned", self._stacks_text()
+                "Died", f"{self._exit_text()} after its function returned", self._stacks_text()
             )
         self.value = report.value
         return None
 
-    def stuck(self, message: str) -> RankFailure:
+    def timed_out(self, message: str) -> RankFailure:
         return RankFailure("TimedOut", message, self._stacks_text())
 
     def dump_stacks(self) -> None:
@@ -191,7 +193,7 @@ class _Rank:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, rank_process.STACKS_SIGNAL)
 
-    def leave(self) -> None:
+    def join_killed(self) -> None:
         """Wait until the killed process has exited; give up after ``EXIT_SECONDS``.
 
         A process whose GPU runs an endless kernel may not exit.
@@ -206,7 +208,7 @@ class _Rank:
             self.process.close()
         self.messages.close()
 
-    def _ending(self) -> str:
+    def _exit_text(self) -> str:
         code = self.process.exitcode
         if code is None:
             return f"did not exit within {EXIT_SECONDS:.0f} s"
@@ -250,7 +252,9 @@ def _collect(
         if not ready:
             for spawned in pending.values():
                 spawned.dump_stacks()
-            return failures | {spawned.rank: spawned.stuck(overdue) for spawned in pending.values()}
+            return failures | {
+                spawned.rank: spawned.timed_out(overdue) for spawned in pending.values()
+            }
         for messages in ready:
             spawned = pending.pop(messages)
             failure = spawned.receive(last)
@@ -313,7 +317,7 @@ def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
         knobs.replace_environment(before)
 
 
-def _context(environment: Mapping[str, str]) -> Any:
+def _process_context(environment: Mapping[str, str]) -> Any:
     """Return the multiprocessing context for new ranks: the fork server or fresh interpreters.
 
     torch and Triton read some variables at import. If they differ from the variables of the

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from triton_dist import knobs
 from triton_dist._traceback import format_exception
-from triton_dist.errors import RankFailure, cause_of
+from triton_dist.errors import RankFailure, original_error
 from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
 from triton_dist.testing.assertions import poisoned_empty
 
@@ -50,7 +50,7 @@ class RankCall:
     """One call of a rank."""
 
     environment: dict[str, str]
-    call: bytes
+    pickled: bytes
     """Pickled ``(fn, args)``. Unpickling imports the module of ``fn``, so it must wait until the
     environment is set: Triton chooses between interpreting and compiling at decoration."""
 
@@ -73,9 +73,9 @@ def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
     faulthandler.register(STACKS_SIGNAL, stacks)
     knobs.replace_environment(task.environment)
     torch.set_num_threads(1)
-    failure = _failure_of(lambda: _join(task))
-    while (asked := _next_call(messages)) is not None:
-        report = failure or _report(task, asked)
+    failure = _failure_of(lambda: _join_world(task))
+    while (call := _next_call(messages)) is not None:
+        report = failure or _report(task, call)
         # Plain pickle: multiprocessing's pickler would pass tensors through files in /dev/shm.
         messages.send_bytes(pickle.dumps(report))
         if isinstance(report, RankFailure):
@@ -90,7 +90,7 @@ def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
         os._exit(0)
 
 
-def _join(task: RankTask) -> None:
+def _join_world(task: RankTask) -> None:
     if task.device == "cuda":
         torch.cuda.set_device(gpu_of(task.rank))
     if task.init:
@@ -109,12 +109,12 @@ def _next_call(messages: connection.Connection[Any, Any]) -> RankCall | None:
     return call
 
 
-def _report(task: RankTask, asked: RankCall) -> Returned | RankFailure:
+def _report(task: RankTask, call: RankCall) -> Returned | RankFailure:
     returned: list[bytes] = []
 
     def run() -> None:
-        knobs.replace_environment(asked.environment)
-        fn, args = pickle.loads(asked.call)
+        knobs.replace_environment(call.environment)
+        fn, args = pickle.loads(call.pickled)
         with poisoned_empty() if task.poison_empty else nullcontext():
             returned.append(pickle.dumps(fn(*args)))
 
@@ -125,7 +125,7 @@ def _failure_of(work: Callable[[], object]) -> RankFailure | None:
     try:
         work()
     except BaseException as error:  # report whatever ended the rank
-        cause, message = cause_of(error), str(error)
+        cause, message = original_error(error), str(error)
         if cause is not error:
             message = f"{cause}; then {type(error).__name__}: {message}"
         return RankFailure(type(cause).__name__, message, format_exception(error))

@@ -92,7 +92,7 @@ class Replay:
 
     def __init__(self, runs: Mapping[str, Sequence[float] | Failure]) -> None:
         self._runs = runs
-        self._taken: dict[str, int] = {}
+        self._run_counts: dict[str, int] = {}
         self.milliseconds = 0.0
 
     def __call__(self, /, **config: Any) -> None:
@@ -108,9 +108,9 @@ class Replay:
         runs = self._runs[config.digest]
         if isinstance(runs, Failure):
             raise CandidateFailed(f"{config}: {runs}")
-        taken = self._taken.get(config.digest, 0)
-        self._taken[config.digest] = taken + 1
-        self.milliseconds += runs[taken % len(runs)]
+        index = self._run_counts.get(config.digest, 0)
+        self._run_counts[config.digest] = index + 1
+        self.milliseconds += runs[index % len(runs)]
 
     def attempt(self, request: Request, policy: Policy) -> Outcome:
         """Return the outcome of ``request`` in a tuning.
@@ -120,7 +120,7 @@ class Replay:
         runs = self._runs[request.config.digest]
         if isinstance(runs, Failure):
             return runs
-        if request.config.digest not in self._taken:
+        if request.config.digest not in self._run_counts:
             self.run(request.config)
         times = []
         for _ in range(policy.warmup + request.samples):
@@ -130,7 +130,7 @@ class Replay:
         return Measurement(tuple(times[policy.warmup :]), policy.warmup)
 
 
-Make = Callable[[Sequence[Config], Policy, int], protocols.Search]
+MakeSearch = Callable[[Sequence[Config], Policy, int], protocols.Search]
 """Create a search from candidates, a policy and a seed."""
 
 
@@ -164,7 +164,9 @@ def medians(space: RecordedSpace) -> dict[str, float]:
     }
 
 
-def regret(space: RecordedSpace, make: Make, policy: Policy, seed: int) -> tuple[float, int, float]:
+def regret(
+    space: RecordedSpace, make: MakeSearch, policy: Policy, seed: int
+) -> tuple[float, int, float]:
     """Replay one tuning, with the recorded runs shuffled by ``seed``.
 
     Returns:
@@ -173,29 +175,29 @@ def regret(space: RecordedSpace, make: Make, policy: Policy, seed: int) -> tuple
     """
     draw = random.Random(seed)
     runs = {
-        digest: own if isinstance(own, Failure) else tuple(draw.sample(own, len(own)))
-        for digest, own in space.runs.items()
+        digest: times if isinstance(times, Failure) else tuple(draw.sample(times, len(times)))
+        for digest, times in space.runs.items()
     }
     replay, outcomes, spent = Replay(runs), dict[str, Outcome](), 0.0
     # The order of a recorded space is arbitrary: any config may be the default.
     candidates = draw.sample(space.configs, len(space.configs))
-    taken = time.process_time()
+    started_at = time.process_time()
     search = make(candidates, policy, seed)
     while (request := search.ask()) is not None:
-        spent += time.process_time() - taken
+        spent += time.process_time() - started_at
         outcome = replay.attempt(request, policy)
         digest = request.config.digest
         outcomes[digest] = joined(outcomes.get(digest), outcome)
-        taken = time.process_time()
+        started_at = time.process_time()
         search.tell(request, outcome)
-    true = medians(space)
+    median_times = medians(space)
     chosen = winner(list(outcomes.values()), policy.indifference)
-    found = math.inf if chosen is None else true[list(outcomes)[chosen]]
-    return found / min(true.values()) - 1, len(outcomes), spent
+    found = math.inf if chosen is None else median_times[list(outcomes)[chosen]]
+    return found / min(median_times.values()) - 1, len(outcomes), spent
 
 
 def score(
-    space: RecordedSpace, name: str, make: Make, policy: Policy, seeds: Iterable[int]
+    space: RecordedSpace, name: str, make: MakeSearch, policy: Policy, seeds: Iterable[int]
 ) -> Score:
     """Replay one tuning per seed and summarise them."""
     results = [regret(space, make, policy, seed) for seed in seeds]

@@ -15,7 +15,7 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-_SECONDS = 60.0
+_CALL_SECONDS = 60.0
 """Longest time of a call before capture."""
 
 
@@ -67,7 +67,7 @@ def interleaved(
         raise InvalidArgument("interleaved", "rounds", rounds, "an int, 1 or more")
     device, ranks = current_device(), group_for(group)
     device.flush_cache()  # allocate its memory before ranks wait for one another
-    own: dict[str, list[float]] = {name: [] for name in candidates}
+    milliseconds: dict[str, list[float]] = {name: [] for name in candidates}
     queueing = 0.0  # longest host time of a call, in seconds
 
     def delay_stream() -> None:
@@ -85,8 +85,10 @@ def interleaved(
             timer.stop()
             device.synchronize()
             if round_number >= warmup_rounds:
-                own[name].append(timer.milliseconds())
-    slowest = ranks.maximum("interleaved timing", [t for times in own.values() for t in times])
+                milliseconds[name].append(timer.milliseconds())
+    slowest = ranks.maximum(
+        "interleaved timing", [t for times in milliseconds.values() for t in times]
+    )
     return {
         name: Samples(tuple(slowest[i * rounds : (i + 1) * rounds]))
         for i, name in enumerate(candidates)
@@ -103,4 +105,4 @@ def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
         return call
     for _ in range(warmup - 1):
         call()
-    return device.capture(call, _SECONDS)  # runs the call once more before the capture
+    return device.capture(call, _CALL_SECONDS)  # runs the call once more before the capture

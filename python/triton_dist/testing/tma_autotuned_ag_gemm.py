@@ -32,12 +32,7 @@ class TmaAutotunedAgGemm:
     """AllGather-GEMM whose kernel cannot be timed alone.
 
     The kernel waits for rows that other ranks send in the same call, and depends on an epoch that
-    each call advances.
-
-    Args:
-        buffer: buffer for the shards of A.
-        configs: configs of the kernel; default: all tiles of ``get_config_space``.
-        race: drop clear losers early.
+    each call advances. ``race``: drop clear losers early.
     """
 
     def __init__(

@@ -68,15 +68,15 @@ class KernelMarks:
         spans = trace.spans(content, self._readings)
         name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
         middle = (spans[name].begin + spans[name].end) / 2
-        zero = self._readings[name].nanoseconds() - int(middle * 1e3)
-        placed = [
-            (mark, (mark.begin_ns - zero) / 1e3, (mark.end_ns - mark.begin_ns) / 1e3)
+        trace_start_ns = self._readings[name].nanoseconds() - int(middle * 1e3)
+        marks_in_us = [
+            (mark, (mark.begin_ns - trace_start_ns) / 1e3, (mark.end_ns - mark.begin_ns) / 1e3)
             for mark in marks
         ]
         for facts in trace.calls_of(content):
             begin, end = facts["begin_us"], facts["begin_us"] + facts["ms"] * 1e3
-            facts["marks"] = shares([m for m, at, _ in placed if begin <= at <= end])
-        content["traceEvents"] += _events(placed)
+            facts["marks"] = shares([m for m, at, _ in marks_in_us if begin <= at <= end])
+        content["traceEvents"] += _trace_events(marks_in_us)
         content[trace.SCOPE]["marks"] = {"kept": len(marks), "made": made}
 
 
@@ -86,27 +86,29 @@ def shares(marks: list[Mark]) -> dict[str, float]:
     The time of a program is from its first mark to its last. A nested mark counts for both marks.
     """
     rows: dict[tuple[int, int], tuple[int, int]] = {}
-    spent = dict.fromkeys(MARK_NAMES, 0)
+    ns_by_name = dict.fromkeys(MARK_NAMES, 0)
     for mark in marks:
         row = mark.program, mark.group
         begin, end = rows.get(row, (mark.begin_ns, mark.end_ns))
         rows[row] = min(begin, mark.begin_ns), max(end, mark.end_ns)
-        spent[mark.name] += mark.end_ns - mark.begin_ns
+        ns_by_name[mark.name] += mark.end_ns - mark.begin_ns
     whole = sum(end - begin for begin, end in rows.values())
-    return {name: ns / whole for name, ns in spent.items() if ns and whole}
+    return {name: ns / whole for name, ns in ns_by_name.items() if ns and whole}
 
 
-def _events(placed: list[tuple[Mark, float, float]]) -> Iterator[trace.Event]:
+def _trace_events(marks_in_us: list[tuple[Mark, float, float]]) -> Iterator[trace.Event]:
     rows: Mapping[tuple[int, int], int] = {
         row: number
-        for number, row in enumerate(sorted({(mark.program, mark.group) for mark, _, _ in placed}))
+        for number, row in enumerate(
+            sorted({(mark.program, mark.group) for mark, _, _ in marks_in_us})
+        )
     }
     for (program, group), number in rows.items():
         warps = f", warps {4 * group} to {4 * group + 3}" if group else ""
-        yield _named("thread_name", number, f"program {program}{warps}")
+        yield _name_event("thread_name", number, f"program {program}{warps}")
     if rows:
-        yield _named("process_name", 0, PROCESS)
-    for mark, begin_us, us in placed:
+        yield _name_event("process_name", 0, PROCESS)
+    for mark, begin_us, us in marks_in_us:
         about: dict[str, Any] = {"program": mark.program, "group": mark.group}
         number = rows[mark.program, mark.group]
         yield {
@@ -115,5 +117,5 @@ def _events(placed: list[tuple[Mark, float, float]]) -> Iterator[trace.Event]:
         }  # fmt: skip
 
 
-def _named(what: str, number: int, name: str) -> trace.Event:
+def _name_event(what: str, number: int, name: str) -> trace.Event:
     return {"ph": "M", "name": what, "pid": PROCESS, "tid": number, "args": {"name": name}}

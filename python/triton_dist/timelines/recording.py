@@ -81,14 +81,17 @@ def group_profile(
         raise InvalidArgument("group_profile", "tool", tool, "'torch', with marks=True")
     ranks, parts = group_for(group), Path(folder) / name
     process, failure = os.getpid(), ""
-    ending = _PROTON if tool == "proton" else "json.gz" if compress else "json"
-    own, merged = parts / f"rank-{ranks.rank}.{ending}", parts.with_name(f"{name}_merged.{ending}")
+    suffix = _PROTON if tool == "proton" else "json.gz" if compress else "json"
+    rank_file, merged = (
+        parts / f"rank-{ranks.rank}.{suffix}",
+        parts.with_name(f"{name}_merged.{suffix}"),
+    )
     if tool == "proton":
-        with scopes.recorded(own):
+        with scopes.proton_recording(rank_file):
             yield
     else:
-        _agree_to_write(ranks, own, merged)
-        recording = Recording(own, _clock_of(ranks), marks)
+        _check_writable_everywhere(ranks, rank_file, merged)
+        recording = Recording(rank_file, _clock_offset(ranks), marks)
         with recording.on():
             yield
         failure = recording.failure
@@ -96,7 +99,7 @@ def group_profile(
         return
     ranks.barrier("timelines are written", _WRITING_SECONDS)
     if ranks.is_leader and merge_group:
-        files = [each for each in files_of_ranks(parts, ending) if each[0] < ranks.size]
+        files = [each for each in files_of_ranks(parts, suffix) if each[0] < ranks.size]
         try:
             merge_files(files, merged)
             for _, file in files if keep_merged_only else ():
@@ -180,22 +183,22 @@ class Recording:
                 self.failure = f"{self._file} is not written: {type(error).__name__}: {error}"
 
 
-def files_of_ranks(folder: Path, ending: str) -> list[tuple[int, Path]]:
+def files_of_ranks(folder: Path, suffix: str) -> list[tuple[int, Path]]:
     """Return (rank, file) of all files that ranks have written, sorted by rank, then by age."""
-    found = [(int(f.name.split(".")[0][5:]), f) for f in folder.glob(f"rank-*.{ending}")]
+    found = [(int(f.name.split(".")[0][5:]), f) for f in folder.glob(f"rank-*.{suffix}")]
     found = [each for each in found if not each[1].name.endswith(".torch.json")]
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime_ns))
 
 
 def merge_files(files: Sequence[tuple[int, Path]], merged: Path) -> None:
-    """Merge the files of ranks into ``merged``."""
+    """Merge the files of ranks, of either tool."""
     if merged.suffix == f".{_PROTON}":
         scopes.merge(files, merged)
     else:
         trace.write(trace.merge([(rank, trace.read(file)) for rank, file in files]), merged)
 
 
-def _agree_to_write(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
+def _check_writable_everywhere(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
     """Raise on every rank if some rank cannot write its files. Collective."""
     why = ""
     try:
@@ -210,7 +213,7 @@ def _agree_to_write(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
             raise InvalidArgument("group_profile", "folder", folder, expected)
 
 
-def _clock_of(ranks: ProcessGroupRanks | SoloRank) -> int:
+def _clock_offset(ranks: ProcessGroupRanks | SoloRank) -> int:
     """Return the offset in ns from this rank's clock to the first rank's clock. Collective."""
     readings = []
     for number in range(_READINGS):
@@ -228,8 +231,8 @@ FAILED = ".failed"
 class ProgramRecording:
     """A recording of calls ``first`` to ``last`` of tuned functions; nested calls do not count.
 
-    It is written after call ``last`` or at the end of the process. On an error the reason is
-    written to the file ``failed``, and the program continues. A forked child records nothing.
+    It is written after call ``last`` or at the end of the process. After an error, the program
+    continues and the reason is written to ``<file>.failed``. A forked child records nothing.
     """
 
     def __init__(self, file: Path, first: int, last: int, marks: bool) -> None:
@@ -249,14 +252,14 @@ class ProgramRecording:
             return
         outer = not getattr(self._inside, "call", False)
         entered = ExitStack()
-        with self._harmless():
-            entered.enter_context(self._entered(outer, tuned, args, kwargs))
+        with self._errors_reported():
+            entered.enter_context(self._call_scope(outer, tuned, args, kwargs))
         self._inside.call = True
         try:
             yield
         finally:
             self._inside.call = not outer
-            with self._harmless():
+            with self._errors_reported():
                 entered.close()
 
     def stop(self) -> None:
@@ -267,7 +270,7 @@ class ProgramRecording:
             if recording.failure:
                 self._fail(recording.failure)
 
-    def _entered(
+    def _call_scope(
         self, outer: bool, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[None]:
         """Return the context manager that a call is made in."""
@@ -290,7 +293,7 @@ class ProgramRecording:
         return nullcontext()
 
     @contextmanager
-    def _harmless(self) -> Iterator[None]:
+    def _errors_reported(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:

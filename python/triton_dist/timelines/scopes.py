@@ -18,9 +18,9 @@ from triton_dist.timelines import trace
 
 Facts: TypeAlias = dict[str, Any]
 """Plain text and numbers about a call, by name."""
-Opened: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
+MakeScope: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
 """Return a profiler scope, given its name and facts."""
-Marked: TypeAlias = Callable[[], AbstractContextManager[object]]
+MakeMarking: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Return the context manager for a call whose kernels make marks."""
 _NUMBERS = ("flops", "bytes", "link_bytes")
 
@@ -37,11 +37,14 @@ class Scopes:
     """
 
     def __init__(
-        self, opened: Opened, marked: Marked = nullcontext, nvtx_range: bool = True
+        self,
+        make_scope: MakeScope,
+        make_marking: MakeMarking = nullcontext,
+        nvtx_range: bool = True,
     ) -> None:
         self.calls: dict[str, Facts] = {}
-        self._opened, self._marked = opened, marked
-        self._ranged = current_device().nvtx_range if nvtx_range else nullcontext
+        self._make_scope, self._make_marking = make_scope, make_marking
+        self._nvtx_range = current_device().nvtx_range if nvtx_range else nullcontext
         # Import all ops and query the driver now instead of in the first call.
         _opinfos()
         device_peak()
@@ -59,10 +62,10 @@ class Scopes:
         self.calls[name] = facts
         before = tuned.tuning_count
         with ExitStack() as scopes:
-            scopes.enter_context(self._ranged(title))
+            scopes.enter_context(self._nvtx_range(title))
             numbers = {key: value for key, value in facts.items() if key in _NUMBERS}
-            scopes.enter_context(self._opened(name, numbers))
-            scopes.enter_context(self._marked())
+            scopes.enter_context(self._make_scope(name, numbers))
+            scopes.enter_context(self._make_marking())
             try:
                 yield
             finally:
@@ -104,13 +107,8 @@ def _opinfos() -> dict[int, Any]:
 
 
 @contextmanager
-def recorded(file: Path) -> Iterator[None]:
-    """Context manager that records the region into ``file``.
-
-    Raises:
-        InvalidArgument: this process has no GPU; Proton only times GPU kernels.
-        DeviceUnavailable: another profiler of this process uses the driver.
-    """
+def proton_recording(file: Path) -> Iterator[None]:
+    """Context manager that records the region into ``file`` with Proton, on GPUs only."""
     device = current_device()
     if device.name != "cuda":
         expected = "'torch' on CPU ranks: Proton only times GPU kernels"

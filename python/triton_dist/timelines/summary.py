@@ -15,7 +15,7 @@ class OpSummary:
     Attributes:
         run: index of the program, if ranks have run several programs one after another.
         calls: number of calls per rank, without calls that tuned.
-        tuned_calls: number of calls that tuned; they are excluded from all other attributes.
+        tuned_calls: number of calls that tuned; all other attributes exclude them.
         ms: time of the slowest rank in ms, median over calls.
         ms_by_rank: median time of each rank in ms.
         skew_us: time from the first rank's start to the last rank's start in us, median over calls.
@@ -24,7 +24,7 @@ class OpSummary:
         limit_ms: the time in ms that ``bound`` takes at its peak rate.
         marks: share of the time of all kernel programs, by mark name, over all ranks and calls;
             ``None``: recorded without marks.
-        share: reached share of the peak: ``limit_ms / ms``.
+        share: ``limit_ms / ms``.
     """
 
     op: str
@@ -74,7 +74,7 @@ class OpSummary:
         return None if amount is None or not self.ms else amount / self.ms / unit
 
 
-_OF_CASE = ("flops", "bytes", "link_bytes", "bounds_ms", "limit_ms")
+_WORK_FIELDS = ("flops", "bytes", "link_bytes", "bounds_ms", "limit_ms")
 
 
 def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
@@ -82,40 +82,40 @@ def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
 
     Calls of different ranks are matched by their order, because all ranks make the same calls.
     """
-    kinds: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
+    by_case: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
     for call in sorted(calls, key=lambda call: int(call["call"])):
         names = ("op", "shape", "dtype", "num_ranks", "run")
-        kind = tuple(call.get(name) for name in names)
-        kinds.setdefault(kind, {}).setdefault(int(call["rank"]), []).append(call)
-    found = [_summary(by_rank) for by_rank in kinds.values()]
+        case = tuple(call.get(name) for name in names)
+        by_case.setdefault(case, {}).setdefault(int(call["rank"]), []).append(call)
+    found = [_summary(by_rank) for by_rank in by_case.values()]
     return sorted(found, key=lambda each: -(each.ms or 0.0) * each.calls)
 
 
 def _summary(by_rank: Mapping[int, list[Mapping[str, Any]]]) -> OpSummary:
     timed = {r: [call for call in calls if not call["tuned"]] for r, calls in by_rank.items()}
-    together = list(zip(*timed.values(), strict=False))
-    some = next(iter(by_rank.values()))[0]
+    matched = list(zip(*timed.values(), strict=False))
+    example = next(iter(by_rank.values()))[0]
     tuned = max(sum(bool(call["tuned"]) for call in calls) for calls in by_rank.values())
-    begins = [[call["begin_us"] for call in calls] for calls in together]
+    begins = [[call["begin_us"] for call in calls] for calls in matched]
     return OpSummary(
-        op=some["op"],
-        shape=some.get("shape", ""),
-        dtype=some.get("dtype", ""),
-        num_ranks=some.get("num_ranks", 1),
-        run=some.get("run", 0),
-        calls=len(together),
+        op=example["op"],
+        shape=example.get("shape", ""),
+        dtype=example.get("dtype", ""),
+        num_ranks=example.get("num_ranks", 1),
+        run=example.get("run", 0),
+        calls=len(matched),
         tuned_calls=tuned,
-        ms=_median([max(call["ms"] for call in calls) for calls in together]),
+        ms=_median([max(call["ms"] for call in calls) for calls in matched]),
         ms_by_rank={
             rank: statistics.median(call["ms"] for call in calls)
             for rank, calls in sorted(timed.items())
             if calls
         },
         marks=_mean_shares(
-            [call["marks"] for calls in together for call in calls if "marks" in call]
+            [call["marks"] for calls in matched for call in calls if "marks" in call]
         ),
         skew_us=_median([max(each) - min(each) for each in begins]) or 0.0,
-        **{name: some[name] for name in _OF_CASE if name in some},
+        **{name: example[name] for name in _WORK_FIELDS if name in example},
     )
 
 

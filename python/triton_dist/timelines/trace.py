@@ -16,9 +16,9 @@ Event: TypeAlias = dict[str, Any]
 
 SCOPE = "triton_dist"
 """Key of a call's facts in the arguments of its event, and of a rank's facts in its trace."""
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_MARK, _DEVICE_MARK = "user_annotation", "gpu_user_annotation"
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY = "user_annotation", "gpu_user_annotation"
 
 
 # A name, up to the end of its line or the next key.
@@ -65,33 +65,36 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
     copies. Without device events, as on CPU ranks, the span is the scope itself.
     """
     events: list[Event] = trace["traceEvents"]
-    work: dict[Any, list[Event]] = {}
+    device_events: dict[Any, list[Event]] = {}
     launched: dict[Any, list[tuple[float, Any]]] = {}
-    marked: dict[str, list[Event]] = {}
+    scope_events: dict[str, list[Event]] = {}
     for event in events:
-        if event.get("cat") == _DEVICE_MARK:
-            marked.setdefault(str(event["name"]), []).append(event)
+        if event.get("cat") == _DEVICE_SCOPE_CATEGORY:
+            scope_events.setdefault(str(event["name"]), []).append(event)
         correlation = event.get("args", {}).get("correlation")
-        if correlation is not None and event.get("cat") in _ON_DEVICE:
-            work.setdefault(correlation, []).append(event)
-        elif correlation is not None and event.get("cat") in _LAUNCHES:
+        if correlation is not None and event.get("cat") in _DEVICE_CATEGORIES:
+            device_events.setdefault(correlation, []).append(event)
+        elif correlation is not None and event.get("cat") in _LAUNCH_CATEGORIES:
             thread = (event["pid"], event["tid"])
             launched.setdefault(thread, []).append((event["ts"], correlation))
     found = {}
     for event in events:
         name = str(event.get("name"))
-        if event.get("cat") != _MARK or name not in names:
+        if event.get("cat") != _SCOPE_CATEGORY or name not in names:
             continue
         begin, end = event["ts"], event["ts"] + event["dur"]
         of_thread = launched.get((event["pid"], event["tid"]), [])
-        done = [
-            each for at, which in of_thread if begin <= at <= end for each in work.get(which, [])
+        covered = [
+            each
+            for at, which in of_thread
+            if begin <= at <= end
+            for each in device_events.get(which, [])
         ]
-        done += marked.get(name, [])
-        if done:
-            begin = min(each["ts"] for each in done)
-            end = max(each["ts"] + each["dur"] for each in done)
-        found[name] = Span(event, begin, end, bool(done))
+        covered += scope_events.get(name, [])
+        if covered:
+            begin = min(each["ts"] for each in covered)
+            end = max(each["ts"] + each["dur"] for each in covered)
+        found[name] = Span(event, begin, end, bool(covered))
     return found
 
 
@@ -108,7 +111,7 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
         event["args"] = {**event.get("args", {}), SCOPE: {"call": number, **calls[name], **device}}
     for event in trace["traceEvents"]:
         name = str(event.get("name"))
-        if event.get("cat") in (_MARK, _DEVICE_MARK) and name in calls:
+        if event.get("cat") in (_SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY) and name in calls:
             event["name"] = title_of(calls[name])
 
 

@@ -38,7 +38,7 @@ from triton_dist.errors import (
     TuningAborted,
     TuningTimeout,
     WaitTimeout,
-    cause_of,
+    original_error,
 )
 
 # The hold time of the next run decays by this factor, so one delay of the host does not lengthen
@@ -438,7 +438,7 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
     """Return ``error`` as a failure, of ``kind`` unless the class of the error sets another one."""
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
-    bases = type(cause_of(error)).__mro__
+    bases = type(original_error(error)).__mro__
     known = (_KINDS[base.__name__] for base in bases if base.__name__ in _KINDS)
     return Failure(next(known, kind), text_of(error), rank)
 
@@ -448,7 +448,7 @@ def text_of(error: Exception) -> str:
 
     If a wait for other ranks timed out in a clean-up, the exception before it comes first.
     """
-    cause = cause_of(error)
+    cause = original_error(error)
     message = (
         error_text(error) if cause is error else f"{error_text(cause)}; then {error_text(error)}"
     )

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from triton_dist._archive import (
-    LARGEST_RECORDS,
+    MAX_RECORDS_BYTES,
     RECORDS_SUFFIX,
     SUFFIX,
     Contents,
     Pack,
     PackedKernel,
     files_in,
-    opened,
+    open_pack,
 )
 from triton_dist._tuning.store.disk import read_bytes
 from triton_dist._tuning.store.layout import readable_json
@@ -91,8 +91,8 @@ class PackStore:
 def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """Yield the name and a reader of each file of records in a pack or single file."""
     if path.suffix != SUFFIX:
-        yield path.name, functools.partial(read_bytes, path, LARGEST_RECORDS)
-    elif packed := opened(path):
+        yield path.name, functools.partial(read_bytes, path, MAX_RECORDS_BYTES)
+    elif packed := open_pack(path):
         for name in packed.records:
             yield name, functools.partial(packed.record, name)
 

@@ -160,18 +160,12 @@ def agree_to_create(
     checks: Iterable[Check],
     group: Group,
 ) -> None:
-    """Return if all ranks can create ``a_context`` with equal arguments, else raise. Collective.
+    """Raise on every rank unless all ranks can create ``a_context`` with equal arguments.
+    Collective.
 
     Args:
-        function, a_context: name of the creating function and description of the context, for
-            errors.
         equal_arguments: arguments that must be equal on all ranks, by name.
         checks: checks of this rank's arguments.
-
-    Raises:
-        InvalidArgument: the arguments of this rank are invalid.
-        DeviceUnavailable: this rank cannot run kernels.
-        RankDisagreement: arguments differ between ranks, or are invalid on another rank.
     """
     try:
         error = first_error(function, checks) or (
@@ -197,7 +191,6 @@ def agree_to_create(
 
 
 def first_error(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
-    """Return the error of the first check that fails, or ``None``."""
     for argument, value, good, expected in checks:
         if not good:
             return InvalidArgument(function, argument, value, expected)
@@ -235,12 +228,7 @@ def from_1_to(most: int, name: str, value: int) -> Check:
 
 
 def checked_buffer(ctx: Any, ctx_type: type[OpContext[B]], function: str, creator: str) -> B:
-    """Return ``ctx.buffer``. ``ctx`` may also be a substitute that has a ``buffer``.
-
-    Raises:
-        InvalidArgument: ``ctx`` is not a context; ``creator`` names the function that creates one.
-        ContextFinalized: the buffer has been freed.
-    """
+    """Return ``ctx.buffer``, of a context of ``ctx_type`` or a substitute that has a ``buffer``."""
     if isinstance(ctx, ctx_type):
         if ctx._buffer is None:
             raise ContextFinalized(ctx_type.__name__)
@@ -326,13 +314,7 @@ def checked_once(
     checks: Callable[[], Iterable[Check]],
     make: Callable[[], K],
 ) -> K:
-    """Return ``make()`` for operands with this signature, after ``checks`` at the first call.
-
-    Later calls with an equal signature return the same object.
-
-    Raises:
-        InvalidArgument: a check failed.
-    """
+    """Return the cached ``make()`` of this signature; the first call runs ``checks`` before it."""
     known: K | None = cache.get(signature)
     if known is None:
         raise_first_error(function, checks())

@@ -76,7 +76,6 @@ def flag_size(flag: int) -> int:
 
 
 def flag_count(flag: int) -> int:
-    """Return the count in a flag, on the host."""
     size_bits: int = SIZE_BITS.value
     return flag >> size_bits
 
@@ -295,12 +294,7 @@ class TimeoutWord:
             self.disagreements.check()
 
     def check_waits(self) -> None:
-        """During tuning, pass the check of waits to the tuner, or check them now.
-
-        Raises:
-            WaitTimeout: a wait gave up.
-            RankDisagreement: ranks called with different sizes.
-        """
+        """During tuning, pass the check of waits to the tuner, or check them now."""
         if waits.defer(self.timeout_error) or self._device.is_capturing():
             return
         limit = waits.limit_seconds() or 0.0

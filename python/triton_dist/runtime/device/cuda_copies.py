@@ -143,8 +143,8 @@ class ConcurrentReader:
     """Reads of device memory while kernels run.
 
     Stream, event and pinned memory are created in advance, because creating them may wait for
-    running kernels. A read can still be blocked: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams
-    share one queue with the spinning kernel. Therefore a read has a time limit.
+    running kernels. A read has a time limit: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams
+    share one queue with the spinning kernel.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -80,11 +80,9 @@ def share_a_gpu(places: Sequence[Place]) -> bool:
 def sharing_error(
     places: Sequence[Place], global_rank: Callable[[int], object]
 ) -> DeviceUnavailable | None:
-    """Return why ranks that share a GPU cannot share memory, or ``None`` if they can. Equal on all
-    ranks.
+    """Return why ranks that share a GPU cannot share memory, or ``None`` if they can.
 
-    Args:
-        named: returns a rank's name for error messages.
+    The result is equal on all ranks. ``global_rank`` returns the rank to show in the message.
     """
     first = places[0]
     on_gpu = Counter((place.machine, place.bus) for place in places)

@@ -41,7 +41,6 @@ class MissingRanks(Exception):
     """Raised when messages of some ranks did not arrive.
 
     Attributes:
-        missing: the ranks whose messages are missing.
         left: the message of a rank that left.
         because: known reasons, by rank.
     """

@@ -43,8 +43,8 @@ class StoreRanks:
     ``phase`` names the purpose of a step. It appears in the error when a rank is missing, and
     different phases at one step raise on every rank.
 
-    Each tuning uses a channel of its own, with its own step numbers. Messages that the tuned
-    function sends while a config is tried are therefore not mistaken for messages of the tuner.
+    Each tuning uses a separate channel with separate step numbers, because the tuned function may
+    itself send messages while a config is tried.
 
     Channels are numbered too. Ranks may count differently, because a rank may raise in a call that
     is a hit on the other ranks. A rank *leaves* a channel when an error ends it, or instead of
@@ -53,8 +53,8 @@ class StoreRanks:
     channel that no rank has left.
 
     Args:
-        store: used by this group only, and only since its initialisation: older entries would be
-            taken for messages of this group. (torch's own groups have the same requirement.)
+        store: a store without older entries, which no other group uses. (torch's groups have the
+            same requirement.)
         world: global rank of each rank of the group; default: the same number.
     """
 
@@ -315,7 +315,6 @@ class StoreRanks:
             )
 
     def _notes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the notes of ``ranks``."""
         notes = {rank: self._mailbox.find(f"note/{self._function}/{rank}") for rank in ranks}
         return {self.global_rank(rank): text for rank, text in notes.items() if text is not None}
 
@@ -389,11 +388,7 @@ class ProcessGroupRanks(StoreRanks):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group, held by a weak reference.
-
-        Raises:
-            ReferenceError: the group was destroyed.
-        """
+        """The group, held by a weak reference. Raise ``ReferenceError`` if it was destroyed."""
         process_group = self._process_group()
         if process_group is None:
             raise ReferenceError("the process group was destroyed")

@@ -43,11 +43,7 @@ class LeaseOwner:
 
 
 class LeaseHolder:
-    """Shared lock on another process's memory, held until it is closed.
-
-    Raises:
-        OSError: the other process is not accessible through ``/proc``.
-    """
+    """Shared lock on another process's memory, held until it is closed."""
 
     def __init__(self, offer: LeaseOffer) -> None:
         self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)

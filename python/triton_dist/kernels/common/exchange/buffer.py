@@ -120,11 +120,7 @@ def checked_params(
     num_chunks: int | None,
     default: LaunchParams = DEFAULT_PARAMS,
 ) -> LaunchParams:
-    """Return the parameters that a caller passed; for ``None`` use the value of ``default``.
-
-    Raises:
-        InvalidArgument: a value is out of range.
-    """
+    """Return the parameters that a caller passed; for ``None`` use the value of ``default``."""
     passed = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
     changes = {name: n for name, n in passed.items() if n is not None}
     params = replace(params_for_device(default), **changes)

@@ -126,8 +126,6 @@ def send_lines(targets, offset, payload, line, mask, tag):
         targets: result of ``peers_at``.
         offset: begin of this rank's packets, in words.
         line: [lines], target lines. Senders and receivers must use the same assignment.
-        mask: [lines], lines that exist.
-        tag: tag of the call.
     """
     low = payload.to(tl.uint32, bitcast=True).to(tl.int64)
     words = low | (tag.to(tl.int64) << 32)

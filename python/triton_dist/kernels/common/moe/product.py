@@ -316,7 +316,6 @@ def grouped_product(
     Args:
         A: [M, K], one row per token, or [R, K], one row per route; unit stride along K.
         B: [E, K, N], any strides.
-        C: contiguous.
         blocks: map with tiles of the config's BLOCK_SIZE_M.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K; optionally GROUP_SIZE_M, and PROGRAMS, the
             number of programs per SM.

@@ -310,11 +310,7 @@ class SumCall(OpCall):
         expert_weight: torch.Tensor,
         ctx: MoESumContext,
     ) -> SumKey:
-        """Check the operands and return their key; equal signatures get the same object.
-
-        Raises:
-            InvalidArgument, ContextFinalized: the call cannot work.
-        """
+        """Check the operands; return their key, one object per signature."""
         function = cls.ctx_type.function
         device = checked_buffer(
             ctx, cls.ctx_type, function, cls.ctx_type.creator

@@ -124,11 +124,7 @@ class SummingCall(OpCall):
     def check_operands(
         cls, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, ctx: SummingContext[Any]
     ) -> ProductKey:
-        """Check the operands and return their key; equal signatures get the same object.
-
-        Raises:
-            InvalidArgument, ContextFinalized: the call cannot work.
-        """
+        """Check the operands; return their key, one object per signature."""
         function = cls.ctx_type.function
         device = checked_buffer(
             ctx, cls.ctx_type, function, cls.ctx_type.creator

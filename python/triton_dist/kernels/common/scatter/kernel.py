@@ -191,12 +191,12 @@ def scattered_gemm(
     persistent: bool,
     num_chunks: int = 1,
 ) -> Launch:
-    """Return the launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
+    """Return the launch that computes ``A @ B``, scatters its tiles, and adds up this rank's rows
+    in C.
 
     Args:
-        A, B: [M, K] and [K, N], any strides.
-        C: [M / num_ranks, N], the own rows of the sum; for ``"all"`` [M, N], of which the own rows
-            are written. Contiguous.
+        C: [M / num_ranks, N], this rank's rows of the sum; for ``"all"`` [M, N], of which these
+            rows are written. Contiguous.
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: as for ``sharded_gemm``. An A that is not contiguous uses the
             pointer kernel, too.

@@ -352,17 +352,15 @@ def exchanged_gemm(
     to_owners: bool,
     broadcasts_sums: bool = False,
 ) -> Launch:
-    """Return the launch that computes ``A @ B``, exchanges its tiles, and sums them into C.
+    """Return the launch that computes ``A @ B``, exchanges its tiles, and adds them up in C.
 
     Args:
-        A, B: [M, K] and [K, N], any strides.
         C: [M, N], contiguous. With ``to_owners`` but not ``broadcasts_sums``, [M / num_ranks, N],
             and M is a multiple of ``num_ranks``.
         bias: [N], added to the sum; contiguous.
         slots: kernel arguments of an exchange.
         shard_elements: elements of a partial in a slot.
-        persistent: read A and B through descriptors if TMA supports their layout, as
-            ``sharded_gemm``.
+        persistent: read A and B through descriptors if TMA supports their layout.
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]

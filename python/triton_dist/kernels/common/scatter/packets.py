@@ -152,14 +152,11 @@ def packet_gemm(
     num_sms: int,
     persistent: bool,
 ) -> Launch:
-    """Return the launch that computes ``A @ B``, sends it to all ranks, and sums into C.
+    """Return the launch that computes ``A @ B``, sends it to all ranks as packets, and adds up in
+    C.
 
-    Args:
-        A, B: [M, K] and [K, N], any strides.
-        C: [M, N], contiguous; its lines must fit in the packets of one source rank.
-        bias: [N], added to the sum; contiguous.
-        packets: kernel argument of an exchange.
-        persistent: read A and B through descriptors if possible, as ``exchanged_gemm``.
+    The lines of C [M, N] must fit in the packets of one source rank. ``persistent``: read A and B
+    through descriptors if TMA supports their layout.
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]

@@ -190,7 +190,6 @@ def copy_sums(
     Args:
         sums: [M, N], to which peers send.
         arrivals: int64 [tile, rank], flags of the sums.
-        config, to: arguments of the GEMM, ``scattered_gemm``.
         copy: ``False`` if C is ``sums``: the launch then only waits for all sums.
     """
     M, N = C.shape

@@ -379,13 +379,10 @@ class AsyncTP(Collective):
 
 @functools.lru_cache(maxsize=4096)
 def serial_params(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> LaunchParams:
-    """Return the launch shape of an all-gather before the GEMM, for shards of ``shard_bytes``.
+    """Return the launch parameters of an all-gather before the GEMM, for shards of ``shard_bytes``.
 
     A program moves its part of a chunk in steps of 2 KB to 8 KB. If ``num_comm_sms`` is ``None``,
     use the number of programs that was fastest for the all-gather alone on 4 H200 (4 KB to 4 MB).
-
-    Raises:
-        InvalidArgument: ``num_comm_sms`` is out of range.
     """
     if num_comm_sms is None:
         num_comm_sms = small_params(shard_bytes).num_ctas

@@ -151,12 +151,7 @@ def check_operands(
     local_copy: bool,
     gathered: torch.Tensor | None,
 ) -> ProductKey:
-    """Return the key of a call; equal signatures return one object.
-
-    Raises:
-        InvalidArgument: an operand does not fit the context.
-        ContextFinalized: ``ctx`` was finalized.
-    """
+    """Check the operands; return the key of a call, one object per signature."""
     buffer = checked_buffer(
         ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
     )
@@ -189,11 +184,7 @@ def check_operands(
 def _check_gathered(
     gathered: torch.Tensor, own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
 ) -> None:
-    """Check the output tensor ``gathered``; ``own`` is this rank's shard.
-
-    Raises:
-        InvalidArgument: wrong shape, dtype or device, or ``gathered`` overlaps ``own``.
-    """
+    """Check the output ``gathered``, which must not overlap ``own``, this rank's shard."""
 
     def checks() -> Iterator[Check]:
         shape = (own.shape[0] * ctx.num_ranks, ctx.K)

@@ -187,12 +187,7 @@ def check_operands(
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
     full_topk_ids: torch.Tensor,
 ) -> RoutedKey:
-    """Return the key of a call.
-
-    Raises:
-        InvalidArgument: an operand does not fit the context.
-        ContextFinalized: ``ctx`` was finalized.
-    """
+    """Check the operands; return the key of a call."""
     buffer = checked_buffer(
         ctx,
         MoEAllGatherGroupGEMMTensorParallelContext,

@@ -12,8 +12,7 @@ Algorithms:
 Our algorithms are one launch without a barrier. They store to peers instead of reading from them,
 because a store needs no round trip (``kernels/common/exchange/protocol.py``).
 
-Numerics: one-shot and two-shot add in fp32 in rank order and round once. Every rank gets the same
-bits, and both algorithms give the same bits. A collective adds in its library's order.
+Numerics: docs/reference/all_reduce.md.
 """
 
 from __future__ import annotations

@@ -14,13 +14,7 @@ Each rank owns one block of rows, which is cut into ``num_chunks`` chunks. With 
 travel during the last 1/W of the GEMM. With more chunks, the sums of a chunk travel while the next
 chunk is multiplied.
 
-Numerics:
-    Our kernels accumulate a tile in fp32 (fp32 operands obey
-    ``torch.backends.cuda.matmul.allow_tf32``) and round it once to the output dtype, the local tile
-    too. They add the W addends in fp32 in rank order, then the bias, and round once. One-shot and
-    two-shot return the same bits on every rank and, with one config, at every call. ``"serial"``,
-    ``"collective"`` and calls with one rank use the library's GEMM and add the bias to the rounded
-    sum. ``"collective"`` sums in the library's order.
+Numerics: docs/reference/gemm_ar.md.
 
 Design (docs/explanation/gemm_all_reduce.md):
     * A tile waits only for tiles that come earlier in the peers' order, so waits have no cycle.

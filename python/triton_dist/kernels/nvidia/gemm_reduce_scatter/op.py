@@ -14,12 +14,7 @@ In ``"fused"``, the program that computed a tile stores it into the owner's memo
 ``num_chunks`` chunks. In both, the program that computes a local tile waits for the peers' tiles
 and adds them. ``algorithms.py`` has the other algorithms.
 
-Numerics:
-    Our kernels accumulate a tile in fp32 (fp32 operands obey
-    ``torch.backends.cuda.matmul.allow_tf32``) and round it once to the output dtype, the local tile
-    too. They add the W addends in fp32 in rank order, then the bias, and round once. Equal operands
-    and configs give equal bits. ``reduce_st=True`` adds unrounded fp32 tiles in order of arrival
-    and is not deterministic. Library GEMMs add the bias to the rounded sum.
+Numerics: docs/reference/gemm_rs.md.
 
 Design (docs/explanation/gemm_reduce_scatter.md):
     * A program waits only after it has announced all its tiles for peers, so waits have no cycle.

@@ -21,10 +21,7 @@ Algorithms:
     * ``"library"``: like ``"serial"``, with torch's grouped GEMM. Tried for bf16 on compute
       capability 9.0, where torch has a native kernel.
 
-Numerics: a product is accumulated in fp32 and rounded to the dtype. Choices are weighted and added
-in fp32 in their order; the sum is rounded once and sent. Ranks are added in fp32 in rank order, and
-the result is rounded once. Equal operands and configs give equal bits, and an all-reduce gives the
-same bits on every rank. ``reduction="collective"`` adds in its library's order instead.
+Numerics: docs/reference/run_moe_reduce_rs.md.
 
 Design:
     * Columns are cut into chunks, not tokens: each chunk of tokens would read all weights again.
