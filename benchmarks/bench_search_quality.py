@@ -73,7 +73,7 @@ from triton_dist.kernels.common.gemm.sharded import (
 )
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.replay import Make, RecordedSpace, Replay, Score, score
+from triton_dist.testing.replay import MakeSearch, RecordedSpace, Replay, Score, score
 from triton_dist.testing.timing import interleaved
 
 HERE = Path(__file__).parent
@@ -279,14 +279,14 @@ class RandomSearch:
         """Ignore the result."""
 
 
-def _own(kind: Callable[..., Any]) -> Make:
+def _own(kind: Callable[..., Any]) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
         return search_for(candidates, policy, own=functools.partial(kind, seed=seed))
 
     return make
 
 
-def _model(proposer: Callable[..., Any], generation: int) -> Make:
+def _model(proposer: Callable[..., Any], generation: int) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
         return Exploring(proposer(candidates, generation, seed), candidates, policy)
 

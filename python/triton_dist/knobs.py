@@ -380,7 +380,7 @@ def put(variable: str, value: str) -> None:
 
 
 @contextmanager
-def having(variable: str, value: str) -> Iterator[None]:
+def with_value(variable: str, value: str) -> Iterator[None]:
     """Context manager that sets ``variable`` to ``value`` and restores the previous value."""
     before = os.environ.get(variable)
     os.environ[variable] = value

@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "bound: no more rows than the memory holds",
         _SUMMING,
-        "if self.A.shape[0] > most and",
+        "if self.A.shape[0] > max_rows and",
         "if self.A.shape[0] > most + 1 and",
         GEMM_AR,
     ),

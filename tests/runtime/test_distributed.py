@@ -104,7 +104,7 @@ def join_on_one_gpu(mistakes):
 
     distributed.current_device = lambda: SimpleNamespace(name="cuda", synchronize=lambda: None)
     distributed.torch.cuda.device_count = lambda: 1
-    distributed._use = use
+    distributed._set_current_gpu = use
     place = Place("a", "boot", ("", ""), "gpu", "0:1", ("gpu",), ranks_per_gpu())
     if "visible" in mistake:
         place = replace(place, visible=("gpu", "another"))

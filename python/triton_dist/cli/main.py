@@ -136,7 +136,7 @@ def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[No
     interprets, _ = interprets_kernels()
     if interprets == knobs.triton_interpret.get():
         return nullcontext()
-    return knobs.having(knobs.triton_interpret.variable, str(int(interprets)))
+    return knobs.with_value(knobs.triton_interpret.variable, str(int(interprets)))
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

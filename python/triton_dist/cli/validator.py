@@ -259,7 +259,7 @@ def load_module(name: str) -> ModuleType:
     if "" not in sys.path:  # as if a script in this folder were run
         sys.path.insert(0, "")
     try:
-        with knobs.having(knobs.autotune.variable, "0"):
+        with knobs.with_value(knobs.autotune.variable, "0"):
             if name.endswith(".py"):
                 return _from_file(Path(name).resolve())
             return importlib.import_module(name)

@@ -223,7 +223,7 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
 
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
     why = "TRITON_DIST_WAIT_TIMEOUT has expired" if overdue else "no rank can set it any more"
-    lines = [f"{wait['at']}: waits for {_awaited(wait)}: {why}. Status of the ranks:"]
+    lines = [f"{wait['at']}: waits for {_describe_wait(wait)}: {why}. Status of the ranks:"]
     told = {flag: at for state in states.values() if state for flag, at in state["told"].items()}
     for rank, state in states.items():
         if state is None:
@@ -235,11 +235,11 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
         for each in (state or {}).get("waits", ()):
             teller = told.get(each["flag"])
             last = f"last set by {teller}" if teller else "never set"
-            lines.append(f"  {each['at']}: waits for {_awaited(each)}, {last}")
+            lines.append(f"  {each['at']}: waits for {_describe_wait(each)}, {last}")
     awaited = {each["flag"] for state in states.values() if state for each in state["waits"]}
     others = [f"  {flag}: set by {at}" for flag, at in told.items() if flag not in awaited]
     return "\n".join(lines + ["Flags that were set but are not awaited:"] * bool(others) + others)
 
 
-def _awaited(wait: dict[str, Any]) -> str:
+def _describe_wait(wait: dict[str, Any]) -> str:
     return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}"

@@ -134,12 +134,12 @@ def track_origins(upstream: Any) -> Undo:
     def keep_origin(operand: int) -> Callable[..., Any]:
         """Wrap an operation in which numpy drops the subclass of operand number ``operand``."""
 
-        def made(original: Any, self: Any, *args: Any) -> Any:
+        def constructed(original: Any, self: Any, *args: Any) -> Any:
             result = original(self, *args)
             result.data = _with_origin(result.data, _origin_of(args[operand].data))
             return result
 
-        return made
+        return constructed
 
     def from_number(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
         result = original(self, src, dst_type)

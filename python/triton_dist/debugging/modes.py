@@ -124,7 +124,7 @@ class Environment:
     tool: str = ""
 
     @classmethod
-    def here(cls) -> Environment:
+    def current(cls) -> Environment:
         runs = INTERPRETER if is_interpreting() else GPU if _compiles() else NOTHING
         return cls(triton_version(), runs, knobs.debug_tool.get() or "")
 
@@ -239,7 +239,7 @@ def activate() -> tuple[str, ...]:
     if not words:
         return ()
     interactive = tuple(word for word in _INTERACTIVE if word in words)
-    environment = Environment.here()
+    environment = Environment.current()
     checks = check(words, environment)
     changed = variables_of(words) if environment.runs == GPU else {}
     for variable, value in changed.items():

@@ -116,7 +116,7 @@ class Clocks:
         return actor_number(copying=bool(self.copying.line))
 
     @property
-    def now(self) -> Any:
+    def current_clock(self) -> Any:
         """Clock of this thread's actor."""
         return self._clock_of(self.own)
 
@@ -130,15 +130,15 @@ class Clocks:
 
     def merge(self, rows: Any) -> None:
         """Merge ``rows``, the clocks of other actors, into the clock of this thread's actor."""
-        clock = self.now
+        clock = self.current_clock
         if rows.size:
             np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
 
     def publish(self) -> None:
-        """Copy this rank's clock to the board, which other ranks merge."""
-        self.board()[own_rank()] = self.advance()
+        """Copy this rank's clock to shared_clocks, which other ranks merge."""
+        self.shared_clocks()[own_rank()] = self.advance()
 
-    def board(self) -> Any:
+    def shared_clocks(self) -> Any:
         """Return a clock per rank, in memory that all ranks of this host map."""
         size, folder = knobs.world_size.get(), create_job_folder()
         if self._board[0] != (folder, size):
@@ -182,12 +182,12 @@ class ProgramOrder:
         self._released.clear()
 
     @property
-    def known(self) -> int:
+    def visible_clock(self) -> int:
         """The release up to which the running program is synchronised."""
         return self._known.get(current_program_number(), self._began)
 
     def merge(self, count: int) -> None:
-        self._known[current_program_number()] = max(self.known, count)
+        self._known[current_program_number()] = max(self.visible_clock, count)
 
     def release(self, flags: Iterable[int], count: int) -> None:
         for flag in flags:

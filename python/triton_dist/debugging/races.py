@@ -99,7 +99,7 @@ class Races:
             self._release(access)
         if access.kind == "atomic" or access.semantic == "volatile":
             return
-        own, clock = self._clocks.own, self._clocks.now
+        own, clock = self._clocks.own, self._clocks.current_clock
         for name, shadow, rows in shadows_of(access):
             who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
             unordered = (who >= 0) & (who != own) & (count > clock[who])
@@ -125,7 +125,7 @@ class Races:
                 self._unpublished.setdefault(program, []).append((shadow, rows))
 
     def _release(self, access: Access) -> None:
-        own, clock, flags = self._clocks.own, self._clocks.now, shadows_of(access)
+        own, clock, flags = self._clocks.own, self._clocks.current_clock, shadows_of(access)
         with self._exclusive() if flags else nullcontext():  # several ranks may add to one flag
             for _, shadow, rows in flags:
                 released = shadow[:, FIRST_CLOCK + clock.size :]
@@ -141,7 +141,7 @@ class Races:
         """
         if self._clocks.copying.line:
             return 0
-        own, program, known = self._clocks.own, self._program(), self._order.known
+        own, program, known = self._clocks.own, self._program(), self._order.visible_clock
         notes = shadow[rows]
         others = (notes[:, WRITER_PROGRAM] >> _PROGRAM_BITS == own) & (
             notes[:, WRITER_PROGRAM] != program
@@ -174,7 +174,7 @@ class Races:
             if kernel:
                 self._order.acquire(access.touched().tolist())
             for _, shadow, rows in shadows_of(access):
-                released = shadow[rows, FIRST_CLOCK + self._clocks.now.size :]
+                released = shadow[rows, FIRST_CLOCK + self._clocks.current_clock.size :]
                 self._clocks.merge(released)
                 if kernel:
                     self._order.merge(int(released[:, own].max(initial=0)))
@@ -184,8 +184,9 @@ class Races:
             for _, shadow, rows in shadows_of(access):
                 who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
                 known = (who >= 0) & (count < _UNPUBLISHED)
-                np.maximum.at(self._clocks.now, who[known], count[known])
-                self._order.merge(int(self._clocks.now[own]))  # packets do not record the program
+                np.maximum.at(self._clocks.current_clock, who[known], count[known])
+                # Packets do not record the program.
+                self._order.merge(int(self._clocks.current_clock[own]))
 
     def publish(self) -> None:
         """Complete the TMA stores of the running program."""
@@ -195,7 +196,7 @@ class Races:
         own = self._clocks.own
         for shadow, rows in stores:
             still = (shadow[rows, WRITER] == own + 1) & (shadow[rows, WRITER_COUNT] == _UNPUBLISHED)
-            shadow[rows[still], WRITER_COUNT] = self._clocks.now[own]
+            shadow[rows[still], WRITER_COUNT] = self._clocks.current_clock[own]
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -210,7 +211,7 @@ class Races:
         def synchronising(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._clocks.publish()
             result = original(*args, **kwargs)
-            self._clocks.merge(self._clocks.board())
+            self._clocks.merge(self._clocks.shared_clocks())
             return result
 
         def queued(original: Any, stream: Any, step: Callable[[], object]) -> None:

@@ -296,9 +296,11 @@ def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
         return [f"{head}:{ended} no answer; it was at {state['host']}"]
     lines = [f"{head}: {'waits in a kernel' if state['waits'] else 'is at ' + state['host']}"]
     for wait in state["waits"]:
-        lines.append(f"  {wait['at']}: waits for {_awaited(wait)}")
+        lines.append(f"  {wait['at']}: waits for {_describe_wait(wait)}")
     for memory in state["memories"]:
-        lines += [f"  a kernel of {memory['name']} waits for {_awaited(f)}" for f in memory["late"]]
+        lines += [
+            f"  a kernel of {memory['name']} waits for {_describe_wait(f)}" for f in memory["late"]
+        ]
         if "failed" in memory:
             lines.append(f"  {memory['name']} cannot be read: {memory['failed']}")
     lines += [f"  has set: {flag} at {at}" for flag, at in list(state["told"].items())[-4:]]
@@ -307,7 +309,7 @@ def _rank_lines(state: Mapping[str, Any], answers: bool) -> list[str]:
     return lines + [f"  {line}" for line in state["stack"]]
 
 
-def _awaited(wait: Mapping[str, Any]) -> str:
+def _describe_wait(wait: Mapping[str, Any]) -> str:
     writer = wait.get("writer")
     by = "" if writer is None else f", which rank {writer} sets"
     return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}{by}"

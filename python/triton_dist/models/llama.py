@@ -142,7 +142,7 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         cos, sin = position_embeddings
 
-        def heads(proj: nn.Linear, norm: Callable[..., Any] | None = None) -> torch.Tensor:
+        def split_heads(proj: nn.Linear, norm: Callable[..., Any] | None = None) -> torch.Tensor:
             x: torch.Tensor = proj(hidden_states).unflatten(-1, (-1, self.head_dim))
             return (x if norm is None else norm(x)).transpose(1, 2)
 
@@ -150,9 +150,12 @@ class Attention(nn.Module):
             left, right = x.chunk(2, -1)
             return x * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
 
-        q, k = rotated(heads(self.q_proj, self.q_norm)), rotated(heads(self.k_proj, self.k_norm))
+        q, k = (
+            rotated(split_heads(self.q_proj, self.q_norm)),
+            rotated(split_heads(self.k_proj, self.k_norm)),
+        )
         seen = scaled_dot_product_attention(
-            q, k, heads(self.v_proj), attention_mask,
+            q, k, split_heads(self.v_proj), attention_mask,
             is_causal=attention_mask is None, enable_gqa=True,
         )  # fmt: skip
         return self.o_proj(seen.transpose(1, 2).flatten(2)), None

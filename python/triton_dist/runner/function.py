@@ -24,16 +24,16 @@ from triton_dist.errors import ArtefactRefused, InvalidArgument, InvalidArtefact
 from triton_dist.runner import files, foreign, toolchains
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.build import build
-from triton_dist.runner.language import DUMP, Dumping, dumping
+from triton_dist.runner.language import DUMP, KernelWithDump, with_dump_argument
 from triton_dist.runner.specialisation import Specialisation, tree_of
 from triton_dist.runtime.triton_compat import triton_version
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_IN_FOLDER = {f"{level}_dir": level for level in LEVELS} | {"autotune_cubin_dir": "cubin"}
-_AS_TEXT = {f"{level}_src": level for level in LEVELS if level != "cubin"}
-_NOT_HERE = {
+_FOLDER_KEYWORDS = {f"{level}_dir": level for level in LEVELS} | {"autotune_cubin_dir": "cubin"}
+_TEXT_KEYWORDS = {f"{level}_src": level for level in LEVELS if level != "cubin"}
+_UNSUPPORTED_KEYWORDS = {
     "amdgcn_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
     "hsaco_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
     "start_pass": "a whole level: the passes in a level differ between versions of Triton",
@@ -41,41 +41,38 @@ _NOT_HERE = {
     "dump_grid": "the argument grid of runner.language.dump, in the kernel's source",
 }
 TOOLCHAIN = "toolchain"
-KEYWORDS = frozenset({"artefact", TOOLCHAIN, DUMP, *_IN_FOLDER, *_AS_TEXT, *_NOT_HERE})
+KEYWORDS = frozenset(
+    {"artefact", TOOLCHAIN, DUMP, *_FOLDER_KEYWORDS, *_TEXT_KEYWORDS, *_UNSUPPORTED_KEYWORDS}
+)
 
 
 def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
-    """Return the artefact that a launch of ``function`` selects by ``keyword``.
-
-    Raises:
-        InvalidArgument: the keyword is not supported, or the value does not fit the keyword.
-        InvalidArtefact: a file is missing or cannot be read.
-    """
-    if keyword in _NOT_HERE:
-        raise InvalidArgument(function, keyword, value, _NOT_HERE[keyword])
-    if metadata is not None and keyword not in _AS_TEXT:
+    """Return the artefact that a launch of ``function`` selects by ``keyword``."""
+    if keyword in _UNSUPPORTED_KEYWORDS:
+        raise InvalidArgument(function, keyword, value, _UNSUPPORTED_KEYWORDS[keyword])
+    if metadata is not None and keyword not in _TEXT_KEYWORDS:
         expected = "none: an artefact in a folder has its own <kernel>.json"
         raise InvalidArgument(function, "metadata_json", metadata, expected)
     if keyword == "artefact":
         if isinstance(value, Artefact):
             return _checked(value)
         raise InvalidArgument(function, keyword, value, "an artefact, as runner.load returns it")
-    level = _IN_FOLDER.get(keyword) or _AS_TEXT[keyword]
+    level = _FOLDER_KEYWORDS.get(keyword) or _TEXT_KEYWORDS[keyword]
     if not isinstance(value, (str, os.PathLike)):
         text = f"the text of a kernel in {level}, or the path of a file with one"
-        expected = "the path of a folder" if keyword in _IN_FOLDER else text
+        expected = "the path of a folder" if keyword in _FOLDER_KEYWORDS else text
         raise InvalidArgument(function, keyword, value, expected)
-    if keyword in _IN_FOLDER:
+    if keyword in _FOLDER_KEYWORDS:
         return _checked(files.load(value, function, level))
     where, text = keyword, str(value)
     if isinstance(value, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
         where, text = text, files.content(Path(text)).decode("utf-8", "replace")
     about = foreign.about(metadata, function, where)
     if about is None:
-        if level not in foreign.TELLING:
+        if level not in foreign.SELF_DESCRIBING:
             why = "pass metadata_json: the text lacks launch facts such as shared memory"
             raise InvalidArtefact(where, why)
-        about = foreign.nothing_known(function, text, where)
+        about = foreign.about_from_ir(function, text, where)
     return _checked(Artefact(level, text.encode(), about, where))
 
 
@@ -97,16 +94,18 @@ class Runner:
         self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
         """The text (``None``: a plain Triton launch) and the constants that a launch may omit, by
         keyword, value and number of positional arguments."""
-        self._with_dump: Dumping | None = None
+        self._dump_variant: KernelWithDump | None = None
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        """Return the launcher of ``grid``, with no more Python calls than Triton's own launcher."""
+        """Return the launcher of ``grid``. It makes as few Python calls as Triton's launcher."""
         run = super().run  # type: ignore[misc]
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             if not KEYWORDS.isdisjoint(kwargs):
                 if DUMP in kwargs:
-                    return self._dumping(kwargs).run(*args, grid=grid, warmup=False, **kwargs)
+                    return self._variant_with_dump(kwargs).run(
+                        *args, grid=grid, warmup=False, **kwargs
+                    )
                 self._put_artefact(len(args), kwargs)
             return run(*args, grid=grid, warmup=False, **kwargs)
 
@@ -115,7 +114,7 @@ class Runner:
     def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Launch or only compile; ``triton.autotune`` and ``warmup`` call this."""
         if DUMP in kwargs:
-            return self._dumping(kwargs).run(*args, grid=grid, warmup=warmup, **kwargs)
+            return self._variant_with_dump(kwargs).run(*args, grid=grid, warmup=warmup, **kwargs)
         try:
             if not KEYWORDS.isdisjoint(kwargs):
                 self._put_artefact(len(args), kwargs)
@@ -123,23 +122,25 @@ class Runner:
         except (ArtefactRefused, InvalidArtefact) as error:
             raise failed_config(error) from error
 
-    def _dumping(self, kwargs: dict[str, Any]) -> Any:
+    def _variant_with_dump(self, kwargs: dict[str, Any]) -> Any:
         """Return the variant of this kernel that takes ``dump_tensor``."""
         others = KEYWORDS.intersection(kwargs) - {DUMP}
         if others or self.is_gluon():  # type: ignore[attr-defined]
             expected = (
                 "a launch of a kernel in Triton's language, from its source: IR is not edited"
             )
-            raise InvalidArgument(self._named, DUMP, [DUMP, *sorted(others)], expected)
-        if self._with_dump is None:
-            self._with_dump = Dumping(self)
-        return self._with_dump
+            raise InvalidArgument(self._function_name, DUMP, [DUMP, *sorted(others)], expected)
+        if self._dump_variant is None:
+            self._dump_variant = KernelWithDump(self)
+        return self._dump_variant
 
     def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
         """Replace the artefact keyword by the text that separates kernels in Triton's cache."""
         keyword, *others = [name for name in kwargs if name in KEYWORDS]
         if others:
-            raise InvalidArgument(self._named, "keywords", [keyword, *others], "one artefact")
+            raise InvalidArgument(
+                self._function_name, "keywords", [keyword, *others], "one artefact"
+            )
         value = kwargs.pop(keyword)
         try:
             token, constants = self._known[keyword, value, positional]
@@ -160,7 +161,7 @@ class Runner:
             found = None if value is None else f"{TOOLCHAIN} {value}", {}
             self._known[keyword, value, positional] = found
             return found
-        artefact = resolve(self._named, keyword, value, kwargs.pop("metadata_json", None))
+        artefact = resolve(self._function_name, keyword, value, kwargs.pop("metadata_json", None))
         token = f"{artefact.digest}.{artefact.level}"
         self._artefacts[token] = artefact
         given = {parameter.name for parameter in self.params[:positional]}  # type: ignore[attr-defined]
@@ -172,7 +173,7 @@ class Runner:
         return found
 
     @property
-    def _named(self) -> str:
+    def _function_name(self) -> str:
         return str(self.__name__)  # type: ignore[attr-defined]
 
     def _do_compile(
@@ -194,14 +195,14 @@ class Runner:
         if self._call_hook(hooks.jit_cache_hook, *seen, *after):  # type: ignore[attr-defined]
             return None
         if named in self._artefacts:
-            artefact = foreign.completed(self._artefacts[named], call)
+            artefact = foreign.with_specialisation(self._artefacts[named], call)
         else:
             name = named.removeprefix(f"{TOOLCHAIN} ")
             artefact = toolchains.compiled(self, name, call, vars(options), target.arch)
         made_for = artefact.about.specialisation
         why = artefact.about.refusal(artefact.level, call, target.arch)
         if why is not None or made_for is None:
-            raise ArtefactRefused(self._named, artefact.where, why or "it has no metadata")
+            raise ArtefactRefused(self._function_name, artefact.where, why or "it has no metadata")
         constants = {place: constexprs[place] for place in made_for.constants}
         kernel = build(self, artefact, made_for, constants, options, target, backend)
         cache[key] = kernel
@@ -247,7 +248,7 @@ class InterpretedRunner(InterpretedFunction):
         if DUMP in kwargs and DUMP not in self.arg_names:
             if not warmup:
                 names = [*self.arg_names, DUMP]
-                GridExecutor(dumping(self.rewrite()), names, grid, self.pre_run_hooks)(
+                GridExecutor(with_dump_argument(self.rewrite()), names, grid, self.pre_run_hooks)(
                     *args, **kwargs
                 )
             return None

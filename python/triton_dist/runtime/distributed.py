@@ -102,7 +102,7 @@ def _use_shared_gpu(gpu: int) -> None:
             raise refused
     failed = ""
     try:
-        _use(gpu)
+        _set_current_gpu(gpu)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
         failed = str(error).partition("\n")[0]
     for rank, failure in enumerate(ranks.all_gather("ranks have settled on their GPUs", failed)):
@@ -114,7 +114,7 @@ def _use_shared_gpu(gpu: int) -> None:
             )
 
 
-def _use(gpu: int) -> None:
+def _set_current_gpu(gpu: int) -> None:
     """Make ``gpu`` the current device and create its context."""
     torch.cuda.set_device(gpu)
     torch.zeros(1, device="cuda")

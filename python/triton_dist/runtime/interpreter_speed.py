@@ -189,7 +189,7 @@ def call_builtins_directly(upstream: Any) -> None:
     semantic = TritonSemantic(upstream.interpreter_builder)
     operators = Operators(upstream, semantic)
 
-    def direct(member: Any) -> Callable[..., Any]:
+    def direct_builtin(member: Any) -> Callable[..., Any]:
         function = inspect.unwrap(member, stop=lambda each: not core.is_builtin(each))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,13 +198,13 @@ def call_builtins_directly(upstream: Any) -> None:
 
         return call
 
-    def fast(package: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def fast_builtin(package: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return operators.operator_for(name, call) if package is tl.tensor else call
 
     def patch(package: Any, _builder: Any, scope: Any) -> None:
         if package not in builtins:
             builtins[package] = [
-                (name, member, fast(package, name, direct(member)))
+                (name, member, fast_builtin(package, name, direct_builtin(member)))
                 for name, member in inspect.getmembers(package)
                 if core.is_builtin(member)
             ]

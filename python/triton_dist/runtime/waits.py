@@ -114,7 +114,7 @@ class _DeferredChecks:
             raise overdue[0]
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """State per thread: only the caller of an op on this thread knows when to settle. Ops on other
     threads check in their call."""
 
@@ -122,7 +122,7 @@ class _OfThread(threading.local):
         self.contexts: list[_DeferredChecks] = []
 
 
-_thread = _OfThread()
+_thread = _ThreadState()
 
 
 @contextmanager

@@ -69,16 +69,16 @@ def shape_of(args: argparse.Namespace) -> GroupedShape:
 
 
 class Script:
-    """An op with the options of the command line; ``alone`` is the op without overlap."""
+    """An op with the options of the command line; ``unfused`` is the op without overlap."""
 
     def __init__(
         self,
         info: MoEReduceOpInfo,
-        alone: Callable[..., torch.Tensor],
+        unfused: Callable[..., torch.Tensor],
         args: argparse.Namespace,
         ctx: Any,
     ) -> None:
-        self.info, self.alone, self.args, self.ctx = info, alone, args, ctx
+        self.info, self.unfused, self.args, self.ctx = info, unfused, args, ctx
         self.fixed = {} if args.n_chunks is None else {"n_chunks": args.n_chunks}
 
     def operands(self, shape: GroupedShape) -> Operands:
@@ -111,7 +111,7 @@ class Script:
         for C in (
             self.run(data),
             self.info.op.fn(*operands, n_chunks=_CHUNKS, config=tiles),
-            self.alone(*operands[:4], n_chunks=_CHUNKS, config=tiles),
+            self.unfused(*operands[:4], n_chunks=_CHUNKS, config=tiles),
         ):
             check_rank_by_rank(C, expected, tolerance)
 
@@ -132,13 +132,13 @@ class Script:
 
 
 def main(
-    info: MoEReduceOpInfo, alone: Callable[..., torch.Tensor], args: argparse.Namespace
+    info: MoEReduceOpInfo, unfused: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
     """Run a script: check, report the tuning, and time the op."""
     with on_ranks(args.seed):
         shape = shape_of(args)
         with info.context(shape, dtype_named(args.dtype)) as ctx:
-            script = Script(info, alone, args, ctx)
+            script = Script(info, unfused, args, ctx)
             data = script.operands(shape)
             script.check(data)
             script.report_tuning(data)

@@ -223,8 +223,8 @@ def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
     yield local_name, local_size, local_size >= 1, "at least 1"
 
 
-def from_1_to(most: int, name: str, value: int) -> Check:
-    return name, value, 1 <= value <= most, f"1 to {most}"
+def from_1_to(maximum: int, name: str, value: int) -> Check:
+    return name, value, 1 <= value <= maximum, f"1 to {maximum}"
 
 
 def checked_buffer(ctx: Any, ctx_type: type[OpContext[B]], function: str, creator: str) -> B:

@@ -130,15 +130,15 @@ def expert_sums(
         num_experts: E.
     """
     flat = ids.flatten().long()
-    known = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    order = known.argsort(stable=True)
+    expert_ids = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    order = expert_ids.argsort(stable=True)
     experts = torch.arange(num_experts, device=ids.device)
-    ends = torch.searchsorted(known[order], experts, right=True)
+    ends = torch.searchsorted(expert_ids[order], experts, right=True)
 
-    def of_routes(matrix: torch.Tensor) -> torch.Tensor:
+    def rows_of_routes(matrix: torch.Tensor) -> torch.Tensor:
         return matrix[order if len(matrix) == len(flat) else order // ids.shape[1]]
 
-    left, right = of_routes(rows), of_routes(grads)
+    left, right = rows_of_routes(rows), rows_of_routes(grads)
     is_fast = has_fast_library() and rows.dtype is torch.bfloat16
     if is_fast and left.shape[1] % 8 == 0 and right.shape[1] % 8 == 0:
         return grouped_mm(left.T, right, ends.int())
@@ -236,12 +236,12 @@ def _backward_last(sequence_parallel: bool) -> Any:
         ops, dx, dW, d_scales = torch.ops.triton_dist, None, None, None
         rows = ops.all_gather(dY, ctx.ranks) if sequence_parallel else dY.contiguous()
         scale = scales.reshape(-1, 1)
-        known = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)  # else NaN
+        expert_ids = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)  # else NaN
         if needs_x or needs_scales:
             products = ops.group_gemm(rows, weights.mT, ids, ctx.ranks)
-            dx = torch.where(known, products * scale, 0).to(x.dtype) if needs_x else None
+            dx = torch.where(expert_ids, products * scale, 0).to(x.dtype) if needs_x else None
         if needs_scales:
-            d_scales = torch.where(known, products.float() * x, 0).sum(-1).view_as(scales)
+            d_scales = torch.where(expert_ids, products.float() * x, 0).sum(-1).view_as(scales)
             d_scales = d_scales if sequence_parallel else ops.all_reduce(d_scales, ctx.ranks)
             d_scales = d_scales.to(scales.dtype)
         if needs_weights:

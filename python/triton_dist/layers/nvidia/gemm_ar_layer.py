@@ -95,9 +95,9 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         if output_dtype not in (None, input_dtype):
             expected = f"input_dtype, {input_dtype}: outputs are not converted"
             raise InvalidArgument("GemmARLayer", "output_dtype", output_dtype, expected)
-        hosts_ranks = ranks.size if local_world_size == -1 else local_world_size
+        ranks_on_host = ranks.size if local_world_size == -1 else local_world_size
         self.ctx = create_gemm_ar_context(
-            max_M, N, ranks.rank, ranks.size, hosts_ranks, input_dtype, tp_group=tp_group
+            max_M, N, ranks.rank, ranks.size, ranks_on_host, input_dtype, tp_group=tp_group
         )
         self._reducer: AllReduceContext | None = None
         self.persistent, self.use_ll_kernel = persistent, use_ll_kernel
@@ -111,8 +111,8 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         weight = torch.empty(N, self.K_per_rank, **options) if has_weight else None
         bias = torch.zeros(N, **options) if has_bias else None
         for name, tensor in (("weight", weight), ("bias", bias)):
-            held = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
-            self.register_parameter(name, held)
+            parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, parameter)
 
     def load_weight(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Copy this rank's columns of the whole weight [N, K], and ``bias`` [N].
@@ -235,5 +235,5 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
 
 
 def _tiles(config: triton.Config) -> triton.Config:
-    kept = {name: config.kwargs[name] for name in _TILE_NAMES if name in config.kwargs}
-    return triton.Config(kept, num_warps=config.num_warps, num_stages=config.num_stages)
+    tiles = {name: config.kwargs[name] for name in _TILE_NAMES if name in config.kwargs}
+    return triton.Config(tiles, num_warps=config.num_warps, num_stages=config.num_stages)

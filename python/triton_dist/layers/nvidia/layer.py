@@ -192,11 +192,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             self.ranks, self._is_owner = None, False
             ranks.finalize()
 
-    def _pair(
+    def _two_gemms(
         self,
         x: torch.Tensor,
         first: torch.Tensor,
-        between: Callable[[torch.Tensor], torch.Tensor],
+        activation: Callable[[torch.Tensor], torch.Tensor],
         last: torch.Tensor,
         ranks: Collectives,
         sequence_parallel: bool,
@@ -215,7 +215,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         else:
             product = functional.gemm(rows, first.T, ranks)
         multiply = functional.gemm_rs if sequence_parallel else functional.gemm_ar
-        return multiply(between(product), last.T, ranks)
+        return multiply(activation(product), last.T, ranks)
 
     def _ranks_for(
         self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
@@ -254,20 +254,20 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             expected = f"one with {', '.join(members)}"
             raise self._invalid(name, type(module), expected)
 
-    def _linear(
+    def _checked_weight(
         self,
         name: str,
         linear: torch.nn.Module,
         shape: tuple[int | None, int | None],
-        may_be_other: bool = False,
+        allows_router: bool = False,
     ) -> torch.Tensor:
         """Return the weight of a linear layer after checks of its shape, dtype and device.
 
-        ``None`` in ``shape`` accepts any size. With ``may_be_other``, accept a module that is not a
-        ``torch.nn.Linear`` but behaves like one, such as a router.
+        ``None`` in ``shape`` accepts any size. With ``allows_router``, accept a module that is not
+        a ``torch.nn.Linear`` but behaves like one, such as a router.
         """
         weight = getattr(linear, "weight", None)
-        is_trusted = may_be_other and not isinstance(linear, torch.nn.Linear)
+        is_trusted = allows_router and not isinstance(linear, torch.nn.Linear)
         if type(linear).forward is not _FORWARD and not is_trusted:
             expected = "a torch.nn.Linear that does not override forward"
             raise self._invalid(name, type(linear), expected)

@@ -30,7 +30,7 @@ _FAMILIES = (
     "qwen3_moe", "seed_oss",
 )  # fmt: skip
 """Families of transformers whose logits were compared with the stock model."""
-_NOT_GIVEN = ("output_router_logits", "output_attentions")
+_UNSUPPORTED_OUTPUTS = ("output_router_logits", "output_attentions")
 """Settings of transformers' models that request more outputs of a layer than its result."""
 
 
@@ -67,26 +67,26 @@ def parallelize(
             A later call of the module that requests these outputs raises too.
     """
     _check_outputs(module)
-    made = TensorParallel(max_M, group) if ranks is None else ranks
-    found: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
+    contexts = TensorParallel(max_M, group) if ranks is None else ranks
+    replacements: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
     layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # a module may be in several places
-    todo, seen = [module], {module}
-    while todo:
-        parent = todo.pop(0)
+    modules_to_search, seen = [module], {module}
+    while modules_to_search:
+        parent = modules_to_search.pop(0)
         for name, child in parent._modules.items():
             kind = None if child is None else _kind_of(child)
             if child is None or kind is None:
                 if child is not None and child not in seen:
                     seen.add(child)
-                    todo.append(child)
+                    modules_to_search.append(child)
                 continue  # do not search inside a replaced layer, for example its experts
             if child not in layers:
                 layer = layers[child] = kind(
-                    ranks=made, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
+                    ranks=contexts, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
                 )
                 layer._init_parameters(child)
                 _check_hooks(name, child)
-            found.append((parent, name, layers[child]))
+            replacements.append((parent, name, layers[child]))
     for family in sorted({_family_of(each) for each in layers} - {"", *_FAMILIES}):
         warn(
             f"parallelize: transformers' {family} was not tested. Layers are recognised by their "
@@ -94,34 +94,34 @@ def parallelize(
             "results. Compare the results with the stock model.",
             TritonDistWarning,
         )
-    if not found:
+    if not replacements:
         expected = "a module with q_proj, k_proj, v_proj, o_proj or gate_proj, up_proj, down_proj"
         raise InvalidArgument("parallelize", "module", type(module), expected)
-    for parent, name, layer in found:
+    for parent, name, layer in replacements:
         setattr(parent, name, layer)
     module.register_forward_pre_hook(_check_call, with_kwargs=True)
-    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, made)  # type: ignore[assignment]
+    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, contexts)  # type: ignore[assignment]
     redirect_torch_clipping()
-    module.to(made.device)
-    return made
+    module.to(contexts.device)
+    return contexts
 
 
 class _ShardsToIgnore(list[str]):
     """Names of shards that ``DistributedDataParallel`` ignores if its group has several ranks of
     ``made``: it would replace their shards by the shards of one rank."""
 
-    def __init__(self, module: torch.nn.Module, made: Collectives) -> None:
+    def __init__(self, module: torch.nn.Module, contexts: Collectives) -> None:
         shards = owners_of_shards()
         super().__init__(name for name, each in module.named_parameters() if id(each) in shards)
-        self._made = made
+        self._contexts = contexts
 
     def __iter__(self) -> Iterator[str]:
         # DistributedDataParallel.__init__ reads these names without passing its group.
         group = getattr(sys._getframe(1).f_locals.get("self"), "process_group", None)
-        if group is None or self._made.group is None:
+        if group is None or self._contexts.group is None:
             return iter(())
         ranks = set(dist.get_process_group_ranks(group))
-        ranks &= set(dist.get_process_group_ranks(self._made.group))
+        ranks &= set(dist.get_process_group_ranks(self._contexts.group))
         if len(ranks) < 2:
             return iter(())
         warn(
@@ -136,9 +136,9 @@ class _ShardsToIgnore(list[str]):
 def _check_outputs(module: torch.nn.Module) -> None:
     """Raise if the model requests outputs that would silently be missing, such as a router loss."""
     for each in module.modules():
-        for name in _NOT_GIVEN:
+        for name in _UNSUPPORTED_OUTPUTS:
             if getattr(vars(each).get("config"), name, False):
-                raise _not_given("parallelize", f"module.config.{name}")
+                raise _unsupported_output("parallelize", f"module.config.{name}")
 
 
 def _check_hooks(name: str, module: torch.nn.Module) -> None:
@@ -151,12 +151,12 @@ def _check_hooks(name: str, module: torch.nn.Module) -> None:
 
 def _check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a call requests outputs that the layers do not return."""
-    for name in _NOT_GIVEN:
+    for name in _UNSUPPORTED_OUTPUTS:
         if kwargs.get(name):
-            raise _not_given(type(module).__name__, name)
+            raise _unsupported_output(type(module).__name__, name)
 
 
-def _not_given(function: str, argument: str) -> InvalidArgument:
+def _unsupported_output(function: str, argument: str) -> InvalidArgument:
     expected = "False: the layers return only their result"
     return InvalidArgument(function, argument, True, expected)
 

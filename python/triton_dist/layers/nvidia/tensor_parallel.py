@@ -151,11 +151,11 @@ class Collectives:
         [M, K] or [M * topk, K], [E, K, n] and ids [M, topk] to [M * topk, n]. Dropped tokens give
         rows of zeros.
         """
-        flat, every = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
+        flat, choices_per_row = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
         C = A.new_zeros(flat.numel(), B.shape[2])
         for expert in range(len(B)):
             (routes,) = torch.where(flat == expert)
-            C[routes] = A[routes // every] @ B[expert]
+            C[routes] = A[routes // choices_per_row] @ B[expert]
         return C
 
     def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -169,15 +169,15 @@ class Collectives:
 
         [M * topk, k], [E, k, N], and ids and scales [M, topk] to [m, N].
         """
-        return self.reduce_scatter(self._tokens(x, weights, ids, scales))
+        return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales))
 
     def moe_reduce_ar(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
-        return self.all_reduce(self._tokens(x, weights, ids, scales))
+        return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
 
-    def _tokens(
+    def _weighted_sums(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         products = self.group_gemm(x, weights, ids).view(*ids.shape, weights.shape[2])

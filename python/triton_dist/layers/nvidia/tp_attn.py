@@ -62,11 +62,11 @@ class TP_Attn(TensorParallelLayer):
         """
         source: Any = self_attn
         self._check_members("module", self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
-        q = self._linear("q_proj", source.q_proj, (None, None))
+        q = self._checked_weight("q_proj", source.q_proj, (None, None))
         q_columns, hidden = q.shape
-        k = self._linear("k_proj", source.k_proj, (None, hidden))
-        v = self._linear("v_proj", source.v_proj, (k.shape[0], hidden))
-        o = self._linear("o_proj", source.o_proj, (hidden, q_columns))
+        k = self._checked_weight("k_proj", source.k_proj, (None, hidden))
+        v = self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden))
+        o = self._checked_weight("o_proj", source.o_proj, (hidden, q_columns))
         for name, weight in (("k_proj", k), ("v_proj", v), ("o_proj", o)):
             if weight.dtype != q.dtype:
                 expected = f"the dtype of q_proj, {q.dtype}"
@@ -88,7 +88,7 @@ class TP_Attn(TensorParallelLayer):
                 raise self._invalid("head_dim", self.head_dim, expected)
         self.scaling: float = getattr(source, "scaling", self.head_dim**-0.5)
         self.layer_idx: int = getattr(source, "layer_idx", 0)
-        self._share_heads(q_columns // self.head_dim, k.shape[0] // self.head_dim)
+        self._assign_heads(q_columns // self.head_dim, k.shape[0] // self.head_dim)
         if q_columns % k.shape[0]:
             expected = f"a multiple of the {k.shape[0] // self.head_dim} key-value heads"
             raise self._invalid("heads of q_proj", q_columns // self.head_dim, expected)
@@ -106,8 +106,8 @@ class TP_Attn(TensorParallelLayer):
         self.bqkv = self._parameter(columns(given), given[0]) if given else None
         self.bo = None
         if biases[3] is not None:  # equal on all ranks, added after the sum
-            whole = biases[3].detach().to(self.library.device)
-            self.bo = torch.nn.Parameter(whole, requires_grad=biases[3].requires_grad)
+            bias = biases[3].detach().to(self.library.device)
+            self.bo = torch.nn.Parameter(bias, requires_grad=biases[3].requires_grad)
         for name in ("q_norm", "k_norm"):
             norm = getattr(source, name, None)
             scale = getattr(norm, "weight", None)
@@ -117,7 +117,7 @@ class TP_Attn(TensorParallelLayer):
             setattr(self, name, None if norm is None else norm.to(self.library.device))
         self._print_shapes(verbose)
 
-    def _share_heads(self, heads: int, kv_heads: int) -> None:
+    def _assign_heads(self, heads: int, kv_heads: int) -> None:
         size = self.world_size
         self._check_split("heads of q_proj", heads)
         if kv_heads % size and size % kv_heads:
@@ -158,7 +158,7 @@ class TP_Attn(TensorParallelLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
-        **beside: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Return the attention output and ``None``, like Hugging Face's attention modules.
 
@@ -178,7 +178,7 @@ class TP_Attn(TensorParallelLayer):
         """
         self._compare_input(hidden_states)
         cache = past_key_values
-        for name, value in beside.items():
+        for name, value in kwargs.items():
             if value is None:
                 continue
             if name in _CACHE_NAMES and cache is None:
@@ -207,16 +207,16 @@ class TP_Attn(TensorParallelLayer):
         is_causal = mask is None
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-            asked, known = q.shape[2], k.shape[2]
-            if is_causal and asked != known:  # the queries are the last positions of the sequence
+            queries, keys_seen = q.shape[2], k.shape[2]
+            if is_causal and queries != keys_seen:  # queries are the last positions
                 is_causal = False
-                mask = torch.ones(asked, known, dtype=torch.bool, device=q.device)
-                mask = mask.tril(known - asked)
-        seen = scaled_dot_product_attention(
+                mask = torch.ones(queries, keys_seen, dtype=torch.bool, device=q.device)
+                mask = mask.tril(keys_seen - queries)
+        attended = scaled_dot_product_attention(
             q, k, v, mask, is_causal=is_causal, scale=self.scaling,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )  # fmt: skip
-        return seen.transpose(1, 2)
+        return attended.transpose(1, 2)
 
     def norm_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of the norms of heads; each rank's gradient is from its heads."""
@@ -270,13 +270,13 @@ class TP_Attn(TensorParallelLayer):
             expected = f"a multiple of {tokens}, the tokens of position_embeddings"
             raise self._invalid("rows of hidden_states", rows, expected)
 
-        def between(qkv: torch.Tensor) -> torch.Tensor:
-            return self._between(qkv, tokens, cos, sin, attend)
+        def attend_rows(qkv: torch.Tensor) -> torch.Tensor:
+            return self._attend_rows(qkv, tokens, cos, sin, attend)
 
-        y = self._pair(x, self.wqkv, between, self.wo, ranks, sequence_parallel)
+        y = self._two_gemms(x, self.wqkv, attend_rows, self.wo, ranks, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
-    def _between(
+    def _attend_rows(
         self,
         qkv: torch.Tensor,
         tokens: int,
@@ -299,9 +299,9 @@ class TP_Attn(TensorParallelLayer):
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        seen = attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
-        seen = seen.reshape(rows - padding, heads * self.head_dim)
-        return pad(seen, (0, 0, 0, padding)) if padding else seen
+        attended = attend(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        attended = attended.reshape(rows - padding, heads * self.head_dim)
+        return pad(attended, (0, 0, 0, padding)) if padding else attended
 
     def _with_cache(
         self,
@@ -345,9 +345,9 @@ class TP_Attn(TensorParallelLayer):
             mask = torch.arange(most, device=x.device) <= at[..., None]
             mask = mask.repeat(1, group, 1)[:, None]
             keys, values = (each[:batch].transpose(1, 2) for each in (k_cache, v_cache))
-            seen = scaled_dot_product_attention(q, keys, values, mask, scale=self.scaling)
-            seen = seen.view(batch, -1, group, tokens, self.head_dim)
-            return seen.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, self.head_dim)
+            attended = scaled_dot_product_attention(q, keys, values, mask, scale=self.scaling)
+            attended = attended.view(batch, -1, group, tokens, self.head_dim)
+            return attended.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, self.head_dim)
 
         return self._run(x, ranks, sequence_parallel, tokens, cos, sin, attend)
 
@@ -406,7 +406,7 @@ class TP_Attn(TensorParallelLayer):
     dist_triton_gemm_ar_fwd = dist_triton_AR_fwd
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply rotary positions to x [batch, tokens, heads, head_dim]."""
     left, right = x.chunk(2, -1)
     return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)

@@ -38,10 +38,10 @@ class TP_MLP(TokenLayer):
         """
         source: Any = mlp
         self._check_members("module", mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
-        gate = self._linear("gate_proj", source.gate_proj, (None, None))
+        gate = self._checked_weight("gate_proj", source.gate_proj, (None, None))
         columns, hidden = gate.shape
-        up = self._linear("up_proj", source.up_proj, (columns, hidden))
-        down = self._linear("down_proj", source.down_proj, (hidden, columns))
+        up = self._checked_weight("up_proj", source.up_proj, (columns, hidden))
+        down = self._checked_weight("down_proj", source.down_proj, (hidden, columns))
         self._check_split("columns of gate_proj", columns)
         for name in ("gate_proj", "up_proj", "down_proj"):
             linear = getattr(source, name)
@@ -63,11 +63,11 @@ class TP_MLP(TokenLayer):
         return [StockWeight("gate_proj.weight", gate, 0), StockWeight("up_proj.weight", up, 0)]
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
-        weights = self.gate_up_proj, self._between, self.down_proj
-        return self._pair(x, *weights, ranks, sequence_parallel).view(x.shape)
+        weights = self.gate_up_proj, self._activate, self.down_proj
+        return self._two_gemms(x, *weights, ranks, sequence_parallel).view(x.shape)
 
-    def _between(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, -1)
+    def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_and_up.chunk(2, -1)
         hidden: torch.Tensor = self.act_fn(gate) * up
         return hidden
 

@@ -72,7 +72,7 @@ class TP_MoE(TokenLayer):
         for holder, name in beside:
             if getattr(holder, name, None) is not None:
                 raise self._invalid(f"{name} of the gate", "there", "none")
-        gate = self._linear("gate", source.gate, (len(each), None), may_be_other=True)
+        gate = self._checked_weight("gate", source.gate, (len(each), None), allows_router=True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
         self._check_members("gate", router, "top_k")
@@ -113,7 +113,9 @@ class TP_MoE(TokenLayer):
                         where = f"experts.{number}.{name}.bias"
                         raise self._invalid(where, tuple(bias.shape), "None")
                 yield tuple(
-                    self._linear(f"experts.{number}.{name}", getattr(expert, name), (None, None))
+                    self._checked_weight(
+                        f"experts.{number}.{name}", getattr(expert, name), (None, None)
+                    )
                     for name in _NAMES
                 )
             return

@@ -75,7 +75,7 @@ class _Server:
     def serve(self) -> None:
         try:
             while self._waiting or self._children:
-                self._fill()
+                self._start_jobs()
                 deadlines = [child.deadline for child in self._children.values()]
                 if not deadlines:
                     continue
@@ -90,7 +90,7 @@ class _Server:
             for child in self._children.values():
                 os.killpg(child.pid, signal.SIGKILL)
 
-    def _fill(self) -> None:
+    def _start_jobs(self) -> None:
         while self._waiting and len(self._children) < self._job.workers:
             digest, kernel = self._waiting.popleft()
             output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended

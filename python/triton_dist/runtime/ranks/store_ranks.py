@@ -199,7 +199,7 @@ class StoreRanks:
         if self.is_leader:
             self._put(step, phase, value)
             return value  # type: ignore[return-value]  # the leader always brings a value
-        ((leaders_phase, decided),) = self._take(step, phase, [0], seconds)
+        ((leaders_phase, decided),) = self._receive_all(step, phase, [0], seconds)
         if leaders_phase != phase:
             by_rank = {self.global_rank(0): leaders_phase, self.global_rank(self.rank): phase}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
@@ -209,7 +209,7 @@ class StoreRanks:
         step = self._next_step()
         before = len(self._written)
         self._put(step, phase, value)
-        entries = self._take(step, phase, range(self.size), seconds)
+        entries = self._receive_all(step, phase, range(self.size), seconds)
         return self._checked_values(step, phase, entries, before)
 
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
@@ -276,7 +276,7 @@ class StoreRanks:
             self._mailbox.put(self._name(step, self.rank), (phase, value))
         self._written.append(self._name(step, self.rank))
 
-    def _take(
+    def _receive_all(
         self, step: int, phase: str, ranks: Sequence[int], seconds: float | None
     ) -> list[tuple[str, Any]]:
         if seconds is None:
@@ -294,13 +294,15 @@ class StoreRanks:
         names = {rank: self._name(step, rank) for rank in ranks}
         left = f"{self._topic}left"
 
-        def remind(missing: list[int], waited: float) -> None:
+        def repeat_request(missing: list[int], waited: float) -> None:
             if waited >= _REMIND_SECONDS and not self._reminded:
                 self._reminded = True
                 self._remind(phase, missing, waited)
 
         with self._reporting_lost_store(phase):
-            return self._mailbox.wait_for(names, seconds, left, remind, self.agreement_seconds)
+            return self._mailbox.wait_for(
+                names, seconds, left, repeat_request, self.agreement_seconds
+            )
 
     def _remind(self, phase: str, missing: Sequence[int], waited: float) -> None:
         about = f"{self._function}, " if self._function else ""

@@ -149,7 +149,7 @@ class Exchange:
 
     Attributes:
         elements, total: elements of a shard and of the full tensor.
-        size: value that must be equal on all ranks, and that errors report.
+        call_size: value that must be equal on all ranks, and that errors report.
         phases: number of times a program waits for flags of every peer per chunk.
         in_packets: the kernel uses packets (``exchange/packets.py``) instead of flags.
     """
@@ -158,7 +158,7 @@ class Exchange:
     elements: int
     total: int
     params: LaunchParams
-    size: int
+    call_size: int
     phases: int = 1
     in_packets: bool = False
 
@@ -201,16 +201,16 @@ def all_gather_exchange(
     shard: torch.Tensor,
     num_ranks: int,
     params: LaunchParams,
-    size: int,
+    call_size: int,
     rows: torch.Tensor | None = None,
 ) -> tuple[Exchange, torch.Tensor]:
     """Describe the launch that gathers ``shard`` [m, N] of all ranks into ``rows`` or a new matrix.
 
-    Ranks compare ``size``.
+    Ranks compare ``call_size``.
     """
     if rows is None:
         rows = shard.new_empty((shard.shape[0] * num_ranks, shard.shape[1]))
-    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), params, size), rows
+    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), params, call_size), rows
 
 
 class ExchangeBuffer:
@@ -296,7 +296,7 @@ class ExchangeBuffer:
             plan = plan_of(self.num_ranks, params, x, params.num_chunks)
             num_warps = params.num_warps
         options = {"plan": plan, "num_warps": num_warps}
-        arguments += (exchange.size, self.rank)
+        arguments += (exchange.call_size, self.rank)
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:

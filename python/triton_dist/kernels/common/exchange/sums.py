@@ -145,17 +145,21 @@ def max_elements(
     return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
 
 
-def one_shot_exchange(total: int, params: LaunchParams, size: int, in_packets: bool) -> Exchange:
+def one_shot_exchange(
+    total: int, params: LaunchParams, call_size: int, in_packets: bool
+) -> Exchange:
     """Describe a one-shot launch for ``total`` elements; ranks compare ``size``."""
     if in_packets:
-        return Exchange(kernel_all_reduce_packets, total, total, params, size, 0, in_packets=True)
-    return Exchange(kernel_all_reduce_one_shot, total, total, params, size)
+        return Exchange(
+            kernel_all_reduce_packets, total, total, params, call_size, 0, in_packets=True
+        )
+    return Exchange(kernel_all_reduce_one_shot, total, total, params, call_size)
 
 
-def two_shot_exchange(total: int, num_ranks: int, params: LaunchParams, size: int) -> Exchange:
+def two_shot_exchange(total: int, num_ranks: int, params: LaunchParams, call_size: int) -> Exchange:
     """Describe a two-shot launch for ``total`` elements; ranks compare ``size``."""
     shard = shard_elements(-(-total // num_ranks))
-    return Exchange(kernel_all_reduce_two_shot, shard, total, params, size, phases=2)
+    return Exchange(kernel_all_reduce_two_shot, shard, total, params, call_size, phases=2)
 
 
 class SumBuffer(ExchangeBuffer):
@@ -168,8 +172,8 @@ class SumBuffer(ExchangeBuffer):
         name: str,
         disagreements: Disagreements,
     ) -> None:
-        size = group_for(group).size
-        slot, packets = slot_bytes(sum_nbytes, size), packet_bytes(sum_nbytes, size)
+        num_ranks = group_for(group).size
+        slot, packets = slot_bytes(sum_nbytes, num_ranks), packet_bytes(sum_nbytes, num_ranks)
         super().__init__(slot, group, name, packets, disagreements)
         self.sum_nbytes = sum_nbytes
 
@@ -215,12 +219,12 @@ class SumBuffer(ExchangeBuffer):
         params = checked_params(
             "gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_chunks, default
         )
-        size = fold_count(product.shape[0])
+        call_size = fold_count(product.shape[0])
         step = max_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):
             total = min(step, elements - first)
             chunk = slice(first, first + total)
             if one_shot:
-                yield chunk, one_shot_exchange(total, params, size, in_packets)
+                yield chunk, one_shot_exchange(total, params, call_size, in_packets)
             else:
-                yield chunk, two_shot_exchange(total, self.num_ranks, params, size)
+                yield chunk, two_shot_exchange(total, self.num_ranks, params, call_size)

@@ -131,11 +131,11 @@ class PushedColumns(PushedSlots):
         group: dist.ProcessGroup | None,
         name: str,
     ) -> None:
-        size = group_for(group).size
-        self._shard_stride = shard_elements(max_rows * N) if size > 1 else 1
+        num_ranks = group_for(group).size
+        self._shard_stride = shard_elements(max_rows * N) if num_ranks > 1 else 1
         regions = {
-            "shards": ((size * self._shard_stride,), dtype),
-            "arrivals": ((max_chunks * size,), torch.int64),
+            "shards": ((num_ranks * self._shard_stride,), dtype),
+            "arrivals": ((max_chunks * num_ranks,), torch.int64),
         }
         found = Disagreements(f"the tokens of {name}", group)
         kernels = "the kernel that adds chunks of columns"

@@ -351,14 +351,10 @@ def block_map(
     Args:
         topk_ids: [M, topk], int32 or int64, contiguous, of all sources in the order of ranks.
         E: number of experts, 1 to ``MAX_EXPERTS``. Other ids are padding.
-        block_m: rows of a tile.
         rank: the first source in the order of arrival.
         num_sources: number of sources, which divide M equally.
-        group_ends: for each of at most ``MAX_GROUPS`` groups, the position after its last,
-            ascending to ``num_sources``; by default one group.
-
-    Raises:
-        InvalidArgument: the ids or groups are invalid.
+        group_ends: for each of at most ``MAX_GROUPS`` groups, the position after its last source;
+            by default one group.
     """
     check_ids("block_map", topk_ids, E)
     ends = tuple(group_ends or (num_sources,))

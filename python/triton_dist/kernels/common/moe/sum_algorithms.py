@@ -306,7 +306,7 @@ class Serial(SumAlgorithm):
     def run(self, call: SumCall) -> torch.Tensor:
         product, ctx = self.product(call), call.ctx
 
-        def whole() -> torch.Tensor:
+        def run_unfused() -> torch.Tensor:
             if ctx.num_ranks == 1:
                 return sum_all_columns(product)
             if call.reduction == TOPK_EXCHANGE:
@@ -316,7 +316,7 @@ class Serial(SumAlgorithm):
             total: torch.Tensor = ctx.sum_over_ranks(sum_all_columns(product), call.reduction)
             return total
 
-        result: torch.Tensor = ctx.buffer.slots.run_without_slots(whole)
+        result: torch.Tensor = ctx.buffer.slots.run_without_slots(run_unfused)
         return result
 
 

@@ -228,10 +228,10 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
         call.ctx.sleep(call.straggler_option)
         A, B = call.A.detach(), call.B.detach()  # like our kernels, without autograd history
 
-        def whole() -> torch.Tensor:
+        def run_unfused() -> torch.Tensor:
             return torch.matmul(A, B) if call.ctx.num_ranks == 1 else self.multiply(call, A, B)
 
-        C: torch.Tensor = call.ctx.buffer.slots.run_without_slots(whole)
+        C: torch.Tensor = call.ctx.buffer.slots.run_without_slots(run_unfused)
         return C if call.bias is None else C.add_(call.bias.detach())
 
     def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

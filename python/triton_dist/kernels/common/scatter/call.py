@@ -156,10 +156,10 @@ class SummingCall(OpCall):
     def check_tiles(self) -> None:
         check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
 
-    def check_rows(self, most: int) -> None:
+    def check_rows(self, max_rows: int) -> None:
         """Raise ``InvalidArgument`` if A has more rows than the memory of the algorithm holds."""
-        if self.A.shape[0] > most and self.ctx.num_ranks > 1:
-            expected = f"another algorithm for M above {most}"
+        if self.A.shape[0] > max_rows and self.ctx.num_ranks > 1:
+            expected = f"another algorithm for M above {max_rows}"
             raise InvalidArgument(self.ctx_type.function, "algorithm", self.chosen.name, expected)
 
 

@@ -318,11 +318,11 @@ def _copy_sub_tiles(
 def num_programs_of(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
 ) -> int:
-    most: int = min(num_sms, MAX_CTAS.value)
+    max_ctas: int = min(num_sms, MAX_CTAS.value)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
     tiles = triton.cdiv(M, block_m), triton.cdiv(N, block_n)
-    return min(most, programs_with_work(*tiles, last_begin, block_m))
+    return min(max_ctas, programs_with_work(*tiles, last_begin, block_m))
 
 
 def one_launch_options(

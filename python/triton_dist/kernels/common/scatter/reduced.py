@@ -28,16 +28,16 @@ class ReducedPartials(SlotMemory):
     def __init__(
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
-        size = group_for(group).size
-        self.slot_stride, tiles = slot_sizes(row_block_rows(max_M, size), N)
+        num_ranks = group_for(group).size
+        self.slot_stride, tiles = slot_sizes(row_block_rows(max_M, num_ranks), N)
         regions = {
-            "partials": ((size * self.slot_stride,), dtype),
+            "partials": ((num_ranks * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
-            "arrivals": ((tiles * size,), torch.int64),
-            "sum_arrivals": ((tiles * size,), torch.int64),
+            "arrivals": ((tiles * num_ranks,), torch.int64),
+            "sum_arrivals": ((tiles * num_ranks,), torch.int64),
             "deferred": ((current_device().num_sms,), torch.int32),
         }
-        if size == 1:  # a plain product needs no regions
+        if num_ranks == 1:  # a plain product needs no regions
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"

@@ -55,12 +55,12 @@ class PartialsBuffer(SlotMemory):
         name: str,
     ) -> None:
         self._device = current_device()
-        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self.slot_stride, tiles = slot_sizes(max_rows, N)
         regions = {
-            "partials": ((size * self.slot_stride,), dtype),
-            "arrivals": ((tiles * size,), torch.int64),
-            "counters": ((size * MAX_CHUNKS,), torch.int32),
+            "partials": ((num_ranks * self.slot_stride,), dtype),
+            "arrivals": ((tiles * num_ranks,), torch.int64),
+            "counters": ((num_ranks * MAX_CHUNKS,), torch.int32),
             "deferred": ((self._device.num_sms,), torch.int32),
         }
         zeroed: tuple[str, ...] = ("arrivals", "counters", "deferred")

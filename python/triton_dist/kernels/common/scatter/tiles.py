@@ -264,17 +264,17 @@ def decide_whether_to_wait(epoch_ptr, deferred_ptr):
     With ``MUST_DEFER``, this program's own tiles from this one on are deferred to the next kernel.
     """
     decision = MAY_WAIT
-    if _begun(epoch_ptr) < tl.num_programs(0):
+    if _begin_epoch(epoch_ptr) < tl.num_programs(0):
         # Let other programs begin in the interpreter, then check again.
         dl.give_turn()
-        if _begun(epoch_ptr) < tl.num_programs(0):
+        if _begin_epoch(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
             decision = MUST_DEFER
     return decision
 
 
 @jit
-def _begun(epoch_ptr):
+def _begin_epoch(epoch_ptr):
     return tl.atomic_add(epoch_ptr + BEGUN, 0, sem="relaxed", scope="gpu")
 
 

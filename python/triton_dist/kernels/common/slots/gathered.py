@@ -108,11 +108,11 @@ def schedule(
 
 def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
     """Yield (stream, chunk, first row, end row) of a shard, after ``step`` other shards."""
-    size = rows_per_chunk(slot.rows, num_chunks)
-    starts = range(0, slot.rows, size)
+    chunk_rows = rows_per_chunk(slot.rows, num_chunks)
+    starts = range(0, slot.rows, chunk_rows)
     for chunk, first in enumerate(starts):
         stream = (step * len(starts) + chunk) % num_streams
-        yield stream, chunk, first, min(first + size, slot.rows)
+        yield stream, chunk, first, min(first + chunk_rows, slot.rows)
 
 
 def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
@@ -187,11 +187,11 @@ class AllGatherBuffer(SlotMemory):
     def __init__(
         self, max_M: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
-        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         flags = {
-            "arrivals": ((size * MAX_CHUNKS,), torch.int64),
-            "pushed": ((size * _PUSHED_FLAGS,), torch.int64),
-            "forward": ((size * MAX_CHUNKS,), torch.int32),
+            "arrivals": ((num_ranks * MAX_CHUNKS,), torch.int64),
+            "pushed": ((num_ranks * _PUSHED_FLAGS,), torch.int64),
+            "forward": ((num_ranks * MAX_CHUNKS,), torch.int32),
         }
         slots = EpochSlots(
             name,

@@ -172,8 +172,8 @@ def check_operands(
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
 
     def key() -> ProductKey:
-        M, N, size = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
-        return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=size)
+        M, N, num_ranks = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
+        return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
 
     accepted = checked_once(ctx.checked_keys, operand_signature(B, A, B), "ag_gemm", checks, key)
     if gathered is not None:

@@ -104,9 +104,9 @@ class Call(OpCall):
 
     def exchange(self) -> Exchange:
         """Describe our all-gather in one launch, whose programs move the shard in one step."""
-        a, size = self.a, self.ctx.num_ranks
+        a, num_ranks = self.a, self.ctx.num_ranks
         return Exchange(
-            kernel_all_gather, a.numel(), a.numel() * size, small_params(a.nbytes), a.shape[0]
+            kernel_all_gather, a.numel(), a.numel() * num_ranks, small_params(a.nbytes), a.shape[0]
         )
 
     def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
@@ -209,8 +209,8 @@ class _GatherThenMultiply(_Gathering):
     gathers = (EXCHANGE, COLLECTIVE)
 
     def check(self, call: Call) -> None:
-        size, most = call.ctx.num_ranks, call.ctx.exchanged_rows
-        if call.gather == EXCHANGE and size > 1 and most < call.key.M:
+        num_ranks, most = call.ctx.num_ranks, call.ctx.exchanged_rows
+        if call.gather == EXCHANGE and num_ranks > 1 and most < call.key.M:
             expected = f"'{COLLECTIVE}' for M > {most} (ctx.exchanged_rows)"
             raise InvalidArgument("ag_group_gemm", "gather", call.gather, expected)
 

@@ -84,11 +84,11 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         super().__init__(group)
         self.max_ntokens, self.N_per_rank, self.K = max_ntokens, N_per_rank, K
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
-        self.num_local_ranks, size = min(num_local_ranks, self.num_ranks), self.num_ranks
+        self.num_local_ranks, num_ranks = min(num_local_ranks, self.num_ranks), self.num_ranks
         self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
-        rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
-        self.exchanged_rows = rows_of_each * size if size > 1 else 0
-        nbytes = bytes_of_slot(rows_of_each * K, dtype, size)
+        rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks
+        self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
+        nbytes = bytes_of_slot(rows_of_each * K, dtype, num_ranks)
         with self.allocating() as own:
             self.buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
             found, name = self.buffer.disagreements, "the exchange of ag_group_gemm"

@@ -150,14 +150,16 @@ def run_moe_ag_triton_non_overlap(
     Raises:
         InvalidArgument: shapes, dtypes or devices do not match.
     """
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if x_shard.ndim != 2 or len(x_shard) * size != len(chosen_experts):
-        expected = f"[{len(chosen_experts)} tokens over {size} ranks, K]"
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if x_shard.ndim != 2 or len(x_shard) * num_ranks != len(chosen_experts):
+        expected = f"[{len(chosen_experts)} tokens over {num_ranks} ranks, K]"
         function = "run_moe_ag_triton_non_overlap"
         raise InvalidArgument(function, "x_shard.shape", tuple(x_shard.shape), expected)
     rows = x_shard.new_empty(len(chosen_experts), x_shard.shape[1])
     grouped_gemm.key_fn(rows, weights, chosen_experts)  # check before the collective
-    if size > 1:
+    if num_ranks > 1:
         libraries.all_gather_into(rows, x_shard.detach().contiguous(), None)
-    product: torch.Tensor = grouped_gemm(rows if size > 1 else x_shard, weights, chosen_experts)
+    product: torch.Tensor = grouped_gemm(
+        rows if num_ranks > 1 else x_shard, weights, chosen_experts
+    )
     return product

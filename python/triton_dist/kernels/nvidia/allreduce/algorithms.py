@@ -214,10 +214,11 @@ class _ExchangeAlgorithm(_Algorithm):
         """Return the number of shards into which x is divided."""
 
     @abstractmethod
-    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
+    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
         """Describe a launch that sums ``total`` elements.
 
-        ``elements`` is the length of a shard; ``size`` identifies the call, and peers compare it.
+        ``elements`` is the length of a shard; ``call_size`` is equal on all ranks, which compare
+        it.
         """
 
     def _step(self, call: Call) -> int:
@@ -262,8 +263,8 @@ class OneShot(_ExchangeAlgorithm):
     def num_shards(self, num_ranks: int) -> int:
         return 1
 
-    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        return one_shot_exchange(total, call.params, size, bool(call.packets))
+    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
+        return one_shot_exchange(total, call.params, call_size, bool(call.packets))
 
 
 class TwoShot(_ExchangeAlgorithm):
@@ -277,8 +278,8 @@ class TwoShot(_ExchangeAlgorithm):
     def num_shards(self, num_ranks: int) -> int:
         return num_ranks
 
-    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        return two_shot_exchange(total, call.ctx.num_ranks, call.params, size)
+    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
+        return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_size)
 
 
 class Collective(_Algorithm):

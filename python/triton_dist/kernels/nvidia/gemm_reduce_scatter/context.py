@@ -33,14 +33,14 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
     def __init__(self, products: ProductLimits, reduce_st: bool, rs_stream: Any) -> None:
         super().__init__(products)
         max_M, N, output_dtype, _, group = products
-        self.reduce_st, size = reduce_st, self.num_ranks
-        rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
-        self.exchanged_rows = rows_of_each * size if size > 1 else 0
-        nbytes = bytes_of_slot(max(1, rows_of_each) * N, output_dtype, size)
+        self.reduce_st, num_ranks = reduce_st, self.num_ranks
+        rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // num_ranks
+        self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
+        nbytes = bytes_of_slot(max(1, rows_of_each) * N, output_dtype, num_ranks)
         with self.allocating() as own:
             self.buffer = own(
                 PartialsBuffer(
-                    max_M // size, N, output_dtype, reduce_st, rs_stream, group, self.function
+                    max_M // num_ranks, N, output_dtype, reduce_st, rs_stream, group, self.function
                 )
             )
             found, name = self.buffer.disagreements, "the exchange of gemm_rs"

@@ -136,8 +136,8 @@ def run_moe_reduce_rs_triton_non_overlap(
         InvalidArgument: shapes, dtypes or devices do not match.
     """
     function, routing = "run_moe_reduce_rs_triton_non_overlap", (chosen_experts, expert_weight)
-    M, size = len(chosen_experts), dist.get_world_size()
-    raise_first_error(function, [MoEReduceRSContext.tokens_check("M", M, size)])
+    M, num_ranks = len(chosen_experts), dist.get_world_size()
+    raise_first_error(function, [MoEReduceRSContext.tokens_check("M", M, num_ranks)])
     total = sum_routes(function, grouped_gemm, x, weights, *routing, config)
     return libraries.reduce_scatter(total, None)
 

@@ -132,17 +132,17 @@ class ShardsCall(OpCall):
             ctx, cls.ctx_type, function, cls.ctx_type.creator
         ).device.torch_device
         check_tensor(function, "x", x, device)
-        size, most = ctx.num_ranks, ctx.workspace_nbytes
-        if x.ndim < 1 or not (cls.x_is_shard or x.shape[0] % size == 0):
-            expected = f"a first dimension that is a multiple of world_size = {size}"
+        num_ranks, most = ctx.num_ranks, ctx.workspace_nbytes
+        if x.ndim < 1 or not (cls.x_is_shard or x.shape[0] % num_ranks == 0):
+            expected = f"a first dimension that is a multiple of world_size = {num_ranks}"
             expected = "[M, …]" if cls.x_is_shard else expected
             raise InvalidArgument(function, "x.shape", tuple(x.shape), expected)
-        if x.nbytes * (size if cls.x_is_shard else 1) > most:
+        if x.nbytes * (num_ranks if cls.x_is_shard else 1) > most:
             expected = f"at most the context's workspace_nbytes = {most}"
-            expected += f", over world_size = {size}" if cls.x_is_shard else ""
+            expected += f", over world_size = {num_ranks}" if cls.x_is_shard else ""
             raise InvalidArgument(function, "x.nbytes", x.nbytes, expected)
         if output is not None:
-            numel = x.numel() * size if cls.x_is_shard else x.numel() // size
+            numel = x.numel() * num_ranks if cls.x_is_shard else x.numel() // num_ranks
             place = ctx.rank * x.nbytes if cls.x_is_shard else None
             check_output(function, output, x, numel, device, place)
 
@@ -192,8 +192,8 @@ class ShardsCall(OpCall):
 
     def rows(self, rows: int) -> int:
         """Return the number of rows of the result for an x with ``rows`` rows."""
-        size: int = self.ctx.num_ranks
-        return rows * size if self.x_is_shard else rows // size
+        num_ranks: int = self.ctx.num_ranks
+        return rows * num_ranks if self.x_is_shard else rows // num_ranks
 
 
 class _Algorithm(SelectableAlgorithm[ShardsCall, Sizes]):
@@ -247,9 +247,9 @@ class Push(_Algorithm):
         return call.push
 
     def _exchange(self, call: ShardsCall) -> Exchange:
-        elements, size = call.elements(call.x, call.ctx), fold_count(call.x.numel())
+        elements, call_size = call.elements(call.x, call.ctx), fold_count(call.x.numel())
         total = elements * call.ctx.num_ranks
-        return Exchange(self.kernel(call), elements, total, call.params, size)
+        return Exchange(self.kernel(call), elements, total, call.params, call_size)
 
 
 class CopyEngine(Push):
