@@ -98,7 +98,7 @@ class Recorder:
         for M, (args, kwargs) in self._calls():
             sizes[str(M)] = self._runs(M, args, kwargs)
             waves[str(M)] = self._waves(args, kwargs)
-        fallback = [place for place, each in enumerate(self.configs) if self.op.fallback_kind(each)]
+        fallback = [place for place, each in enumerate(self.configs) if self.op.fallback_fn(each)]
         return {
             "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),

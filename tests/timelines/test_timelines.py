@@ -14,7 +14,7 @@ import torch
 
 from tests.timelines import timeline_ranks
 from triton_dist import tune
-from triton_dist._tuning.engine.dispatch import AutoTuner, observed
+from triton_dist._tuning.engine.dispatch import AutoTuner, wrapped_calls
 from triton_dist.cli.main import main
 from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.profiler_utils import group_profile
@@ -159,7 +159,7 @@ def test_without_a_region_calls_are_what_they_were():
         def __exit__(self, *_):
             seen.append("end")
 
-    with observed(around):
+    with wrapped_calls(around):
         assert AutoTuner.__call__ is not plain
         assert timeline_ranks.doubled(torch.ones(2), autotune=False).tolist() == [2, 2]
     assert AutoTuner.__call__ is plain

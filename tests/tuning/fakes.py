@@ -165,9 +165,9 @@ class Rank:
     search: Any = Exhaustive
     check_search: Callable[[], Any] = lambda: None
     sizes: Sizes | None = None
-    fallback_kind: Callable[[Any], object] = lambda config: False
+    fallback_fn: Callable[[Any], object] = lambda config: False
     warm_start_ms: float = 30.0
-    most_hits: int = 4096
+    max_cached_keys: int = 4096
     deferred_checks: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
     calls: list[dict[str, Any]] = field(default_factory=list)
     x: Any = None
@@ -190,9 +190,11 @@ class Rank:
             self.hooks,
             lambda group, verbose: self.parts(memory),
             memory.clear,
-            ProcessFunctions(lambda group: self.ranks, most_hits=lambda: self.most_hits),
+            ProcessFunctions(
+                lambda group: self.ranks, max_cached_keys=lambda: self.max_cached_keys
+            ),
             sizes=self.sizes,
-            fallback_kind=self.fallback_kind,
+            fallback_fn=self.fallback_fn,
         )
 
     def parts(self, memory: MemoryStore) -> Parts:
@@ -211,13 +213,13 @@ class Rank:
             device=self.device,
             ranks=self.ranks,
             store=LayeredStore([memory, self.disk]),
-            memory=memory,
+            memory_store=memory,
             search=self.search,
             check_search=self.check_search,
-            brief=Brief,
+            warm_start_search=Brief,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             hardware="fake",
-            quiet=contextlib.nullcontext,
+            trial_context=contextlib.nullcontext,
             deferred_checks=self.deferred_checks,
             tuning_lock=lambda: self.tuning_lock,
             journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),

@@ -110,7 +110,7 @@ def test_a_record_on_one_rank_is_used_by_all(size, holder):
     assert together(ranks) == [(1, {"n": 1})] * size
     assert [rank.tuned.tuning_count for rank in ranks] == [0] * size
     assert len({rank.tuned.tune(1).digest for rank in ranks}) == 1
-    memories = [rank.tuned._compose(None, False).memory for rank in ranks]
+    memories = [rank.tuned._parts_for(None, False).memory_store for rank in ranks]
     assert [len(list(memory.records())) for memory in memories] == [1] * size
 
 

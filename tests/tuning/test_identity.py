@@ -358,7 +358,7 @@ def test_a_call_that_computes_nothing_gets_the_default_and_keeps_nothing(tracer,
         called.append(n)
         return x * n
 
-    with pytest.warns(TuningWarning, match="cannot be while it is traced"):
+    with pytest.warns(TuningWarning, match="impossible while it is traced"):
         tracer(op)
     assert (op.tuning_count, set(called)) == (0, {1})
     assert not list(tmp_path.rglob("*.json"))

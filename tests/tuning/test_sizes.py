@@ -225,7 +225,7 @@ def test_one_safe_config_of_each_name_races_at_every_size():
 
     space = [{"tile": 1}, {"tile": 2}, *({"tile": name} for name in "abc")]
     names = {"a": "one", "b": "one", "c": "other"}
-    (rank,) = ranks(cost=cost, space=space, fallback_kind=lambda config: names.get(config["tile"]))
+    (rank,) = ranks(cost=cost, space=space, fallback_fn=lambda config: names.get(config["tile"]))
     rank.cost.M = 0
     together([rank], 512)
     record = rank.tuned.tune(576)
@@ -288,7 +288,7 @@ def library_and_tiles(rank: int, config: dict[str, Any]) -> float:
 
 def sized(**options: Any) -> list[Rank]:
     space = [{"tile": 128}, {"tile": "library"}]
-    return ranks(cost=library_and_tiles, space=space, fallback_kind=is_library, **options)
+    return ranks(cost=library_and_tiles, space=space, fallback_fn=is_library, **options)
 
 
 def test_within_a_range_the_exact_size_decides():
@@ -321,7 +321,7 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
 
     space = [{"tile": tile} for tile in (128, 64, "library")]
     found = fingerprint(version="7")
-    options = {"space": space, "fallback_kind": is_library}
+    options = {"space": space, "fallback_fn": is_library}
     (source,) = ranks(cost=cost, fingerprint=found, warm_start_ms=0, **options)
     for M in times:
         call([source], M)
@@ -350,7 +350,7 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
 def beside_a_library(cost: Any) -> list[Rank]:
     """A rank with tiles of 64 and a library, which is safe."""
     space = [{"tile": "library"}, {"tile": 64}]
-    return ranks(cost=cost, space=space, fallback_kind=is_library, warm_start_ms=0)
+    return ranks(cost=cost, space=space, fallback_fn=is_library, warm_start_ms=0)
 
 
 # Milliseconds of the library and of the tiles by size, in the order in which sizes were measured;
@@ -407,7 +407,7 @@ def test_where_nothing_was_measured_the_winner_has_no_start_on_another_library()
         return times[cost.M][config["library"]]
 
     space = [{"library": name} for name in ("one", "other")]
-    (rank,) = ranks(cost=cost, space=space, fallback_kind=lambda _: True, warm_start_ms=0)
+    (rank,) = ranks(cost=cost, space=space, fallback_fn=lambda _: True, warm_start_ms=0)
     for M in reversed(times):
         call([rank], M)
     expected = {2050: "one", 2076: "one", 2086: "other", 2175: "other"}
@@ -470,7 +470,7 @@ def test_in_doubt_a_safe_config_is_predicted():
         return {"library": 0.11, 1: 0.1}[config["tile"]]
 
     space = [{"tile": 1}, {"tile": "library"}]
-    (rank,) = ranks(cost=cost, space=space, fallback_kind=is_library)
+    (rank,) = ranks(cost=cost, space=space, fallback_fn=is_library)
     together([rank], 512)
     rank.frozen = True
     assert together([rank], 576)[0][1] == {"tile": 1}
@@ -565,7 +565,7 @@ def test_a_key_without_the_size_is_refused():
 
 
 def test_exact_sizes_are_bounded_and_come_back_without_a_word():
-    (rank,) = ranks(most_hits=3)
+    (rank,) = ranks(max_cached_keys=3)
     for M in range(481, 512):
         call([rank], M)
     assert len(rank.tuned._hits) == 3

@@ -256,8 +256,8 @@ def autotune(
             keys,
             prune_fn,
             hooks,
-            composer.compose,
-            composer.memory.clear,
+            composer.parts_for,
+            composer.memory_store.clear,
             process,
             origin_of,
             key_sizes,
@@ -307,22 +307,25 @@ class _Composer:
     restore: tuple[str, ...]
     ignore: tuple[str, ...]
     snapshot: Snapshot
-    memory: MemoryStore
+    memory_store: MemoryStore
 
-    def compose(self, process_group: Any, verbose: bool) -> Parts:
+    def parts_for(self, process_group: Any, verbose: bool) -> Parts:
         """Return the parts for a first call over ``process_group``, for the current environment."""
         ranks: RankGroup = group_for(process_group, self.scope)
         alternates = current_device().name == "cuda" and ranks_per_gpu() > 1
         policy = self.policy(current_device().name, alternates=alternates)
         packs = map(pack_store, pack_places())
-        common = common_parts(policy, ranks, verbose, self.memory, *packs)
+        common = common_parts(policy, ranks, verbose, self.memory_store, *packs)
         files = file_store(knobs.cache_dir.get())
         return Parts(
-            **{**vars(common), "quiet": functools.partial(_without_gradients, common.quiet)},
-            memory=self.memory,
+            **{
+                **vars(common),
+                "trial_context": functools.partial(_without_gradients, common.trial_context),
+            },
+            memory_store=self.memory_store,
             search=self.search,
             check_search=functools.partial(check_search, policy),
-            brief=Brief,
+            warm_start_search=Brief,
             fingerprint=functools.partial(self._fingerprint, ranks, policy),
             log=lambda key: FileLog(files.path(key), int(ranks.global_rank(ranks.rank))),
         )

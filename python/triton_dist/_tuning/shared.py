@@ -128,7 +128,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
         journal=lambda key: FileJournal(files.path(key).with_suffix(".journal"), key.module),
         # Other ranks wait for ``seconds``. A wait in a kernel must end earlier.
-        quiet=functools.partial(_bounded_trials, device, ranks, seconds / 2),
+        trial_context=functools.partial(_bounded_trials, device, ranks, seconds / 2),
         deferred_checks=functools.partial(deferred_checks, device, seconds),
         tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).held,
         compiler=CompilePool if device.name == "cuda" else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from triton_dist import _files
-from triton_dist._tuning.engine.dispatch import observed
+from triton_dist._tuning.engine.dispatch import wrapped_calls
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
@@ -51,7 +51,7 @@ class Scopes:
 
     def on(self) -> AbstractContextManager[None]:
         """Context manager in which calls open scopes."""
-        return observed(self.around)
+        return wrapped_calls(self.around)
 
     @contextmanager
     def around(self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

@@ -85,8 +85,8 @@ class Proposal:
     kept: Sequence[str] = ()
     """Digests of the configs that pruning keeps, if pruning has already run. The leader's are
     used."""
-    runs: bool = False
-    """The function is called with the choice immediately."""
+    will_run: bool = False
+    """The rank runs the function with the chosen config immediately."""
 
 
 class Agreement:
@@ -98,7 +98,7 @@ class Agreement:
         capturing: some rank cannot measure now.
         frozen: global ranks on which tuning is forbidden. One is enough to forbid it.
         all_hold_it: every rank has the record that is used.
-        runs: every rank calls the function with the choice immediately.
+        will_run: every rank runs the function with the chosen config immediately.
         holder: the rank whose record all ranks use, or ``None``.
         winner: digest of the winning config in that record.
     """
@@ -127,7 +127,7 @@ class Agreement:
         self.frozen = [
             ranks.global_rank(r) for r, proposal in enumerate(proposals) if proposal.frozen
         ]
-        self.runs = all(proposal.runs for proposal in proposals)
+        self.will_run = all(proposal.will_run for proposal in proposals)
         # A record that depends on bound constants is valid only if these are equal on all ranks.
         # The holder has already compared them with the record.
         counted = frozenset(self.fingerprint.bound)

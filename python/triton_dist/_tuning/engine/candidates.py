@@ -224,8 +224,8 @@ class Selection:
 
         Return all of ``kept`` if there are no neighbours.
         """
-        settings, unusable = self._parts.settings, self._call.unusable
-        if settings.warm_start_ms > 0 and not (settings.always_tune or unusable):
+        settings, failure = self._parts.settings, self._call.winner_failure
+        if settings.warm_start_ms > 0 and not (settings.always_tune or failure):
             near = self._neighbours()
             if near is not None and near.tried_all_kinds(kept):
                 few = near.candidates(kept, settings.warm_start_ms)
@@ -286,5 +286,5 @@ class Selection:
             return not validity(record, self.fingerprint, subject.space, strict).reasons
 
         records = (record for record, _ in parts.store.records_of(self.key))
-        value, fallback_kind = self._call.key, subject.fallback_kind
-        return Neighbours.of(subject.sizes, fallback_kind, self.key, value, records, is_valid)
+        value, fallback_fn = self._call.key, subject.fallback_fn
+        return Neighbours.of(subject.sizes, fallback_fn, self.key, value, records, is_valid)

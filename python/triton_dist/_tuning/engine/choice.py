@@ -216,7 +216,7 @@ class Choices:
     """Arguments by process group and exact key."""
     ranges: dict[Any, Choice] = field(default_factory=dict)
     """Choices by process group and range. Unlike exact keys, ranges are never evicted."""
-    most_hits: int = 0
+    max_cached_keys: int = 0
     """Maximum number of cached exact keys."""
     new_keys: NewKeys = field(default_factory=NewKeys)
     """Keys that were tuned and may not repeat."""
@@ -225,7 +225,7 @@ class Choices:
         """Cache the arguments of an exact key, and evict the oldest key if the cache is full."""
         hits = self.hits if group is None else self.group_hits.setdefault(group, {})
         # A dict keeps the insertion order, so its first key is the oldest.
-        while len(hits) >= self.most_hits:
+        while len(hits) >= self.max_cached_keys:
             with suppress(KeyError, StopIteration, RuntimeError):  # another thread evicted it
                 del hits[next(iter(hits))]
         hits[key] = arguments

@@ -92,15 +92,15 @@ class AutoTuner(Decorated[P, R_co]):
         config_space: the candidates, evaluated at first use.
         key_fn: the key function of the decorator, with the sizes added.
         prune_fn: the pruning function of the decorator.
-        sizes: the sizes in its keys, or ``None``.
-        fallback_kind: the ``fallback_fn`` of the decorator, or a function that returns ``False``.
+        sizes: the sizes in the function's keys, or ``None``.
+        fallback_fn: the ``fallback_fn`` of the decorator, or a function that returns ``False``.
         tuning_count: number of tunings in this process. Cached results do not count.
         overwritten: names of arguments that each call overwrites completely, such as an output
             buffer. Trials may change them.
-        omitted_untuned: names of tunable arguments that a call without tuning does not pass, so
-            that the function's own defaults apply.
-        key_argument: name of an argument that receives the key if the config is already known. The
-            function can then skip checks that ``key_fn`` made. Empty: none.
+        omitted_if_untuned: names of tunable arguments that are not passed if tuning is off. The
+            function's own defaults then apply.
+        known_key_parameter: name of the parameter that receives the key if the config is cached, so
+            that the function can skip the checks in ``key_fn``. Empty: no parameter.
     """
 
     fn: Callable[P, R_co]
@@ -113,25 +113,25 @@ class AutoTuner(Decorated[P, R_co]):
         key_fn: Callable[..., Any],
         prune_fn: Callable[..., object] | None,
         hooks: Hooks,
-        compose: Callable[[Any, bool], Parts],
+        parts_for: Callable[[Any, bool], Parts],
         forget: Callable[[], None],
         process: ProcessFunctions,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
         sizes: Sizes | None = None,
-        fallback_kind: Callable[[Config], object] = lambda config: False,
+        fallback_fn: Callable[[Config], object] = lambda config: False,
     ) -> None:
         super().__init__(fn)
         self.config_space = config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
-        self.omitted_untuned: tuple[str, ...] = ()
-        self.key_argument = ""
+        self.omitted_if_untuned: tuple[str, ...] = ()
+        self.known_key_parameter = ""
         self.overwritten: tuple[str, ...] = ()
         self._process = process
         self._hooks, self._origin_of = hooks, origin_of
-        self._compose, self._forget = compose, forget
-        self.sizes, self.fallback_kind = sizes, fallback_kind
-        self._first_call = self._process.untraced(self._call_first)
+        self._parts_for, self._forget = parts_for, forget
+        self.sizes, self.fallback_fn = sizes, fallback_fn
+        self._untraced_slow_path = self._process.untraced(self._slow_path)
         self._default_group = self._process.default_group
         self._is_compiled = self._process.is_compiled
         self._enter_world()
@@ -210,10 +210,10 @@ class AutoTuner(Decorated[P, R_co]):
                 arguments = None
             if arguments is not None:
                 if world is not None and not self._is_compiled():
-                    self._calls += 1  # relates errors of other ranks to a call
+                    self._calls += 1  # error messages of other ranks name the call by its number
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
-        return self._first_call(args, kwargs, *options)
+        return self._untraced_slow_path(args, kwargs, *options)
 
     @overload
     def tune(self, /, *args: P.args, **kwargs: P.kwargs) -> TuningRecord: ...
@@ -250,7 +250,7 @@ class AutoTuner(Decorated[P, R_co]):
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
         if record is None:
-            why = "has no record of this key, and cannot be tuned while it is traced"
+            why = "has no record of this key. Tuning is impossible while the call is traced"
             is_traced = self._process.is_traced((args, kwargs))
             raise CaptureInProgress(self._name, *([why] if is_traced else []))
         return record
@@ -290,7 +290,7 @@ class AutoTuner(Decorated[P, R_co]):
             space: the configs to choose from; default: the whole config space.
         """
         space = self.config_space if space is None else space
-        return self._compose(None, False).fingerprint(self.fn, space)
+        return self._parts_for(None, False).fingerprint(self.fn, space)
 
     def origin(self) -> Origin:
         """Return the identity of this function in its records."""
@@ -301,7 +301,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._enter_world()
         self._forget()
 
-    def _call_first(
+    def _slow_path(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -310,7 +310,7 @@ class AutoTuner(Decorated[P, R_co]):
         process_group: Any,
         allow_overwrite: bool,
     ) -> Any:
-        """Make a call that the hot path does not serve."""
+        """Make a call whose key is not cached, or whose options the hot path does not handle."""
         self._count_call()
         known = self._from_tuned_range(args, kwargs, process_group) if autotune else None
         if known is not None:
@@ -318,22 +318,22 @@ class AutoTuner(Decorated[P, R_co]):
         off = self._config_if_off(kwargs, process_group, allow_overwrite, autotune)
         if off is not None:
             arguments = off.arguments()
-            for name in self.omitted_untuned:
+            for name in self.omitted_if_untuned:
                 arguments.pop(name, None)
         elif self._process.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
             arguments = self._warn_untuned("while it is traced").arguments()
         else:
             options = (process_group, verbose, allow_overwrite)
-            choice = self._choose(args, kwargs, *options, runs=True)
+            choice = self._choose(args, kwargs, *options, will_run=True)
             arguments = choice.config.arguments()
             if choice.first_use is not None:
                 all_arguments = {**arguments, **kwargs}
                 # The winner of a record may fail with this driver. All ranks then tune again.
-                result, unusable = choice.first_use(lambda: self.fn(*args, **all_arguments))
-                if not unusable:
+                result, winner_failure = choice.first_use(lambda: self.fn(*args, **all_arguments))
+                if not winner_failure:
                     return result
-                choice = self._choose(args, kwargs, *options, True, unusable)
+                choice = self._choose(args, kwargs, *options, True, winner_failure)
                 arguments = choice.config.arguments()
         return self.fn(*args, **{**arguments, **kwargs})
 
@@ -345,17 +345,18 @@ class AutoTuner(Decorated[P, R_co]):
         world = self._default_group.WORLD
         self._choices = Choices()
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
-        self._noted: set[tuple[int, str]] = set()
+        self._published_absences: set[tuple[int, str]] = set()
         self._calls = 0
-        """Calls since the last call that all ranks made together. Relates errors to calls."""
+        """Calls since all ranks last met. Ranks tell by it which call of another rank raised."""
         self._world = world
 
     def _from_tuned_range(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
-        """Return the arguments for new exact sizes in a tuned range, without a message.
+        """Return the tuned arguments if the sizes of the call are in a tuned range.
 
-        Return ``None`` if the range is not tuned or the call is invalid.
+        Send no message to other ranks. Return ``None`` if the range is not tuned or the call is
+        invalid.
         """
         if self.sizes is None or not self._names.isdisjoint(kwargs):
             return None
@@ -373,8 +374,8 @@ class AutoTuner(Decorated[P, R_co]):
     def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
         """Cache the arguments of ``choice`` for calls with this exact key, and return them."""
         arguments = choice.config.arguments()
-        key_argument = {self.key_argument: key} if self.key_argument else {}
-        self._choices.keep(process_group, key, {**arguments, **key_argument})
+        known_key = {self.known_key_parameter: key} if self.known_key_parameter else {}
+        self._choices.keep(process_group, key, {**arguments, **known_key})
         return arguments
 
     @held_warnings()
@@ -385,15 +386,16 @@ class AutoTuner(Decorated[P, R_co]):
         process_group: Any,
         verbose: bool,
         allow_overwrite: bool,
-        runs: bool = False,
-        unusable: str = "",
+        will_run: bool = False,
+        winner_failure: str = "",
     ) -> Choice:
-        """Return the choice for these arguments, and make it if there is none, in one thread at a
-        time.
+        """Return the config choice for these arguments.
+
+        If the key has none, look up a record or tune. Only one thread at a time does this.
 
         Args:
-            runs: the function is called with the choice immediately.
-            unusable: why the recorded winner failed in this call. All ranks then tune.
+            will_run: the caller runs the function with the choice immediately.
+            winner_failure: why the winner of the record failed in this call. If set, tune again.
         """
         choices = self._choices
         with self._reporting(process_group):
@@ -401,7 +403,9 @@ class AutoTuner(Decorated[P, R_co]):
             fixed = self._fixed(kwargs, allow_overwrite)
             space = self.config_space.without(fixed) if fixed else self.config_space
             if fixed and not space.names:  # the caller sets all tunable arguments
-                self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
+                self._publish_absence(
+                    process_group, f"called it with {fixed}, which leaves nothing to tune"
+                )
                 return Choice(space.default, None)
             wrong = signature_error(
                 self.fn, self.config_space.names, args, {**self._default(), **kwargs}
@@ -411,14 +415,14 @@ class AutoTuner(Decorated[P, R_co]):
             exact = key_of(self._name, self.key_fn, args, kwargs, fixed)
             key = exact if self.sizes is None else self.sizes.range_of(exact)
             sizes = () if self.sizes is None else self.sizes.values(exact)
-            known = None if unusable else choices.by_ranks.get((ranks, key))
+            known = None if winner_failure else choices.by_ranks.get((ranks, key))
             if known is not None:
                 found = known.for_sizes(sizes)
-                if not fixed:  # not a hit: a second call, or its cache entry was evicted
+                if not fixed:  # the exact key is not cached yet, or was evicted
                     choices.new_keys.called_again(key)
                     self._keep(process_group, exact, found)
                 return found
-            parts = self._compose(process_group, verbose)
+            parts = self._parts_for(process_group, verbose)
             subject = Subject(
                 self.fn,
                 self._name,
@@ -427,28 +431,36 @@ class AutoTuner(Decorated[P, R_co]):
                 self.prune_fn,
                 self._hooks,
                 self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
-                on_complete_configs(self.fallback_kind, fixed) if fixed else self.fallback_kind,
+                on_complete_configs(self.fallback_fn, fixed) if fixed else self.fallback_fn,
             )
         # Trials of an enclosing tuned function are not charged for the time of this tuning.
         with watchdog.paused(), parts.tuning_lock():
             # Another thread may have tuned the key while this thread waited for the lock.
-            known = None if unusable else choices.by_ranks.get((ranks, key))
+            known = None if winner_failure else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._process.is_traced((args, kwargs))
                 agreed_keys = tuple(key for group, key in choices.by_ranks if group == ranks)
                 if not agreed_keys:  # only at the first key of a group, to keep other calls cheap
                     choices.drop_destroyed(self._process.is_destroyed)
                 call = Call(
-                    args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed_keys
+                    args,
+                    kwargs,
+                    key,
+                    self._calls,
+                    traced,
+                    sizes,
+                    will_run,
+                    winner_failure,
+                    agreed_keys,
                 )
                 known = self._resolve(subject, parts, call)
                 self._calls = 0
             if known.record is not None and known.kept:
                 kept = choices.by_ranks[ranks, key] = replace(known, first_use=None)
                 if not fixed:
-                    choices.most_hits = self._process.most_hits()
+                    choices.max_cached_keys = self._process.max_cached_keys()
                     choices.ranges[process_group, key] = kept
-                    if not (runs and known.tuned and choices.new_keys.hits_later(key)):
+                    if not (will_run and known.tuned and choices.new_keys.hits_later(key)):
                         self._keep(process_group, exact, known.for_sizes(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
             # The warnings are held back until the lock is released (``held_warnings``).
@@ -487,15 +499,15 @@ class AutoTuner(Decorated[P, R_co]):
         def ranks() -> RankGroup:
             try:
                 return self._process.ranks(process_group)
-            except TritonDistError:  # autotune_pg is invalid here; the other ranks use the world
+            except TritonDistError:  # autotune_pg is invalid: report to the group of all ranks
                 return self._process.ranks(None)
 
         return reporting_errors(self._name, ranks, self._calls)
 
-    def _note(self, process_group: Any, why: str) -> None:
-        """Publish, once, why this rank may not join ranks that wait for it."""
-        if (id(process_group), why) not in self._noted:
-            self._noted.add((id(process_group), why))
+    def _publish_absence(self, process_group: Any, why: str) -> None:
+        """Tell other ranks why this rank may not join their tuning. Publish each reason once."""
+        if (id(process_group), why) not in self._published_absences:
+            self._published_absences.add((id(process_group), why))
             with suppress(TritonDistError):
                 self._process.ranks(process_group).note(self._name, why)
 
@@ -514,7 +526,7 @@ class AutoTuner(Decorated[P, R_co]):
             raise InvalidArgument(self._name, f"keyword {name}", value, wanted)
         if fixed:
             given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-            rest = "the tuner's choice; the other arguments are tuned for it"
+            rest = "the tuner's choice. The other tunable arguments are chosen for this value"
             self._warnings.warn(f"{self._name}: {given} overwrites {rest}")
         return Config(fixed)
 
@@ -527,39 +539,40 @@ class AutoTuner(Decorated[P, R_co]):
                 return None
             fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
         variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""
-        self._note(group, f"called it with autotune=False{variable}")
+        self._publish_absence(group, f"called it with autotune=False{variable}")
         return Config({n: default[n] for n in default if n not in fixed}) if fixed else default
 
     def _warn_untuned(self, when: str, key: object = None) -> Config:
         """Warn that nothing can be tuned now, and return the default config."""
         what = self._name if key is None else f"{self._name}, key {key}"
         self._warnings.warn(
-            f"{what}: not tuned yet, and cannot be {when}; the first config is used. Call it, or "
-            "its tune(), once before.",
+            f"{what}: not tuned yet, and tuning is impossible {when}. The first config is used. "
+            "Call the function, or its tune(), once before.",
             (when, key),
         )
         return self._default()
 
 
-Around: TypeAlias = Callable[
+CallWrapper: TypeAlias = Callable[
     ["AutoTuner[..., Any]", tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
 ]
-"""Takes a tuned function and its arguments; returns a context manager around the call."""
+"""Receives a tuned function and the arguments of a call. Returns a context manager in which the
+call is made."""
 
 
 @contextmanager
-def observed(around: Around) -> Iterator[None]:
-    """Context manager that enters ``around(tuned, args, kwargs)`` at each call of a tuned function.
+def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
+    """Context manager in which each call of a tuned function is made inside ``wrapper(...)``.
 
-    It applies to all tuned functions of this process, except in code that torch compiles.
-    ``AutoTuner.__call__`` is replaced meanwhile, so calls outside of this context have no overhead.
+    This includes all tuned functions of the process, except calls in code that torch compiles.
+    Inside the context, ``AutoTuner.__call__`` is replaced. Calls outside have no overhead.
     """
     before: Any = AutoTuner.__call__
 
     def call(self: AutoTuner[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled():
             return before(self, *args, **kwargs)
-        with around(
+        with wrapper(
             self, args, {name: kwargs[name] for name in kwargs if name not in CALL_KEYWORDS}
         ):
             return before(self, *args, **kwargs)

@@ -53,14 +53,14 @@ class Restorer:
 
     def keep(self) -> None:
         """Copy the tensors, and note the version counters of the other arguments."""
-        self._copies = [elements(tensor).clone() for tensor in self._tensors]
+        self._copies = [unexpanded(tensor).clone() for tensor in self._tensors]
         self._versions = [_version(tensor) for _, tensor in self._others]
 
     def restore(self) -> None:
         """Restore the tensors from the copies, and rewind the generators."""
         self._random_state.rewind(numpy=False)
         for tensor, copy in zip(self._tensors, self._copies, strict=False):
-            elements(tensor).copy_(copy)
+            unexpanded(tensor).copy_(copy)
 
     def changed(self) -> list[str]:
         """Return the names of other arguments that were changed in place since ``keep``.
@@ -71,15 +71,15 @@ class Restorer:
         return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))
 
 
-def elements(tensor: Any) -> Any:
-    """Return a view with each element of ``tensor`` once, to copy to and from.
+def unexpanded(tensor: Any) -> Any:
+    """Return a view of ``tensor`` in which each expanded dimension has size 1.
 
-    Writes to ``data`` do not increase the version counter, so autograd accepts a restored tensor
-    that it has saved. Expanded dimensions are reduced to one element, because PyTorch refuses to
-    write to an expanded tensor.
+    PyTorch does not write to an expanded tensor, because several of its elements share one address.
+    The view is of ``tensor.data``: writes to it do not increase the version counter. Autograd
+    therefore accepts a tensor that it saved before the tensor was restored.
     """
     if str(getattr(tensor, "layout", "")) != "torch.strided":
-        return tensor  # ``data`` of a sparse tensor is a different tensor
+        return tensor  # writes to ``data`` of a sparse tensor do not change the tensor
     found = tensor.data
     for dimension, stride in enumerate(found.stride()):
         if stride == 0 and found.shape[dimension] > 1:
@@ -121,7 +121,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def sampled_calls(
+def calls_per_sample(
     subject: Subject, call: Call, ranks: Channel, seconds: float
 ) -> Sequence[Arguments]:
     """Return the calls that one sample averages over, the same number on each rank.

@@ -1,4 +1,8 @@
-"""Inputs of a tuning: the function, its hooks, the settings, and the parts from ``compose``."""
+"""Inputs of a tuning: the tuned function, its hooks, the settings, the call, and the parts.
+
+Parts are the implementations that the engine uses: device, ranks, store, search and so on. The
+engine imports none of them; ``_tuning/compose.py`` selects them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from triton_dist.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Hooks:
-    """The user's functions for the trial of a config. Each receives the arguments of the call."""
+    """The user's functions and options for the trial of a config."""
 
     prepare: Callable[..., object] | None = None
     """``prepare(*args, **kwargs, **config)`` compiles a config and checks its resources without
@@ -36,13 +40,13 @@ class Hooks:
     check: Callable[[Any, Any], object] | None = None
     """``check(output, reference)`` returns ``False`` or raises to reject the config."""
     agree: Callable[..., object] | None = None
-    """``agree(*args, **kwargs)`` returns values that must be equal on all ranks, besides the
-    key."""
+    """``agree(*args, **kwargs)`` returns values that must be equal on all ranks, in addition
+    to the key."""
     restore: tuple[str, ...] = ()
     """Names of arguments that the function changes. They are restored before each run, untimed."""
     input_variants: Callable[..., Iterable[Mapping[str, Any]]] | None = None
-    """``input_variants(*args, **kwargs)`` returns other, equally likely values of arguments by
-    name."""
+    """``input_variants(*args, **kwargs)`` returns mappings from argument names to other, equally
+    likely values. A sample is the mean over the call and one call per mapping."""
 
 
 class DefaultGroup(Protocol):
@@ -60,7 +64,7 @@ class NoGroup:
 
 @dataclass(frozen=True)
 class ProcessFunctions:
-    """The functions of the process that a call needs before its parts are composed."""
+    """Functions that query this process. Every call uses them, also if it does not tune."""
 
     ranks: Callable[[Any], RankGroup]
     """Returns the ranks that tune together for an ``autotune_pg``. Equal groups return the same
@@ -71,8 +75,9 @@ class ProcessFunctions:
     fake tensors."""
     is_off: Callable[[], bool] = lambda: False
     """Returns ``True`` if tuning is off and default configs are used."""
-    most_hits: Callable[[], int] = lambda: 4096
-    """Returns the maximum number of exact keys that a function caches."""
+    max_cached_keys: Callable[[], int] = lambda: 4096
+    """Returns the maximum number of exact keys that a tuned function caches. An exact key has the
+    sizes of a call, not the ends of their ranges."""
     is_compiled: Callable[[], bool] = lambda: False
     """Returns ``True`` while ``torch.compile`` traces the caller. A counter of calls would then
     cause recompilation."""
@@ -100,10 +105,10 @@ class Subject:
     prune_fn: Callable[..., object] | None
     hooks: Hooks
     sizes: Sizes | None = None
-    """The sizes in its keys."""
-    fallback_kind: Callable[[Config], object] = lambda config: False
-    """Returns ``True``, or a name, for configs that are nowhere much slower than the best. An
-    example is the algorithm of a library. Configs with equal names are of one kind."""
+    """The sizes in the function's keys. ``None``: sizes are not rounded to ranges."""
+    fallback_fn: Callable[[Config], object] = lambda config: False
+    """Returns ``True``, or a name, for a config that is not much slower than the best at any key,
+    such as a library's algorithm. One config per name joins a warm start."""
 
 
 @dataclass(frozen=True)
@@ -113,81 +118,88 @@ class Settings:
     policy: Policy
     always_tune: bool
     frozen: bool
-    """Tuning is forbidden."""
+    """Tuning is forbidden (``TRITON_DIST_AUTOTUNE_FROZEN``)."""
     strict: bool
-    """A difference in the patch level of a version invalidates a record."""
+    """A record is invalid if a software version differs, even only in its patch level."""
     verbose: bool
     seconds: float
     """Time limit for one step of a candidate, on the host and on the device."""
     compile_seconds: float
     """Time limit for a step that compiles a candidate."""
     grace: float
-    """Seconds from the report that this rank is stuck to the end of its process."""
+    """Seconds between the report that this rank hangs in a candidate and the termination of its
+    process."""
     warm_start_ms: float = 0.0
-    """Device time, in ms, to tune a key that has neighbours. 0: ignore the neighbours."""
+    """Device time, in ms, to tune a key that differs only in sizes from already tuned keys. 0: tune
+    such keys like any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """The parts that both tuners use for one tuning."""
+    """The parts that ``tune.autotune`` and ``contextual_autotune`` both use for one tuning."""
 
     settings: Settings
     device: Device
     ranks: RankGroup
     hardware: str
-    """Hardware and size of the group, as a part of the key."""
+    """The part of the record's key that names the GPU model and the group."""
     store: Store
-    """Every rank reads it; the leader writes it."""
+    """Records in memory, on disk and in packs. Every rank reads them; only the leader writes."""
     journal: Callable[[Key], Journal]
-    quiet: Callable[[], AbstractContextManager[object]]
-    """Context manager around trials: bounds the waits in kernels."""
+    trial_context: Callable[[], AbstractContextManager[object]]
+    """Context manager around all trials of a tuning: sets a time limit for waits in kernels."""
     deferred_checks: Callable[[], AbstractContextManager[Callable[[], None]]]
-    """Context manager that returns a function to call after each run, untimed. It raises if a
-    wait gave up."""
+    """Context manager that returns a function to call after each run, untimed. The function raises
+    an error if a wait in a kernel reached its time limit during the run."""
     tuning_lock: Callable[[], AbstractContextManager[object]]
-    """Context manager that lets one thread of a rank tune at a time. It is re-entrant, because a
-    tuned function may call a tuned function. Threads that the holder waits for may enter too."""
+    """Context manager that lets one thread of a rank tune at a time. It is re-entrant,
+    because a tuned function may call a tuned function. A thread for which the holder waits may
+    enter too."""
     compiler: Callable[[], Compiler] | None
-    """``None`` if nothing is compiled."""
+    """Returns a pool that compiles candidates ahead. ``None``: candidates are not compiled."""
     random_state: Callable[[Any], RandomState]
-    """Takes the arguments of a call, which may contain generators."""
+    """Returns the state of all random generators. Takes the arguments of a call, because they may
+    contain generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(Common):
-    """The parts for one first call of a key."""
+    """The parts for one call with a key that has no config yet."""
 
-    memory: Store
-    """Written by all ranks except the leader."""
+    memory_store: Store
+    """Records in this process. All ranks except the leader write new records to it, not to disk."""
     search: Callable[[Candidates, Policy, Config | None], Search]
     """Takes the candidates and the winner of an earlier tuning, if there is one."""
     check_search: Callable[[], object] = lambda: None
-    """Every rank calls it before a tuning. Raises if the search needs a missing package, so all
-    ranks raise the same error although only the leader searches."""
-    brief: Callable[[Sequence[Config], Policy, float], Search]
+    """Raises if the search needs a missing package. Every rank calls it before a tuning, so that all
+    ranks raise the same error, although only the leader searches."""
+    warm_start_search: Callable[[Sequence[Config], Policy, float], Search]
     """Takes the few candidates of a warm start and the device time to spend, in ms."""
     fingerprint: Fingerprinter
-    """Returns everything that records of this rank depend on."""
+    """Returns the fingerprint of a function: everything that its records depend on."""
     log: Callable[[Key], Log]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One first call of a key."""
+    """A call with a key that has no config yet."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     key: object
     """The result of ``key_fn``."""
     number: int = 0
-    """Number of this call of the function since the last call that all ranks made together."""
+    """Calls of the function since all ranks last tuned or looked up a record together, with this
+    call. The number tells which call of a rank raised an error."""
     traced: bool = False
-    """The call computes nothing, so nothing can be measured."""
+    """The call is traced and computes nothing, so nothing can be measured."""
     sizes: tuple[int, ...] = ()
-    """Exact sizes. The key has their ranges."""
-    runs: bool = False
-    """The function is called with the choice immediately."""
-    unusable: str = ""
-    """Failure of the recorded winner in this call. No record is then used."""
+    """Exact sizes of the call. ``key`` has the ends of their ranges."""
+    will_run: bool = False
+    """The caller runs the function with the chosen config immediately. ``tune`` and ``best_config``
+    do not run it."""
+    winner_failure: str = ""
+    """Why the winner of the record failed in this call. If set, no record is used."""
     agreed_keys: tuple[object, ...] = ()
-    """Keys that these ranks agreed on before. Calls with one of them send no message."""
+    """Keys that these ranks have already tuned or looked up together. A call with such a key sends
+    no message."""

@@ -24,7 +24,7 @@ from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.choice import Choice, use_first
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.inputs import Restorer, sampled_calls
+from triton_dist._tuning.engine.inputs import Restorer, calls_per_sample
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.report import Report
@@ -152,7 +152,7 @@ class _FirstCall:
                     f"To tune again: triton-dist clear {subject.origin.function}, or set "
                     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
                 ),
-                votes=agreement.runs and not (agreement.frozen or agreement.capturing),
+                votes=agreement.will_run and not (agreement.frozen or agreement.capturing),
                 restores=bool(subject.hooks.restore),
                 random_state=self._random_state,
             )
@@ -179,8 +179,10 @@ class _FirstCall:
         report.tuned(record, where)
         mark_used(record)
         config, advice = self._winner(record), ""
-        if ranks.is_leader and call.unusable:
-            advice = f"{subject.name}, key {key}: {call.unusable}. It was tuned again, and uses "
+        if ranks.is_leader and call.winner_failure:
+            advice = (
+                f"{subject.name}, key {key}: {call.winner_failure}. It was tuned again, and uses "
+            )
             advice += str(config)
         elif ranks.is_leader and self._unstable_constants:
             advice = (
@@ -248,13 +250,13 @@ class _FirstCall:
             compared,
             fingerprint,
             own.verdict,
-            always_tune=self._parts.settings.always_tune or bool(call.unusable),
+            always_tune=self._parts.settings.always_tune or bool(call.winner_failure),
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
-            runs=call.runs,
+            will_run=call.will_run,
         )
         proposals = self.ranks.first_all_gather(
-            Step("first call of a key"), proposal, bool(call.unusable)
+            Step("first call of a key"), proposal, bool(call.winner_failure)
         )
         return Agreement(self.ranks, name, proposals)
 
@@ -265,7 +267,7 @@ class _FirstCall:
         offer = own if self.ranks.rank == agreement.holder else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
         record = next(record for record in offers if record is not None)
-        self._parts.memory.put(record)
+        self._parts.memory_store.put(record)
         return record
 
     def _tune(self, own: OwnRecord, report: Report) -> StoredRecord:
@@ -275,7 +277,7 @@ class _FirstCall:
         )
         candidate_set = self.selection.candidate_set()
         try:
-            reason = self._call.unusable or forced or own.where
+            reason = self._call.winner_failure or forced or own.where
             return self._race(candidate_set, reason, own.record, report)
         except NoValidConfig as none:
             origin = candidate_set.warm_started_from
@@ -299,7 +301,7 @@ class _FirstCall:
             progress = Progress(journal, head, own, ranks)
             ranks.on_stuck = progress.quarantine
             with report.begin(candidate_set, reason, subject.space.default):
-                with parts.quiet():
+                with parts.trial_context():
                     restorer.keep()
                     try:
                         error = self._try(candidate_set, progress, report, restorer)
@@ -327,7 +329,7 @@ class _FirstCall:
                     raise
                 if ranks.is_leader:
                     journal.finish(record.digest)
-                where = (parts.store if ranks.is_leader else parts.memory).put(record)
+                where = (parts.store if ranks.is_leader else parts.memory_store).put(record)
                 journal.remove()
         finally:
             journal.close()
@@ -342,7 +344,7 @@ class _FirstCall:
         """
         parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
         call, prepare = self._call, self._subject.hooks.prepare
-        sampled = sampled_calls(self._subject, call, ranks, parts.settings.seconds)
+        sampled = calls_per_sample(self._subject, call, ranks, parts.settings.seconds)
         # Only the leader has a search. The other ranks receive its requests by broadcast.
         search: Search | None = None
         if (
@@ -350,7 +352,9 @@ class _FirstCall:
             and candidate_set.warm_started_from
             and not isinstance(candidate_set.candidates, Unlisted)
         ):
-            search = parts.brief(candidate_set.candidates, policy, parts.settings.warm_start_ms)
+            search = parts.warm_start_search(
+                candidate_set.candidates, policy, parts.settings.warm_start_ms
+            )
         elif ranks.is_leader:
             search = parts.search(candidate_set.candidates, policy, self._incumbent)
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
@@ -362,7 +366,7 @@ class _FirstCall:
             )
             # Drop the stored error if an exception ends this block.
             scope.callback(attempts.take_error)
-            if call.unusable:
+            if call.winner_failure:
                 attempts.recover("the recorded winner")
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided

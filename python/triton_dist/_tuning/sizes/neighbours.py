@@ -119,7 +119,7 @@ class Neighbours:
 
     family: Family
     all: Sequence[Neighbour]
-    fallback_kind: Callable[[Config], object]
+    fallback_fn: Callable[[Config], object]
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
     """Return the number of waves of a config at some sizes, or ``None`` if unknown."""
 
@@ -136,13 +136,13 @@ class Neighbours:
         trials = (trial for record in full for trial in record.trials)
         tried = {each.digest for each in trials if getattr(each.outcome, "kind", "") != "pruned"}
         kinds = {_kind(config) for config in kept if config.digest in tried}
-        return all(_kind(config) in kinds or self.fallback_kind(config) for config in kept)
+        return all(_kind(config) in kinds or self.fallback_fn(config) for config in kept)
 
     @classmethod
     def of(
         cls,
         sizes: Sizes,
-        fallback_kind: Callable[[Config], object],
+        fallback_fn: Callable[[Config], object],
         key: Key,
         value: object,
         records: Iterable[TuningRecord],
@@ -160,7 +160,7 @@ class Neighbours:
                 far = distance(at, family.sizes)
                 relatives += [(far, at, record)] if far <= MAX_DISTANCE else []
         waves = functools.partial(sizes.waves, value)
-        return cls(family, nearest(relatives, is_valid), fallback_kind, waves)
+        return cls(family, nearest(relatives, is_valid), fallback_fn, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
@@ -193,12 +193,12 @@ class Neighbours:
     def fallback(self, kept: Sequence[Config]) -> list[Config]:
         """Return the fastest fallback config of each kind, fastest kind first. Their order changes
         little with size, so every neighbour that measured two of them is used."""
-        fallback = [config for config in kept if self.fallback_kind(config)]
+        fallback = [config for config in kept if self.fallback_fn(config)]
         delays = [self._delays(each, fallback) for each in self.all]
         scores = on_one_scale(delays, [each.weight for each in self.all])
         kinds: dict[object, Config] = {}
         for config in sorted(fallback, key=lambda config: scores.get(config.digest, math.inf)):
-            kind = self.fallback_kind(config)
+            kind = self.fallback_fn(config)
             try:
                 kinds.setdefault(kind, config)
             except TypeError as error:
@@ -213,7 +213,7 @@ class Neighbours:
         provide the slopes."""
         (at,) = record.at or self.family.sizes
         measured = [((each.record.at or each.sizes)[0], each.record) for each in others]
-        is_fallback = {config.digest: bool(self.fallback_kind(config)) for config in usable}
+        is_fallback = {config.digest: bool(self.fallback_fn(config)) for config in usable}
         return size_times(record, at, measured, is_fallback)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
@@ -236,7 +236,7 @@ class Neighbours:
         chosen = min(candidates, key=lambda config: worst[config])
         one_sided = len(nearest) == 1 and nearest[0].distance > _MAX_ONE_SIDED_DISTANCE
         if one_sided or worst[chosen] > math.log1p(_MAX_UNMEASURED_DELAY):
-            chosen = next(filter(self.fallback_kind, candidates), chosen)
+            chosen = next(filter(self.fallback_fn, candidates), chosen)
         source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
         if source is None:
             return None

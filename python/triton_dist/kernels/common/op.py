@@ -254,8 +254,8 @@ def op(
         )(fn)
         tuner.overwritten = ("output", "gathered")
         # If the context does not set an algorithm, the op's default is the first.
-        tuner.omitted_untuned = ("algorithm",)
-        tuner.key_argument = "accepted_key" if "accepted_key" in signature.parameters else ""
+        tuner.omitted_if_untuned = ("algorithm",)
+        tuner.known_key_parameter = "accepted_key" if "accepted_key" in signature.parameters else ""
         return tuner
 
     return decorate

@@ -462,8 +462,8 @@ def open_context(
     if agreement.capturing:
         context.winner, context.provisional = own.live[kept[0].digest], True
         warn(
-            f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
-            "config is used. Call the function once before.",
+            f"{context.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
+            "Its first config is used. Call the function once before.",
             TuningWarning,
         )
         return context

@@ -19,7 +19,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
-from triton_dist._tuning.engine.inputs import elements
+from triton_dist._tuning.engine.inputs import unexpanded
 from triton_dist._tuning.protocols import Device, Timer
 from triton_dist.errors import TuningWarning
 
@@ -236,5 +236,5 @@ class Launch:
     def _restore_later(self, arguments: dict[str, Any], names: list[str]) -> None:
         for tensor in map(arguments.get, names):
             if tensor is not None:
-                view = elements(tensor)
+                view = unexpanded(tensor)
                 self._undo.callback(view.copy_, view.clone())

@@ -83,7 +83,7 @@ class Session:
 
     def __enter__(self) -> Session:
         self._scope.callback(self._parts.log.close)
-        self._scope.enter_context(self._parts.quiet())
+        self._scope.enter_context(self._parts.trial_context())
         self._interception.begin(self)
         self._scope.callback(self._interception.end, self)
         return self
