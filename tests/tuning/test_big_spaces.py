@@ -292,7 +292,7 @@ def test_autotune_needs_optuna_only_to_tune(monkeypatch):
     with pytest.raises(MissingExtra, match=r"triton-dist-tuner\[optuna\]"):
         tuned(1)
     with pytest.raises(MissingExtra):  # also on the ranks that do not search
-        tuned._compose(None, False).check_search()
+        tuned._parts_for(None, False).check_search()
 
 
 @needs_optuna

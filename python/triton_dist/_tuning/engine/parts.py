@@ -171,8 +171,8 @@ class Parts(Common):
     search: Callable[[Candidates, Policy, Config | None], Search]
     """Takes the candidates and the winner of an earlier tuning, if there is one."""
     check_search: Callable[[], object] = lambda: None
-    """Raises if the search needs a missing package. Every rank calls it before a tuning, so that all
-    ranks raise the same error, although only the leader searches."""
+    """Raises if the search needs a missing package. Every rank calls it before a tuning: all ranks
+    then raise the same error, although only the leader searches."""
     warm_start_search: Callable[[Sequence[Config], Policy, float], Search]
     """Takes the few candidates of a warm start and the device time to spend, in ms."""
     fingerprint: Fingerprinter
