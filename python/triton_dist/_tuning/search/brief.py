@@ -1,9 +1,9 @@
-"""Race a few candidates that are known to be good: they won at neighbouring sizes.
+"""Race the few candidates of a warm start: configs that are near the best at neighbouring sizes.
 
-Rounds over the remaining candidates, forward and backward, until one is left, the noise is below
-the indifference zone, or the rounds or the device time are used up. Every round except the first is
-complete, because more samples alone would favour a config. A first call at a new size therefore
-costs milliseconds instead of a tuning.
+The race takes rounds over the remaining candidates, forward and backward. It ends when one is left,
+when noise is below the indifference zone, or after the last round or the device time. Only the
+first round may be incomplete, because a config with more samples would have an advantage. A first
+call at a new size costs milliseconds instead of seconds.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 ROUNDS = (1, 1, 1, 2)
 """Samples of each candidate in each round."""
 _FIRST_MARGIN = 0.2
-"""Relative delay that drops a candidate after one sample, while the noise is unknown. (One sample
-of a library algorithm took 909 us instead of 756; its rival takes 775.)"""
+"""Relative delay that drops a candidate after one sample, while the noise is unknown. (A sample of
+a library algorithm took 909 us instead of 756 us; the second-best algorithm takes 775 us.)"""
 _SEVERAL, _FEW_MARGIN = 3, 0.04
-"""Below this number of degrees of freedom (over all candidates) the spread of samples does not
-measure the noise, and a candidate that is behind by less than the margin stays."""
+"""With fewer degrees of freedom (over all candidates), the spread of the samples does not measure
+the noise. A candidate that is slower by less than the margin then stays."""
 _STANDARD_ERRORS = 2.0
 
 
 class Brief(Requesting):
-    """Search that races ``candidates``, the most promising first. Deterministic.
+    """Deterministic search that races ``candidates`` in their order.
 
     Args:
+        candidates: the most promising first.
         policy: ``indifference`` is used, and ``untimed`` to count the runs of a request.
         milliseconds: device time to spend. The first two candidates are always sampled; later
             ones only while time is left.
@@ -51,7 +52,8 @@ class Brief(Requesting):
         if isinstance(outcome, Failure):
             self._samples.pop(digest, None)
             return
-        untimed = self._policy.untimed + (digest not in self._samples)  # its first, untimed run
+        # The first request of a config includes one more untimed run.
+        untimed = self._policy.untimed + (digest not in self._samples)
         self._spent += sum(outcome.samples) + untimed * outcome.median
         self._samples.setdefault(digest, []).extend(outcome.samples)
 
@@ -97,7 +99,10 @@ class Brief(Requesting):
 
     def _margin(self, last: Sequence[Sequence[float]]) -> float:
         """Return the relative delay that noise may add; 0 if it is within the indifference zone.
-        ``last``: the samples of the candidates of the last round, equally many of each."""
+
+        Args:
+            last: the samples of each candidate of the last round.
+        """
         several = [own for own in self._samples.values() if len(own) > 1]
         if not several:
             return _FIRST_MARGIN

@@ -22,34 +22,36 @@ from triton_dist._tuning.values import (
 from triton_dist.errors import InvalidArgument, MissingExtra
 
 FINALISTS = 8
+"""Fastest configs that race at the end."""
 _IN_VAIN = 1000
 """Consecutive proposals without a new candidate after which the search ends."""
 
 
 class Proposer(Protocol):
-    """Source of candidates. Deterministic: equal answers lead to equal proposals."""
+    """Deterministic source of candidates: equal times lead to equal proposals."""
 
     @property
     def is_users(self) -> bool:
-        """True if the user provides it."""
+        """True if it is the user's search."""
 
     def ask(self) -> Config | None:
-        """Return the next config to try, or ``None`` at the end. If the config was tried before,
-        its time is returned immediately through ``tell``."""
+        """Return the next config to try, or ``None`` at the end.
+
+        If it was tried before, :meth:`tell` is called with its time, and nothing is measured.
+        """
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """Record the time of ``config``, ``inf`` if it failed. Also called for configs not
-        proposed."""
+        """Record the time of ``config`` in ms, ``inf`` if it failed. It may not be a proposal."""
 
     def ahead(self) -> Sequence[Config]:
-        """Return new configs that :meth:`ask` may return next, to compile them ahead."""
+        """Return configs to compile in advance. :meth:`ask` may return them next."""
 
 
 class Exploring(Requesting):
-    """Search that tries the configs that ``proposer`` proposes, then races the fastest.
+    """Search that takes one sample of each proposed config, then races the fastest configs.
 
     Args:
-        policy: ``tries`` candidates are tried, at most ``max_trials``.
+        policy: ``tries`` and ``max_trials`` limit the number of tried candidates.
         incumbent: the winner of an earlier tuning; tried if it is a candidate.
     """
 

@@ -1,7 +1,7 @@
-"""Map candidates to points of a grid: for each parameter, the index of its value.
+"""Map candidates to points of a grid. A point has the index of the value of each parameter.
 
-Numbers are sorted, so that neighbours on the grid are similar; other values keep the order of the
-space. The grid of a listed space has holes: points without a candidate.
+Numbers are sorted, so neighbours on the grid are similar. Other values keep the order of the space.
+A grid has holes: points without a candidate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton_dist._tuning.values.analysis import ABSENT, parameters
 Numbers = Any
 """A numpy array."""
 _DRAWS = 20
-"""Maximum random draws for each requested point; a filter may reject most draws."""
+"""Maximum number of draws for each requested point; ``where`` may reject most of them."""
 
 
 class Grid(ABC):
@@ -76,7 +76,7 @@ class Grid(ABC):
 
 
 class Listed(Grid):
-    """Grid of a list of configs; its parameters are the values in the configs."""
+    """Grid of a list of configs. Its parameters are the names in the configs."""
 
     def __init__(self, candidates: Sequence[Config]) -> None:
         flat = [parameters(config.tree) for config in candidates]
@@ -113,7 +113,7 @@ class Listed(Grid):
 
 
 class Unseen(Grid):
-    """Grid of a ``Product``, with numbers sorted."""
+    """Grid of a ``Product``, whose candidates are not listed."""
 
     def __init__(self, candidates: Unlisted) -> None:
         self._candidates, self._product = candidates, candidates.product
@@ -163,7 +163,7 @@ class Unseen(Grid):
 
 
 def _ranks(texts: Sequence[str]) -> tuple[dict[str, int], bool]:
-    """Return the rank of each text, sorted if all are numbers, and whether they are."""
+    """Return the index of each text, in numeric order if all are numbers, and whether they are."""
     try:
         ordered = sorted(texts, key=float)
     except ValueError:

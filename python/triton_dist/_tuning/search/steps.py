@@ -1,8 +1,8 @@
 """Plan the next launch of a kernel inside a function, one launch at a time.
 
-A search over a whole function requests many samples of a config at a time. In contextual tuning,
-one call of the function launches each kernel once, so a plan advances launch by launch. Plans are
-deterministic: equal times on all ranks lead to equal plans.
+A search over a whole function requests several samples of a config at a time. In contextual
+tuning, one call of the function launches each kernel once, so a plan advances by one launch. Plans
+are deterministic: equal times on all ranks lead to equal launches.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Search very large spaces with a model of the times measured so far (Bayesian optimisation).
+"""Search very large spaces by Bayesian optimisation: a model predicts the times of untried configs.
 
-The first candidates are random. Then the candidate with the highest expected improvement under
-:class:`Model` is chosen from two pools: configs that differ from the fastest ones in one or two
-parameters, and random configs. Every third time, an untried neighbour of the fastest config is
-chosen instead, as local descent.
+The first candidates are random. The next candidate has the highest expected improvement under
+:class:`Model`, among configs that differ from the fastest ones in one or two parameters and random
+configs. Every third candidate is an untried neighbour of the fastest config (local descent).
 
-Candidates are chosen in generations, so that the next generation compiles while the current one is
-measured. The model uses its own prediction for candidates that are chosen but not yet measured.
+If candidates are compiled ahead, they are chosen in generations: one generation compiles while the
+other is measured. The model uses its own predictions as the times of chosen candidates.
 
 All random numbers come from one generator with a fixed seed.
 """
@@ -29,25 +28,26 @@ Numbers = Any
 _NOISE = 0.01
 """Variance of the noise, relative to the variance of all times."""
 _MOST = 300
-"""Maximum number of configs in the model; its time grows with the cube."""
+"""Maximum number of configs in the model; the time of a prediction grows with its cube."""
 _FAR = 1.5
-"""Times are clipped at this multiple of the 80th percentile, because bad configs teach little."""
+"""Times are clipped at this multiple of the 80th percentile, because differences between slow
+configs do not matter."""
 _STEPS, _SMALL, _LEARN = 4, 80, 4
 """Gradient steps for each prediction while the model has fewer than _SMALL configs; then one step
 in every _LEARN-th prediction, because each step costs as much as a prediction."""
-ALIKE = 0.25
+PRIOR_MEAN = 0.25
 """Prior mean of the weight of a parameter."""
-PRIOR = 0.5
+PRIOR_DEVIATION = 0.5
 """Prior standard deviation of the log of a weight."""
 
 
 class Model:
     """Gaussian process over the logarithm of the time of a config.
 
-    The distance of two configs is a sum over parameters: whether their values differ and, for
-    numbers, by how many steps. The weight of each parameter is learnt by maximising the likelihood
-    of the measurements, one gradient step for each prediction. Every other prediction uses equal
-    weights, because a few measurements may lead to wrong weights.
+    The distance of two configs is a weighted sum over parameters. Each term is positive if the
+    values differ and, for numbers, grows with the number of steps between them. Gradient steps
+    between predictions learn the weights by maximising the likelihood of the measurements. Every
+    other prediction uses equal weights, because a few measurements may lead to wrong weights.
 
     Args:
         sizes: number of values of each parameter.
@@ -62,13 +62,15 @@ class Model:
         axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + steps
         self._axes = np.array(axes, dtype=int)
         self._scaled = [(axis, math.sqrt(2) / max(sizes[axis] - 1, 1)) for axis in steps]
-        self._learnt = self._weights = np.full(len(sizes), ALIKE)
+        self._learnt = self._weights = np.full(len(sizes), PRIOR_MEAN)
         self._turn = 0
         self._stride, self._direction = np.full(len(sizes), 0.3), np.zeros(len(sizes))
 
     def learn(self, points: Sequence[Point], times: Sequence[float]) -> None:
-        """Fit the model to measured times, ``inf`` for failures. If there are too many, use the
-        fastest and every other one of the rest."""
+        """Fit the model to measured times in ms, ``inf`` for failures.
+
+        If there are too many configs, use the fastest and every other config of the rest.
+        """
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MOST:
             kept = np.concatenate([kept[: _MOST // 2], kept[_MOST // 2 :: 2]])[:_MOST]
@@ -86,24 +88,24 @@ class Model:
             by_feature = own @ features**2 - ((slope @ features) * features).sum(0)
             by_parameter = np.bincount(self._axes, by_feature, len(self._weights))
             uphill = -0.5 * self._weights * by_parameter
-            uphill -= np.log(self._weights / ALIKE) / PRIOR**2
+            uphill -= np.log(self._weights / PRIOR_MEAN) / PRIOR_DEVIATION**2
             turned = self._direction * uphill < 0
             self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
             self._direction = np.sign(uphill)
             self._weights = self._weights * np.exp(self._stride * self._direction)
         self._learnt = self._weights
         if self._turn % 2 == 0:
-            self._weights = np.full(len(self._learnt), ALIKE)
+            self._weights = np.full(len(self._learnt), PRIOR_MEAN)
         self._fit()
 
-    def believe(self, points: Sequence[Point]) -> None:
-        """Add the predictions of pending points as if they were measured."""
-        mean, _ = self.expected(points)
+    def assume(self, points: Sequence[Point]) -> None:
+        """Add the predicted times of pending points as if they were measured."""
+        mean, _ = self.predict(points)
         self._features = np.concatenate([self._features, self._features_of(points)])
         self._logs = np.concatenate([self._logs, mean])
         self._fit()
 
-    def expected(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
+    def predict(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
         """Return mean and standard deviation of the standardised log time of each point."""
         near = self._near(self._features_of(points), self._features)
         mean = near @ self._solved
@@ -150,8 +152,8 @@ def _targets(times: Numbers) -> Numbers:
     return (logs - logs.mean()) / (spread if spread > 0 else 1.0)
 
 
-def gain(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
-    """Return the expected improvement of each point over ``best``."""
+def expected_improvement(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
+    """Return by how much each point is expected to be below ``best``; points above count as 0."""
     ahead = (best - mean) / deviation
     below = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in ahead]))
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))
@@ -159,15 +161,16 @@ def gain(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
 
 FIRST = 20
 """Random candidates at the beginning."""
-POLISH = 3
-"""Every POLISH-th choice is a neighbour of the fastest config."""
-TOPS, REACH = 4, 16
-"""Neighbours of the TOPS fastest configs are considered, up to REACH steps away. The next good
+DESCENT = 3
+"""Every DESCENT-th choice is a neighbour of the fastest config."""
+FASTEST, REACH = 4, 16
+"""Neighbours of the FASTEST fastest configs are considered, up to REACH steps away. The next good
 value may be far, for example the next multiple of a power of two."""
-PAIRS, ANYWHERE = 150, 150
-"""Further candidates for each choice: configs that differ from one of the fastest in two
-parameters, and random configs."""
+PAIRS, RANDOM = 150, 150
+"""Numbers of further configs considered for each choice: configs that differ from one of the
+fastest in two parameters, and random configs."""
 _DRAWS = 50
+"""Maximum number of draws of FIRST configs at the beginning; ``prune_fn`` may reject most."""
 
 
 class Surrogate:
@@ -188,7 +191,7 @@ class Surrogate:
         self._model = Model(self._grid.sizes, self._grid.ordered)
         self._times: dict[Point, float] = {}
         self._seen: set[Point] = set()
-        """Points that are chosen already or are not candidates."""
+        """Points that were chosen, or are not candidates."""
         self._chosen: deque[tuple[Point, Config]] = deque()
         self._next: list[tuple[Point, Config]] = []
         self._ahead: list[Config] = []
@@ -226,13 +229,13 @@ class Surrogate:
         self._announce()
 
     def _announce(self) -> None:
-        """Release the next generation."""
+        """Make the next generation available to :meth:`ask` and :meth:`ahead`."""
         self._ahead += [config for _, config in self._next]
         self._chosen.extend(self._next)
         self._next = []
 
     def _taken(self, point: Point) -> list[tuple[Point, Config]]:
-        """Return the candidate at ``point`` in a list, empty if there is none or it was chosen."""
+        """Return a list with the candidate at ``point``; empty without one, or if it was chosen."""
         if point in self._seen:
             return []
         self._seen.add(point)
@@ -240,7 +243,7 @@ class Surrogate:
         return [] if config is None else [(point, config)]
 
     def _choice(self) -> list[tuple[Point, Config]]:
-        """Return the most promising candidate in a list, empty if nothing is left."""
+        """Return a list with the most promising candidate; empty if no candidate is left."""
         found = (taken for point in self._ranked() if (taken := self._taken(point)))
         return next(found, [])
 
@@ -248,12 +251,12 @@ class Surrogate:
         """Yield untried points, the most promising first."""
         fastest = sorted(self._times, key=self._times.__getitem__)
         pool: list[Point] = []
-        if self._turn % POLISH == 0:
+        if self._turn % DESCENT == 0:
             pool = self._fresh(fastest[:1], 1) or self._fresh(fastest[:5], 2)
         if not pool:
-            pool = self._fresh(fastest[:TOPS], REACH)
-            others = self._grid.changed(fastest[:TOPS], 2, self._draw, PAIRS)
-            others += self._grid.drawn(self._draw, ANYWHERE)
+            pool = self._fresh(fastest[:FASTEST], REACH)
+            others = self._grid.changed(fastest[:FASTEST], 2, self._draw, PAIRS)
+            others += self._grid.drawn(self._draw, RANDOM)
             pool += [point for point in others if point not in self._seen]
         pool = list(dict.fromkeys(pool))
         if not pool or not fastest:
@@ -261,11 +264,11 @@ class Surrogate:
         self._model.learn(list(self._times), list(self._times.values()))
         pending = [point for point, _ in [*self._chosen, *self._next]]
         if pending:
-            self._model.believe(pending)
-        value = gain(*self._model.expected(pool), self._model.best)
+            self._model.assume(pending)
+        value = expected_improvement(*self._model.predict(pool), self._model.best)
         return (pool[index] for index in np.argsort(-value, kind="stable"))
 
     def _fresh(self, points: Sequence[Point], reach: int) -> list[Point]:
-        """Return the neighbours of ``points`` that were not considered before."""
+        """Return the neighbours of ``points`` that are untried."""
         near = (each for point in points for each in self._grid.neighbours(point, reach))
         return [each for each in near if each not in self._seen]
