@@ -77,7 +77,7 @@ def test_triton_is_told_and_so_is_the_reader(monkeypatch, capfd):
     compilation = triton.knobs.compilation
     monkeypatch.setattr(compilation, "instrumentation_mode", "")
     monkeypatch.setattr(triton.knobs.runtime, "debug", False)
-    monkeypatch.setattr(Environment, "here", lambda: Environment(Version("3.9.0"), GPU))
+    monkeypatch.setattr(Environment, "current", lambda: Environment(Version("3.9.0"), GPU))
     for variable in modes.variables_of(["consan", "assert"]):
         monkeypatch.setenv(variable, "0")
     monkeypatch.setenv(knobs.debug.variable, "consan,assert")
