@@ -54,8 +54,7 @@ class Size:
 class CollectiveOpInfo(OpInfo[Size]):
     """A collective of a one-dimensional ``x`` with uniform values from -1 to 1.
 
-    Attributes:
-        scatters: the result is this rank's shard of the sum, else the whole.
+    ``scatters``: the result is this rank's shard of the sum; otherwise it is the sum.
     """
 
     shape, serial, overlaps = Size, LIBRARY, False
@@ -189,10 +188,10 @@ class AllReduceOpInfo(CollectiveOpInfo):
         return libraries.all_reduce(x.clone(), group)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the library's collective and torch's all-reduces.
+        """Return the library's collective and, on GPUs, torch's all-reduces in symmetric memory.
 
-        torch's all-reduces in symmetric memory (GPUs only) include the copy into it. ``library, in
-        place`` runs without a copy on zeros; its result is not checked.
+        The latter include the copy into that memory. ``library, in place`` adds zeros; its result
+        is not checked.
         """
         x, group = operands["x"], ctx.group
         zeros = torch.zeros_like(x)

@@ -85,9 +85,8 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines, for the ids at the time of this call.
 
-        ``grouped_mm alone``: torch's grouped GEMM on sorted rows. ``dense``: one expert for all
-        rows. ``grouped_mm between copies``: torch's grouped GEMM including sorting and restoring
-        the order of rows.
+        ``dense``: one expert for all rows. ``grouped_mm alone``: torch's grouped GEMM on sorted
+        rows.
         """
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         flat = ids.flatten()
@@ -168,7 +167,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
                         yield key._replace(layout=layout, order=order, activation=activation)
 
     def recover(self, ctx: Any) -> None:
-        """Do nothing: a call leaves no state."""
+        pass
 
 
 GROUPED_GEMM = GroupedGEMMOpInfo(grouped_gemm)

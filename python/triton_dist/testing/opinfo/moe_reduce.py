@@ -124,7 +124,6 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return (*(operands[name] for name in names), ctx), {}
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        """Return this rank's rows of the sum, computed in fp32."""
         x, weights = operands["x"], operands["weights"]
         products = routed_product(x, weights, operands["chosen_experts"], torch.float32)
         choices = operands["expert_weight"]
@@ -140,12 +139,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         return tolerance(dtype, num_ranks + 1)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines, for the ids at the time of this call.
-
-        Our grouped GEMM with its sum over choices alone; the collective alone; both in sequence. If
-        torch has a native kernel: its grouped GEMM alone on sorted rows, and the whole op with
-        torch's grouped GEMM including the sort of rows.
-        """
+        """Return the baselines, for the ids at the time of this call."""
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, choices = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]

@@ -35,11 +35,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines.
-
-        GEMM alone (cuBLAS); reduce-scatter alone (NCCL, on a copy of the product made now); both in
-        sequence; and torch's async-TP if available.
-        """
+        """Return the baselines; reduce-scatter alone sums a copy of the product made now."""
         A, B, group = operands["A"], operands["B"], ctx.group
         product = torch.matmul(A, B)
 
@@ -91,11 +87,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
         return total
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines.
-
-        GEMM alone (cuBLAS); all-reduce alone (NCCL, in place, on zeros); both in sequence; and on
-        GPUs the GEMM into symmetric memory followed by torch's all-reduces.
-        """
+        """Return the baselines; all-reduce alone runs in place on zeros."""
         A, B, group = operands["A"], operands["B"], ctx.group
         zeros = A.new_zeros((A.shape[0], B.shape[1]))
 
