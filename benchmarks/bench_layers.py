@@ -47,7 +47,7 @@ from triton_dist.utils import dist_print, finalize_distributed, initialize_distr
 MODELS = "meta-llama/Meta-Llama-3-8B,meta-llama/Meta-Llama-3-70B"
 BASELINES = ("nccl", "async_tp", "dtensor")
 OURS, COMPILED = "ours", "ours_compiled"
-SPREAD_FROM = 1024
+MIN_SEQUENCE_PARALLEL_TOKENS = 1024
 """Tokens from which on a layer is sequence-parallel."""
 _CPU_SCALE = 64
 _FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
@@ -78,7 +78,8 @@ class Candidates:
     def __init__(self, args: argparse.Namespace, model: str, layer: str, tokens: int) -> None:
         config = LlamaConfig.of(model)
         config = config if is_cuda() else scaled_down(config, _CPU_SCALE)
-        self.is_spread, self.is_mlp = tokens >= SPREAD_FROM, layer == "mlp"
+        self.is_sequence_parallel = tokens >= MIN_SEQUENCE_PARALLEL_TOKENS
+        self.is_mlp = layer == "mlp"
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         device, dtype = current_device().torch_device, dtype_named(args.dtype)
         torch.manual_seed(0)
@@ -86,16 +87,16 @@ class Candidates:
             block = Block(config, 0).to(dtype)
             self.stock = block.mlp if self.is_mlp else block.self_attn
             rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
-            self.tokens = tokens if self.is_spread else 1  # of a sequence
+            self.tokens = tokens if self.is_sequence_parallel else 1  # of a sequence
             self.rotary = rotary(torch.arange(self.tokens), dtype)
             whole = torch.randn(tokens, config.hidden_size).to(dtype)
-        self.x = shard_rows(whole, self.rank, self.size) if self.is_spread else whole
+        self.x = shard_rows(whole, self.rank, self.size) if self.is_sequence_parallel else whole
         self.contexts = TensorParallel(tokens)
         self.plain = self._layer(Collectives())
 
     def _layer(self, ranks: Collectives) -> TP_MLP | TP_Attn:
         kind = TP_MLP if self.is_mlp else TP_Attn
-        made = kind(ranks=ranks, sequence_parallel=self.is_spread, keep_gathered=True)
+        made = kind(ranks=ranks, sequence_parallel=self.is_sequence_parallel, keep_gathered=True)
         made._init_parameters(self.stock)
         return made
 
@@ -117,15 +118,15 @@ class Candidates:
     @property
     def names(self) -> list[str]:
         """Return the names of the implementations of our layer."""
-        return [OURS, COMPILED] if self.is_spread and is_cuda() else [OURS]
+        return [OURS, COMPILED] if self.is_sequence_parallel and is_cuda() else [OURS]
 
     def _async_tp(self, layer: TP_MLP | TP_Attn) -> Call:
         import torch._inductor.config
         from torch.distributed import _functional_collectives as collectives
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        if not self.is_spread:
-            raise RuntimeError("async tensor parallelism is for rows that are spread")
+        if not self.is_sequence_parallel:
+            raise RuntimeError("async tensor parallelism is for the sequence-parallel mode")
         if not is_cuda():
             raise RuntimeError("needs GPUs")
         group = dist.group.WORLD
@@ -160,7 +161,7 @@ class Candidates:
         module = copy.deepcopy(self.stock)
         mesh = init_device_mesh(self.x.device.type, (self.size,))
         at = Shard(0) if self.is_mlp else Shard(1)
-        spread = at if self.is_spread else Replicate()
+        spread = at if self.is_sequence_parallel else Replicate()
         columns = ("gate_proj", "up_proj") if self.is_mlp else ("q_proj", "k_proj", "v_proj")
         plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in columns}
         last = "down_proj" if self.is_mlp else "o_proj"
@@ -181,7 +182,8 @@ class Candidates:
             return module, parameters
 
         def call(x: torch.Tensor) -> torch.Tensor:
-            rows = x[None] if self.is_spread else x[:, None]  # one sequence, or one token of each
+            # One sequence, or one token of each.
+            rows = x[None] if self.is_sequence_parallel else x[:, None]
             seen = module(hidden_states=rows, position_embeddings=self.rotary)[0]
             return seen.reshape(x.shape)
 
@@ -256,7 +258,7 @@ def point(
         if not said(failures, name, error):
             ready[name] = candidate
     for which in args.passes:
-        if which == "both" and not made.is_spread:
+        if which == "both" and not made.is_sequence_parallel:
             continue
         make = forward_of if which == "forward" else both_of
         calls, missing = {}, dict(failures)
@@ -271,7 +273,7 @@ def point(
         calls.clear()
         yield {
             "model": model, "layer": layer, "tokens": tokens, "pass": which,
-            "mode": "sequence-parallel" if made.is_spread else "all-reduce",
+            "mode": "sequence-parallel" if made.is_sequence_parallel else "all-reduce",
             "ms": {name: round(each.median, 4) for name, each in samples.items()},
             "samples": {name: each.milliseconds for name, each in samples.items()},
             "errors": missing,
