@@ -11,7 +11,7 @@ from triton_dist.kernels.common.gemm import launch as gemm_launch
 from triton_dist.kernels.common.gemm.launch import (
     FUSED_TILES,
     SPLIT_K_TILES,
-    fits_shape,
+    is_worth_trying,
     split_k_tiles,
     split_workspace_size,
 )
@@ -29,7 +29,7 @@ def _h200(monkeypatch):
 
 
 def kept(tiles, rows, columns=7168, num_ranks=4):
-    return [config for config in tiles if fits_shape(config, rows, columns, num_ranks)]
+    return [config for config in tiles if is_worth_trying(config, rows, columns, num_ranks)]
 
 
 def test_each_tile_is_there_once():

@@ -56,7 +56,7 @@ def test_what_is_launched_while_somebody_watches_is_not_laid_out():
     did, watched = [], iter((True, False, False, True, False))
     launcher = Launcher()
     launcher._device = SimpleNamespace(
-        launches_are_watched=lambda: next(watched),
+        must_launch_through_triton=lambda: next(watched),
         repeated_launch=lambda *_: lambda *_: did.append("repeated"),
         current_stream=lambda: 0,
     )

@@ -12,7 +12,7 @@ import triton
 from triton_dist.kernels.common.gemm import spaces as gemm_spaces
 from triton_dist.kernels.common.gemm.launch import (
     WARP_SPECIALIZED_SPLIT_K_TILES,
-    fits_shape,
+    is_worth_trying,
     sharded_gemm,
     split_k_tiles,
 )
@@ -71,7 +71,7 @@ def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
     gpu = SimpleNamespace(
         interprets=False, has_nccl=True, has_async_tp=True, num_sms=132, prefers_descriptors=True
     )
-    for function in (ALGORITHMS["full_mesh_push"].candidates, get_config_space, fits_shape):
+    for function in (ALGORITHMS["full_mesh_push"].candidates, get_config_space, is_worth_trying):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
     tiles = [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]
     assert list(dict.fromkeys(candidates())) == tiles
@@ -160,8 +160,8 @@ def test_cuts_are_tried_where_they_save_waves(hopper, monkeypatch):
     gpu = SimpleNamespace(
         name="cuda", interprets=False, has_nccl=True, has_async_tp=True, num_sms=132
     )
-    monkeypatch.setattr(sys.modules[fits_shape.__module__], "current_device", lambda: gpu)
+    monkeypatch.setattr(sys.modules[is_worth_trying.__module__], "current_device", lambda: gpu)
 
     for config in WARP_SPECIALIZED_SPLIT_K_TILES:
-        assert fits_shape(config, 512, 7168, 4)
-        assert not fits_shape(config, 2048, 7168, 4)
+        assert is_worth_trying(config, 512, 7168, 4)
+        assert not is_worth_trying(config, 2048, 7168, 4)

@@ -164,7 +164,7 @@ def fingerprint_of(
     space: str,
     version: str = "",
 ) -> Fingerprint:
-    """Return everything that a record made now depends on.
+    """Return everything that a new record depends on.
 
     Args:
         source: source of the tuned function.
@@ -180,14 +180,18 @@ def fingerprint_of(
         source=source.digests,
         space=space,
         version=version,
-        literal=source.literal | _only_validators_read(validators.literal, source.literal),
-        bound=source.bound | _only_validators_read(validators.bound, source.bound),
-        uncounted=source.uncounted | _only_validators_read(validators.uncounted, source.uncounted),
+        literal=source.literal | _additional_constants(validators.literal, source.literal),
+        bound=source.bound | _additional_constants(validators.bound, source.bound),
+        uncounted=source.uncounted | _additional_constants(validators.uncounted, source.uncounted),
     )
 
 
-def _only_validators_read(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the validators' constants that ``known`` lacks or has differently, renamed."""
+def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the constants of validators to record in addition to those of the function.
+
+    Omit each constant that has an equal value in ``known``, the function's constants. Append
+    "(pruning)" to the names.
+    """
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
     }
@@ -195,18 +199,21 @@ def _only_validators_read(constants: Mapping[str, str], known: Mapping[str, str]
 
 Holders: TypeAlias = "Mapping[TuningLock, tuple[int, AbstractContextManager[object]]]"
 _lock_holders = InheritedValue("triton_dist.tuning")
-"""``Holders`` of the running thread, and of the thread whose backward pass it runs. By tuning
-lock: the id of the thread that holds it, and a lock for the threads that it waits for."""
+"""For each tuning lock that this thread may enter: the id of the holder, and an inner lock.
+
+A thread of autograd inherits the value from the thread that called ``backward``. Threads for which
+the holder waits take the inner lock, one at a time."""
 
 
 class TuningLock:
-    """A lock that lets one thread tune at a time, including the threads that this thread waits for.
+    """A re-entrant lock that lets one thread tune at a time.
 
-    It is re-entrant, because a tuned function may call a tuned function, on GPUs also on a thread
-    of autograd while the caller waits in ``backward``.
+    A tuned function may call a tuned function, also in a backward pass. On GPUs, the backward pass
+    runs on a thread of autograd, and the caller waits in ``backward``. A thread for which the
+    holder waits may therefore enter too.
 
-    Limit: torch has one autograd thread per GPU. If another thread's backward pass waits for the
-    lock on it, the backward pass of the holder cannot run.
+    Limit: torch has one autograd thread per GPU. If this thread waits for the lock in the backward
+    pass of another caller, it cannot run the backward pass of the holder.
     """
 
     def __init__(self) -> None:
@@ -214,15 +221,15 @@ class TuningLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager that holds the lock. Threads that its holder waits for enter in turn."""
+        """Context manager that holds the lock. A thread for which the holder waits enters too."""
         this = threading.get_ident()
         holders: Holders = _lock_holders.get() or {}
-        inside, lock = holders.get(self, (None, self._lock))
+        holder_id, lock = holders.get(self, (None, self._lock))
         # This thread already holds the lock.
-        if inside == this:
+        if holder_id == this:
             yield
             return
-        # Threads that this thread waits for take the new inner lock, one after another.
+        # Threads for which this thread waits take the new inner lock, one after another.
         with lock:
             before = _lock_holders.put({**holders, self: (this, threading.RLock())})
             try:

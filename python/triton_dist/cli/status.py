@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist._tuning.store import Interrupted, is_held, rank_steps
+from triton_dist._tuning.store import Interrupted, is_held, last_line_by_rank
 from triton_dist._tuning.store.readonly import read
 from triton_dist._warn import printable
 from triton_dist.cli import cache, listing, text
@@ -75,7 +75,7 @@ def _tree(each: Interrupted) -> _Tree:
         "not_tried_again": each.stuck,
         "ranks": [
             {"rank": rank, "time": when, "step": step}
-            for rank, (when, step) in (rank_steps(each.path) if running else {}).items()
+            for rank, (when, step) in (last_line_by_rank(each.path) if running else {}).items()
         ],
     }
 

@@ -17,7 +17,7 @@ from triton_dist.runtime.device import current_device
 
 
 def every_tile() -> list[triton.Config]:
-    """Return all tiles of the persistent kernel, with the options that the launch leaves open."""
+    """Return all configs of the persistent kernel, with EPILOGUE_SUBTILE off by default."""
     return [
         triton.Config(
             {"EPILOGUE_SUBTILE": False, **config.kwargs},

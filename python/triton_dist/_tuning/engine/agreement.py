@@ -140,7 +140,7 @@ class Agreement:
         # A record is used despite ALWAYS_TUNE if nothing can be measured.
         cannot_tune = self.capturing or bool(self.frozen)
         usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
-        # The lowest rank, so the leader if it has a record.
+        # Choose the lowest rank. It is the leader, if the leader has a record.
         self.holder = holders[0] if usable else None
         self.winner = None if self.holder is None else valid[self.holder].winner
 

@@ -47,8 +47,8 @@ class Decorated(Generic[P, R_co]):
     def _without_object(self, args: tuple[Any, ...]) -> str:
         """Return a hint if arguments do not fit because ``tune`` was called on a bound method.
 
-        ``tune`` is an attribute of this object, which does not receive the instance that the method
-        is bound to. Return an empty text if this is not the cause.
+        In ``layer.forward.tune(x)``, ``tune`` is an attribute of the tuned function and does not
+        receive ``layer``. Return an empty text if this is not the cause.
         """
         first = next(iter(inspect.signature(self.fn).parameters), "")
         name = vars(self).get("__name__", "")

@@ -1,8 +1,8 @@
 """Read values that the source does not determine: what a callable was given, and constants.
 
-A list in a closure may be an option or a log, and an attribute of a callable object a setting or a
-counter. At decoration it has the value that the author gave it. Later it has the value that the
-last call left, so :class:`Snapshot` keeps its text.
+A list in a closure may be an option or a log that each call extends. An attribute of a callable
+object may be a setting or a counter. :class:`Snapshot` keeps the texts of these values at
+decoration, before any call changes them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Snapshot:
             self._take(root)
 
     def text(self, value: Any) -> str | None:
-        """Return the text that a list, set, dict or mutable dataclass had; ``None`` for others."""
+        """Return the kept text of a list, set, dict or mutable dataclass; else ``None``."""
         return self._texts.get(id(value), (None, None))[1]
 
     def state(self, root: Any) -> dict[str, Any]:
@@ -123,10 +123,10 @@ def _data_of(value: Any, depth: int = 0) -> str:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return what a callable was given when it was created, by name.
+    """Return the values that a callable received when it was created, by name.
 
-    This is closure cells and defaults of a function, arguments of a partial, and attributes of an
-    object, also of the object that a method is bound to.
+    These are the closure cells and defaults of a function, the arguments of a partial, and the
+    attributes of a callable object or of the object that a method is bound to.
     """
     held: dict[Any, Any]
     if isinstance(value, types.FunctionType):

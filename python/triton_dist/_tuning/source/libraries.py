@@ -84,7 +84,7 @@ class Libraries:
 def version_of(package: str) -> str:
     """Return distribution and version of a top-level package; ``""`` if it is not a distribution's.
 
-    The versions of torch and Triton are in every record, and left out here.
+    Omit torch and Triton, whose versions are in every record.
     """
     if package in _LIBRARIES or package in sys.stdlib_module_names:
         return ""

@@ -341,7 +341,7 @@ class File:
         return same.index(max(same))
 
     def definition(self, code: types.CodeType) -> Statement:
-        """Return the definition of ``code`` alone, of a function inside a statement."""
+        """Return the definition of ``code``, without the statement that contains the function."""
         line, name = code.co_firstlineno, code.co_name
         found = self.definitions(name, line)
         codes = [x for _, x in self._codes if (x.co_firstlineno, x.co_name) == (line, name)]
@@ -350,7 +350,7 @@ class File:
         return found[index]
 
     def definitions(self, name: str, line: int = 0) -> list[Statement]:
-        """Return functions, lambdas and classes alone, in the order of the file.
+        """Return functions, lambdas and classes, without their statements, in file order.
 
         Args:
             name: end of the qualified name.

@@ -50,7 +50,7 @@ class Slice:
     """Finds statements and constants.
 
     Args:
-        home: globals of the module of the function; labels of its statements are names alone.
+        home: globals of the module of the function; labels of its statements have no module.
         ignore: names of constants that do not count, such as ``"RANK"`` or ``"op.RANK"``.
     """
 

@@ -1,4 +1,8 @@
-"""Compare the statements that a record depends on with those in the files now; import nothing."""
+"""Compare the statements that a record depends on with the current files, without imports.
+
+A label names a statement: ``module:name``, or only ``name`` in the module of the tuned function. In
+other modules of its package, ``module`` starts with a dot and omits the name of the package.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     """Return a sentence for each statement that changed, and the names that cannot be compared.
 
     Args:
-        recorded: digests, as :func:`~triton_dist._tuning.source.source_of` returns them.
+        recorded: digests by label, from :func:`~triton_dist._tuning.source.source_of`.
         module: dotted name, or path of a ``.py`` file, of the module of the function.
         function: its qualified name.
     """
     files, found, unknown = _Files(module, function), dict[str, None](), []
     for label, value in recorded.items():
-        owner, _, name = label.rpartition(":")
-        file = None if value.startswith("bytecode ") else files.of(owner)
+        module_part, _, name = label.rpartition(":")
+        file = None if value.startswith("bytecode ") else files.of(module_part)
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:
@@ -32,7 +36,7 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
         elif file is None:
             unknown.append(label)
         else:
-            found |= dict.fromkeys(files.changes(file, owner, name, value.split()))
+            found |= dict.fromkeys(files.changes(file, module_part, name, value.split()))
     return list(found), unknown
 
 
@@ -48,23 +52,27 @@ class _Files:
             while (root / "__init__.py").exists():
                 parts, root = [root.name, *parts], root.parent
             self._folders.insert(0, str(root))
-            self._home = ".".join(parts) if len(parts) > 1 else module
+            self._function_module = ".".join(parts) if len(parts) > 1 else module
         else:
-            self._home, file = module, self._file(module)
+            self._function_module, file = module, self._file(module)
         # A package may import the function from the module that defines it.
         while file is not None and file.imports.get(name):
-            found, spec = min(file.imports[name]), self._spec(self._home)
-            self._home = found.full_name(spec.parent if spec else "")
-            file, name = self._file(self._home), found.attribute
-        self._home_file = file
+            found, spec = min(file.imports[name]), self._spec(self._function_module)
+            self._function_module = found.full_name(spec.parent if spec else "")
+            file, name = self._file(self._function_module), found.attribute
+        self._function_file = file
 
-    def of(self, owner: str) -> File | None:
-        """Return the file of the module at the start of a label; ``None`` if it is not found."""
-        return self._file(self._full(owner)) if owner else self._home_file
+    def of(self, module_part: str) -> File | None:
+        """Return the file of the module in a label, or ``None``. Empty: the function's module."""
+        return self._file(self._full(module_part)) if module_part else self._function_file
 
-    def _full(self, owner: str) -> str:
-        top = self._home.partition(".")[0]
-        return f"{top}{owner.rstrip('.')}" if owner.startswith(".") else owner or self._home
+    def _full(self, module_part: str) -> str:
+        top = self._function_module.partition(".")[0]
+        return (
+            f"{top}{module_part.rstrip('.')}"
+            if module_part.startswith(".")
+            else module_part or self._function_module
+        )
 
     @functools.cache  # noqa: B019
     def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:
@@ -81,18 +89,21 @@ class _Files:
             return None
         return file_at(spec.origin, {"__name__": module, "__loader__": spec.loader})
 
-    def changes(self, file: File, owner: str, name: str, recorded: list[str]) -> Iterator[str]:
-        """Yield sentences about the statements of one label."""
+    def changes(
+        self, file: File, module_part: str, name: str, recorded: list[str]
+    ) -> Iterator[str]:
+        """Yield a sentence for each changed statement of one label."""
         is_inner = "<" in name  # a function inside a function; several may have this name
         found = file.definitions(name) if is_inner else file.of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
         for line in [each.line for each in file.definitions(self._function)] if new else ():
-            # The record may have the statement around the function without the tuner's decorators.
+            # ``source_of`` digests the tuned function without the tuner's decorators.
             is_equal = file.without_tuner(line).digest in recorded
             new = [x for x in new if not (is_equal and x.line <= line <= x.end)]
         if not now or (not new and len(now) < len(recorded)):
-            yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
+            yield f"source: {self._full(module_part)}: a statement that sets {name} is gone"
         for each in new if not is_inner or len(new) == len(now) else ():
             line = each.shown_line
-            yield f"source: {self._full(owner)}:{line} changed: {file.lines[line - 1].strip()}"
+            text = file.lines[line - 1].strip()
+            yield f"source: {self._full(module_part)}:{line} changed: {text}"

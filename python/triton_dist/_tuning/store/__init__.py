@@ -11,7 +11,7 @@ from triton_dist._tuning.store.inventory import (
 )
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
-from triton_dist._tuning.store.log import FileLog, StepLog, rank_steps, tunings_in_log
+from triton_dist._tuning.store.log import FileLog, StepLog, last_line_by_rank, tunings_in_log
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 
@@ -29,7 +29,7 @@ __all__ = [
     "interrupted",
     "is_held",
     "places",
-    "rank_steps",
+    "last_line_by_rank",
     "removable",
     "tunings_in_log",
 ]

@@ -132,8 +132,8 @@ class FileJournal:
     def remove(self) -> None:
         """Remove the journal if this rank leads, or if no leader has written to the file.
 
-        The latter is the case if the rank has its own cache folder. In a shared folder, the record
-        of the leader may not be written yet.
+        No leader writes to the file of a rank with its own cache folder. In a shared folder, keep
+        the leader's journal, because the leader may not have written the record yet.
         """
         first = next(self._lines(), {})
         if self._file is not None or not isinstance(first.get("head"), dict):

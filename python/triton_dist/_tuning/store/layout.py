@@ -1,6 +1,6 @@
 """Read and write records as readable JSON, in which values are kept on one line if they fit.
 
-A record is looked up without parsing its thousands of trials: they are found by the layout.
+A look-up does not parse the thousands of trials of a record. It finds and skips their lines.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def read_record(content: bytes) -> TuningRecord:
 
 
 def _is_as_written(tree: Any) -> bool:
-    """Compare the checksum, which records have from schema 4 on, whatever the layout."""
+    """Return whether the checksum is right. It does not depend on the layout.
+
+    Records before schema 4 have no checksum.
+    """
     if not isinstance(tree, dict) or tree.get("schema") not in range(1, SCHEMA + 1):
         return True  # the reader raises a specific error
     known = tree.pop("checksum", None)

@@ -22,15 +22,15 @@ _steps = logging.getLogger("triton_dist.contextual")
 
 
 class _Lines:
-    """A text file to append to, created at the first line. After an error, nothing is written.
+    """A text file to append to, created at the first line.
 
-    ``refused`` is called with the error, once.
+    After the first error, call ``on_error`` with it and write nothing more.
     """
 
     def __init__(
-        self, path: Path, refused: Callable[[OSError], object] = lambda error: None
+        self, path: Path, on_error: Callable[[OSError], object] = lambda error: None
     ) -> None:
-        self._path, self._refused = path, refused
+        self._path, self._on_error = path, on_error
         self._file: IO[str] | None = None
         self._is_open = True
 
@@ -52,7 +52,7 @@ class _Lines:
         except OSError as error:
             self._is_open = False
             self.close()
-            self._refused(error)
+            self._on_error(error)
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -62,11 +62,11 @@ class _Lines:
 
 
 class FileLog:
-    """Logs of the record at ``record``.
+    """Logs of the tunings that lead to the record at path ``record``.
 
     ``<record>.log.jsonl`` has the events of the leader, ``<record>.rank-<r>.log`` the lines of rank
-    r. Later tunings of the key append. No method raises or warns: writing the record to the same
-    folder warns.
+    r. Later tunings of the key append to the files. Errors are ignored: the record is written to
+    the same folder, and its error is reported.
     """
 
     def __init__(self, record: Path, rank: int) -> None:
@@ -101,8 +101,8 @@ def tunings_in_log(record: Path) -> list[list[dict[str, Any]]]:
     return found
 
 
-def rank_steps(record: Path) -> dict[int, tuple[str, str]]:
-    """Return the last line in the log of each rank, as its time and its text."""
+def last_line_by_rank(record: Path) -> dict[int, tuple[str, str]]:
+    """Return the last line in the log of each rank: the time and the text."""
     found: dict[int, tuple[str, str]] = {}
     for path in record.parent.glob(f"{record.stem}.rank-*.log"):
         with suppress(OSError, ValueError), open(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -129,7 +129,7 @@ class StepLog:
     """
 
     def __init__(self, path: Path, prints: bool) -> None:
-        self._lines, self._prints = _Lines(expanded(path), self._refused), prints
+        self._lines, self._prints = _Lines(expanded(path), self._warn_unwritable), prints
         self._path = path
 
     def line(self, text: str) -> None:
@@ -146,7 +146,7 @@ class StepLog:
     def close(self) -> None:
         self._lines.close()
 
-    def _refused(self, error: OSError) -> None:
+    def _warn_unwritable(self, error: OSError) -> None:
         warn(
             f"{self._path} cannot be written ({error}); set TRITON_DIST_AUTOTUNE_LOG_DIR to "
             "another folder",

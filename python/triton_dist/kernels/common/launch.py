@@ -112,7 +112,7 @@ class Launcher:
         if bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         prepared = self._prepared.get(key)
-        is_watched = self._device.launches_are_watched()
+        is_watched = self._device.must_launch_through_triton()
         if prepared is not None and not is_watched:
             prepared[0](self._device.current_stream(), addresses)
             return

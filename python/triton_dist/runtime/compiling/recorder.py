@@ -46,8 +46,10 @@ class Recorder:
             triton.knobs.compilation.listener = self._before
 
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
-        """Record one kernel, after Triton compiled or loaded it. Skip kernels built by
-        ``runner``."""
+        """Record a kernel that Triton has compiled or loaded.
+
+        Kernels that ``triton_dist.runner`` built are not recorded.
+        """
         try:
             compilation = triton_compat.compilation()
             if compilation:

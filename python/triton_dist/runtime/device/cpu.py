@@ -114,7 +114,7 @@ class CpuDevice:
     def repeated_launch(self, *_: Any, **__: Any) -> None:
         """Return ``None``: the interpreter has no compiled kernel to launch."""
 
-    def launches_are_watched(self) -> bool:
+    def must_launch_through_triton(self) -> bool:
         return False
 
 
@@ -201,8 +201,11 @@ class CpuTransfer:
         self._queue(own.detach())  # detached: autograd must not track the copies
 
     def fork(self, current: int) -> None:
-        """Queue the steps before the kernel whose flags they await: a launch is synchronous, and
-        the kernel may wait for data that a peer sends only after its flags."""
+        """Queue the steps, before the launch of the kernel whose flags they await.
+
+        A launch on the CPU returns only when the kernel has ended, and the kernel may wait for data
+        that other ranks send by these steps.
+        """
         self._has_kernel = False
         self._queue(None)
 

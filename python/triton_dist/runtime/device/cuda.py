@@ -33,8 +33,8 @@ from triton_dist.runtime.triton_compat import is_interpreting
 
 _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
-# Queueing an overlapped op takes 0.3 ms, on some hosts more. The upper limit is for calls that
-# synchronise with the device.
+# Limits of ``delay_stream``. Queueing an overlapped op takes 0.3 ms, on some hosts more. A call
+# that synchronises with the device waits for the delay itself, so the delay has an upper limit.
 _MIN_DELAY_MILLISECONDS, _MAX_DELAY_MILLISECONDS = 0.5, 5.0
 _QUEUEING_MARGIN = 1.5
 _GRAPH_MEMORY_DIVISOR = 16
@@ -60,8 +60,9 @@ class CudaDevice:
         # Tensor descriptors compile to TMA from compute capability 9.0. Pointers are faster on
         # older GPUs.
         self.prefers_descriptors: bool = self._properties.major >= 9
-        # A launch returns when its kernel has ended. Like CUDA, read the variable once. ``make
-        # sanitize`` sets it, because launches under compute-sanitizer block anyway.
+        # True: a launch returns only after its kernel has ended. Like CUDA, read the variable once.
+        # ``make sanitize`` sets it, because compute-sanitizer makes launches block anyway. Ops
+        # then exclude algorithms in which a blocking launch would deadlock.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
@@ -162,7 +163,7 @@ class CudaDevice:
         torch.cuda._sleep(cycles)
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
-        """Keep the current stream busy for a time at the maximum SM clock."""
+        """Keep the current stream busy for ``milliseconds``, longer below the maximum SM clock."""
         self.sleep(int(milliseconds * self._kilohertz))
 
     def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
@@ -175,8 +176,8 @@ class CudaDevice:
             Exception: an exception of ``call``, from the run or the capture.
         """
         # torch frees the memory of destroyed graphs only when an allocation outside a capture finds
-        # the GPU full. Inside a capture a full GPU is an error: 103 GB were reserved after some
-        # thousand graphs.
+        # the GPU full. An allocation in a capture fails instead. Therefore free the memory here:
+        # after some thousand graphs, 103 GB were reserved.
         reserved = torch.cuda.memory_reserved(self.index)
         if reserved - self._reserved > self._properties.total_memory // _GRAPH_MEMORY_DIVISOR:
             torch.cuda.empty_cache()
@@ -206,7 +207,7 @@ class CudaDevice:
                 # If ``capture_end`` failed, torch before 2.13 assumes that the capture continues
                 # and never releases memory again (pytorch/pytorch#180395). The allocator still
                 # calls the graph, so keep it alive.
-                with contextlib.suppress(RuntimeError):  # a torch that has ended it
+                with contextlib.suppress(RuntimeError):  # newer torch has already ended it
                     torch._C._cuda_endAllocateToPool(self.index, pool)
                     self._failed_graphs.append(graph)
                 raise
@@ -223,7 +224,10 @@ class CudaDevice:
         self.sleep_milliseconds(max(needed, _MIN_DELAY_MILLISECONDS))
 
     def run_on_side_stream(self, work: Callable[[], object]) -> None:
-        """Run ``work`` on a new stream, before the next work but not after the previous work."""
+        """Run ``work`` on a new stream, without waiting for earlier work of the current stream.
+
+        Later work of the current stream waits for ``work``.
+        """
         current, side = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.torch_device)
         with torch.cuda.stream(side):
             work()
@@ -241,7 +245,7 @@ class CudaDevice:
         return cuda_driver.primary_context(self.index)
 
     def current_stream(self) -> int:
-        """Return the handle of the current stream, after setting a missing CUDA context."""
+        """Return the handle of the current stream. Set a CUDA context if the thread has none."""
         thread = threading.get_ident()
         if thread != self._last_thread:
             cuda_driver.use_context(self._context)
@@ -269,8 +273,8 @@ class CudaDevice:
             compiled, grid, arguments, varying, scratch(nbytes) if nbytes else None
         )
 
-    def launches_are_watched(self) -> bool:
-        """Return whether a profiler or marks require launches through Triton."""
+    def must_launch_through_triton(self) -> bool:
+        """Return whether pre-built launches must not be used (``has_launch_hooks``)."""
         return has_launch_hooks()
 
 

@@ -110,11 +110,11 @@ class CudaTransfer:
         _run(self._fork, "queue a transfer")
 
     def queue(self) -> None:
-        """Queue the steps.
+        """Queue the steps, after a call of ``fork``.
 
-        Separate from ``fork`` for steps that await a flag of a kernel launched after ``fork``: with
-        one hardware queue, a wait queued before the kernel would block it. If the launch fails,
-        ``queue`` is not called.
+        If steps await a flag of a kernel, launch the kernel between ``fork`` and ``queue``: with
+        one hardware queue, a wait that is queued before the kernel blocks the kernel. If the launch
+        fails, do not call ``queue``.
         """
         _run(self._steps, "queue a transfer")
 

@@ -114,7 +114,10 @@ def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
 
 
 def has_launch_hooks() -> bool:
-    """Return whether launches must go through Triton: for a profiler's hooks or for marks."""
+    """Return whether launches must go through Triton.
+
+    They must if a profiler has set launch hooks, or if kernels record their ``dl.mark`` intervals.
+    """
     knobs = triton.knobs.runtime
     return marking.current() is not None or any(
         hook is not None and getattr(hook, "calls", True)

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class InputRows:
-    """Rows ``first`` to ``end`` of the tensor that is passed to ``start``."""
+    """Rows ``first`` to ``end - 1`` of the tensor that the transfer's ``start`` receives."""
 
     first: int
     end: int

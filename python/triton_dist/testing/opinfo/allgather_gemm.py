@@ -67,7 +67,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         return torch.matmul(rows.float(), B.float()).to(A.dtype)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines; GEMM alone multiplies a copy of all rows made now."""
+        """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
         A, B, group = operands["A"], operands["B"], ctx.group
         rows = libraries.all_gather_rows(A, group)
 

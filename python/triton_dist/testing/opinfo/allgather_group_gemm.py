@@ -84,7 +84,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Scale ``a`` as for a GEMM, and draw new ids."""
+        """Draw new values of ``a``, scaled as for a GEMM, and new ids."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         a.copy_(uniform(a.shape, a.dtype, generator, 3 / a.shape[1] ** 0.5))
         self.draw(ids, len(b), generator)
@@ -100,7 +100,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         return routed_product(rows, operands["b"], operands["full_topk_ids"])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines; GEMM alone multiplies a copy of all rows made now."""
+        """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         group = ctx.group
         rows = libraries.all_gather_rows(a, group)

@@ -203,7 +203,7 @@ class AllReduceOpInfo(CollectiveOpInfo):
         }
 
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost: each shard crosses links to its owner, and its sum back to all."""
+        """Return the cost: shards cross links to their owners, then sums to all ranks."""
         cost = super().cost(shape, dtype, num_ranks)
         return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
 

@@ -224,7 +224,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost.
 
-        Rows cross links to the rank that adds them; with ``any_rows``, sums cross to all ranks too.
+        Rows cross links to the rank that adds them. With ``any_rows``, sums cross them too.
         """
         M, N, K, item = shape.M, shape.N, shape.K / num_ranks, dtype.itemsize
         return Cost(

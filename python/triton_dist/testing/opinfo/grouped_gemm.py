@@ -71,7 +71,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Scale ``A`` as for a GEMM, and draw new ids."""
+        """Draw new values of ``A``, scaled as for a GEMM, and new ids."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
         self.draw(ids, B.shape[0], generator)

@@ -106,18 +106,23 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Scale ``x`` as for a GEMM over all ranks, and draw a new routing.
+        """Draw new values of ``x`` and a new routing.
 
-        The squares of a token's weights add up to 1, so results have a standard deviation of 1.
+        Results have a standard deviation of 1: ``x`` is scaled for the K of all ranks together, and
+        the squares of a token's expert weights add up to 1.
         """
-        x, ids, choices = (operands[name] for name in ("x", "chosen_experts", "expert_weight"))
+        x, ids, expert_weight = (
+            operands[name] for name in ("x", "chosen_experts", "expert_weight")
+        )
         x.copy_(uniform(x.shape, x.dtype, generator, 3 / (x.shape[1] * num_ranks) ** 0.5))
         self.draw(ids, len(operands["weights"]), generator)
-        drawn = torch.rand(choices.shape, generator=generator, device=choices.device) + 0.1
-        choices.copy_(drawn / drawn.square().sum(1, keepdim=True).sqrt())
+        drawn = (
+            torch.rand(expert_weight.shape, generator=generator, device=expert_weight.device) + 0.1
+        )
+        expert_weight.copy_(drawn / drawn.square().sum(1, keepdim=True).sqrt())
         if dist.is_initialized():
             dist.broadcast(ids, 0)
-            dist.broadcast(choices, 0)
+            dist.broadcast(expert_weight, 0)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         names = ("x", "weights", "chosen_experts", "expert_weight")
@@ -126,10 +131,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         x, weights = operands["x"], operands["weights"]
         products = routed_product(x, weights, operands["chosen_experts"], torch.float32)
-        choices = operands["expert_weight"]
+        expert_weight = operands["expert_weight"]
         named = (operands["chosen_experts"] >= 0) & (operands["chosen_experts"] < len(weights))
-        weighed = torch.where(named, choices, 0).float()[:, :, None]
-        total = (products.view(*choices.shape, -1) * weighed).sum(1)
+        weighed = torch.where(named, expert_weight, 0).float()[:, :, None]
+        total = (products.view(*expert_weight.shape, -1) * weighed).sum(1)
         if dist.is_initialized():
             dist.all_reduce(total, group=group)
         return self.own_rows(total, group).to(x.dtype)
@@ -141,7 +146,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines, for the ids at the time of this call."""
         x, weights, group = operands["x"], operands["weights"], ctx.group
-        ids, choices = operands["chosen_experts"], operands["expert_weight"]
+        ids, expert_weight = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
         zeros = x.new_zeros(M, N)
 
@@ -149,7 +154,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         tiles = grouped_tiles()[0] if current_device().interprets else None
 
         def product() -> torch.Tensor:
-            return sum_routes(self.name, grouped_gemm, x, weights, ids, choices, tiles)
+            return sum_routes(self.name, grouped_gemm, x, weights, ids, expert_weight, tiles)
 
         baselines = {
             "our product alone": Baseline("gemm", product),
@@ -173,7 +178,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
                 products = grouped_mm(x.index_select(0, order), weights, ends)
                 added = x.new_empty(M, N)
                 topk_sum(
-                    products, choices, ids, rows, added, len(weights), block_rows=M, first=0, N=N
+                    products, expert_weight, ids, rows, added, len(weights),
+                    block_rows=M, first=0, N=N,
                 ).run()
                 return self.reduce(added, group)
 
@@ -200,7 +206,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         """Return invalid arguments for a context with ``n_chunks_max`` = 8."""
-        x, weights, ids, choices = (
+        x, weights, ids, expert_weight = (
             good[name] for name in ("x", "weights", "chosen_experts", "expert_weight")
         )
         (E, K, N), (M, topk) = weights.shape, ids.shape
@@ -208,7 +214,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         many = {
             "x": x.new_ones(more * topk, K),
             "chosen_experts": ids.new_zeros(more, topk),
-            "expert_weight": choices.new_zeros(more, topk),
+            "expert_weight": expert_weight.new_zeros(more, topk),
         }
         return {
             "x": {"x": None},
@@ -221,7 +227,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "x.dtype (integers)": {"x": x.int()},
             "x.device": {
                 "x": x.to("meta"), "chosen_experts": ids.to("meta"),
-                "expert_weight": choices.to("meta"),
+                "expert_weight": expert_weight.to("meta"),
             },
             "x.shape": {"x": x.new_ones(len(x) + 1, K)},
             "x.shape (K)": {"x": x.new_ones(len(x), K + 1)},
@@ -238,10 +244,10 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "chosen_experts.shape (vector)": {"chosen_experts": ids[0]},
             "chosen_experts.shape (topk)": {"chosen_experts": ids.new_zeros(M, topk + 1)},
             "chosen_experts.stride()": {"chosen_experts": ids.new_zeros(topk, M).T},
-            "expert_weight.dtype": {"expert_weight": choices.double()},
-            "expert_weight.device": {"expert_weight": choices.to("meta")},
-            "expert_weight.shape": {"expert_weight": choices[:1]},
-            "expert_weight.stride()": {"expert_weight": choices.new_zeros(topk, M).T},
+            "expert_weight.dtype": {"expert_weight": expert_weight.double()},
+            "expert_weight.device": {"expert_weight": expert_weight.to("meta")},
+            "expert_weight.shape": {"expert_weight": expert_weight[:1]},
+            "expert_weight.stride()": {"expert_weight": expert_weight.new_zeros(topk, M).T},
             "M (too many)": many,
             "n_chunks": {"n_chunks": 9},
             "n_chunks (none)": {"n_chunks": 0},
@@ -258,7 +264,8 @@ class MoEReduceOpInfo(RoutedOpInfo):
             assert config is None  # no shipped record has the caller's tiles
             fixed["n_chunks"] = n_chunks
         M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
-        M -= M % (num_ranks if self.shares_rows else 1)  # the end of a bucket may be odd
+        # The end of a bucket may not be a multiple of the ranks.
+        M -= M % (num_ranks if self.shares_rows else 1)
         weights = laid_out(layout, dtype, E, K, N)
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(

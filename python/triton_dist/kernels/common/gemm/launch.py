@@ -1,9 +1,12 @@
-"""Launches of the sharded GEMM: tiles for split-K and fused push, and the choice of the kernel.
+"""Launches of the sharded GEMM: configs for split-K and fused push, and the choice of the kernel.
 
-Tiles of a last wave that is not full are split along K in two (``gemm/work_items.py``). For 2048
-gathered rows, 7168 columns and K = 8192 on four H200, this takes 349 us instead of 380. More
-splits, smaller tiles and splitting all waves were slower everywhere, because writing and reading
-two partials takes 16 us.
+``gemm/work_items.py`` explains both. With split-K, two programs share a tile of the last wave if
+this wave does not fill the GPU: each computes one half of K. With fused push, programs of the GEMM
+kernel send this rank's shard to the other ranks.
+
+For 2048 gathered rows, 7168 columns and K = 8192 on four H200, split-K takes 349 us instead of
+380 us. More splits, splits in all waves, and smaller tiles were slower for all measured shapes. A
+split is expensive: writing and reading two partials takes 16 us.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descri
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
 
-ALL_SHARDS = 8
+# GROUP_SIZE_SHARDS that covers all shards of up to 8 ranks.
+GROUP_ALL_SHARDS = 8
 # A grid with at least this number of waves does not need small tiles.
 _MANY_WAVES = 16
 # Minimum saving of waves by a split, because writing and reading partials takes time.
@@ -43,7 +47,7 @@ _MAX_FUSED_BYTES = 16 << 20
 _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
-def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
+def _split_k_configs(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
     """Build configs from tuples in the order of the loop below."""
     names = (
         "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "SPLIT_K",
@@ -59,28 +63,29 @@ def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
     )
 
 
-SPLIT_K_TILES = _split((128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1))
+SPLIT_K_TILES = _split_k_configs((128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1))
 WARP_SPECIALIZED_SPLIT_K_TILES = tuple(
     triton.Config(
         config.kwargs | {"EPILOGUE_SUBTILE": config.num_stages > 3, "WARP_SPECIALIZED": True},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    for config in _split(
+    for config in _split_k_configs(
         (128, 256, 64, 8, 3, 8, 2, 1),
         (128, 256, 64, 8, 3, 16, 2, 1),
         (128, 256, 64, 8, 4, 8, 2, 1),
     )
 )
-# Cover split counts equal to and above the steps along K, and groups of one, two and all shards.
-INTERPRETED_SPLIT_K_TILES = _split(
+# For tests with few blocks along K: split counts equal to and above the number of blocks, and
+# groups of one, two and all shards.
+INTERPRETED_SPLIT_K_TILES = _split_k_configs(
     (32, 64, 64, 4, 2, 2, 2, 1),
-    (16, 32, 64, 4, 2, 4, 5, ALL_SHARDS),
+    (16, 32, 64, 4, 2, 4, 5, GROUP_ALL_SHARDS),
     (16, 32, 32, 8, 2, 4, 3, 2),
 )
 
 
-def _fused(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]:
+def _fused_push_configs(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]:
     """Build (config, num_comm_sms, num_chunks) from tuples, in the order of the loop below."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "GROUP_SIZE_SHARDS")
     return tuple(
@@ -97,16 +102,16 @@ def _fused(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]
     )
 
 
-FUSED_TILES = _fused(
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 4),
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 2),
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 8),
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 8, 4),
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 20, 4),
-    (64, 256, 64, 4, 4, 8, ALL_SHARDS, 16, 4),
+FUSED_TILES = _fused_push_configs(
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 16, 4),
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 16, 2),
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 16, 8),
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 8, 4),
+    (128, 256, 64, 8, 3, 8, GROUP_ALL_SHARDS, 20, 4),
+    (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS, 16, 4),
 )
-INTERPRETED_FUSED_TILES = _fused(
-    (32, 64, 64, 4, 2, 2, ALL_SHARDS, 1, 2),
+INTERPRETED_FUSED_TILES = _fused_push_configs(
+    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS, 1, 2),
     (16, 32, 32, 4, 2, 4, 1, 2, 3),
 )
 
@@ -127,9 +132,11 @@ def split_workspace_size(num_sms: int) -> tuple[int, int]:
     return max(split_tiles(config, num_sms - 1, num_sms) for config in split_k_tiles())
 
 
-class SplitMemory:
-    """This rank's memory for split tiles. Counters are allocated immediately, partials at their
-    first use."""
+class LazySplitWorkspace:
+    """This rank's workspace for split-K.
+
+    Counters are allocated immediately, the larger partials when ``workspace`` is first read.
+    """
 
     def __init__(self) -> None:
         self._device = current_device()
@@ -161,9 +168,9 @@ def fused_tiles() -> list[tuple[triton.Config, int, int]]:
 
 
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
-    """Return whether the consumer may send A [M_per_rank, K] itself.
+    """Return whether the GEMM kernel may send A [M_per_rank, K] itself (fused push).
 
-    It requires peers, a small shard, and operands that TMA supports.
+    Fused push requires other ranks, a small shard, and operands that TMA supports.
     """
     rows, K = max_rows_of_key(A.shape[0], num_ranks), A.shape[1]
     return (
@@ -176,8 +183,10 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
     )
 
 
-def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Return whether ``config`` is worth trying for all row counts in the bucket of ``rows``:
+def is_worth_trying(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
+    """Return whether ``config`` is worth trying for the row counts in the bucket of ``rows``.
+
+    All of these conditions must hold:
 
     * A split along K saves at least ``_MIN_WAVE_SAVING`` of the waves.
     * Shards are grouped only if one shard has fewer tiles than the GPU has SMs.
@@ -214,17 +223,18 @@ def sharded_gemm(
     """Return the launch that computes ``C = concat(shards) @ B``.
 
     Args:
-        local_shard: [M / num_ranks, K], this rank's shard; the only shard without ``gathered``.
+        local_shard: [M / num_ranks, K], this rank's shard. Without ``gathered``, it is all of A.
         B: [K, N], any strides.
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M. Optional, for the persistent
-            kernel: EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K, WARP_SPECIALIZED. The last runs
-            the warp-specialized kernel if it supports the operands (``can_specialize_warps``);
-            num_warps counts the 8 warps that multiply.
+            kernel: EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K, WARP_SPECIALIZED.
+            WARP_SPECIALIZED selects the warp-specialized kernel if ``can_specialize_warps``. For
+            this kernel, num_warps is the number of warps that multiply: 8.
         num_sms: programs of the persistent kernel.
-        persistent: use the persistent kernel on descriptors. The pointer kernel is still used for
-            operands that TMA does not support, and for fp32 without tf32: without matrix units a B
-            loaded by descriptor spills (12 KB per thread at the default tile, sm_90).
+        persistent: use the persistent kernel, which loads by tensor descriptors. If TMA does not
+            support the operands, the pointer kernel is used instead. The pointer kernel is also
+            used for fp32 without tf32: loads of B by descriptor then spill registers (12 KB per
+            thread at the default tile, sm_90).
         rank, num_ranks: this rank and the number of shards.
         gathered: shards of the other ranks.
         split: workspace, required for SPLIT_K above 1.
@@ -275,7 +285,7 @@ def sharded_gemm(
     return Launch(
         kernel_gemm_non_persistent,
         (tiles + senders,),
-        # Use the strides of the gathered rows: the row stride of a one-row ``own`` is arbitrary.
+        # The row stride of a one-row ``local_shard`` is arbitrary: use the gathered rows' strides.
         (*operands, Strides(*source.rows.stride(), *B.stride()), *sharding),
         {**options, "gemm_plan": plan},
     )

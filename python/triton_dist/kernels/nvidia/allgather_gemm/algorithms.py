@@ -24,8 +24,8 @@ from triton_dist.kernels.common.exchange.buffer import (
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
     fits_fused,
-    fits_shape,
     fused_tiles,
+    is_worth_trying,
     sharded_gemm,
     split_k_tiles,
 )
@@ -127,7 +127,7 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
             return False  # without TMA the kernel equals the one of another config
-        return fits_shape(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
+        return is_worth_trying(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
 
     def check(self, call: Call) -> None:
         check_tiles("ag_gemm", call.gemm_config, self.name)

@@ -24,7 +24,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
-from triton_dist.kernels.common.gemm.launch import SplitMemory
+from triton_dist.kernels.common.gemm.launch import LazySplitWorkspace
 from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
@@ -71,7 +71,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
             self.exchange = own(
                 ExchangeBuffer(nbytes, group, "the exchange of ag_gemm", disagreements=found)
             )
-            self._split = own(SplitMemory())
+            self._split = own(LazySplitWorkspace())
 
     @property
     def symm_workspace(self) -> torch.Tensor:
