@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 def test_a_call_takes_what_its_work_on_the_device_takes(on_gpus, num_ranks, tmp_path):
     told = on_gpus(timeline_ranks.profile_calls, tmp_path)
     merged = trace.read(tmp_path / "region_merged.json.gz")
-    assert [rank["device"] for rank in merged[trace.SCOPE]["ranks"]] == ["cuda"] * num_ranks
+    assert [rank["device"] for rank in merged[trace.METADATA_KEY]["ranks"]] == ["cuda"] * num_ranks
     calls = [call for call in trace.calls_of(merged) if "shape" in call]
     assert len(calls) == 2 * num_ranks
     base = merged["baseTimeNanoseconds"]
@@ -40,7 +40,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(
 ):
     on_gpus(timeline_ranks.profile_calls, tmp_path)
     marked = trace.read(tmp_path / "marked_merged.json.gz")
-    for rank, facts in enumerate(marked[trace.SCOPE]["ranks"]):
+    for rank, facts in enumerate(marked[trace.METADATA_KEY]["ranks"]):
         made = [
             event for event in marked["traceEvents"]
             if event.get("cat") == "mark" and event["pid"] == f"rank-{rank} marks in kernels"

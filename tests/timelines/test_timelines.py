@@ -234,14 +234,14 @@ def test_a_call_took_what_its_launches_took_on_the_device():
 
 
 def test_clocks_of_other_hosts_and_other_bases_are_brought_to_the_first_ranks():
-    shifts = trace.offsets(
+    shifts = trace.clock_offsets(
         [("a", [100, 200, 300]), ("a", [130, 210, 305]), ("b", [1100, 1205, 1290])]
     )
     assert shifts == [0, 0, -1000]
     traces = {
         rank: {
             "baseTimeNanoseconds": base,
-            trace.SCOPE: {"clock_ns": shift},
+            trace.METADATA_KEY: {"clock_ns": shift},
             "traceEvents": [scope("op #0", ts, 1), {"ph": "M", "name": "x", "pid": 1}],
         }
         for rank, (base, shift, ts) in enumerate([(5000, 0, 10), (3000, 0, 12), (6000, -1000, 10)])

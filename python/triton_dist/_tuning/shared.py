@@ -1,4 +1,4 @@
-"""Parts and state that both tuners share in a process."""
+"""Parts and state that ``tune.autotune`` and ``contextual_autotune`` share in a process."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def is_off() -> bool:
     return not (_regions or knobs.autotune.get())
 
 
-# A trial may wait for its backward pass, which runs on another thread. If that thread tunes, it
-# must pause the trial's watch.
+# A trial may wait for a backward pass on another thread. If that thread tunes, it must pause the
+# watch of the trial.
 watchdog.around = InheritedValue("triton_dist.watches")
 _tuning_locks: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
 """Tuning locks by group of ranks."""
@@ -97,18 +97,18 @@ def pack_store(root: Path) -> PackStore:
 
 
 def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> Common:
-    """Return the parts that both tuners use, with the current environment.
+    """Return the parts that both tuners use, from the current environment variables.
 
     Args:
         stores: stores to search in addition to the user's files and the read-only folders. The
-            first one is searched before them, the others after them.
+            first of ``stores`` is searched first, the others last.
     """
     shipped.install()
     device: Device = current_device()
     seconds = knobs.autotune_timeout.get()
     files = file_store(knobs.cache_dir.get())
     folders = map(read_only_store, knobs.autotune_readonly_dirs.get())
-    # Groups of one rank share a lock, because they share the device of this process.
+    # All groups that consist of this rank alone share a lock, because they share its device.
     lock_key = ranks if ranks.size > 1 else TuningLock
     return Common(
         settings=Settings(

@@ -111,7 +111,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
 
     try:
         content = trace.read(file)
-        ranks = content[trace.SCOPE]["ranks"]
+        ranks = content[trace.METADATA_KEY]["ranks"]
     except (ValueError, KeyError, TypeError, EOFError) as error:
         expected = "a timeline that triton-dist profile or group_profile(tool='torch') has merged"
         raise InvalidArgument("profile show", "FILE", str(file), expected) from error

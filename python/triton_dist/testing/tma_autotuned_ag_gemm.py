@@ -32,7 +32,7 @@ class TmaAutotunedAgGemm:
     """AllGather-GEMM whose kernel cannot be timed alone.
 
     The kernel waits for rows that other ranks send in the same call, and depends on an epoch that
-    each call advances. ``race``: drop clear losers early.
+    each call advances. ``race`` is passed to ``contextual_autotune``.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class KernelMarks:
             begin, end = facts["begin_us"], facts["begin_us"] + facts["ms"] * 1e3
             facts["marks"] = shares([m for m, at, _ in marks_in_us if begin <= at <= end])
         content["traceEvents"] += _trace_events(marks_in_us)
-        content[trace.SCOPE]["marks"] = {"kept": len(marks), "made": made}
+        content[trace.METADATA_KEY]["marks"] = {"kept": len(marks), "made": made}
 
 
 def shares(marks: list[Mark]) -> dict[str, float]:

@@ -168,7 +168,7 @@ class Recording:
                     raise ValueError(f"torch wrote invalid JSON to {plain} ({error})") from error
                 plain.unlink()
                 trace.annotate(content, self.scopes.calls)
-                content[trace.SCOPE] = {
+                content[trace.METADATA_KEY] = {
                     "process": self._process,
                     "host": socket.gethostname(),
                     "clock_ns": self._clock_ns,
@@ -220,7 +220,7 @@ def _clock_offset(ranks: ProcessGroupRanks | SoloRank) -> int:
         ranks.barrier(f"clock reading {number}")
         readings.append(time.time_ns())
     everyone = ranks.all_gather("clocks", (socket.gethostname(), readings))
-    return trace.offsets(everyone)[ranks.rank]
+    return trace.clock_offsets(everyone)[ranks.rank]
 
 
 ENDING = "json.gz"

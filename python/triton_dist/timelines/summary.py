@@ -18,12 +18,13 @@ class OpSummary:
         tuned_calls: number of calls that tuned; all other attributes exclude them.
         ms: time of the slowest rank in ms, median over calls.
         ms_by_rank: median time of each rank in ms.
-        skew_us: time from the first rank's start to the last rank's start in us, median over calls.
+        skew_us: difference between the latest and the earliest start over ranks, in us. Median over
+            calls.
         tflops, gbps, link_gbps: rates of one rank; ``None``: the op has no OpInfo.
-        bound: the resource that takes longest for a call at its peak rate.
+        bound: the resource that would take longest if each resource ran at its peak rate.
         limit_ms: the time in ms that ``bound`` takes at its peak rate.
-        marks: share of the time of all kernel programs, by mark name, over all ranks and calls;
-            ``None``: recorded without marks.
+        marks: share of the kernel programs' time in each phase that ``dl.mark`` names, mean over
+            ranks and calls. ``None``: the timeline was recorded without marks.
         share: ``limit_ms / ms``.
     """
 

@@ -14,8 +14,9 @@ from triton_dist import _files
 Trace: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
 
-SCOPE = "triton_dist"
-"""Key of a call's facts in the arguments of its event, and of a rank's facts in its trace."""
+METADATA_KEY = "triton_dist"
+"""Key of what this package adds. In ``args`` of an event: the facts of the call (op, shape, times).
+In a trace: the facts of the rank (such as ``clock_ns``)."""
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY = "user_annotation", "gpu_user_annotation"
@@ -104,11 +105,18 @@ def title_of(facts: Mapping[str, Any]) -> str:
 
 
 def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add facts and ``spans`` to the scopes of ``calls``."""
+    """Add the facts and the device time of each call to its event, and set the event's title.
+
+    Args:
+        calls: facts of each call, by the name of its scope, which ends in ``#<number>``.
+    """
     for name, (event, begin, end, on_device) in spans(trace, calls).items():
         number = int(name.rpartition("#")[2])
         device = {"begin_us": begin, "ms": (end - begin) / 1e3, "on_device": on_device}
-        event["args"] = {**event.get("args", {}), SCOPE: {"call": number, **calls[name], **device}}
+        event["args"] = {
+            **event.get("args", {}),
+            METADATA_KEY: {"call": number, **calls[name], **device},
+        }
     for event in trace["traceEvents"]:
         name = str(event.get("name"))
         if event.get("cat") in (_SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY) and name in calls:
@@ -118,8 +126,8 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
 def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     """Merge the traces of ranks, in this order, into one trace on the first rank's clock.
 
-    Ranks of one host share a clock; other ranks are shifted by the ``clock_ns`` in their facts. The
-    ids of a rank's processes get the rank's name as a prefix. If a rank has run several programs
+    Add ``clock_ns`` of each rank, which is 0 on the first rank's host, to its times. Prefix the
+    process ids of each rank with ``rank-<r>``. If a rank has run several programs
     one after another, the calls of the second program have ``run`` 1, and so on.
     """
     events: list[Event] = []
@@ -128,7 +136,7 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     base = first.get("baseTimeNanoseconds", 0)
     for rank, trace in traces:
         run = sum(each["rank"] == rank for each in ranks)
-        facts = trace.get(SCOPE, {})
+        facts = trace.get(METADATA_KEY, {})
         shift = (trace.get("baseTimeNanoseconds", 0) - base + facts.get("clock_ns", 0)) / 1e3
         ranks.append({"rank": rank, **facts})
         for event in trace["traceEvents"]:
@@ -137,25 +145,27 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
                 moved["pid"] = f"rank-{rank} {event['pid']}"
             if "ts" in event:
                 moved["ts"] = event["ts"] + shift
-            if SCOPE in event.get("args", {}):
-                call = event["args"][SCOPE]
+            if METADATA_KEY in event.get("args", {}):
+                call = event["args"][METADATA_KEY]
                 begin = {"begin_us": call["begin_us"] + shift}
                 moved["args"] = {
                     **event["args"],
-                    SCOPE: {**call, **begin, "rank": rank, "run": run},
+                    METADATA_KEY: {**call, **begin, "rank": rank, "run": run},
                 }
             events.append(moved)
-    rest = {name: value for name, value in first.items() if name not in ("traceEvents", SCOPE)}
-    return {**rest, SCOPE: {"format": 1, "ranks": ranks}, "traceEvents": events}
+    rest = {
+        name: value for name, value in first.items() if name not in ("traceEvents", METADATA_KEY)
+    }
+    return {**rest, METADATA_KEY: {"format": 1, "ranks": ranks}, "traceEvents": events}
 
 
 def calls_of(trace: Trace) -> list[dict[str, Any]]:
     """Return the facts of all calls of tuned functions in a merged trace."""
-    found = (event.get("args", {}).get(SCOPE) for event in trace["traceEvents"])
+    found = (event.get("args", {}).get(METADATA_KEY) for event in trace["traceEvents"])
     return [facts for facts in found if facts is not None]
 
 
-def offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+def clock_offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     """Return the nanoseconds to add to each rank's clock to get the first rank's clock.
 
     Ranks of one host share a clock. For another host, return the median difference.

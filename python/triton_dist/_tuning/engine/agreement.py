@@ -1,8 +1,8 @@
 """Compare the first calls of a key on all ranks, and select the record to use.
 
-Both tuners begin with one exchange of :class:`Proposal`. If every rank has a valid record, this
-exchange is the only cost of the first call, and later calls cost nothing. ``tune.autotune`` then
-sends one more message: whether the recorded winner still works.
+``tune.autotune`` and ``contextual_autotune`` begin with one exchange of :class:`Proposal`. If every
+rank has a valid record, ``contextual_autotune`` sends no other message. ``tune.autotune`` sends one
+more: whether the recorded winner still works. Later calls send no message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base class of the functions of both tuners, errors of their calls, and warnings."""
+"""Base class of the functions that ``tune.autotune`` and ``contextual_autotune`` return."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Sampler:
 
     Args:
         seconds: time limit for other ranks, and for the device after all runs are queued.
-        settle: called after each run, untimed. It raises if a wait in a kernel gave up.
+        settle: called after each run, untimed. Raises if a wait in a kernel reached its time limit.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Attempts:
     """Trials of the configs of one call.
 
     Args:
-        settle: completes work that ops leave to after the timed part. It waits for the device if an
-            op requires it, and raises if a wait in a kernel gave up.
+        settle: completes work that ops postpone until the timed part has ended. Waits for the
+            device if an op requires it. Raises if a wait in a kernel reached its time limit.
         restorer: restores the arguments that the function changes.
         sampled: the calls that one sample averages over.
         is_only: there is only one config, so one run is enough.
