@@ -126,9 +126,9 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
 def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
     """Merge the traces of ranks, in this order, into one trace on the first rank's clock.
 
-    Add ``clock_ns`` of each rank, which is 0 on the first rank's host, to its times. Prefix the
-    process ids of each rank with ``rank-<r>``. If a rank has run several programs
-    one after another, the calls of the second program have ``run`` 1, and so on.
+    Add the ``clock_ns`` in the facts of each rank to the times of the rank. Prefix its process ids
+    with ``rank-<r>``. If a rank has run several programs one after another, the calls of the second
+    program have ``run`` 1, and so on.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []

@@ -180,7 +180,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
                 topk_sum(
                     products, expert_weight, ids, rows, added, len(weights),
                     block_rows=M, first=0, N=N,
-                ).run()
+                ).run()  # fmt: skip
                 return self.reduce(added, group)
 
             baselines["grouped_mm alone"] = Baseline(

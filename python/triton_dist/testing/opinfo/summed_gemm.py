@@ -35,7 +35,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
-        """Return the baselines. The reduce-scatter alone adds the product that this call computes."""
+        """Return the baselines. The reduce-scatter alone sums products of this call."""
         A, B, group = operands["A"], operands["B"], ctx.group
         product = torch.matmul(A, B)
 
