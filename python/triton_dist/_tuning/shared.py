@@ -187,10 +187,10 @@ def fingerprint_of(
 
 
 def _additional_constants(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the constants of validators to record in addition to those of the function.
+    """Return the ``constants`` of validators to record in addition to ``known``.
 
-    Omit each constant that has an equal value in ``known``, the function's constants. Append
-    "(pruning)" to the names.
+    ``known`` are the constants of the function. Omit each constant that has an equal value there.
+    Append "(pruning)" to the names.
     """
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text

@@ -103,7 +103,7 @@ class ReadOnlyStore:
                 yield StoredRecord(record, str(path))
 
     def _candidates(self, key: Key) -> Iterator[Path]:
-        """Yield paths of records of ``key``: first the place of ``key``, last those of schema 1."""
+        """Yield paths of records of ``key``: first its own place, last the places of schema 1."""
         own = self.path(key)
         yield own
         for name in self._names_in(own.parent):
