@@ -10,8 +10,11 @@ from tests.layers.conftest import FIRST_CONFIG
 
 @pytest.mark.parametrize(
     "arguments",
-    [("fsdp2", 1), ("fsdp2", 2, 4, True), ("ddp", 1, 0, False)],
-    ids=["fsdp2, replicated kv head", "fsdp2, experts, sequence-parallel", "ddp"],
+    [
+        pytest.param(("fsdp2", 1), id="fsdp2, replicated kv head"),
+        pytest.param(("fsdp2", 2, 4, True), id="fsdp2, experts, sequence-parallel"),
+        pytest.param(("ddp", 1), id="ddp", marks=pytest.mark.stress),
+    ],
 )
 def test_a_mesh_trains_like_one_process(on_four_ranks, arguments):
     for difference in on_four_ranks(training_ranks.trained_like_one_process, *arguments):
@@ -28,7 +31,7 @@ def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(on_two_ranks):
     assert on_two_ranks(training_ranks.an_infinity_in_one_shard) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("num_experts", [0, 4])
+@pytest.mark.parametrize("num_experts", [pytest.param(0, marks=pytest.mark.stress), 4])
 def test_training_resumes_on_another_number_of_ranks(on_four_ranks, tmp_path, num_experts):
     for differences in on_four_ranks(training_ranks.resharded, str(tmp_path), num_experts):
         assert len(differences) == 6
