@@ -70,7 +70,8 @@ class _FoldedStack(traceback.StackSummary):
             if folded:
                 count = f"{len(frames)} frame{'s' * (len(frames) > 1)}"
                 lines.append(
-                    f"  [{count} of triton_dist or Triton: {knobs.traceback.variable}=full]\n"
+                    f"  [{count} of triton_dist or Triton: "
+                    f"{knobs.traceback.variable}=full shows all]\n"
                 )
             else:
                 lines += traceback.StackSummary.from_list(frames).format(**options)
@@ -91,7 +92,10 @@ def _fold(shown: traceback.TracebackException, error: BaseException) -> None:
 
 
 def _is_of_python(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame is in the standard library. Such frames fold after folded frames."""
+    """Return whether a frame is in the standard library.
+
+    These frames are folded if they directly follow a folded frame.
+    """
     return frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
 
 

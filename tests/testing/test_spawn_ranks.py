@@ -196,7 +196,12 @@ def test_a_rank_that_raises() -> None:
     assert by_rank[1].message.startswith("a message of rank 1; then RankTimeout: rank 1: clean-up")
     assert 'raise ValueError("a message of rank 1")' in by_rank[1].traceback
     assert "_wait" not in by_rank[1].traceback, "frames of the package are folded"
-    assert by_rank[1].traceback.count("of triton_dist or Triton: TRITON_DIST_TRACEBACK=full]") == 2
+    assert (
+        by_rank[1].traceback.count(
+            "of triton_dist or Triton: TRITON_DIST_TRACEBACK=full shows all]"
+        )
+        == 2
+    )
 
 
 def test_frames_of_the_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +215,7 @@ def test_frames_of_the_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         fail(1, autotune=False)
     with pytest.raises(AttributeError) as defect:
         assert_allclose(1, 2)
-    folded = "frames of triton_dist or Triton: TRITON_DIST_TRACEBACK=full]\n"
+    folded = "frames of triton_dist or Triton: TRITON_DIST_TRACEBACK=full shows all]\n"
     text = format_exception(purposeful.value)
     assert text.endswith(f"{folded}{text.rpartition(folded)[2]}")
     assert text.rpartition(folded)[2].startswith("triton_dist.errors.NoValidConfig: ")

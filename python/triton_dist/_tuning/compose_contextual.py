@@ -68,8 +68,8 @@ def contextual_autotune(
             ranks.
 
     Raises:
-        InvalidArgument: an argument has an unsupported value; or the decorated object is not a
-            function that computes when it is called, such as a kernel or a coroutine function.
+        InvalidArgument: an argument has an unsupported value; or the decorated object is a
+            kernel, a coroutine function, or not a function.
     """
     if callable(is_dist):
         expected = "True or False; write @contextual_autotune() with parentheses"
@@ -138,7 +138,8 @@ class _Composer:
 
 
 def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
-    # Use the live configs: the space has only the name of a hook without a stable text.
+    # Take the hooks from the tuner: of a hook whose source cannot be identified, the space contains
+    # only the name.
     hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):

@@ -168,7 +168,8 @@ def fingerprint_of(
 
     Args:
         source: source of the tuned function.
-        validators: source of the functions that decide which configs can win and what is timed.
+        validators: source of the user's functions that decide which configs can win and what is
+            timed, such as ``prune_fn``.
         space: digest of the config space and of the validators.
         version: the version that the author declared.
     """

@@ -116,7 +116,8 @@ class Channel:
         Args:
             soon: all ranks agreed to send this message soon, so wait no longer than for a step.
         """
-        # Inside a trial of another function, a failed rank reports at the end of that trial's step.
+        # In a trial of another function, a rank that failed does not join this channel. It reports
+        # at the end of the trial's step, so waiting longer than for a step is useless.
         limit = self._seconds if self._is_nested or soon else None
         values = self._exchange(at, lambda: self._ranks.first_all_gather(str(at), value, limit))
         self.has_met = True
@@ -261,5 +262,9 @@ class Channel:
         return error
 
     def _limit(self, after: float) -> float:
-        """Return the limit of a message after user code: a rank may first report its timeout."""
+        """Return the time limit of a message.
+
+        After user code with the limit ``after``, add the grace time in which a rank whose code
+        exceeded the limit can report this.
+        """
         return after + self._grace if after else self._seconds

@@ -74,7 +74,10 @@ class CompileAhead:
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
-        """Wait until this rank has compiled its share for ``config``, also for other ranks."""
+        """Wait until this rank has compiled its share of the kernels of ``config``.
+
+        The share includes kernels that other ranks need.
+        """
         for kernel in self._kernels(config):
             if self._compiler is not None:
                 self._compiler.wait(kernel)

@@ -187,8 +187,8 @@ class _FirstCall:
         elif ranks.is_leader and self._unstable_constants:
             advice = (
                 f"{subject.name} was tuned again, because of {self._unstable_constants}. If "
-                "this value differs at each start, the function is tuned at each start: name it in "
-                "ignore=(...) of autotune, or do not bind it"
+                "this value differs at each start, the function is tuned at each start. To avoid "
+                "this, name the value in ignore=(...) of autotune, or pass it as an argument"
             )
         size_table = selection.size_table(record, config)
         return Choice(

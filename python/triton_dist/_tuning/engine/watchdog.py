@@ -48,7 +48,8 @@ class Watch:
     due: float = math.inf
     overdue: bool = False
     pauses: int = 0
-    """Number of threads, this one or threads that it waits for, that run the tuner's code."""
+    """Number of threads that run the tuner's code: the watched thread, and threads that it waits
+    for. The limit applies only to user code."""
 
     def begin(self) -> None:
         """Start the time limit.
@@ -70,7 +71,8 @@ class Watch:
     def next(self) -> float:
         """Return the time at which to report, or, after the report, to end the process.
 
-        Other threads write ``due`` meanwhile: code that returns at the last moment is safe.
+        The watched thread sets ``due`` without a lock, also at the last moment: then ``due`` is
+        infinite and nothing is reported.
         """
         return self.due + self.grace if self.overdue else self.due
 
@@ -184,7 +186,7 @@ class Watchdog:
                 first = min(self._watches, key=Watch.next, default=None)
                 left = math.inf if first is None else first.next() - self._now()
                 if first is None or left > 0:
-                    # A new watch does not notify this thread, so wake up regularly.
+                    # ``begin`` of a watch does not notify this thread, so wake up regularly.
                     seconds = None if first is None else min(left, _LOOK_SECONDS)
                     first = None  # it may refer to arguments of a call
                     begin = time.monotonic()

@@ -2,9 +2,12 @@
 
 The time of a library grows with the size, because it selects tiles by the exact size. A kernel with
 fixed tiles takes the same time for one row of a tile as for all. Hence the winner at the end of a
-wide range may lose at its beginning. The size table predicts where, without measurements: from the
-measured size, the time of a fallback config moves towards its time at the neighbouring measured
-size, at most in proportion to the size; the time of other configs is constant.
+wide range may lose at its beginning.
+
+The size table predicts the winner of each size without measurements. It assumes that a config of
+``fallback_fn`` (a library) takes a time between its times at the two neighbouring measured sizes,
+growing at most in proportion to the size. It assumes that the time of every other config is
+constant.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ def source_of(
 
 
 def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
-    """Return the identity of a function in records: name, module, signature, number."""
+    """Return the identity of a function in records.
+
+    It consists of name, module and signature. Functions of a file that are equal in these are
+    numbered.
+    """
     origin, inner = Origin.of(function, tunables), function_in(original(function))
     if inner is None:
         return origin

@@ -37,7 +37,7 @@ _LONGEST_TEXT = 100
 
 
 def constant(value: T) -> T:
-    """Return ``value``, which counts in tuning records although it is computed at run time.
+    """Return ``value``, and compare it in tuning records although it is computed at run time.
 
     Write ``MODE = constant(os.environ["MODE"])`` at the top level of a module: a change of the
     variable then tunes again. All ranks must have equal values.
@@ -76,7 +76,7 @@ def _holds_code(value: Any) -> bool:
 
 
 class Snapshot:
-    """Texts of containers that ``roots`` bind, and attributes of ``roots`` that are objects."""
+    """Texts of the containers that ``roots`` bind. For roots that are objects, their attributes."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         # An id identifies an object only while the object lives, so the objects are kept.

@@ -20,7 +20,8 @@ _WITHOUT_EFFECT = (
     "triton_dist._jit",
 )
 """Modules of this package that do not change what is timed: they find and ship results, and
-compile. The options of a kernel are in the text of its decorator."""
+compile. ``_jit`` is one of them: the options of a kernel are arguments of its decorator, and the
+text of the decorator is part of the kernel's source."""
 _INSTALLED = re.compile("/(?:site|dist)-packages/")
 _STDLIB = tuple(sysconfig.get_path(each) + "/" for each in ("stdlib", "platstdlib"))
 _LIBRARIES = frozenset({"torch", "triton", "numpy"})  # also if they are built in a source tree
@@ -84,7 +85,8 @@ class Libraries:
 def version_of(package: str) -> str:
     """Return distribution and version of a top-level package; ``""`` if it is not a distribution's.
 
-    Omit torch and Triton, whose versions are in every record.
+    Also ``""`` for the standard library, NumPy, torch and Triton. The versions of torch and Triton
+    are in every record.
     """
     if package in _LIBRARIES or package in sys.stdlib_module_names:
         return ""

@@ -31,8 +31,8 @@ _LOOK_UPS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehensio
 class Source(NamedTuple):
     """Code and constants that functions depend on, by name.
 
-    Ranks and starts may differ in some constants although the function is equal, so there are three
-    kinds of constants.
+    Some constants may differ between ranks, or between two starts of a program, although the
+    function is equal. There are three kinds of constants for this reason.
     """
 
     digests: dict[str, str]
@@ -75,8 +75,8 @@ class Slice:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         function = function_in(original(value))
         file, line = _file_of(function), function.__code__.co_firstlineno if function else 0
-        # The tuned function is the first root: hooks may be in the same statement. The arguments of
-        # its tuner decorators are compared by value.
+        # The first root in a statement is the tuned function; later roots are its hooks. Its tuner
+        # decorators are omitted, because their arguments are compared by value.
         if file and (around := file.around(line)) and around not in self._tuned:
             self._tuned[around] = file.without_tuner(line)
         self.follow(value)
@@ -147,7 +147,7 @@ class Slice:
         if found or imports:
             own = function_in(value)
             if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
-                self.name(scope, own.__name__)  # another function may be in the place of its own
+                self.name(scope, own.__name__)  # the module may bind this name to another function
             self.follow(value, scope)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text
@@ -199,7 +199,9 @@ class Slice:
             inner += given.cells_of(function).values()
         elif home is None:
             self.function(function)
-        elif function.__globals__ is not home:  # values in a closure may differ by rank
+        elif (
+            function.__globals__ is not home
+        ):  # follow its name, not its closure, which may differ by rank
             full = getattr(function.__code__, "co_qualname", function.__qualname__)
             self.name(function.__globals__, full.partition(".")[0])
         kinds = (types.FunctionType, types.MappingProxyType)  # the latter of singledispatch
@@ -252,7 +254,7 @@ class Slice:
             code = inner if hasattr(inner, "__qualname__") else type(inner)
             self.source.bound[name] = self.label(given.globals_of(code), code.__qualname__)
         elif not isinstance(value, types.ModuleType):  # what is read from a module is followed
-            self.source.uncounted[name] = f"a {kind}, of which the class counts"
+            self.source.uncounted[name] = f"a {kind}, compared by its class"
         self.follow(value)
 
     def _ignores(self, name: str) -> bool:
@@ -291,7 +293,8 @@ class Slice:
 
         Args:
             cells: values of closure cells among them, which are followed elsewhere.
-            imports: names that functions in it import. They are imported now, if possible.
+            imports: names that functions in the statement import when they run. They are imported
+                now, if possible.
         """
         file = self._file(scope)
         for each in imports.values():

@@ -45,7 +45,10 @@ def interrupted(root: Path) -> Iterator[Interrupted]:
 
 
 def places(root: Path) -> set[Path]:
-    """Return the places of our files in the folders of ``root``, for :func:`removable`."""
+    """Return the places of our files in the folders of ``root``, for :func:`removable`.
+
+    The place of a record, its log and its journal is their common path without extensions.
+    """
     return {path.with_name(path.name.partition(".")[0]) for path in _files(root, ours=True)}
 
 

@@ -267,7 +267,8 @@ _TO_BE_CHOSEN = _ToBeChosen({})
 class _Detour:
     """Redirection of a running ``Autotuner.run``, which has no config for its key, to ``launch``.
 
-    The only way out of ``run`` with a result is through the attributes that it uses next. Until
+    Triton's ``run`` has no hook at which another function could return the result, but it uses
+    attributes of the ``Autotuner`` that can be replaced. Until
     ``run`` launches the kernel, this object replaces the kernel, the hook, the timing and the
     caches of this ``Autotuner``, in memory and on disk.
     """

@@ -106,7 +106,8 @@ class Session:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to tune. Return the result of the last call."""
-        # Not in ``__enter__``, which may run on an autograd thread. This is the caller's thread.
+        # Checks are deferred here and not in ``__enter__``: they need the caller's thread, and
+        # ``__enter__`` may run on an autograd thread.
         with self._parts.deferred_checks() as self._settle:
             while True:
                 self._call_began = time.monotonic()
@@ -205,8 +206,8 @@ class Session:
         if self._messages.final_error is not None:  # the other ranks have the error
             return
         if error is self._turn.exhausted:
-            # The configs may run on other ranks. These receive the failures at the end of their
-            # call.
+            # All configs failed on this rank. Other ranks may run them, and receive the failures of
+            # this rank at the end of their call.
             with suppress(Exception):
                 self.end_call()
             return
@@ -215,7 +216,7 @@ class Session:
             return
         ending = Step(f"end of call {self._turn.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
-        # Ranks that did not raise the same error raise an error that names the rank that did.
+        # Ranks that raised no error, or another one, raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
             self._messages.all_gather(ending, own)
         self._messages.ended_by(error)

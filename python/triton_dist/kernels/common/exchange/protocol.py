@@ -9,8 +9,9 @@ Program p of a rank only talks to programs p of its peers, so no grid barrier is
     calls     int64                                   counts calls, MAX_CTAS for each
 
 *Epochs.* Each program derives the number of the call, its epoch, from ``calls`` by one atomic add.
-Program 0 adds the difference to ``MAX_CTAS``, so the programs may start in any order. The counter
-is in device memory, so replays of a CUDA graph count on. It has 64 bits and does not wrap.
+Together the programs add ``MAX_CTAS`` per call: each adds 1, and program 0 adds the rest. They may
+start in any order. The counter is in device memory, so replays of a CUDA graph continue to count.
+It has 64 bits and does not wrap.
 
 *A slot is free when it is written.* Call n + 2 uses the slot of call n. A rank that begins call n +
 2 has ended call n + 1, in which each of its programs waited for every peer. A peer that sent in
@@ -25,8 +26,9 @@ chunk while it waits for another. A flag counts ``epoch * MAX_CHUNKS + chunks - 
 
 *Sizes.* A flag also carries the size of the call (``common/peers.py``), and the waiting program
 compares it with its own. A peer may already be in the next call, with another size. Flags therefore
-alternate with the slots. This leaves 40 bits for the epoch. A flag that smaller calls do not use
-would appear new after 2**39 of them, which takes more than a month of continuous calls.
+alternate with the slots. The size leaves 40 bits for the epoch. Calls with fewer chunks or programs
+do not write some flags. After 2**39 of these calls an old flag would look like a new one, which
+takes more than a month of continuous calls.
 
 Kernels take these tuples (rules: ``how-to/wait-for-a-peer.md``); x, out and slots have one dtype:
 
@@ -40,7 +42,7 @@ peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, o
 peers.calls           int64      one word                                kernels of this rank
 peers.timeout_words   int64      see ``language.wait``                   this rank and its host
 lengths               ints       shard, stride, total: elements          host
-size, rank            int        equal on all ranks; not specialised     host
+size, rank            int        not specialised; all pass one size      host
 plan                  constants  NUM_RANKS, LANES, BLOCK, NUM_CHUNKS     host
 ====================  =========  ======================================  ======================
 """
@@ -60,8 +62,8 @@ MAX_CTAS = tl.constexpr(256)
 MAX_CHUNKS = tl.constexpr(16)
 PHASES = tl.constexpr(2)
 _EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # bit of a flag at which the epoch begins
-# Shards in a slot are padded to multiples of this number of elements: each begins at 16 bytes or
-# more.
+# Shards in a slot are padded to multiples of this number of elements, which aligns each shard to at
+# least 16 bytes.
 SHARD_ALIGNMENT = tl.constexpr(128)
 # Line of packets (``exchange/packets.py``): bytes of data, and words.
 LINE_BYTES = tl.constexpr(8)
@@ -71,8 +73,8 @@ PACKET_ALIGNMENT = tl.constexpr(16)
 
 
 class Slots(NamedTuple):
-    """Memory that receives shards: this rank's two slots, the addresses of each rank's, the size of
-    a slot."""
+    """Memory that receives shards: this rank's two slots, the addresses of the slots of each rank,
+    and the number of elements of a slot."""
 
     data: Any
     table: Any
@@ -80,7 +82,8 @@ class Slots(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """Flags between ranks: this rank's flags, the addresses of each rank's, the count of calls."""
+    """Flags between ranks: this rank's flags, the addresses of the flags of each rank, and the
+    counter of calls."""
 
     arrivals: Any
     table: Any
@@ -99,8 +102,10 @@ class Packets(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Elements of a shard, from one shard to the next in a slot, and of x (of out in an
-    all-gather)."""
+    """Numbers of elements: of a shard, between the beginnings of two shards in a slot, and of x.
+
+    In an all-gather ``total`` is the number of elements of out.
+    """
 
     shard: Any
     stride: Any
