@@ -12,7 +12,7 @@ from triton_dist._tuning.engine.decorator import Decorator as Decorator  # what 
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.search import Search
 from triton_dist._tuning.shared import autotuning
-from triton_dist._tuning.source.given import constant
+from triton_dist._tuning.source.runtime_values import constant
 from triton_dist._tuning.values import Product, bucket, fine_bucket, to_hashable
 
 __all__ = [

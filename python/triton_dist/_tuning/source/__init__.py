@@ -2,7 +2,8 @@
 
 A tuning record is valid for the code that was timed: the function, its helpers, the Triton kernels
 that it launches, and the constants that they read. :mod:`.modules` parses files into statements,
-:mod:`.slices` finds the statements that count, and :mod:`.given` reads values and constants.
+:mod:`.slices` finds the statements that count, and :mod:`.runtime_values` reads values and
+constants.
 
 Comments, docstrings, formatting, and the position in the file or in the file system do not count.
 """
@@ -13,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from triton_dist._tuning.source import libraries
-from triton_dist._tuning.source.given import Snapshot, function_in, globals_of
 from triton_dist._tuning.source.modules import digest, file_at
+from triton_dist._tuning.source.runtime_values import Snapshot, function_in, globals_of
 from triton_dist._tuning.source.slices import Slice, Source, bytecode
 from triton_dist._tuning.values import Origin, original
 
@@ -40,9 +41,9 @@ def source_of(
     home = globals_of(inner[0]) if inner else {}
     found = Slice(library, snapshot or Snapshot(()), ignore, home)
     for each in roots:
-        found.root(each)
+        found.follow_root(each)
     for cls in classes:
-        found.cls(cls)
+        found.follow_class(cls)
     return found.source
 
 

@@ -306,7 +306,7 @@ class File:
                 by_name[name] = [*dict.fromkeys([*by_name.get(name, ()), *found])]
         return by_name
 
-    def of(self, name: str) -> list[Statement]:
+    def statements_of(self, name: str) -> list[Statement]:
         """Return the statements that bind or change ``name``.
 
         For ``module.name``, return those that assign it, a part of it, or what it is a part of.
@@ -319,12 +319,12 @@ class File:
             if f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.")
         ]
 
-    def around(self, line: int) -> Statement | None:
+    def statement_at(self, line: int) -> Statement | None:
         return next((each for each in self.statements if each.line <= line <= each.end), None)
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``: it was not edited after the import."""
-        if code not in self._set_of_codes and (around := self.around(code.co_firstlineno)):
+        if code not in self._set_of_codes and (around := self.statement_at(code.co_firstlineno)):
             # A notebook compiles each statement by itself. Without the imports before it, calls of
             # functions in modules have other instructions.
             nodes, flags = [x for x, _ in self._trees(around.line)], code.co_flags & _FUTURE

@@ -14,14 +14,14 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from triton_dist._tuning.source import given, libraries, modules
-from triton_dist._tuning.source.given import CONTAINERS, attribute, function_in, text_of
+from triton_dist._tuning.source import libraries, modules, runtime_values
 from triton_dist._tuning.source.modules import File, Import, Statement, digest, file_at
+from triton_dist._tuning.source.runtime_values import CONTAINERS, attribute, function_in, text_of
 from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
 
 Globals = dict[str, Any]
 """Globals of a module. After a module is imported anew, its functions have other globals."""
-_NONE: dict[str, Any] = {}
+_EMPTY: dict[str, Any] = {}
 _MOST_VISITS = 10_000
 """Maximum number of values of one global that are followed."""
 _LOOK_UPS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension)
@@ -57,7 +57,7 @@ class Slice:
     def __init__(
         self,
         library: libraries.Libraries,
-        snapshot: given.Snapshot,
+        snapshot: runtime_values.Snapshot,
         ignore: Iterable[str],
         home: Globals,
     ) -> None:
@@ -68,52 +68,54 @@ class Slice:
         self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and thus their ids
         self._holders: dict[str, int] = {}
         self._files: dict[int, File | None] = {}
-        self._tuned: dict[Statement, Statement] = {}
-        self._changing: set[tuple[int, str]] = set()
+        self._undecorated: dict[Statement, Statement] = {}
+        self._set_at_run_time: set[tuple[int, str]] = set()
 
-    def root(self, value: Any) -> None:
+    def follow_root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
         function = function_in(original(value))
         file, line = _file_of(function), function.__code__.co_firstlineno if function else 0
         # The first root in a statement is the tuned function; later roots are its hooks. Its tuner
         # decorators are omitted, because their arguments are compared by value.
-        if file and (around := file.around(line)) and around not in self._tuned:
-            self._tuned[around] = file.without_tuner(line)
+        if file and (around := file.statement_at(line)) and around not in self._undecorated:
+            self._undecorated[around] = file.without_tuner(line)
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
         if isinstance(value, functools.partial):
-            self.root(value.func)
+            self.follow_root(value.func)
 
-    def function(self, function: types.FunctionType) -> None:
+    def follow_function(self, function: types.FunctionType) -> None:
         """Follow a function by its code."""
         scope, code = function.__globals__, function.__code__
         name, file = getattr(code, "co_qualname", function.__qualname__), _file_of(function)
         label, top, found = self.label(scope, name), name.partition(".")[0], None
-        around = file.around(code.co_firstlineno) if file and file is self._file(scope) else None
+        around = (
+            file.statement_at(code.co_firstlineno) if file and file is self._file(scope) else None
+        )
         if around and around.defines == top and "<locals>" not in name:
-            self.name(scope, top)
+            self.follow_global(scope, top)
             return
         if file is not None:  # an inner function, or a function in another cell of a notebook
             found = file.definition(code)
-            self._enter(label, [found], scope, given.cells_of(function))
+            self._add_statements(label, [found], scope, runtime_values.cells_of(function))
         elif label not in self.digests:
             self.digests[label] = f"bytecode {digest([bytecode(code)])}"
             self._follow({x for _, each in modules.with_inner(code) for x in each.co_names}, scope)
         self._closure(function, found.nonlocals if found else ())
 
-    def cls(self, cls: type) -> None:
+    def follow_class(self, cls: type) -> None:
         """Follow a class."""
         if cls.__module__ not in sys.modules or self._library.has_module(cls.__module__):
             return
-        scope, name = given.globals_of(cls), cls.__qualname__
+        scope, name = runtime_values.globals_of(cls), cls.__qualname__
         top = name.partition(".")[0]
         file, label = self._file(scope), self.label(scope, name)
         functions = [x for x in map(function_in, vars(cls).values()) if x is not None]
-        if file is not None and file.of(top) and "<locals>" not in name:
-            self.name(scope, top)
-        elif label not in self.digests and file is not None and file.of(top):
-            self._enter(label, file.definitions(name), scope)
+        if file is not None and file.statements_of(top) and "<locals>" not in name:
+            self.follow_global(scope, top)
+        elif label not in self.digests and file is not None and file.statements_of(top):
+            self._add_statements(label, file.definitions(name), scope)
             for each in functions:
                 self._closure(each)
         elif label not in self.digests and functions:
@@ -121,7 +123,7 @@ class Slice:
             self.digests[label] = f"bytecode {digest(sorted(data, key=str))}"
             self.follow(functions)
 
-    def name(self, scope: Globals, name: str) -> None:
+    def follow_global(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and code that other modules have
         put into its value."""
         if (id(scope), name) in self._visited or self._library.has_module(_module_name(scope)):
@@ -130,7 +132,11 @@ class Slice:
         file, value = self._file(scope), scope.get(name)
         if isinstance(value, types.ModuleType) or self._ignores(name):
             return
-        found = [] if file is None else [self._tuned.get(each, each) for each in file.of(name)]
+        found = (
+            []
+            if file is None
+            else [self._undecorated.get(each, each) for each in file.statements_of(name)]
+        )
         imports = [each.imports[name] for each in found if name in each.imports]
         if file is not None and not found and name in scope:
             imports = [each._replace(attribute=name) for each in file.stars]
@@ -141,13 +147,15 @@ class Slice:
             found = []  # using an object of a library does not change it
         found = [each for each in found if name not in each.imports]
         if found:
-            self._enter(self.label(scope, name), found, scope)
+            self._add_statements(self.label(scope, name), found, scope)
         if file is not None and found and not imports:
             self._constant(scope, file, name, found)
         if found or imports:
             own = function_in(value)
             if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
-                self.name(scope, own.__name__)  # the module may bind this name to another function
+                self.follow_global(
+                    scope, own.__name__
+                )  # the module may bind this name to another function
             self.follow(value, scope)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text
@@ -164,7 +172,7 @@ class Slice:
         seen, ahead = set[int](), [value]
         while ahead and len(seen) < _MOST_VISITS:
             item = ahead.pop()
-            if id(item) in seen or isinstance(item, given.PLAIN):
+            if id(item) in seen or isinstance(item, runtime_values.PLAIN):
                 continue
             seen.add(id(item))
             if home is None and not self._is_new("value", item):
@@ -173,19 +181,21 @@ class Slice:
                 ahead += self._of_function(item, home)
             elif isinstance(item, type):
                 if home is None or item.__module__ != home.get("__name__"):
-                    self.cls(item)
+                    self.follow_class(item)
                 if home is not None and not self._library.has(item):
-                    ahead += [x for x in vars(item).values() if isinstance(x, given.COLLECTIONS)]
-            elif wrapped := [*given.inside(item)]:
+                    ahead += [
+                        x for x in vars(item).values() if isinstance(x, runtime_values.COLLECTIONS)
+                    ]
+            elif wrapped := [*runtime_values.wrapped_objects(item)]:
                 ahead += wrapped
                 if home is None:
                     self._configs(item)
             else:
                 ahead.append(type(item))
-                if home is None or isinstance(item, given.COLLECTIONS):
-                    ahead += reversed(given.items_of(item).values())
+                if home is None or isinstance(item, runtime_values.COLLECTIONS):
+                    ahead += reversed(runtime_values.items_of(item).values())
                 elif not self._library.has(type(item)):
-                    ahead += given.attributes(item).values()
+                    ahead += runtime_values.attributes(item).values()
 
     def _is_new(self, kind: str, value: object) -> bool:
         key = kind, id(value)
@@ -195,15 +205,15 @@ class Slice:
         """Follow a function; return functions that it wraps or dispatches to."""
         inner = [attribute(function, "__wrapped__"), attribute(function, "registry")]
         if self._library.has_function(function):
-            self.version(function.__module__ or "")
-            inner += given.cells_of(function).values()
+            self.record_version(function.__module__ or "")
+            inner += runtime_values.cells_of(function).values()
         elif home is None:
-            self.function(function)
+            self.follow_function(function)
         elif (
             function.__globals__ is not home
         ):  # follow its name, not its closure, which may differ by rank
             full = getattr(function.__code__, "co_qualname", function.__qualname__)
-            self.name(function.__globals__, full.partition(".")[0])
+            self.follow_global(function.__globals__, full.partition(".")[0])
         kinds = (types.FunctionType, types.MappingProxyType)  # the latter of singledispatch
         return [x for x in inner if isinstance(x, kinds) or function_in(x) is not None]
 
@@ -223,7 +233,7 @@ class Slice:
 
     def _closure(self, value: Any, rebound: Iterable[str] = ()) -> None:
         """Record what a callable binds: closure cells and defaults, or arguments of a partial."""
-        for name, item in given.held_by(value).items():
+        for name, item in runtime_values.bound_values(value).items():
             short = name.rpartition(".")[2]
             if short == "__class__" or item is attribute(value, "__wrapped__"):
                 self.follow(item)
@@ -239,7 +249,7 @@ class Slice:
             return
         name, kind = self._unique(name, holder), type(value).__name__
         value = value.value if kind == "constexpr" else value
-        text, items = self._snapshot.text(value), given.items_of(value)
+        text, items = self._snapshot.text(value), runtime_values.items_of(value)
         if text is None and not isinstance(value, CONTAINERS):
             text = text_of(value)
         if text is not None:
@@ -249,10 +259,10 @@ class Slice:
         elif items:
             for each, item in items.items() if self._is_new("items", value) else ():
                 self._bind(f"{name}.{each}", item, value)
-        elif given.is_code(value):
+        elif runtime_values.is_code(value):
             inner = function_in(value) or value
             code = inner if hasattr(inner, "__qualname__") else type(inner)
-            self.source.bound[name] = self.label(given.globals_of(code), code.__qualname__)
+            self.source.bound[name] = self.label(runtime_values.globals_of(code), code.__qualname__)
         elif not isinstance(value, types.ModuleType):  # what is read from a module is followed
             self.source.uncounted[name] = f"a {kind}, compared by its class"
         self.follow(value)
@@ -272,8 +282,8 @@ class Slice:
             unique = f"{name}#{number}"
         return unique
 
-    def _enter(
-        self, label: str, found: Iterable[Statement], scope: Globals, cells: Globals = _NONE
+    def _add_statements(
+        self, label: str, found: Iterable[Statement], scope: Globals, cells: Globals = _EMPTY
     ) -> None:
         found = list(found)
         self.digests[label] = " ".join(each.digest for each in found)
@@ -286,8 +296,8 @@ class Slice:
         self,
         chains: Iterable[str],
         scope: Globals,
-        cells: Globals = _NONE,
-        imports: Mapping[str, Import] = _NONE,
+        cells: Globals = _EMPTY,
+        imports: Mapping[str, Import] = _EMPTY,
     ) -> None:
         """Follow dotted names that a statement reads.
 
@@ -305,19 +315,19 @@ class Slice:
             if root in imports:
                 self._imported(imports[root], scope, path, load=True)
             elif isinstance(value, types.ModuleType):
-                if path and file is not None and (found := file.of(chain)):
+                if path and file is not None and (found := file.statements_of(chain)):
                     # This module sets ``module.name`` of another module.
-                    self._enter(self.label(scope, chain), found, scope)
+                    self._add_statements(self.label(scope, chain), found, scope)
                     if chain in file.stored:
                         holder = functools.reduce(attribute, path[:-1], value)
-                        self._changing.add((id(attribute(holder, "__dict__")), path[-1]))
+                        self._set_at_run_time.add((id(attribute(holder, "__dict__")), path[-1]))
                 self._attribute(value, path)
             elif path == ["__subclasses__"] and isinstance(value, type):
                 self.follow(sorted(value.__subclasses__(), key=qualified_name))
             elif root == "*":  # globals()[name]
                 self._follow(scope, scope)
             if root not in cells:
-                self.name(scope, root)
+                self.follow_global(scope, root)
 
     def _attribute(self, module: types.ModuleType, path: list[str]) -> None:
         """Follow what ``path`` leads to from a module."""
@@ -329,7 +339,9 @@ class Slice:
             function = attribute(known.get("::".join(names[2:4])), "_init_fn")
             if isinstance(function, types.FunctionType):
                 self.follow(function)
-                self.name(function.__globals__, function.__name__)  # with the registered kernels
+                self.follow_global(
+                    function.__globals__, function.__name__
+                )  # with the registered kernels
             return
         while path and not self._library.has(module):
             name, *path = path
@@ -340,7 +352,7 @@ class Slice:
                 break
             module = value
         if self._library.has(module):
-            self.version(module.__name__)
+            self.record_version(module.__name__)
 
     def _imported(
         self, found: Import, scope: Globals, path: Iterable[str] = (), load: bool = False
@@ -353,7 +365,7 @@ class Slice:
         """
         full = found.full_name(scope.get("__package__"))
         if self._library.has_module(full):
-            self.version(full)
+            self.record_version(full)
         module = self._library.imported(full) if load else sys.modules.get(full)
         if module is not None and not self._library.has(module):
             name = [found.attribute] if found.attribute else []
@@ -361,7 +373,7 @@ class Slice:
                 self._library.imported(f"{full}.{name[0]}")
             self._attribute(module, [*name, *path])
 
-    def version(self, module: str) -> None:
+    def record_version(self, module: str) -> None:
         """Record the version of a library, which stands for its source."""
         package = module.partition(".")[0]
         if version := libraries.version_of(package):
@@ -378,7 +390,7 @@ class Slice:
         calls = [x for x in nodes if isinstance(x, ast.Call)]
         names = [modules.dotted(each.func).split(".") for each in calls]
         callees = (functools.reduce(attribute, path, scope.get(root)) for root, *path in names)
-        is_marked = any(each is given.constant for each in callees)
+        is_marked = any(each is runtime_values.constant for each in callees)
         if type(value).__name__ == "constexpr":
             value = value.value
             nodes = [x.args[0] if isinstance(x, ast.Call) and x.args else None for x in nodes]
@@ -387,7 +399,7 @@ class Slice:
             return
         parts = [x for node in nodes if node is not None for x in ast.walk(node)]
         unique, is_stored = self._unique(name, scope), name in modules.roots(file.stored)
-        if (id(scope), name) in self._changing:
+        if (id(scope), name) in self._set_at_run_time:
             self.source.uncounted[unique] = "it changes as the program runs"
         elif is_marked:
             self.source.literal[unique] = text

@@ -28,7 +28,7 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     files, found, unknown = _Files(module, function), dict[str, None](), []
     for label, value in recorded.items():
         module_part, _, name = label.rpartition(":")
-        file = None if value.startswith("bytecode ") else files.of(module_part)
+        file = None if value.startswith("bytecode ") else files.file_of(module_part)
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:
@@ -62,7 +62,7 @@ class _Files:
             file, name = self._file(self._function_module), found.attribute
         self._function_file = file
 
-    def of(self, module_part: str) -> File | None:
+    def file_of(self, module_part: str) -> File | None:
         """Return the file of the module in a label, or ``None``. Empty: the function's module."""
         return self._file(self._full(module_part)) if module_part else self._function_file
 
@@ -94,7 +94,7 @@ class _Files:
     ) -> Iterator[str]:
         """Yield a sentence for each changed statement of one label."""
         is_inner = "<" in name  # a function inside a function; several may have this name
-        found = file.definitions(name) if is_inner else file.of(name)
+        found = file.definitions(name) if is_inner else file.statements_of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
         for line in [each.line for each in file.definitions(self._function)] if new else ():

@@ -44,7 +44,7 @@ Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
 """Contexts of one decorated function, by kernel and Triton's key, in order of creation."""
 
 _MAX_UNTUNED_KEYS = 8
-_SLOWER = 3.0
+_MAX_SLOWDOWN = 3.0
 """Time limit of a call as a multiple of the previous call: a training step may be long."""
 
 
@@ -66,16 +66,16 @@ class Session:
         self.random_state = random_state
         self._contexts, self._parts = contexts, parts
         self._interception = interception
-        self._messages = Messages(parts, function, lambda: self._turn.suspect())
-        self._turn = self._next_call(0)
-        self._settle: Callable[[], None] = lambda: None
+        self._messages = Messages(parts, function, lambda: self._current_call.suspect())
+        self._current_call = self._next_call(0)
+        self._check_results: Callable[[], None] = lambda: None
         self._scope = ExitStack()
         self._began = self._call_began = time.monotonic()
 
     @property
     def calls(self) -> int:
         """Number of calls of the function."""
-        return self._turn.number + 1
+        return self._current_call.number + 1
 
     def has_drawn(self) -> bool:
         """Return whether the last call used torch's random number generators."""
@@ -102,17 +102,17 @@ class Session:
                 self._undo()
         # Errors refer to frames, which refer to the arguments of the function and to this session.
         self._messages.end()
-        self._turn.exhausted, self._settle = None, lambda: None
+        self._current_call.exhausted, self._check_results = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to tune. Return the result of the last call."""
         # Checks are deferred here and not in ``__enter__``: they need the caller's thread, and
         # ``__enter__`` may run on an autograd thread.
-        with self._parts.deferred_checks() as self._settle:
+        with self._parts.deferred_checks() as self._check_results:
             while True:
                 self._call_began = time.monotonic()
                 try:
-                    at = Step(f"call {self._turn.number}")
+                    at = Step(f"call {self._current_call.number}")
                     with self._messages.user_code(at, self._messages.limit):
                         result = call()
                 except Exception as error:
@@ -125,15 +125,15 @@ class Session:
         """Replace ``tuner.run``."""
         key = triton_key(tuner, args, kwargs)
         context = self._contexts.get((tuner, key))
-        launch = Launch(tuner, args, kwargs, self._turn.undo)
+        launch = Launch(tuner, args, kwargs, self._current_call.undo)
         if context is None:
             # A single rank may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
                 return launch.loaded(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
-            parts, messages, number = self._parts, self._messages, self._turn.number
+            parts, messages, number = self._parts, self._messages, self._current_call.number
             context = open_context(tuner, key, prune, parts, messages, number)
-            why = self._turn.unusable(context, launch) if context.recorded else ""
+            why = self._current_call.unusable(context, launch) if context.recorded else ""
             if why:  # some rank cannot use the recorded winner
                 if parts.ranks.is_leader:
                     warn(
@@ -144,18 +144,18 @@ class Session:
                 parts = replace(parts, settings=replace(parts.settings, always_tune=True))
                 context = open_context(tuner, key, prune, parts, messages, number)
             self._contexts[tuner, key] = context
-            self._turn.opened = True
-        return self._turn.launch(context, launch)
+            self._current_call.opened = True
+        return self._current_call.launch(context, launch)
 
     def end_call(self) -> bool:
         """Exchange the results of the call. Return whether it was the last call."""
         if self._messages.final_error is not None:  # the function caught and ignored it
             raise self._messages.final_error
-        turn = self._turn
-        ending = Step(f"end of call {turn.number}")
+        current_call = self._current_call
+        ending = Step(f"end of call {current_call.number}")
         try:
-            self._settle()
-            turn.read_timers()
+            self._check_results()
+            current_call.read_timers()
         except Exception as error:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
                 how = "its device has not finished"
@@ -164,7 +164,7 @@ class Session:
                 ) from error
             self.fail_call(error)
             raise
-        everyone = self._messages.all_gather(ending, list(turn.steps.values()))
+        everyone = self._messages.all_gather(ending, list(current_call.steps.values()))
         positions = [[(s.context, s.digest, s.iteration) for s in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
             names_of_steps = [
@@ -174,12 +174,12 @@ class Session:
                 self._messages.global_rank(rank): "; ".join(steps) or "none"
                 for rank, steps in enumerate(names_of_steps)
             }
-            what = f"the kernels launched in call {turn.number}"
+            what = f"the kernels launched in call {current_call.number}"
             raise self._messages.ended_by(RankDisagreement(what, by_rank))
-        for context, *steps in zip(turn.steps, *everyone, strict=True):
+        for context, *steps in zip(current_call.steps, *everyone, strict=True):
             # Record one step: the slowest rank counts, and a failure on any rank.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
-            self._parts.log.line(step_line(self._turn.number, context, own))
+            self._parts.log.line(step_line(self._current_call.number, context, own))
             failures: dict[str, Failure] = {}
             for stepped in steps:
                 failures = stepped.failures | failures  # keep the failure of the lowest rank
@@ -190,22 +190,22 @@ class Session:
                 context.fail(failed, failure)
             if context.plan.current is None:
                 self._finish(context)
-        if not turn.steps or self._never_ends():
-            turn.undo.pop_all()  # do not undo the last call
-            if turn.number:
+        if not current_call.steps or self._never_ends():
+            current_call.undo.pop_all()  # do not undo the last call
+            if current_call.number:
                 tuned = [context for context in self._contexts.values() if context.record]
                 self._parts.log.say(summary(tuned, self.calls, time.monotonic() - self._began))
             return True
         self._undo()
         self.random_state.rewind()
-        self._turn = self._next_call(turn.number + 1)
+        self._current_call = self._next_call(current_call.number + 1)
         return False
 
     def fail_call(self, error: Exception) -> None:
         """Report to the other ranks that the function raised ``error`` on this rank."""
         if self._messages.final_error is not None:  # the other ranks have the error
             return
-        if error is self._turn.exhausted:
+        if error is self._current_call.exhausted:
             # All configs failed on this rank. Other ranks may run them, and receive the failures of
             # this rank at the end of their call.
             with suppress(Exception):
@@ -214,7 +214,7 @@ class Session:
         if not self._messages.has_met:  # ``__exit__`` reports the error
             self._messages.ended_by(error)
             return
-        ending = Step(f"end of call {self._turn.number}, which raised {text_of(error)}")
+        ending = Step(f"end of call {self._current_call.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
         # Ranks that raised no error, or another one, raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
@@ -245,9 +245,9 @@ class Session:
 
     def _never_ends(self) -> bool:
         """Return whether each call launches a new key and no call repeats an earlier key."""
-        stepped = self._turn.steps
+        stepped = self._current_call.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
-        if not self._turn.opened or len(left) < _MAX_UNTUNED_KEYS:
+        if not self._current_call.opened or len(left) < _MAX_UNTUNED_KEYS:
             return False
         warn(
             "contextual_autotune: each call launches a kernel with a key that no other call "
@@ -259,7 +259,7 @@ class Session:
 
     def _undo(self) -> None:
         with self._parts.no_grad():
-            self._turn.undo.close()
+            self._current_call.undo.close()
 
     @property
     def _reduction(self) -> Reduction:
@@ -268,7 +268,7 @@ class Session:
     def _next_call(self, number: int) -> TuningCall:
         if number:
             took = time.monotonic() - self._call_began
-            self._messages.limit = max(self._parts.settings.seconds, _SLOWER * took)
+            self._messages.limit = max(self._parts.settings.seconds, _MAX_SLOWDOWN * took)
         return TuningCall(number, self._parts, self._messages, self._finish)
 
 

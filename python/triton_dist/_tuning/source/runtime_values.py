@@ -94,7 +94,7 @@ class Snapshot:
         return self._states.get(id(root), (None, {}))[1]
 
     def _take(self, root: Any) -> None:
-        held = held_by(root)
+        held = bound_values(root)
         self._keep(held.values())
         if isinstance(root, functools.partial):
             self._take(root.func)
@@ -122,7 +122,7 @@ def _data_of(value: Any, depth: int = 0) -> str:
     return f"{name} {sorted(texts) if isinstance(value, set) else texts}"
 
 
-def held_by(value: Any) -> dict[str, Any]:
+def bound_values(value: Any) -> dict[str, Any]:
     """Return the values that a callable received when it was created, by name.
 
     These are the closure cells and defaults of a function, the arguments of a partial, and the
@@ -196,7 +196,7 @@ def _has_own(value: object, name: str) -> bool:
     return name in getattr(value, "__dict__", ()) or hasattr(type(value), name)
 
 
-def inside(value: Any) -> Iterator[Any]:
+def wrapped_objects(value: Any) -> Iterator[Any]:
     """Yield the function or kernel inside a wrapper, then other values that it binds."""
     if isinstance(value, _NO_WRAPPERS):
         return
@@ -214,7 +214,7 @@ def function_in(value: Any) -> types.FunctionType | None:
     for _ in range(_DEEPEST):
         if value is None or isinstance(value, types.FunctionType):
             return value
-        value = next(inside(value), None)
+        value = next(wrapped_objects(value), None)
     return None
 
 
