@@ -261,7 +261,7 @@ def test_status_follows_a_tuning_until_it_ends(run, begun, request, monkeypatch,
     monkeypatch.setattr(status.time, "sleep", step)
     monkeypatch.setattr(text, "is_terminal", lambda: on_terminal)
     if on_terminal:
-        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setenv("COLUMNS", "160")
         monkeypatch.setattr("rich.console.Console.is_terminal", True)
     ended, out, _ = run("status", "stopped", "--watch")
     assert ended == 0
