@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -13,24 +14,19 @@ FIRST_CONFIG = {"TRITON_DIST_AUTOTUNE": "0"}
 
 
 @pytest.fixture(scope="package")
-def _two_ranks():
-    with RankPool(2, FIRST_CONFIG) as pool:
-        yield pool
+def _pools():
+    with contextlib.ExitStack() as pools:
+        start = functools.cache(lambda size: pools.enter_context(RankPool(size, FIRST_CONFIG)))
+        yield start
 
 
 @pytest.fixture
-def on_two_ranks(_two_ranks):
+def on_two_ranks(_pools):
     """``on_two_ranks(fn, *args)``: what ``fn`` returns, by rank."""
-    return functools.partial(_two_ranks.run, timeout=200)
-
-
-@pytest.fixture(scope="package")
-def _four_ranks():
-    with RankPool(4, FIRST_CONFIG) as pool:
-        yield pool
+    return functools.partial(_pools(2).run, timeout=200)
 
 
 @pytest.fixture
-def on_four_ranks(_four_ranks):
+def on_four_ranks(_pools):
     """``on_four_ranks(fn, *args)``: what ``fn`` returns, by rank."""
-    return functools.partial(_four_ranks.run, timeout=300)
+    return functools.partial(_pools(4).run, timeout=300)

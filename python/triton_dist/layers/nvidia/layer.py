@@ -30,9 +30,10 @@ _layers: weakref.WeakSet[TensorParallelLayer] = weakref.WeakSet()
 def owners_of_shards() -> dict[int, TensorParallelLayer]:
     """Return the layer of each sharded parameter of this process, by the parameter's ``id``.
 
-    Parameters are looked up now, because FSDP2 replaces them.
+    The parameters are looked up at each call, because FSDP2 replaces them.
     """
-    parameters = ((layer, getattr(layer, name)) for layer in _layers for name in layer.shards)
+    # A layer has no parameters before ``_init_parameters``.
+    parameters = ((layer, getattr(layer, name, None)) for layer in _layers for name in layer.shards)
     return {id(each): layer for layer, each in parameters if each is not None}
 
 
@@ -41,9 +42,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     There are two modes. *Sequence-parallel*: each rank has consecutive rows of the tokens, [tokens
     / ranks, hidden], and returns the same rows of the result (AllGather-GEMM, then
-    GEMM-ReduceScatter). All ranks have the same number of rows: ``functional.shard_rows`` pads.
-    *All-reduce*: all ranks have all tokens, any number (GEMM, then
-    GEMM-AllReduce).
+    GEMM-ReduceScatter). All ranks must have the same number of rows; ``functional.shard_rows`` pads
+    them. *All-reduce*: all ranks have all tokens, any number (GEMM, then GEMM-AllReduce).
 
     ``forward`` is differentiable and can be compiled. The other call forms are for inference with
     existing scripts: ``dist_triton_fwd`` (sequence-parallel), ``dist_triton_AR_fwd`` and

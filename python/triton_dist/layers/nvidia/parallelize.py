@@ -107,8 +107,12 @@ def parallelize(
 
 
 class _ShardsToIgnore(list[str]):
-    """Names of shards that ``DistributedDataParallel`` ignores if its group has several ranks of
-    ``made``: it would replace their shards by the shards of one rank."""
+    """Names of shards, for ``DistributedDataParallel``.
+
+    If its process group contains several tensor-parallel ranks of the model, it would replace their
+    shards by the shards of one rank. Iteration yields the names only in this case, and DDP then
+    ignores the shards.
+    """
 
     def __init__(self, module: torch.nn.Module, contexts: Collectives) -> None:
         shards = owners_of_shards()

@@ -59,29 +59,31 @@ class StockWeight:
         Raises:
             InvalidArgument: ``weight`` has a wrong shape, or is the shard of another rank.
         """
+        shards = ranks.num_ranks // self.replicas
+        shape = list(self.shard.shape)
+        if self.dim is not None:
+            shape[self.dim] *= shards
+        whole = torch.empty(shape, device="meta")
+        if self.is_pair and self.dim:
+            whole = whole.flatten(self.dim - 1, self.dim)
+        if weight.shape not in (whole.shape, torch.Size(shape)):
+            expected = f"{tuple(whole.shape)}"
+            raise InvalidArgument(
+                "load_state_dict", f"{where}.shape", tuple(weight.shape), expected
+            )
         if isinstance(weight, DTensor):
-            mesh = weight.device_mesh
             # A loaded DTensor has the coordinate of the rank that saved it.
-            (rank,), size = mesh.get_coordinate() or (None,), mesh.size()
-            if (rank, size) != (ranks.rank, ranks.num_ranks):
-                expected = f"the shard of rank {ranks.rank} of {ranks.num_ranks}"
-                shown = f"the shard of rank {rank} of {size}"
-                raise InvalidArgument("load_state_dict", where, shown, expected)
+            mesh = weight.device_mesh
+            found = [*(mesh.get_coordinate() or ()), mesh.size()]
+            if found != [ranks.rank, ranks.num_ranks]:
+                expected = f"[{ranks.rank}, {ranks.num_ranks}]"
+                argument = f"[rank, number of ranks] of the shard of {where}"
+                raise InvalidArgument("load_state_dict", argument, found, expected)
             part = weight.to_local()
         else:
-            part = weight
-            if self.is_pair and self.dim and part.ndim < self.shard.ndim:
-                part = part.unflatten(self.dim - 1, (2, -1))
-            if self.dim is not None and part.ndim == self.shard.ndim:
-                shards = ranks.num_ranks // self.replicas
-                part = part.chunk(shards, self.dim)[ranks.rank // self.replicas]
-        if part.shape != self.shard.shape:
-            shape = list(self.shard.shape)
+            part = weight.reshape(shape)
             if self.dim is not None:
-                shape[self.dim] *= ranks.num_ranks // self.replicas
-            raise InvalidArgument(
-                "load_state_dict", f"{where}.shape", tuple(weight.shape), f"{shape}"
-            )
+                part = part.chunk(shards, self.dim)[ranks.rank // self.replicas]
         self.shard.copy_(part)
 
     def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:

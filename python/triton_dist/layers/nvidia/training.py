@@ -112,28 +112,31 @@ def clip_grad_norm_(
     return norm
 
 
-_torch_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
-
-
-@functools.wraps(_torch_clip_grad_norm_)
-def _clip_grad_norm_of_any(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if owners_of_shards().keys().isdisjoint(map(id, given)):
-        return _torch_clip_grad_norm_(given, *args, **kwargs)
-    warn(
-        "torch.nn.utils.clip_grad_norm_ would scale the shards of each rank by another factor: "
-        "triton_dist.layers.nvidia.clip_grad_norm_ was called instead. Call it yourself.",
-        TritonDistWarning,
-    )
-    return clip_grad_norm_(given, *args, **kwargs)
-
-
 def redirect_torch_clipping() -> None:
     """Make ``torch.nn.utils.clip_grad_norm_`` call ``clip_grad_norm_`` for shards.
 
-    Trainers call torch's function. Equal parameters would drift apart without an error.
+    Trainers call torch's function. It would scale the gradients of each rank by another factor, so
+    parameters that are equal on all ranks would drift apart without an error.
     """
-    torch.nn.utils.clip_grad_norm_ = _clip_grad_norm_of_any
+    original = torch.nn.utils.clip_grad_norm_
+    if hasattr(original, "_handles_shards"):
+        return
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if owners_of_shards().keys().isdisjoint(map(id, given)):
+            return original(given, *args, **kwargs)
+        warn(
+            "torch.nn.utils.clip_grad_norm_ would scale the gradients of each rank by another "
+            "factor. triton_dist.layers.nvidia.clip_grad_norm_ was called instead; call it "
+            "directly.",
+            TritonDistWarning,
+        )
+        return clip_grad_norm_(given, *args, **kwargs)
+
+    clip._handles_shards = True  # type: ignore[attr-defined]
+    torch.nn.utils.clip_grad_norm_ = clip
 
 
 def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
