@@ -27,13 +27,13 @@ def as_text(name: str, tensor: torch.Tensor) -> str:
     if tensor.is_meta or current_device().is_capturing():
         return size
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.to(torch.int64)  # equal ids of two dtypes are equal
+        tensor = tensor.to(torch.int64)  # int32 and int64 ids with equal values have equal digests
     octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{size}, digest {hashlib.sha256(octets).hexdigest()[:16]}"
 
 
 def compare_over_ranks(function: str, name: str, tensor: torch.Tensor, group: Group) -> None:
-    """Return if all ranks call ``function`` with equal values of ``tensor``. Collective.
+    """Raise unless all ranks call ``function`` with equal values of ``tensor``. Collective.
 
     Skipped during a graph capture, where tensors have no values, and while candidates are tried,
     because the tuner has compared the arguments.

@@ -23,7 +23,7 @@ from triton_dist.layers.nvidia.stock_weights import (
 )
 
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""Modules of torch's wrappers that names in state dicts leave out."""
+"""Names that torch's wrappers add to the path of a module and that state dicts omit."""
 
 
 def gather_state_dict(module: torch.nn.Module) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class TrainingState(Stateful):
         """Load what ``state_dict`` returned, possibly on another number of ranks. Collective.
 
         Raises:
-            RuntimeError: names or shapes of weights differ, or a shard is of another rank.
+            RuntimeError: names or shapes of weights differ, or another rank saved a shard.
             InvalidArgument: the same in the state of the optimiser.
         """
         with _saving_shards():

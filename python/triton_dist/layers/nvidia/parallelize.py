@@ -95,7 +95,10 @@ def parallelize(
             TritonDistWarning,
         )
     if not replacements:
-        expected = "a module with q_proj, k_proj, v_proj, o_proj or gate_proj, up_proj, down_proj"
+        expected = (
+            "a module that contains attention (q_proj, k_proj, v_proj, o_proj), feed-forward "
+            "(gate_proj, up_proj, down_proj) or expert (gate, experts) layers"
+        )
         raise InvalidArgument("parallelize", "module", type(module), expected)
     for parent, name, layer in replacements:
         setattr(parent, name, layer)

@@ -29,8 +29,8 @@ class StockWeight:
         shard: view of the parameter, or of a tensor with its shape.
         dim: sharded dimension of ``shard``; ``None``: the weight is equal on all ranks.
         replicas: number of consecutive ranks that have the same shard.
-        is_pair: the stock weight merges dimension ``dim - 1``, of size 2, with ``dim``. Gate and up
-            of stacked experts are such a pair: each half is sharded.
+        is_pair: ``shard`` has dimensions [..., 2, n] at ``dim - 1`` and ``dim``, which the stock
+            weight flattens into one. Gate and up of stacked experts are a pair.
     """
 
     name: str
@@ -54,7 +54,9 @@ class StockWeight:
         return DTensor.from_local(self.shard.detach(), mesh, [Shard(self.dim)], run_check=False)
 
     def fill(self, weight: torch.Tensor, ranks: Collectives, where: str) -> None:
-        """Copy this rank's shard of ``weight``, which ``gathered`` or ``distributed`` returned.
+        """Copy this rank's shard of ``weight`` to ``shard``.
+
+        ``weight`` has the form that ``gathered`` or ``distributed`` returns.
 
         Raises:
             InvalidArgument: ``weight`` has a wrong shape, or is the shard of another rank.
@@ -72,7 +74,7 @@ class StockWeight:
                 "load_state_dict", f"{where}.shape", tuple(weight.shape), expected
             )
         if isinstance(weight, DTensor):
-            # A loaded DTensor has the coordinate of the rank that saved it.
+            # A DTensor that torch.load returns has the coordinate of the rank that saved it.
             mesh = weight.device_mesh
             found = [*(mesh.get_coordinate() or ()), mesh.size()]
             if found != [ranks.rank, ranks.num_ranks]:

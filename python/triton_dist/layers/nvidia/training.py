@@ -1,4 +1,4 @@
-"""Gradients of a model whose layers ``parallelize`` has replaced: sums over ranks, and the norm."""
+"""Sum gradients over ranks and clip their norm, for a model after ``parallelize``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from triton_dist.layers.nvidia.tp_attn import TP_Attn
 
 
 def sum_gradients(module: torch.nn.Module) -> None:
-    """Sum the gradients, over ranks, of parameters for which each rank has only a part. Collective.
+    """Sum over ranks the gradients of which each rank computed only a part. Collective.
 
     Call it between backward and the optimiser step, also with FSDP2 or DDP over another dimension
-    of the mesh. With sequence-parallel layers, these are all parameters except the layers' shards,
-    because each rank has seen only its tokens. Otherwise these are the norms of heads, and
-    key-value heads that several ranks replicate.
+    of the mesh. With sequence-parallel layers, these are the gradients of all parameters except the
+    layers' shards, because each rank has seen only its tokens. Otherwise these are the gradients of
+    the q and k norms, and of key-value heads that several ranks replicate.
     """
     layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
     done = set[torch.Tensor | None]()
@@ -51,7 +51,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``. Collective.
 
-    Call it after ``sum_gradients``. It counts each shard once over all ranks, and a parameter that
+    Call it after ``sum_gradients``. The norm counts each shard once, and each parameter that
     is equal on all ranks once.
 
     Args:
@@ -78,7 +78,7 @@ def clip_grad_norm_(
     size = 1 if layer is None else layer.world_size
     is_max = norm_type == math.inf
     totals: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
-    """Sum of ``|gradient| ** p``, or the maximum, by the FSDP2 groups that share a gradient."""
+    """Sum of ``|gradient| ** p``, or the maximum, by the groups that shard the gradient."""
     for parameter, gradient in given:
         value = _power(local_part(gradient), norm_type)
         owner = owners.get(id(parameter))
