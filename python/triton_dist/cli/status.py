@@ -158,7 +158,7 @@ def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]
 
         yield show
         return
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.live import Live
     from rich.progress_bar import ProgressBar
     from rich.text import Text
@@ -178,5 +178,6 @@ def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]
         for end in ends:
             live.console.print(Text(printable(end)))
 
-    with Live(auto_refresh=False) as live:
+    # rich's shared console would keep the width that the terminal had at its first use.
+    with Live(console=Console(), auto_refresh=False) as live:
         yield redraw
