@@ -148,8 +148,8 @@ def test_a_wrong_result_is_an_error(spawn_ranks, tmp_path, cache):
     script.write_text(
         "import torch\n"
         "from triton_dist.test.nvidia import test_ag_gemm\n"
-        "run = test_ag_gemm.run_ag_gemm\n"
-        "test_ag_gemm.run_ag_gemm = lambda *args: run(*args) * 1.01\n"
+        "run = test_ag_gemm.AllGatherScript.run\n"
+        "test_ag_gemm.AllGatherScript.run = lambda *args: run(*args) * 1.01\n"
         "test_ag_gemm.main()\n"
     )
     arguments = (str(script), "--case", "check", "--no-autotune")

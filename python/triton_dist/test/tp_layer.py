@@ -46,14 +46,13 @@ class Form:
 def make_parser(description: str | None, model: str) -> ScriptParser:
     """Return a parser with the options of all layer scripts."""
     parser = ScriptParser(description, ("check", "perf"), default="perf")
-    parser.add_alias("--check", "check")
+    parser.add_alias("--check")
     parser.add_argument(
         "--model", default=model, help="name of a known model, or a folder with a config.json"
     )
     parser.add_dtype("bfloat16")
     parser.add_rounds(iters=100, warmup=20)
-    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
-    parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
+    parser.add_common("seed", "profile")
     return parser
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.distributed import finalize_distributed, initialize_distributed
 from triton_dist.runtime.random import init_seed
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal, bitwise_equal
-from triton_dist.testing.opinfo.base import Baseline, Operands, OpInfo
+from triton_dist.testing.opinfo.base import Baseline, Call, Operands, OpInfo
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples, captured, interleaved
 from triton_dist.tune import AutoTuner
@@ -78,6 +79,19 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+_COMMON_OPTIONS: dict[str, dict[str, Any]] = {
+    "autotune": {"action": argparse.BooleanOptionalAction, "default": True},
+    "persistent": {
+        "action": argparse.BooleanOptionalAction, "help": "choose the kernel; default: tuned"
+    },
+    "profile": {"action": "store_true", "help": "write a trace of 20 calls to prof/"},
+    "seed": {"type": int, "default": 42, "help": "seed of the data"},
+    "trans_b": {
+        "action": argparse.BooleanOptionalAction, "default": True, "help": "make B column-major"
+    },
+}  # fmt: skip
+
+
 class ScriptParser(argparse.ArgumentParser):
     """An argument parser that prints messages only on rank 0; every rank parses.
 
@@ -93,12 +107,17 @@ class ScriptParser(argparse.ArgumentParser):
             "--case", choices=list(cases), default=default, help=f"case to run; default: {shown}"
         )
 
-    def add_alias(self, option: str, case: str) -> None:
-        """Add ``option`` as an alias of ``--case`` with ``case``."""
+    def add_alias(self, option: str) -> None:
+        """Add ``option`` as an alias of ``--case check``."""
         self.add_argument(
-            option, action="store_const", dest="case", const=case, default=argparse.SUPPRESS,
-            help=f"same as --case {case}",
+            option, action="store_const", dest="case", const="check", default=argparse.SUPPRESS,
+            help="same as --case check",
         )  # fmt: skip
+
+    def add_common(self, *names: str) -> None:
+        """Add the options ``names``, which several scripts have."""
+        for name in names:
+            self.add_argument(f"--{name}", **_COMMON_OPTIONS[name])
 
     def add_dtype(self, default: str) -> None:
         """Add ``--dtype``, which accepts torch's names and short names."""
@@ -151,27 +170,74 @@ def profile(name: str, wanted: bool, *calls: Callable[[], object]) -> None:
                 call()
 
 
-def report_perf(
-    info: OpInfo[Any],
-    ours: Callable[[], torch.Tensor],
-    data: Operands,
-    ctx: Any,
-    args: argparse.Namespace,
-    title: str,
-    rounds: int,
-    warmup: int,
-    trace: str = "",
-) -> None:
-    """Time the op, its parts and its baselines in CUDA graphs, then profile it if requested.
+class Script(ABC):
+    """An op with the options of the command line.
 
-    ``trace`` is the name of the profile; default: from the name of the op.
+    Args:
+        info: OpInfo of the op.
+        args: the command line.
+        ctx: context of the op.
+        options: arguments of each call in addition to the operands.
+        fixed: tunables that the command line sets.
     """
-    candidates = {info.name: Baseline("own", ours), **info.baselines(data, ctx)}
-    calls = {name: captured(each.call) for name, each in candidates.items()}
-    samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
-    ranks = f"{args.dtype} on {dist.get_world_size()} ranks"
-    report_times(f"{title} {ranks}", candidates, samples, info.serial, info.transfer)
-    profile(trace or f"{info.name}_perf", args.profile, ours)
+
+    def __init__(
+        self,
+        info: OpInfo[Any],
+        args: argparse.Namespace,
+        ctx: Any,
+        options: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.op, self.info, self.args, self.ctx = info.op, info, args, ctx
+        self.options, self.fixed = dict(options or {}), dict(fixed or {})
+        self.dtype, self.num_ranks = dtype_named(args.dtype), dist.get_world_size()
+        self._tuned_before = self.op.tuning_count
+
+    def operands(self, shape: Any, **layout: Any) -> Operands:
+        """Return random operands of the dtype of the command line. Collective."""
+        return self.info.operands(shape, self.dtype, self.num_ranks, **layout)
+
+    def arguments(self, data: Operands) -> Call:
+        """Return the arguments of a call, without tunables."""
+        operands, options = self.info.arguments(data, self.ctx)
+        return operands, {**options, **self.options}
+
+    @abstractmethod
+    def run(self, data: Operands) -> torch.Tensor:
+        """Call the op with the options of the command line."""
+
+    def check(self, data: Operands, *results: torch.Tensor) -> None:
+        """Compare ``results``, by default the result of a call, with the reference. Collective."""
+        results = results or (self.run(data),)
+        expected = self.info.reference(data)
+        for C in results:
+            check_rank_by_rank(C, expected, self.info.tolerance(C.dtype, self.num_ranks))
+
+    def report_tuning(self, data: Operands) -> None:
+        """Print the config in use and its origin, unless the command line sets tunables."""
+        if not self.fixed or not self.args.autotune:
+            operands, options = self.arguments(data)
+            tuned_now = self.op.tuning_count > self._tuned_before
+            report_tuning(self.op, self.args.autotune, tuned_now, *operands, **options)
+
+    def perf(
+        self, data: Operands, title: object, rounds: int, warmup: int, trace: str = ""
+    ) -> None:
+        """Time the op, its parts and its baselines in CUDA graphs, then profile it if requested.
+
+        ``trace`` is the name of the profile; default: from the name of the op.
+        """
+        info = self.info
+        candidates = {
+            info.name: Baseline("own", lambda: self.run(data)),
+            **info.baselines(data, self.ctx),
+        }
+        calls = {name: captured(each.call) for name, each in candidates.items()}
+        samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
+        ranks = f"{self.args.dtype} on {self.num_ranks} ranks"
+        report_times(f"{title} {ranks}", candidates, samples, info.serial, info.transfer)
+        profile(trace or f"{info.name}_perf", self.args.profile, lambda: self.run(data))
 
 
 def report_passed(details: str) -> None:

@@ -9,25 +9,23 @@ small shapes; M per rank is odd.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
-from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, ag_gemm
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import perf_func
 from triton_dist.test.utils import (
     LAYER_CONFIGS,
+    Script,
     ScriptParser,
-    assert_allclose,
-    check_rank_by_rank,
     dtype_named,
     profile,
     report_passed,
     report_times,
-    report_tuning,
 )
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 from triton_dist.testing.opinfo.base import Baseline, Operands
@@ -48,15 +46,11 @@ _CPU_PERF_SCALE = 64
 
 def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, CASES, default="check")
-    flag = argparse.BooleanOptionalAction
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--M", "-M", type=int, default=8192, help="global number of rows (perf)")
-    parser.add_argument("--persistent", action=flag, help="choose the kernel; default: tuned")
-    parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
-    parser.add_argument("--autotune", action=flag, default=True)
-    parser.add_argument("--trans_b", action=flag, default=True, help="make B column-major")
+    parser.add_common("persistent", "profile", "autotune", "trans_b")
     parser.add_argument(
-        "--local-copy", action=flag, default=True,
+        "--local-copy", action=argparse.BooleanOptionalAction, default=True,
         help="copy this rank's rows of A; with --no-, read them from the workspace",
     )  # fmt: skip
     parser.add_dtype("float16")
@@ -66,39 +60,29 @@ def get_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_data(
-    args: argparse.Namespace, shape: Shape, dtype: torch.dtype
-) -> tuple[Operands, torch.Tensor, torch.Tensor]:
-    """Return the operands, and A and B separately."""
-    operands = AG_GEMM.operands(shape, dtype, dist.get_world_size(), column_major=args.trans_b)
-    return operands, operands["A"], operands["B"]
+class AllGatherScript(Script):
+    """AllGather-GEMM."""
+
+    def operands(self, shape: Shape) -> Operands:  # type: ignore[override]
+        """Return the operands, also in the workspace if it is read directly. Collective."""
+        data = super().operands(shape, column_major=self.args.trans_b)
+        if not self.args.local_copy and self.ctx is not None:
+            self.ctx.own_rows(data["A"].shape[0]).copy_(data["A"])
+        return data
+
+    def run(self, data: Operands, **more: Any) -> torch.Tensor:
+        operands, options = self.arguments(data)
+        overwrite = {"autotune_allow_arg_overwrite": True} if self.fixed else {}
+        C: torch.Tensor = self.op(
+            *operands, autotune=self.args.autotune, autotune_verbose=self.args.debug,
+            **options, **self.fixed, **overwrite, **more,
+        )  # fmt: skip
+        return C
 
 
-def check_result(C: torch.Tensor, operands: Operands) -> None:
-    tolerance = AG_GEMM.tolerance(C.dtype, dist.get_world_size())
-    assert_allclose(C, AG_GEMM.reference(operands), rtol=tolerance, atol=tolerance)
-
-
-def run_ag_gemm(
-    args: argparse.Namespace,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: AllGatherGEMMTensorParallelContext,
-    straggler: int | None = None,
-) -> torch.Tensor:
-    """Call the op with the options of the command line."""
-    options = (
-        {}
-        if args.persistent is None
-        else {"persistent": args.persistent, "autotune_allow_arg_overwrite": True}
-    )
-    if straggler is not None:
-        options["straggler_option"] = (straggler, 2_000_000)
-    C: torch.Tensor = ag_gemm(
-        A, B, ctx, autotune=args.autotune, autotune_verbose=args.debug, local_copy=args.local_copy,
-        **options,
-    )  # fmt: skip
-    return C
+def script_of(args: argparse.Namespace, ctx: Any) -> AllGatherScript:
+    fixed = {} if args.persistent is None else {"persistent": args.persistent}
+    return AllGatherScript(AG_GEMM, args, ctx, {"local_copy": args.local_copy}, fixed)
 
 
 def check_shape(num_ranks: int) -> Shape:
@@ -109,18 +93,16 @@ def check_shape(num_ranks: int) -> Shape:
 
 
 def check(args: argparse.Namespace) -> None:
-    dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
-    shape = check_shape(num_ranks)
-    with AG_GEMM.context(shape, dtype) as ctx:
+    shape = check_shape(dist.get_world_size())
+    with AG_GEMM.context(shape, dtype_named(args.dtype)) as ctx:
+        script = script_of(args, ctx)
         for round_number in range(5):
-            operands, A, B = make_data(args, shape, dtype)
             ctx.symm_workspace[: shape.M].random_()
-            if not args.local_copy:
-                ctx.own_rows(A.shape[0]).copy_(A)
-            C = run_ag_gemm(args, A, B, ctx, round_number % num_ranks if args.debug else None)
-            expected, tolerance = AG_GEMM.reference(operands), AG_GEMM.tolerance(dtype, num_ranks)
-            check_rank_by_rank(C, expected, tolerance)
-        report_config(args, A, B, ctx)
+            data = script.operands(shape)
+            late = (round_number % script.num_ranks, 2_000_000)
+            C = script.run(data, **({"straggler_option": late} if args.debug else {}))
+            script.check(data, C)
+        script.report_tuning(data)
     report_passed(f"{args.dtype}, {shape}")
 
 
@@ -129,17 +111,16 @@ def perf(args: argparse.Namespace) -> None:
     layer = LAYER_CONFIGS[args.shape_id]
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
     shape = AG_GEMM.scaled(AG_GEMM.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
-    operands, A, B = make_data(args, shape, dtype)
     with AG_GEMM.context(shape, dtype) as ctx:
-        if not args.local_copy:
-            ctx.own_rows(A.shape[0]).copy_(A)
+        script = script_of(args, ctx)
+        data = script.operands(shape)
+        script.check(data)
+        script.report_tuning(data)
 
         def ours() -> torch.Tensor:
-            return run_ag_gemm(args, A, B, ctx)
+            return script.run(data)
 
-        check_result(ours(), operands)
-        report_config(args, A, B, ctx)
-        candidates = {AG_GEMM.name: Baseline("own", ours), **AG_GEMM.baselines(operands, ctx)}
+        candidates = {AG_GEMM.name: Baseline("own", ours), **AG_GEMM.baselines(data, ctx)}
         calls = {name: each.call for name, each in candidates.items()}
         samples = interleaved(
             calls | {f"{name}, CUDA graph": captured(call) for name, call in calls.items()}
@@ -158,17 +139,6 @@ def perf(args: argparse.Namespace) -> None:
                 f"{title}, CUDA graphs", candidates, graphs, AG_GEMM.serial, AG_GEMM.transfer
             )
         profile("ag_gemm_perf", args.profile, ours)
-
-
-def report_config(
-    args: argparse.Namespace,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: AllGatherGEMMTensorParallelContext,
-) -> None:
-    if args.persistent is None or not args.autotune:
-        tuned_now, options = ag_gemm.tuning_count > 0, {"local_copy": args.local_copy}
-        report_tuning(ag_gemm, args.autotune, tuned_now, A, B, ctx, **options)
 
 
 def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
@@ -190,13 +160,14 @@ def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
 
 
 def correctness_tma_autotune(args: argparse.Namespace) -> None:
-    dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
-    shape = check_shape(num_ranks)
-    buffer = AllGatherBuffer(shape.M, shape.K, dtype, None, "ag_gemm_tma_autotune")
-    op = TmaAutotunedAgGemm(buffer)
+    shape = check_shape(dist.get_world_size())
+    buffer = AllGatherBuffer(
+        shape.M, shape.K, dtype_named(args.dtype), None, "ag_gemm_tma_autotune"
+    )
+    op, script = TmaAutotunedAgGemm(buffer), script_of(args, None)
     for _ in range(5):
-        operands, A, B = make_data(args, shape, dtype)
-        check_result(op(A, B), operands)
+        data = script.operands(shape)
+        script.check(data, op(data["A"], data["B"]))
     for kernel, config in op.choices().items():
         dist_print(f"{kernel}: {config}", need_sync=True, allowed_ranks="all", prefix=True)
     dist_print(f"calls to tune: {op.tuning_calls}")

@@ -33,8 +33,7 @@ def get_args() -> argparse.Namespace:
     )
     parser.add_dtype("bfloat16")
     parser.add_rounds(iters=15, warmup=3, least=0)  # 0: only check
-    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seed", type=int, default=42, help="seed of the data")
+    parser.add_common("autotune", "seed")
     args = parser.parse_args()
     if not is_cuda():
         args.max_nbytes = max(1024, args.max_nbytes // _CPU_SCALE)

@@ -45,7 +45,7 @@ _LATE_CYCLES = 17_000_000  # 10 ms
 
 def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, ("check", "perf"), default="perf")
-    parser.add_alias("--stress", "check")
+    parser.add_alias("--stress")
     parser.add_argument(
         "--max_nbytes", type=int, default=4 << 20, help="size of the largest tensor"
     )
@@ -63,13 +63,12 @@ def get_args() -> argparse.Namespace:
     parser.add_argument(
         "--method", choices=get_allreduce_methods(), help="algorithm; default: tuned"
     )
-    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_common("autotune", "profile")
     parser.add_argument(
         "--simulate_straggler", action="store_true", help="delay a random rank in each call"
     )
     parser.add_dtype("bfloat16")
     parser.add_argument("--debug", action="store_true", help="use constant data: (rank + 1) / 128")
-    parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
     args = parser.parse_args()
     if not is_cuda():
         args.max_nbytes = max(256, args.max_nbytes // _CPU_SCALE)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+from typing import Any
 
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import GEMMAllReduceMethod, GEMMAllReduceTensorParallelContext
+from triton_dist.kernels.nvidia import GEMMAllReduceMethod
 from triton_dist.runtime.device import current_device
 from triton_dist.test import summed_gemm
-from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
-from triton_dist.test.utils import dtype_named, on_ranks
+from triton_dist.test.summed_gemm import CPU_SCALE, SummedScript
+from triton_dist.test.utils import dtype_named, on_ranks, report_passed
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR
 from triton_dist.utils import is_cuda
@@ -61,27 +62,28 @@ def shape_of(args: argparse.Namespace) -> Shape:
     return Shape(M, N, max(1, K // size) * size)
 
 
-def script(args: argparse.Namespace) -> Script:
-    fixed = {} if args.persistent is None else {"persistent": args.persistent}
+def fixed_tunables(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the tunables that the command line sets."""
+    fixed = summed_gemm.fixed_tunables(args, "persistent")
     if args.low_latency is not None:
         one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
         fixed["method"] = one_shot if args.low_latency else two_shot
-    return Script(GEMM_AR, {"copy_to_local": args.copy_to_local}, fixed)
+    return fixed
 
 
-def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParallelContext) -> None:
+def check(script: SummedScript, shape: Shape) -> None:
     """Compare results: the first round with M rows, later rounds with fewer rows of one key."""
-    M = shape.M
+    args, M = script.args, shape.M
     drawn = random.Random(args.seed)  # equal on all ranks
     for turn in range(args.verify_iters):
         rows = drawn.randint(M // 2 + 1, M) if turn else M
-        data = make_operands(script(args), args, dataclasses.replace(shape, M=rows))
+        data = script.operands(dataclasses.replace(shape, M=rows))
         late, cycles = drawn.randrange(dist.get_world_size()), drawn.randrange(_LATE_CYCLES)
         if late == dist.get_rank():
             current_device().sleep(cycles)
-        summed_gemm.check(script(args), args, data, ctx)
-    summed_gemm.report_config(script(args), args, data, ctx)
-    report_check(args, shape)
+        script.check(data)
+    script.report_tuning(data)
+    report_passed(f"{args.dtype}, {shape}")
 
 
 def main() -> None:
@@ -89,11 +91,12 @@ def main() -> None:
     with on_ranks(args.seed):
         shape = shape_of(args)
         with GEMM_AR.context(shape, dtype_named(args.dtype)) as ctx:
+            options = {"copy_to_local": args.copy_to_local}
+            script = SummedScript(GEMM_AR, args, ctx, options, fixed_tunables(args))
             if args.case == "check":
-                check(args, shape, ctx)
+                check(script, shape)
             else:
-                data = make_operands(script(args), args, shape)
-                summed_gemm.perf(script(args), args, data, ctx)
+                script.check_and_time(shape)
 
 
 if __name__ == "__main__":

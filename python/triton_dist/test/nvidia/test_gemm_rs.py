@@ -11,10 +11,9 @@ import argparse
 
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import GEMMReduceScatterTensorParallelContext
 from triton_dist.test import summed_gemm
-from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
-from triton_dist.test.utils import dtype_named, on_ranks
+from triton_dist.test.summed_gemm import CPU_SCALE, SummedScript, fixed_tunables
+from triton_dist.test.utils import dtype_named, on_ranks, report_passed
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.summed_gemm import GEMM_RS
 from triton_dist.utils import is_cuda
@@ -61,29 +60,12 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     return [Shape(max(1, M // scale // size) * size, N, K) for M in rows]
 
 
-def script(args: argparse.Namespace) -> Script:
-    fixed = {
-        name: getattr(args, name)
-        for name in ("persistent", "fuse_scatter")
-        if getattr(args, name) is not None
-    }
-    return Script(GEMM_RS, {}, fixed)
-
-
-def check(
-    args: argparse.Namespace, shape: Shape, ctx: GEMMReduceScatterTensorParallelContext
-) -> None:
-    for _ in range(args.verify_iters):
-        data = make_operands(script(args), args, shape)
-        summed_gemm.check(script(args), args, data, ctx)
-    summed_gemm.report_config(script(args), args, data, ctx)
-    report_check(args, shape)
-
-
-def perf(
-    args: argparse.Namespace, shape: Shape, ctx: GEMMReduceScatterTensorParallelContext
-) -> None:
-    summed_gemm.perf(script(args), args, make_operands(script(args), args, shape), ctx)
+def check(script: SummedScript, shape: Shape) -> None:
+    for _ in range(script.args.verify_iters):
+        data = script.operands(shape)
+        script.check(data)
+    script.report_tuning(data)
+    report_passed(f"{script.args.dtype}, {shape}")
 
 
 def main() -> None:
@@ -92,8 +74,13 @@ def main() -> None:
         asked = shapes(args)
         largest = max(asked, key=lambda shape: shape.M)
         with GEMM_RS.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
+            fixed = fixed_tunables(args, "persistent", "fuse_scatter")
+            script = SummedScript(GEMM_RS, args, ctx, fixed=fixed)
             for shape in asked:
-                (check if args.case == "check" else perf)(args, shape, ctx)
+                if args.case == "check":
+                    check(script, shape)
+                else:
+                    script.check_and_time(shape)
 
 
 if __name__ == "__main__":
