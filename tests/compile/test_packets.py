@@ -92,7 +92,7 @@ def test_a_thread_sends_and_polls_a_line_and_moves_nothing_to_another(
     # peer, and at all of them again.
     assert ptx.index("ld.global.b64") < ptx.index(COUNT) < ptx.index(SEND) < ptx.index(POLL)
     assert "ld.global.b64" not in ptx[ptx.index(COUNT) : ptx.index(POLL)]
-    loop = re.search(r"look:\n(.*?)@some bra look;", ptx, re.S)[1]
+    loop = re.search(r"poll:\n(.*?)@some bra poll;", ptx, re.S)[1]
     assert loop.count(POLL) == peers
     assert "some" not in loop[: loop.rindex(POLL)]
 

@@ -14,7 +14,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     MUST_DEFER,
     Summing,
     Tile,
-    begin_program,
+    count_begun_program,
     decide_whether_to_wait,
     kernel_add_deferred,
 )
@@ -26,7 +26,7 @@ PROGRAMS, LINE = 3, 16
 def kernel_decide(epoch_ptr, deferred_ptr, decisions_ptr, begins: tl.constexpr):
     """Of the programs, those below ``begins`` begin; all decide."""
     if tl.program_id(0) < begins:
-        begin_program(epoch_ptr)
+        count_begun_program(epoch_ptr)
     decision = decide_whether_to_wait(epoch_ptr, deferred_ptr)
     tl.store(decisions_ptr + tl.program_id(0), decision)
 

@@ -104,7 +104,7 @@ def test_several_chunks_and_blocks(num_sources, at_once, chunks, monkeypatch):
 
 def test_more_routes_than_chunks_are_cut_in_larger_ones(monkeypatch):
     monkeypatch.setattr(routing, "_BLOCKS", 1)
-    monkeypatch.setattr(routing, "_COUNTS_AT_ONCE", 32)
+    monkeypatch.setattr(routing, "_COUNTS_AT_A_TIME", 32)
     ids = torch.randint(0, 4, (300, 2), generator=torch.Generator().manual_seed(2))
     assert check(ids, 4, 16).launches[0].grid == (2, 1)
 

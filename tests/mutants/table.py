@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "row mask: the last element of a shard is copied",
         _PROTOCOL,
-        "inside = index < lengths.shard\n        from_ptr",
+        "in_shard = index < lengths.shard\n        received_ptr",
         "inside = index < lengths.shard - 1\n        from_ptr",
         COLLECTIVES,
     ),
@@ -364,7 +364,7 @@ MUTANTS = (
     Mutant(
         "agreement: ranks come with the same experts",
         "kernels/common/agreement.py",
-        "{hashlib.sha256(octets).hexdigest()[:16]}",
+        "{hashlib.sha256(data).hexdigest()[:16]}",
         "{hashlib.sha256(octets).hexdigest()[:0]}",
         MOE_SUMS,
     ),

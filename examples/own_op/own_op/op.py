@@ -97,8 +97,10 @@ class NormContext(OpContext[EpochSlots]):
             "sums": ((max_rows, self.num_ranks), torch.float32),
             "flags": ((max_rows, self.num_ranks), torch.int64),
         }
-        with self.allocating() as own:
-            self.buffer = own(EpochSlots("own_op", regions, ("flags",), "kernel_rms_norm", group))
+        with self.allocating() as register:
+            self.buffer = register(
+                EpochSlots("own_op", regions, ("flags",), "kernel_rms_norm", group)
+            )
 
 
 # 3. The algorithms, each with its configs.

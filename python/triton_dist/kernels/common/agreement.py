@@ -28,8 +28,8 @@ def as_text(name: str, tensor: torch.Tensor) -> str:
         return size
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.int64)  # int32 and int64 ids with equal values have equal digests
-    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return f"{size}, digest {hashlib.sha256(octets).hexdigest()[:16]}"
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{size}, digest {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def compare_over_ranks(function: str, name: str, tensor: torch.Tensor, group: Group) -> None:

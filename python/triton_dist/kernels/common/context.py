@@ -75,12 +75,12 @@ class OpContext(Generic[B]):
         If anything fails, such as the second allocation, the registered memories are freed.
         """
 
-        def own(memory: M) -> M:
+        def register(memory: M) -> M:
             self._memories += (memory,)
             return memory
 
         try:
-            yield own
+            yield register
         except BaseException:
             self.free()
             raise

@@ -91,17 +91,17 @@ class Launcher:
         key: Any,
         launch: Callable[[], Launch],
         tensors: Mapping[str, torch.Tensor] = _NO_TENSORS,
-        alive: Any = None,
+        keep_alive: Any = None,
     ) -> None:
         """Run ``launch()``, or repeat the earlier launch that had an equal key.
 
         Args:
             key: equal only for launches that differ in nothing but the addresses of ``tensors``. It
-                may contain the ``id`` of objects in ``alive``.
+                may contain the ``id`` of objects in ``keep_alive``.
             launch: builds the launch; called for new keys.
             tensors: tensors whose addresses may change, by kernel argument; ``"out.c"`` for a
                 member of a tuple.
-            alive: object to keep alive with the prepared launch.
+            keep_alive: object to keep alive with the prepared launch.
         """
         addresses, bits = [], 0
         for tensor in tensors.values():
@@ -127,7 +127,7 @@ class Launcher:
             compiled, new_launch.grid, arguments, tuple(tensors), self._scratch_buffer
         )
         if repeated is not None:
-            self._prepared[key] = repeated, alive
+            self._prepared[key] = repeated, keep_alive
 
     def repeat(self, launch: Launch) -> None:
         """Run ``launch``, or repeat an earlier launch that differs only in tensor addresses."""

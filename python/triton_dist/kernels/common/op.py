@@ -219,9 +219,9 @@ def op(
             arguments = signature.bind_partial(*args, **kwargs).arguments
             if arguments.get("straggler_option") is not None:
                 check_straggler(algorithms.function, arguments["straggler_option"])
-            found = sizes(*args, **kwargs)
-            requested = getattr(found, "requested", None)
-            if requested is not None and not algorithms.has_candidates(requested, found):
+            op_sizes = sizes(*args, **kwargs)
+            requested = getattr(op_sizes, "requested", None)
+            if requested is not None and not algorithms.has_candidates(requested, op_sizes):
                 keyword = next(
                     name for name in _ALGORITHM_KEYWORDS if arguments.get(name) is not None
                 )

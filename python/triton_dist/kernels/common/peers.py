@@ -157,22 +157,22 @@ class Disagreements:
         memory = self._device.host_word()
         self.address = memory.data_ptr()
         self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
-        # Weak: a TimeoutWord refers to this object, and its memory must be freed with its owner.
-        self._timeouts: WeakValueDictionary[int, TimeoutWord] = WeakValueDictionary()
+        # Weak: TimeoutWords refers to this object, and its memory must be freed with its owner.
+        self._timeouts: WeakValueDictionary[int, TimeoutWords] = WeakValueDictionary()
 
-    def add(self, timeout_words: TimeoutWord) -> None:
+    def add(self, timeout_words: TimeoutWords) -> None:
         """Add the timeout words of a memory to the ring."""
         self._timeouts[id(timeout_words)] = timeout_words
         self.link()
 
     def link(self) -> None:
         """Write the next element of the ring and the address of the host word to each slot."""
-        each = [
+        all_words = [
             words
             for timeout_words in self._timeouts.values()
             for words in timeout_words.slot_words()
         ]
-        for words, following in zip(each, each[1:] + each[:1], strict=True):
+        for words, following in zip(all_words, all_words[1:] + all_words[:1], strict=True):
             words[REPORT], words[NEXT] = self.address, following.data_ptr()
 
     def find(self) -> RankDisagreement | None:
@@ -213,13 +213,13 @@ class Disagreements:
 
         ``flags`` are searched for the flag with another size, to name the rank that set it.
         """
-        own, others = flag_size(timeout_words[AWAITED]), flag_size(timeout_words[SEEN])
-        by_rank: dict[int, object] = {self._global_rank(rank): own}
+        own_size, other_size = flag_size(timeout_words[AWAITED]), flag_size(timeout_words[SEEN])
+        by_rank: dict[int, object] = {self._global_rank(rank): own_size}
         for words, source_of in flags:
             # Find the flag by the address that the kernel noted.
             index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
-                by_rank[self._global_rank(source_of(index))] = others
+                by_rank[self._global_rank(source_of(index))] = other_size
         remedy = (
             "All ranks must call with the same value. The result of this call is invalid. Call "
             "the context's reset() on all ranks before the next call."
@@ -238,7 +238,7 @@ The argument maps slots to their timeout words.
 
 
 @dataclass(eq=False)
-class TimeoutWord:
+class TimeoutWords:
     """Host view of the timeout words of a memory's slots.
 
     Attributes:

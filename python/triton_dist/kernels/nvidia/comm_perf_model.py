@@ -45,11 +45,11 @@ def estimate_all_gather_time_ms(
             f"a divisor of world_size = {world_size}",
         )
     shard_mb = nbytes / world_size / 1e6
-    inside = _milliseconds(shard_mb * (local_world_size - 1), intranode_bw)
+    intranode_ms = _milliseconds(shard_mb * (local_world_size - 1), intranode_bw)
     other_hosts = world_size // local_world_size - 1
     if other_hosts == 0:
-        return inside
-    return max(inside, _milliseconds(shard_mb, internode_bw)) * other_hosts + inside
+        return intranode_ms
+    return max(intranode_ms, _milliseconds(shard_mb, internode_bw)) * other_hosts + intranode_ms
 
 
 def _milliseconds(megabytes: float, gbps: float) -> float:

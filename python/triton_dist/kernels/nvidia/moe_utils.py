@@ -42,7 +42,7 @@ def calc_gather_scatter_index_triton(
         raise InvalidArgument(function, "alignment_by_expert", alignment_by_expert, expected)
     blocks = block_map(chosen_experts, nexperts, alignment_by_expert).queue()
     M, align = chosen_experts.numel(), alignment_by_expert
-    most = triton.cdiv(M, align) + nexperts
+    max_tiles = triton.cdiv(M, align) + nexperts
     begins = torch.cat([blocks.ends.new_zeros(1), blocks.ends[:nexperts]])
     counts = begins.diff()
     tiles = (counts + align - 1) // align
@@ -52,13 +52,13 @@ def calc_gather_scatter_index_triton(
     has_row = (flat >= 0) & (flat < nexperts)
     rows = blocks.rows + shifts[flat.clamp(0, nexperts - 1)]
     # Routes without a row write to one extra element, which is cut off below.
-    gather = counts.new_full((most * align + 1,), NO_ROUTE)
-    gather[torch.where(has_row, rows, most * align)] = torch.arange(
+    gather = counts.new_full((max_tiles * align + 1,), NO_ROUTE)
+    gather[torch.where(has_row, rows, max_tiles * align)] = torch.arange(
         M, dtype=torch.int32, device=flat.device
     )
     scatter = torch.where(has_row, rows, -1).int().view_as(chosen_experts)
-    numbers = torch.arange(most, device=flat.device)
-    experts = torch.searchsorted(tile_ends, numbers, right=True).int()
+    tile_numbers = torch.arange(max_tiles, device=flat.device)
+    experts = torch.searchsorted(tile_ends, tile_numbers, right=True).int()
     return counts, scatter, gather[:-1], experts, (tile_ends[-1:] * align).int()
 
 
@@ -109,10 +109,12 @@ def sort_topk_ids_align_block_size(
     last = torch.where(has_route, tiles, -1).amax(1) // routes
     # Shards arrive in the order rank, rank + 1, …, rank - 1. A tile waits for its latest shard:
     # rank - 1 if the tile contains it, else the largest rank of the tile.
-    before = (rank - 1) % num_ranks
-    waits_for = torch.where((first <= before) & (before <= last), before, last)
+    previous_rank = (rank - 1) % num_ranks
+    awaited_rank = torch.where(
+        (first <= previous_rank) & (previous_rank <= last), previous_rank, last
+    )
     is_used = has_route.any(1)
-    arrival = torch.where(is_used, (waits_for - rank) % num_ranks, num_ranks)
+    arrival = torch.where(is_used, (awaited_rank - rank) % num_ranks, num_ranks)
     order = arrival.argsort(stable=True)
     experts, first, last = (each[order].int() for each in (experts, first, last))
     return gather, experts, order.int(), first, last, M_pad // block_size

@@ -48,8 +48,8 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         self.workspace_nbytes = workspace_nbytes
         slot_bytes = self.slot_bytes(workspace_nbytes, self.num_ranks)
         packet_bytes = self.packet_bytes(workspace_nbytes, self.num_ranks)
-        with self.allocating() as own:
-            self.buffer = own(ExchangeBuffer(slot_bytes, group, self.name, packet_bytes))
+        with self.allocating() as register:
+            self.buffer = register(ExchangeBuffer(slot_bytes, group, self.name, packet_bytes))
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
 
@@ -133,20 +133,24 @@ def check_output(
     x: torch.Tensor,
     numel: int,
     device: torch.device,
-    place: int | None = None,
+    allowed_offset: int | None = None,
 ) -> None:
     """Raise ``InvalidArgument`` for an unsuitable tensor for a result of ``numel`` elements.
 
-    It must not share memory with x, unless x is exactly its bytes from ``place`` on.
+    It must not share memory with x, unless x is exactly its bytes from ``allowed_offset`` on.
     """
     check_tensor(function, "output", output, device)
     if output.dtype != x.dtype:
         raise InvalidArgument(function, "output.dtype", output.dtype, f"x's {x.dtype}")
     if output.numel() != numel:
         raise InvalidArgument(function, "output.shape", tuple(output.shape), f"{numel} elements")
-    first, begin = output.data_ptr(), x.data_ptr()
+    output_begin, x_begin = output.data_ptr(), x.data_ptr()
     # Fake tensors have address 0.
-    if 0 < first < begin + x.nbytes and begin < first + output.nbytes and begin - first != place:
-        allowed = "" if place is None else f", or x at its byte {place}"
+    if (
+        0 < output_begin < x_begin + x.nbytes
+        and x_begin < output_begin + output.nbytes
+        and x_begin - output_begin != allowed_offset
+    ):
+        allowed = "" if allowed_offset is None else f", or x at its byte {allowed_offset}"
         expected = f"memory apart from x{allowed}"
         raise InvalidArgument(function, "output", "memory that x shares", expected)

@@ -28,7 +28,7 @@ from triton_dist.kernels.common.peers import (
     FLAG,
     Disagreements,
     Flags,
-    TimeoutWord,
+    TimeoutWords,
     flag_size,
 )
 from triton_dist.language.signals import SIZE_BITS
@@ -102,14 +102,14 @@ def params_in(config: Mapping[str, Any]) -> LaunchParams:
 def params_for_device(params: LaunchParams = DEFAULT_PARAMS) -> LaunchParams:
     """Limit ``params`` in the interpreter to the programs that run concurrently there."""
     device = current_device()
-    most = device.num_sms if device.interprets else params.num_ctas
-    return replace(params, num_ctas=min(params.num_ctas, most))
+    max_ctas = device.num_sms if device.interprets else params.num_ctas
+    return replace(params, num_ctas=min(params.num_ctas, max_ctas))
 
 
 def small_params(nbytes: int) -> LaunchParams:
     """Return the first of ``SMALL_PARAMS`` that moves ``nbytes`` at a time, or the last."""
-    at_once = (each for each in SMALL_PARAMS if each.num_ctas * each.block_bytes >= nbytes)
-    return params_for_device(next(at_once, SMALL_PARAMS[-1]))
+    sufficient = (each for each in SMALL_PARAMS if each.num_ctas * each.block_bytes >= nbytes)
+    return params_for_device(next(sufficient, SMALL_PARAMS[-1]))
 
 
 @functools.cache
@@ -262,7 +262,7 @@ class ExchangeBuffer:
         ).split(self.num_ranks)
         self.launcher = Launcher()
         self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
-        self.timeout_words = TimeoutWord(
+        self.timeout_words = TimeoutWords(
             name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
             weak_method(self._find_late_flag), weak_method(self._flags), self.disagreements, ranks,
         )  # fmt: skip
@@ -303,7 +303,7 @@ class ExchangeBuffer:
         """Launch an exchange; every rank must launch the same.
 
         Raises:
-            RankDisagreement, WaitTimeout: see ``TimeoutWord.end``.
+            RankDisagreement, WaitTimeout: see ``TimeoutWords.end``.
         """
         params = exchange.params
         self.begin(exchange.phases, params.num_ctas, params.num_chunks)
@@ -359,9 +359,9 @@ class ExchangeBuffer:
         seen = flags[:phases, :num_ctas] >> SIZE_BITS.value
         late = seen < expected
         late[..., self.rank] = False
-        found = late.nonzero()
-        if not len(found):
+        positions = late.nonzero()
+        if not len(positions):
             return "(it has arrived since)", expected, expected
-        phase, program, source = found[0].tolist()
+        phase, program, source = positions[0].tolist()
         address = flags[phase, program, source].data_ptr()
         return describe_address(address), expected, int(seen[phase, program, source])

@@ -160,13 +160,13 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
 def _poll_together(lines, tag, mask, timeout_ptr):
     """Each thread polls the words that it needs."""
     PEERS: tl.constexpr = len(lines)
-    most = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # lower half of an int64
+    max_polls = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # lower half of an int64
     # Operands of the assembly must have one pointer type.
     timeout_ptr = timeout_ptr.to(lines[0].dtype.scalar)
     halves = tl.inline_asm_elementwise(
         _polling_ptx(PEERS),
         _constraints(PEERS),
-        lines + (tag, mask.to(tl.int32), most, timeout_ptr),  # noqa: RUF005
+        lines + (tag, mask.to(tl.int32), max_polls, timeout_ptr),  # noqa: RUF005
         dtype=_payload_types(PEERS),
         is_pure=False,
         pack=1,
@@ -247,16 +247,16 @@ def _polling_ptx(peers: int) -> str:
     """Return PTX that polls a line of each peer until all words have the tag.
 
     It gives up if another thread has given up, if a word has the tag of another size, or after
-    ``most`` polls if ``most`` > 0. ``t`` is the exclusive or of a word's upper half with the tag: 0
-    for a word that has arrived, negative for a missing word, positive for another tag.
+    ``max_polls`` polls if ``max_polls`` > 0. ``t`` is the exclusive or of a word's upper half with
+    the tag: 0 for a word that has arrived, negative for a missing word, positive for another tag.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
-    tag, mask, most, timeout_words = (f"${3 * peers + place}" for place in range(4))
+    tag, mask, max_polls, timeout_words = (f"${3 * peers + place}" for place in range(4))
     out = [f"${place}" for place in range(2 * peers)]
-    look, compare, foreign = [], [], []
+    poll, compare, foreign = [], [], []
     for peer, line in enumerate(lines):
         first, second = 2 * peer, 2 * peer + 1
-        look += [f"ld.relaxed.sys.global.v2.b64 {{w{first}, w{second}}}, [{line}];"]
+        poll += [f"ld.relaxed.sys.global.v2.b64 {{w{first}, w{second}}}, [{line}];"]
         compare += [
             f"mov.b64 {{{out[first]}, t{first}}}, w{first};",
             f"mov.b64 {{{out[second]}, t{second}}}, w{second};",
@@ -272,24 +272,24 @@ def _polling_ptx(peers: int) -> str:
                 f"@some xor.b32 others, t{word}, {tag};",
                 "or.pred differs, differs, some;",
             ]
-    name_late = [f"mov.b64 late, {lines[-1]};"]
+    find_late = [f"mov.b64 late, {lines[-1]};"]
     for peer in reversed(range(peers - 1)):
-        name_late += [
+        find_late += [
             f"setp.ne.b32 some, missing{peer}, 0;",
             f"selp.b64 late, {lines[peer]}, late, some;",
         ]
     instructions = [
         ".reg .pred some, differs;",
-        ".reg .b32 looks, missing, others;",
+        ".reg .b32 polls, missing, others;",
         ".reg .b64 late, value;",
         f".reg .b64 w<{2 * peers}>;",
         f".reg .b32 t<{2 * peers}>, missing<{peers}>;",
         *(f"mov.b32 {each}, 0;" for each in out),
-        "mov.b32 looks, 0;",
+        "mov.b32 polls, 0;",
         f"setp.eq.b32 some, {mask}, 0;",
         "@some bra done;",
-        "look:",
-        *look,
+        "poll:",
+        *poll,
         f"ld.relaxed.gpu.global.b32 others, [{timeout_words} + {8 * _GAVE_UP}];",
         "mov.b32 missing, 0;",
         *compare,
@@ -300,12 +300,12 @@ def _polling_ptx(peers: int) -> str:
         "setp.ne.b32 differs, 0, 0;",
         *foreign,
         "@differs bra disagree;",
-        f"setp.eq.b32 some, {most}, 0;",
-        "@some bra look;",
-        "add.u32 looks, looks, 1;",
-        f"setp.lt.u32 some, looks, {most};",
-        "@some bra look;",
-        *name_late,
+        f"setp.eq.b32 some, {max_polls}, 0;",
+        "@some bra poll;",
+        "add.u32 polls, polls, 1;",
+        f"setp.lt.u32 some, polls, {max_polls};",
+        "@some bra poll;",
+        *find_late,
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _FLAG}], late;",
         f"cvt.u64.u32 value, {tag};",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _AWAITED}], value;",
@@ -319,15 +319,15 @@ def _polling_ptx(peers: int) -> str:
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _AWAITED}], value;",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * _GAVE_UP}], {DISAGREED.value};",
         f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _NEXT}];",
-        "tell:",  # same as ``note_disagreement``
+        "notify:",  # same as ``note_disagreement``
         "setp.eq.b64 some, late, 0;",
-        "@some bra told;",
+        "@some bra notified;",
         f"setp.eq.b64 some, late, {timeout_words};",
-        "@some bra told;",
+        "@some bra notified;",
         f"red.relaxed.gpu.global.max.s64 [late + {8 * _GAVE_UP}], 1;",
         f"ld.relaxed.gpu.global.b64 late, [late + {8 * _NEXT}];",
-        "bra tell;",
-        "told:",
+        "bra notify;",
+        "notified:",
         f"ld.relaxed.gpu.global.b64 late, [{timeout_words} + {8 * _REPORT}];",
         "st.relaxed.sys.global.b64 [late], 1;",
         "done:",

@@ -157,8 +157,8 @@ def begin(slots, peers, size, rank, plan: tl.constexpr):
 def begin_call(calls_ptr):
     """Return the number of this call, from 1; once per program."""
     ctas = tl.num_programs(0)
-    share = tl.where(tl.program_id(0) == 0, MAX_CTAS - ctas + 1, 1).to(tl.int64)
-    return tl.atomic_add(calls_ptr, share, sem="relaxed", scope="gpu") // MAX_CTAS + 1
+    increment = tl.where(tl.program_id(0) == 0, MAX_CTAS - ctas + 1, 1).to(tl.int64)
+    return tl.atomic_add(calls_ptr, increment, sem="relaxed", scope="gpu") // MAX_CTAS + 1
 
 
 @jit
@@ -175,8 +175,8 @@ def chunk_flag(call, chunk):
 @jit
 def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
     """Return the offset of the flags of ``phase`` and ``value`` from this program's first flags."""
-    turn = (value >> _EPOCH_FROM).to(tl.int32) & 1
-    return (turn * PHASES + phase) * MAX_CTAS * NUM_RANKS
+    parity = (value >> _EPOCH_FROM).to(tl.int32) & 1
+    return (parity * PHASES + phase) * MAX_CTAS * NUM_RANKS
 
 
 @jit
@@ -211,8 +211,8 @@ def await_programs(peers, phase, programs, value, plan: tl.constexpr):
 @jit
 def await_peers(peers, phase, value, plan: tl.constexpr):
     """Wait until this program of every rank has reached ``value`` (acquire); return a token."""
-    same = tl.full((plan.LANES,), 0, tl.int32) + tl.program_id(0)
-    return await_programs(peers, phase, same, value, plan)
+    programs = tl.full((plan.LANES,), 0, tl.int32) + tl.program_id(0)
+    return await_programs(peers, phase, programs, value, plan)
 
 
 @jit
@@ -248,7 +248,7 @@ def send_block(values, index, mask, slots, offset, stride, rank, plan: tl.conste
 
 
 @jit
-def send_shard(
+def send_shard_to_all(
     x_ptr, out_shard_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr
 ):  # fmt: skip
     """Store this program's blocks of x [shard] as this rank's shard in every peer's slot.
@@ -265,7 +265,7 @@ def send_shard(
 
 
 @jit
-def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
+def send_shards_to_owners(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
     """Store this program's blocks of each peer's shard of x [total] in the slot of that peer."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
@@ -307,10 +307,10 @@ def add_shards(
     for block in range(first_block, end_block):
         index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         mask = (index < lengths.shard) & (shard_begin + index < lengths.total)
-        from_ptr = shards_ptr + after_wait(offset, token)
+        received_ptr = shards_ptr + after_wait(offset, token)
         sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
-            shard_ptr = from_ptr + source * lengths.stride.to(tl.int64)
+            shard_ptr = received_ptr + source * lengths.stride.to(tl.int64)
             # Select a pointer instead of branching, so that all loads are in flight together.
             # Bypass L1, which may hold stale data.
             shard_ptr = tl.where(rank == source, x_ptr, shard_ptr)
@@ -340,13 +340,13 @@ def copy_shards(
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
         index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
-        inside = index < lengths.shard
-        from_ptr = shards_ptr + after_wait(offset, token)
+        in_shard = index < lengths.shard
+        received_ptr = shards_ptr + after_wait(offset, token)
         for step in tl.static_range(1, NUM_RANKS):
             peer = ((rank + step) % NUM_RANKS).to(tl.int64)
             target = peer * lengths.shard + index
-            mask = inside & (target < lengths.total)
-            shard_ptr = from_ptr + peer * lengths.stride
+            mask = in_shard & (target < lengths.total)
+            shard_ptr = received_ptr + peer * lengths.stride
             shard = tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg")
             tl.store(out_ptr + target, shard, mask=mask)
 
@@ -368,7 +368,7 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
     for chunk in range(plan.NUM_CHUNKS + 1):
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
-            push_shards(x_ptr, slots, call, first, first + blocks, lengths, plan)
+            send_shards_to_owners(x_ptr, slots, call, first, first + blocks, lengths, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
             token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
@@ -387,7 +387,9 @@ def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: t
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
             out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
-            send_shard(x_ptr, out_shard_ptr, slots, call, first, first + blocks, lengths, plan)
+            send_shard_to_all(
+                x_ptr, out_shard_ptr, slots, call, first, first + blocks, lengths, plan
+            )
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
             token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)

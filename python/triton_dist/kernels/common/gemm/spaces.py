@@ -134,7 +134,9 @@ def with_persistent(
 ) -> Iterator[tuple[triton.Config, bool]]:
     """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns the tiles of a
     kernel."""
-    return ((each, kind) for kind in persistent_values() for each in tiles_of(kind))
+    return (
+        (each, persistent) for persistent in persistent_values() for each in tiles_of(persistent)
+    )
 
 
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:

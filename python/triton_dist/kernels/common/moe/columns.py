@@ -137,10 +137,10 @@ class PushedColumns(PushedSlots):
             "shards": ((num_ranks * self._shard_stride,), dtype),
             "arrivals": ((max_chunks * num_ranks,), torch.int64),
         }
-        found = Disagreements(f"the tokens of {name}", group)
+        disagreements = Disagreements(f"the tokens of {name}", group)
         kernels = "the kernel that adds chunks of columns"
         super().__init__(
-            EpochSlots(name, regions, ("arrivals",), kernels, group, disagreements=found)
+            EpochSlots(name, regions, ("arrivals",), kernels, group, disagreements=disagreements)
         )
 
     def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
@@ -199,8 +199,8 @@ class PushedColumns(PushedSlots):
             # All transfers use the same streams, so joining the last suffices.
             if transfer is not None:
                 transfer.join(stream)
-            of_peers = self.flags_of_peers(len(columns))
-            slots.finish(awaited, expected=lambda: {"arrivals": of_peers})
+            flags_of_peers = self.flags_of_peers(len(columns))
+            slots.finish(awaited, expected=lambda: {"arrivals": flags_of_peers})
 
     def _push(self, columns: Columns, chunk: int) -> Iterable[Step]:
         """Yield the copies that push a chunk of each peer's row block."""

@@ -50,14 +50,14 @@ _BLOCK = 128
 """Routes that a program places."""
 _BLOCKS, _EXPERTS = 4, 8
 """Blocks and experts that a program counts at a time."""
-_COUNTS_AT_ONCE = 4096
-"""Counts of a chunk and expert that a program adds at a time."""
+_COUNTS_AT_A_TIME = 4096
+"""Counts, one per chunk and expert, that a program adds at a time."""
 
 
 @jit
-def experts_of(ids_ptr, source, inside, valid, routes, E):
-    """Return the experts of routes ``inside`` a source: E for padding, E + 1 if not ``valid``."""
-    expert = tl.load(ids_ptr + source * routes + inside, mask=valid, other=0)
+def experts_of(ids_ptr, source, local_route, valid, routes, E):
+    """Return the experts of routes of a source: E for padding, E + 1 where not ``valid``."""
+    expert = tl.load(ids_ptr + source * routes + local_route, mask=valid, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
     return tl.where(valid, expert, E + 1)
 
@@ -90,9 +90,9 @@ def kernel_count_routes(
     count = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, steps, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
-        inside = (chunk % chunks * steps + block)[:, None] * BLOCK + lane[None, :]
-        valid = (block < steps)[:, None] & (inside < routes)
-        expert = experts_of(ids_ptr, source, inside, valid, routes, E)
+        local_route = (chunk % chunks * steps + block)[:, None] * BLOCK + lane[None, :]
+        valid = (block < steps)[:, None] & (local_route < routes)
+        expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
         found = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
         tl.store(
             before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
@@ -156,18 +156,18 @@ def place_routes(
     chunk = block // steps
     source = (rank + chunk // chunks) % NUM_SOURCES
     lane = tl.arange(0, BLOCK)
-    inside = (block - chunk // chunks * chunks * steps) * BLOCK + lane
-    valid = inside < routes
-    expert = experts_of(ids_ptr, source, inside, valid, routes, E)
+    local_route = (block - chunk // chunks * chunks * steps) * BLOCK + lane
+    valid = local_route < routes
+    expert = experts_of(ids_ptr, source, local_route, valid, routes, E)
     before = tl.load(before_ptr + expert * blocks + block, mask=valid, other=0)
     earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, ROWS)
     total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
     # Rows of smaller experts come first, then earlier chunks of the own expert.
     first = tl.cumsum(total, 0) - total + earlier
     # Routes of the same expert before this route in the block.
-    same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
-    row = tl.gather(first, expert, 0) + before + tl.sum(same_before.to(tl.int32), 1)
-    route = source * routes + inside
+    earlier_same_expert = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
+    row = tl.gather(first, expert, 0) + before + tl.sum(earlier_same_expert.to(tl.int32), 1)
+    route = source * routes + local_route
     tl.store(map_memory.routes + row, route, mask=valid)
     tl.store(map_memory.rows + route, row, mask=valid)
 
@@ -247,7 +247,7 @@ def write_tiles(
             mask = tile < tiles
             tile_low = (low + tile * block_m)[:, None]
             tile_high = tl.minimum(tile_low + block_m, high)
-            others = (position < NUM_SOURCES - 1)[None, :]
+            not_last = (position < NUM_SOURCES - 1)[None, :]
             record = map_memory.tiles + (first + tile) * RECORD_WORDS
             tl.store(record, expert, mask=mask)
             tl.store(record + 1, row + low, mask=mask)
@@ -255,10 +255,10 @@ def write_tiles(
             tl.store(record + 3, first, mask=mask)
             tl.store(record + 4, tiles, mask=mask)
             # The position of a row is the number of positions whose rows all precede it.
-            early = (others & (by_position[None, :] <= tile_low)).to(tl.int32)
-            late = (others & (by_position[None, :] < tile_high)).to(tl.int32)
-            tl.store(record + 5, tl.sum(early, 1), mask=mask)
-            tl.store(record + 6, tl.sum(late, 1), mask=mask)
+            before_begin = (not_last & (by_position[None, :] <= tile_low)).to(tl.int32)
+            before_end = (not_last & (by_position[None, :] < tile_high)).to(tl.int32)
+            tl.store(record + 5, tl.sum(before_begin, 1), mask=mask)
+            tl.store(record + 6, tl.sum(before_end, 1), mask=mask)
         written += tl.sum(number, 0)
         done = ready
     if expert == E:
@@ -367,37 +367,37 @@ def block_map(
         raise InvalidArgument("block_map", "group_ends", group_ends, expected)
     routes = M // num_sources * topk
     e_pad = max(16, 1 << (E + 1).bit_length())
-    at_once = _COUNTS_AT_ONCE // e_pad
-    chunks, steps = _cut(routes, max(1, at_once // num_sources))
+    chunks_at_a_time = _COUNTS_AT_A_TIME // e_pad
+    chunks, steps = _cut(routes, max(1, chunks_at_a_time // num_sources))
     all_chunks, total = num_sources * chunks, routes * num_sources
     counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
         topk_ids, all_chunks * e_pad, all_chunks * steps * (E + 1), total, total, E + 1, 1,
         max_tiles(total, E + 1, block_m) * RECORD_WORDS.value,
     )  # fmt: skip
     options = {"E_PAD": e_pad, "NUM_SOURCES": num_sources, "BLOCK": _BLOCK, "num_warps": 4}
-    cut = chunks, steps, routes, rank
+    chunking = chunks, steps, routes, rank
     count = Launch(
         kernel_count_routes,
         (all_chunks, ceil_div(E + 1, _EXPERTS)),
-        (topk_ids, counts, before, *cut, E),
+        (topk_ids, counts, before, *chunking, E),
         {**options, "BLOCKS": _BLOCKS, "EXPERTS": _EXPERTS},
     )
-    packed = sum(end << 8 * group for group, end in enumerate(ends))
+    packed_ends = sum(end << 8 * group for group, end in enumerate(ends))
     map_memory = MapMemory(routes_of, rows_of, row_ends, tiles, num_tiles)
-    place = Launch(
+    map_launch = Launch(
         kernel_map_blocks,
         (all_chunks * steps + E + 1,),
-        (topk_ids, counts, before, map_memory, *cut, packed, block_m, E),
+        (topk_ids, counts, before, map_memory, *chunking, packed_ends, block_m, E),
         {
             **options,
             "SOURCES_PAD": 1 << (num_sources - 1).bit_length(),
             "NUM_GROUPS": len(ends),
-            "ROWS": at_once,
+            "ROWS": chunks_at_a_time,
         },
     )
     records = tiles.view(-1, RECORD_WORDS.value)
     return BlockMap(
-        E, topk, block_m, routes_of, rows_of, row_ends, records, num_tiles, (count, place)
+        E, topk, block_m, routes_of, rows_of, row_ends, records, num_tiles, (count, map_launch)
     )
 
 
@@ -423,10 +423,10 @@ def ceil_div(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def _cut(routes: int, most_chunks: int) -> tuple[int, int]:
+def _cut(routes: int, max_chunks: int) -> tuple[int, int]:
     """Return (chunks, blocks per chunk) for the ``routes`` of a source."""
     blocks = ceil_div(routes, _BLOCK)
-    steps = min(blocks, ceil_div(ceil_div(blocks, most_chunks), _BLOCKS) * _BLOCKS)
+    steps = min(blocks, ceil_div(ceil_div(blocks, max_chunks), _BLOCKS) * _BLOCKS)
     return ceil_div(blocks, steps), steps
 
 

@@ -71,15 +71,15 @@ def kernel_copy_rows(
     if index_ptr is not None:
         index = tl.load(index_ptr + row)
     # Select a bound instead of branching: rows of padding load nothing and store zeros.
-    read = columns
+    columns_to_read = columns
     if end_ptr is not None:
-        read = tl.where(index < tl.load(end_ptr), columns, 0)
+        columns_to_read = tl.where(index < tl.load(end_ptr), columns, 0)
     source = source_ptr + (index // routes_of_row).to(tl.int64) * stride
     out = out_ptr + row.to(tl.int64) * columns
     if ALIGNED:
         source = tl.multiple_of(source, 16)
         out = tl.multiple_of(out, 16)
-    values = tl.load(source + column, mask=column < read, other=0.0)
+    values = tl.load(source + column, mask=column < columns_to_read, other=0.0)
     tl.store(out + column, values, mask=column < columns)
 
 

@@ -214,9 +214,9 @@ class Chunks(SumAlgorithm):
             return bool(num_chunks == 1)
         if current_device().interprets:  # A single config suffices for tests.
             return key.num_ranks > 1 and _has_first_tiles(config)
-        is_low = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _MIN_CHUNKED_BLOCK_M
-        pushed = sizes.nbytes // key.num_ranks // num_chunks
-        return key.num_ranks > 1 and not is_low and pushed >= _MIN_PUSH_BYTES
+        has_low_tiles = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _MIN_CHUNKED_BLOCK_M
+        pushed_bytes = sizes.nbytes // key.num_ranks // num_chunks
+        return key.num_ranks > 1 and not has_low_tiles and pushed_bytes >= _MIN_PUSH_BYTES
 
     def check(self, call: SumCall) -> None:
         super().check(call)
@@ -264,10 +264,10 @@ class Serial(SumAlgorithm):
         self.ctx_type = ctx_type
 
     def sums(self) -> tuple[Any, ...]:
-        own, device = self.ctx_type.reductions, current_device()
+        reductions, device = self.ctx_type.reductions, current_device()
         if device.interprets:
-            return own[:1]
-        return (*own, COLLECTIVE) if device.has_nccl else own
+            return reductions[:1]
+        return (*reductions, COLLECTIVE) if device.has_nccl else reductions
 
     def fits_reduction(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         if sizes.key.num_ranks == 1 or (sizes.n_chunks or 1) > 1:

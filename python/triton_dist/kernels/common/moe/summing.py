@@ -53,7 +53,7 @@ COLLECTIVE = "collective"
 MAX_COLUMN_CHUNKS = 64
 _LIBRARY_COLUMNS = 128
 _OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
-_FIXED = ("n_chunks", "persistent", "config")
+_FIXED_BY_CALLER = ("n_chunks", "persistent", "config")
 
 
 class RoutedProductLimits(NamedTuple):
@@ -351,9 +351,9 @@ class SumCall(OpCall):
         key = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx)
         if n_chunks is None and config is None:
             return key
-        most = ctx.n_chunks_max
-        if n_chunks is not None and not (isinstance(n_chunks, int) and 1 <= n_chunks <= most):
-            expected = f"None, or 1 to the context's n_chunks_max = {most}"
+        max_chunks = ctx.n_chunks_max
+        if n_chunks is not None and not (isinstance(n_chunks, int) and 1 <= n_chunks <= max_chunks):
+            expected = f"None, or 1 to the context's n_chunks_max = {max_chunks}"
             raise InvalidArgument(ctx.function, "n_chunks", n_chunks, expected)
         check_config(ctx.function, config)
         return key, n_chunks, None if config is None else str(config)
@@ -361,7 +361,7 @@ class SumCall(OpCall):
     @classmethod
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
-        arguments = dict(zip(_OPERANDS + _FIXED, args, strict=False)) | kwargs
+        arguments = dict(zip(_OPERANDS + _FIXED_BY_CALLER, args, strict=False)) | kwargs
         key = cls.check_operands(*(arguments[name] for name in _OPERANDS))
         return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
 

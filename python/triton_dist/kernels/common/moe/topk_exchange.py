@@ -92,15 +92,15 @@ def kernel_topk_exchange(
     call = begin(slots, peers, size, rank, plan)
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    across = tl.cdiv(N, plan.BLOCK)
-    lanes = tl.arange(0, plan.BLOCK)
-    own = 0 if ALL_ROWS else rank * rows
-    for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
-        row = block // across
-        column = block % across * plan.BLOCK + lanes
+    blocks_per_row = tl.cdiv(N, plan.BLOCK)
+    column_in_block = tl.arange(0, plan.BLOCK)
+    own_begin = 0 if ALL_ROWS else rank * rows
+    for block in range(tl.program_id(0), rows * blocks_per_row, tl.num_programs(0)):
+        row = block // blocks_per_row
+        column = block % blocks_per_row * plan.BLOCK + column_in_block
         index = row.to(tl.int64) * N + column
         sums = token_sum(
-            products_ptr, weights_ptr, ids_ptr, rows_ptr, own + row, column, N, E, dtype, TOPK
+            products_ptr, weights_ptr, ids_ptr, rows_ptr, own_begin + row, column, N, E, dtype, TOPK
         )
         # The own addend stays in out until the others have arrived.
         tl.store(out_ptr + index, sums, mask=column < N)
@@ -116,9 +116,9 @@ def kernel_topk_exchange(
     value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
-    for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
-        column = block % across * plan.BLOCK + lanes
-        index = (block // across).to(tl.int64) * N + column
+    for block in range(tl.program_id(0), rows * blocks_per_row, tl.num_programs(0)):
+        column = block % blocks_per_row * plan.BLOCK + column_in_block
+        index = (block // blocks_per_row).to(tl.int64) * N + column
         shards = slots.data + after_wait(call.offset, token)
         total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):

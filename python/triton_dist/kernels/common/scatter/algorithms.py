@@ -27,19 +27,20 @@ def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tenso
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
 class ScatteredLaunches:
-    """Launches of a call that sends tiles to the slot ``to`` and sums them into C (see
+    """Launches of a call that sends tiles to the slot of ``scattering`` and sums them into C (see
     ``scattered_gemm``)."""
 
     kernel: ClassVar[Any]
     """The persistent kernel."""
     call: SummingCall
     C: torch.Tensor
-    to: Scattering
+    scattering: Scattering
 
     def __post_init__(self) -> None:
         self.key = self._key()
         """Key of the launches: everything but the addresses of tensors."""
-        self._alive = self.to, self.call.gemm_config  # The key contains the ids of these objects.
+        # The key contains the ids of these objects.
+        self._keep_alive = self.scattering, self.call.gemm_config
 
     def run(self) -> None:
         self.multiply()
@@ -61,17 +62,18 @@ class ScatteredLaunches:
     def _key(self) -> tuple[object, ...]:
         call = self.call
         return (
-            *call.layouts(), id(self.to), id(call.gemm_config), call.persistent, call.num_chunks,
+            *call.layouts(), id(self.scattering), id(call.gemm_config), call.persistent,
+            call.num_chunks,
         )  # fmt: skip
 
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
-        self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._alive)
+        self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._keep_alive)
 
     def _output_tensors(self) -> dict[str, torch.Tensor]:
         return outputs(self.C, self.call.bias)
 
     def _may_defer(self) -> bool:
-        return self.call.persistent and self.to.num_ranks > 1
+        return self.call.persistent and self.scattering.num_ranks > 1
 
     def _later_launches(self) -> Iterator[Launch]:
         if self._may_defer():
@@ -80,7 +82,7 @@ class ScatteredLaunches:
     def _gemm(self) -> Launch:
         call = self.call
         return scattered_gemm(
-            call.A, call.B, self.C, call.bias, call.gemm_config, self.to,
+            call.A, call.B, self.C, call.bias, call.gemm_config, self.scattering,
             kernel=self.kernel, num_sms=current_device().num_sms, persistent=call.persistent,
             num_chunks=call.num_chunks,
         ).preload(*self._later_launches())  # fmt: skip
@@ -88,7 +90,7 @@ class ScatteredLaunches:
     def _deferred(self) -> Launch:
         call = self.call
         return add_deferred(
-            self.C, call.bias, call.gemm_config, self.to,
+            self.C, call.bias, call.gemm_config, self.scattering,
             M=call.A.shape[0], num_sms=current_device().num_sms, num_chunks=call.num_chunks,
         )  # fmt: skip
 
@@ -120,7 +122,7 @@ class ExchangeLaunch:
             ),
             lambda: self.gemm(C),
             {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
-            alive=(call.gemm_config,),
+            keep_alive=(call.gemm_config,),
         )  # fmt: skip
         buffer.timeout_words.end()
         return C

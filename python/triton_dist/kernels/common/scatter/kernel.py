@@ -184,7 +184,7 @@ def scattered_gemm(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
-    to: Scattering,
+    scattering: Scattering,
     *,
     kernel: Any,
     num_sms: int,
@@ -200,33 +200,33 @@ def scattered_gemm(
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: as for ``sharded_gemm``. An A that is not contiguous uses the
             pointer kernel, too.
-        to: where tiles are stored and arrive.
+        scattering: memory to which tiles are sent and in which they arrive.
         kernel: the persistent kernel on descriptors.
         num_chunks: chunks of a row block. They are pushed separately, or with ``"all"`` alternate
             with chunks of the other row blocks.
     """
     A = normalise_strides(A)
     M, K = A.shape
-    rows, N = to.rows(M), C.shape[1]
+    rows, N = scattering.rows(M), C.shape[1]
     tiles_per_row_block = tiles_of_row_block(config, rows, N)
-    tiles = to.num_ranks * tiles_per_row_block
+    tiles = scattering.num_ranks * tiles_per_row_block
     tile, options = tile_constants(config, A, B)
-    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, to, rows, num_chunks)
+    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, scattering, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
-    memory, where = to.regions(C, bias), (N, K, M, rows, chunk_tiles_m, to.rank)
+    memory, sizes = scattering.regions(C, bias), (N, K, M, rows, chunk_tiles_m, scattering.rank)
     # Partials of a row block have the layout of C, so TMA can write them if it can write C.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
         # A chunk is pushed after its last tile. Announce this tile without delay if there are few
         # waves.
         announce_later = (
-            to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
+            scattering.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         )
-        summing = summing._replace(ANNOUNCE_LATER=announce_later and to.scatter != "add")
+        summing = summing._replace(ANNOUNCE_LATER=announce_later and scattering.scatter != "add")
         return Launch(
             kernel,
             (min(num_sms, tiles),),
-            (A, B, max(B.stride()), *memory, *where),
+            (A, B, max(B.stride()), *memory, *sizes),
             {**options, "NUM_SMS": num_sms, "tile": tile, "summing": summing},
         )
     # The pointer kernel ignores these constants: avoid further compilations.
@@ -234,6 +234,6 @@ def scattered_gemm(
     return Launch(
         kernel_gemm_scatter_non_persistent,
         (tiles,),
-        (A, B, Strides(*A.stride(), *B.stride()), *memory, *where),
+        (A, B, Strides(*A.stride(), *B.stride()), *memory, *sizes),
         {**options, "tile": tile, "summing": summing},
     )

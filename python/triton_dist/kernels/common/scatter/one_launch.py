@@ -115,15 +115,15 @@ def _first_sub_tile(
     All of them belong to one wave.
     """
     of_column = own_tiles * SUB_TILES
-    dealt = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
+    even_begin = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
     # Distribute the sub-tiles of the wave's last column over the programs from ``lowest`` on.
     last = tl.maximum((end - 1) // of_column * of_column, begin)
     tile = last // SUB_TILES
     lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
     width = tl.minimum(tl.cdiv((end - last) * tiles_m, of_column), num_programs - lowest)
-    dealt_of_last = last + tl.cdiv(tl.maximum(program - lowest, 0) * (end - last), width)
-    earlier = tl.minimum(tl.maximum(dealt, begin), last)
-    return tl.where(program < lowest, earlier, tl.minimum(dealt_of_last, end))
+    in_last_column = last + tl.cdiv(tl.maximum(program - lowest, 0) * (end - last), width)
+    in_earlier_columns = tl.minimum(tl.maximum(even_begin, begin), last)
+    return tl.where(program < lowest, in_earlier_columns, tl.minimum(in_last_column, end))
 
 
 @jit
@@ -144,15 +144,15 @@ def sub_tiles_of_program(
     begin = _sub_tiles_before(wave, first, own_tiles, tiles_m, SUB_TILES)
     end = _sub_tiles_before(next_wave, first, own_tiles, tiles_m, SUB_TILES)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    dealt, dealt_next = end, end
+    begin_of_program, end_of_program = end, end
     if begin < end:
-        dealt = _first_sub_tile(
+        begin_of_program = _first_sub_tile(
             program, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
-        dealt_next = _first_sub_tile(
+        end_of_program = _first_sub_tile(
             program + 1, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
-    return dealt, dealt_next
+    return begin_of_program, end_of_program
 
 
 @jit
@@ -232,13 +232,13 @@ def kernel_gemm_exchange(
             DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
         )  # fmt: skip
         for step in tl.static_range(1, NUM_RANKS + 1):
-            adds = (rank + step) % NUM_RANKS
+            adding_rank = (rank + step) % NUM_RANKS
             first_row = row
             # A tile may extend beyond the rows of the owner: nothing is stored outside of them.
             if TO_OWNERS:
-                first_row = row - adds * rows
+                first_row = row - adding_rank * rows
             if (first_row < rows) & (first_row > -tile.M):
-                target_ptr = target_at(slots.table, adds, slots.data) + call.offset
+                target_ptr = target_at(slots.table, adding_rank, slots.data) + call.offset
                 store_tile_by_pointers(
                     target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
                     rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS,
@@ -259,8 +259,8 @@ def kernel_gemm_exchange(
                 sub_tile, own_begin, own_end, tiles_m, tile.M, SUB_TILE_ROWS
             )
             if row < end_row:
-                multiplied = tl.full((plan.LANES,), 0, tl.int32) + of_tile % NUM_SMS
-                token = await_programs(peers, 0, multiplied, value, plan)
+                multipliers = tl.full((plan.LANES,), 0, tl.int32) + of_tile % NUM_SMS
+                token = await_programs(peers, 0, multipliers, value, plan)
                 add_partials(
                     slots.data + call.offset, shard_elements, out, own_offset,
                     sums_offset + own_offset, row, n * tile.N, end_row, N, token, rank,

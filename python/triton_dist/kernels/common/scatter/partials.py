@@ -107,17 +107,20 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
     tile = config.kwargs
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
     tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
-    each = int(triton.cdiv(tiles_m, num_chunks))
+    tiles_m_of_chunk = int(triton.cdiv(tiles_m, num_chunks))
     # A group must not straddle two chunks: round up to whole groups.
-    group = min(tile["GROUP_SIZE_M"], each)
-    each = int(triton.cdiv(each, group)) * group
-    spans = [(first, min(first + each, tiles_m)) for first in range(0, tiles_m, each)]
+    group = min(tile["GROUP_SIZE_M"], tiles_m_of_chunk)
+    tiles_m_of_chunk = int(triton.cdiv(tiles_m_of_chunk, group)) * group
+    tile_rows = [
+        (first, min(first + tiles_m_of_chunk, tiles_m))
+        for first in range(0, tiles_m, tiles_m_of_chunk)
+    ]
     block = tile["BLOCK_SIZE_M"]
     return Chunks(
-        each,
+        tiles_m_of_chunk,
         group,
-        tuple(min(end * block, rows) - first * block for first, end in spans),
-        tuple((end - first) * tiles_n for first, end in spans),
+        tuple(min(end * block, rows) - first * block for first, end in tile_rows),
+        tuple((end - first) * tiles_n for first, end in tile_rows),
     )
 
 
@@ -192,14 +195,15 @@ def create(
     output_dtype: torch.dtype,
     group: Group,
     equal_arguments: Mapping[str, Any] | None = None,
-    **own: Any,
+    **rank_arguments: Any,
 ) -> _Context:
     """Create a context of class ``ctx_type``. Collective over ``group``.
 
-    ``equal_arguments`` are further arguments that must be equal on all ranks; ``own`` may differ.
+    ``equal_arguments`` are further arguments that must be equal on all ranks. ``rank_arguments``
+    may differ.
     Raises the errors of ``agree_to_create`` and of the allocation.
     """
-    members, more = process_group_of(group), dict(equal_arguments or {})
+    members, extra_arguments = process_group_of(group), dict(equal_arguments or {})
 
     def checks() -> Iterator[Check]:
         yield from int_checks(max_M=max_M, N=N)
@@ -210,7 +214,7 @@ def create(
         yield "N", N, N >= 1, "at least 1"
         yield from kernel_checks("output_dtype", output_dtype)
 
-    all_equal = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
+    all_equal = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **extra_arguments}
     agree_to_create(ctx_type.creator, f"a {ctx_type.title}", all_equal, checks(), members)
     products = ProductLimits(max_M, N, output_dtype, local_world_size, members)
-    return ctx_type(products, **more, **own)
+    return ctx_type(products, **extra_arguments, **rank_arguments)

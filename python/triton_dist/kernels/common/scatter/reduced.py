@@ -41,8 +41,10 @@ class ReducedPartials(SlotMemory):
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"
-        found = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(EpochSlots(name, regions, flags, kernels, group, disagreements=found))
+        disagreements = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(
+            EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
+        )
         self._N = N
         # Created in advance: tensors made in a capture are invalid outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]

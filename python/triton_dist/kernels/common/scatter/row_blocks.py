@@ -68,15 +68,17 @@ class PartialsBuffer(SlotMemory):
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
-        found = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(EpochSlots(name, regions, zeroed, kernels, group, disagreements=found))
+        disagreements = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(
+            EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
+        )
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
         # Created in advance if it needs no memory: tensors of a capture are invalid outside its
         # graph.
         algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
-        self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in algorithms}
+        self._scatterings = {scatter: self._scatterings_by_slot(scatter) for scatter in algorithms}
         self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
     def describe(self, scatter: Scatter) -> Scattering:
@@ -93,7 +95,7 @@ class PartialsBuffer(SlotMemory):
                     "the first call that pushes row blocks allocates memory, which must outlive "
                     "the graph. Make one such call before the capture.",
                 )
-            known = self._scatterings[scatter] = self._of_each_slot(scatter)
+            known = self._scatterings[scatter] = self._scatterings_by_slot(scatter)
         return known[self.slots.index]
 
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
@@ -121,7 +123,7 @@ class PartialsBuffer(SlotMemory):
         self._staging = None
         super().free()
 
-    def _staged(self) -> torch.Tensor:
+    def _staging_buffer(self) -> torch.Tensor:
         """Return the staging buffer [num_ranks, slot_stride], allocated at the first push."""
         if self._staging is None:
             with torch.inference_mode(False):
@@ -132,7 +134,7 @@ class PartialsBuffer(SlotMemory):
                 )
         return self._staging
 
-    def _of_each_slot(self, scatter: Scatter) -> list[Scattering]:
+    def _scatterings_by_slot(self, scatter: Scatter) -> list[Scattering]:
         return [self._scattering(slot, scatter) for slot in range(SLOTS)]
 
     def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
@@ -145,24 +147,27 @@ class PartialsBuffer(SlotMemory):
             partials = self.slots.of_slot(slot, "sums")
             targets = partials.pointers
         else:
-            addresses = [staged.data_ptr() for staged in self._staged()]
+            addresses = [staged.data_ptr() for staged in self._staging_buffer()]
             addresses[self.rank] = partials.local.data_ptr() + own_partial
             counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
-            firsts = [each.data_ptr() for each in counters.view(self.num_ranks, MAX_CHUNKS)]
-            flags = torch.tensor(firsts, dtype=torch.int64, device=counters.device)
-        to = Slot(
+            first_counters = [each.data_ptr() for each in counters.view(self.num_ranks, MAX_CHUNKS)]
+            flags = torch.tensor(first_counters, dtype=torch.int64, device=counters.device)
+        slot_argument = Slot(
             partials.local, self.slot_stride, targets, flags, arrivals.local,
             self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
-        return Scattering(scatter, self.rank, self.num_ranks, to)
+        return Scattering(scatter, self.rank, self.num_ranks, slot_argument)
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:
         counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]
         own_partial = self.rank * self.slot_stride
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
-            target, staged = self.slots["partials"].peers[peer][own_partial:], self._staged()[peer]
+            target, staged = (
+                self.slots["partials"].peers[peer][own_partial:],
+                self._staging_buffer()[peer],
+            )
             begin = 0
             for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
                 counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N

@@ -253,7 +253,7 @@ def store_tile_by_pointers(
 
 
 @jit
-def begin_program(epoch_ptr):
+def count_begun_program(epoch_ptr):
     tl.atomic_add(epoch_ptr + BEGUN, 1, sem="relaxed", scope="gpu")
 
 
@@ -264,17 +264,17 @@ def decide_whether_to_wait(epoch_ptr, deferred_ptr):
     With ``MUST_DEFER``, this program's own tiles from this one on are deferred to the next kernel.
     """
     decision = MAY_WAIT
-    if _begin_epoch(epoch_ptr) < tl.num_programs(0):
+    if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
         # Let other programs begin in the interpreter, then check again.
         dl.give_turn()
-        if _begin_epoch(epoch_ptr) < tl.num_programs(0):
+        if _count_of_begun_programs(epoch_ptr) < tl.num_programs(0):
             tl.store(deferred_ptr + tl.program_id(0), 1)
             decision = MUST_DEFER
     return decision
 
 
 @jit
-def _begin_epoch(epoch_ptr):
+def _count_of_begun_programs(epoch_ptr):
     return tl.atomic_add(epoch_ptr + BEGUN, 0, sem="relaxed", scope="gpu")
 
 
@@ -302,10 +302,10 @@ def kernel_add_deferred(
     if has_deferred:
         tl.store(slot.deferred + tl.program_id(0), 0)
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-        order = chunk_tiles_m if summing.SCATTER == "all" else tiles_m
+        order_tiles_m = chunk_tiles_m if summing.SCATTER == "all" else tiles_m
         for index in range(tl.program_id(0), summing.NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
             row_block, number, m, n = tile_in_scatter_order(
-                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order, tile.GROUP_M
+                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order_tiles_m, tile.GROUP_M
             )
             if row_block == rank:
                 work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
@@ -322,19 +322,19 @@ def tile_constants(
     config: triton.Config, A: torch.Tensor, B: torch.Tensor
 ) -> tuple[Tile, dict[str, Any]]:
     """Return the tile constants for ``A @ B``, and the options of the launch."""
-    launched = config_for(config, A.dtype)
-    sizes, every = launched.kwargs, launched.all_kwargs()
+    device_config = config_for(config, A.dtype)
+    sizes, all_options = device_config.kwargs, device_config.all_kwargs()
     block_m, block_n, block_k = (sizes[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
     tile = Tile(
         block_m, block_n, block_k, sizes["GROUP_SIZE_M"],
         sizes.get("EPILOGUE_SUBTILE", False), B.stride(0) == 1, dot_precision(A.dtype),
         max(block_k * A.stride(1), block_k * B.stride(0), block_m * B.shape[1]) >= 2**31,
     )  # fmt: skip
-    return tile, {name: option for name, option in every.items() if name not in sizes}
+    return tile, {name: option for name, option in all_options.items() if name not in sizes}
 
 
 def sum_constants(
-    C: torch.Tensor, config: triton.Config, to: Scattering, rows: int, num_chunks: int
+    C: torch.Tensor, config: triton.Config, scattering: Scattering, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
     """Return the sum constants, the rows of tiles of a chunk, and GROUP_SIZE_M.
 
@@ -342,19 +342,20 @@ def sum_constants(
     """
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
-    if to.scatter in ("row_block", "all"):
+    if scattering.scatter in ("row_block", "all"):
         chunks = chunks_of_row_block(config, rows, C.shape[1], num_chunks)
         chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
-    part_bytes = to.num_ranks * C.element_size()
-    step = rows_per_step(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes)
-    return Summing(to.num_ranks, to.scatter, False, step), chunk_tiles_m, group_size_m
+    bytes_of_partials = scattering.num_ranks * C.element_size()
+    step = rows_per_step(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], bytes_of_partials)
+    summing = Summing(scattering.num_ranks, scattering.scatter, False, step)
+    return summing, chunk_tiles_m, group_size_m
 
 
 def add_deferred(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
-    to: Scattering,
+    scattering: Scattering,
     *,
     M: int,
     num_sms: int,
@@ -362,11 +363,11 @@ def add_deferred(
 ) -> Launch:
     """Return the launch that adds the tiles that a persistent ``scattered_gemm`` has deferred. A
     has M rows."""
-    rows, N = to.rows(M), C.shape[1]
-    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, to, rows, num_chunks)
+    rows, N = scattering.rows(M), C.shape[1]
+    summing, chunk_tiles_m, group_size_m = sum_constants(C, config, scattering, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    tiles = to.num_ranks * tiles_of_row_block(config, rows, N)
-    arguments = (*to.regions(C, bias), N, M, rows, chunk_tiles_m, to.rank)
+    tiles = scattering.num_ranks * tiles_of_row_block(config, rows, N)
+    arguments = (*scattering.regions(C, bias), N, M, rows, chunk_tiles_m, scattering.rank)
     # No multiplication: tiles of the same area share one kernel.
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)
     options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
@@ -375,5 +376,5 @@ def add_deferred(
 
 def rows_per_step(block_m: int, block_n: int, bytes_of_partials: int) -> int:
     """Return the number of rows of a tile that are summed at a time, a power of two."""
-    most = 2 * _ELEMENTS_PER_STEP // bytes_of_partials // block_n
-    return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))
+    max_rows = 2 * _ELEMENTS_PER_STEP // bytes_of_partials // block_n
+    return max(1, min(block_m, 1 << max_rows.bit_length() - 1 if max_rows else 1))

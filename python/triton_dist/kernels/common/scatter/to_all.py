@@ -37,7 +37,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     announce_tile,
     announce_to_all,
     await_partials,
-    begin_program,
+    count_begun_program,
     decide_whether_to_wait,
     tile_in_scatter_order,
 )
@@ -74,7 +74,7 @@ def kernel_gemm_all_reduce_persistent(
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
     if NUM_RANKS > 1:
-        begin_program(slot.epoch)
+        count_begun_program(slot.epoch)
         decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     a_desc, b_desc = operands_at(
@@ -84,7 +84,7 @@ def kernel_gemm_all_reduce_persistent(
     target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
     # The tile to announce next. A tile of the own row block needs no announcement.
-    stored_row_block, stored = rank, 0
+    stored_row_block, stored_tile = rank, 0
     # An own tile that is to be added, and a tile whose sum is to be announced.
     own_tile, own_row, own_column, unannounced = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
@@ -95,14 +95,14 @@ def kernel_gemm_all_reduce_persistent(
         accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
         if stored_row_block != rank:
             dl.publish_tile()
-            announce_tile(slot, M, stored_row_block, stored, rank, summing)
+            announce_tile(slot, M, stored_row_block, stored_tile, rank, summing)
             stored_row_block = rank
         if unannounced >= 0:
             announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
             unannounced = -1
         store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
         if row_block != rank:
-            stored_row_block, stored = row_block, number
+            stored_row_block, stored_tile = row_block, number
         else:
             dl.publish_tile()  # Make the TMA store visible to the other threads of this program.
             if decision == 0:
@@ -117,7 +117,7 @@ def kernel_gemm_all_reduce_persistent(
             own_tile, own_row, own_column = number, row, column
     if stored_row_block != rank:  # The last tile of this program was for another rank.
         dl.publish_tile()
-        announce_tile(slot, M, stored_row_block, stored, rank, summing)
+        announce_tile(slot, M, stored_row_block, stored_tile, rank, summing)
     if unannounced >= 0:
         announce_to_all(out, slot, M, unannounced, rank, NUM_RANKS)
     if own_tile >= 0:
@@ -180,7 +180,7 @@ def copy_sums(
     sums: torch.Tensor,
     arrivals: torch.Tensor,
     config: triton.Config,
-    to: Scattering,
+    scattering: Scattering,
     *,
     num_chunks: int,
     copy: bool,
@@ -193,11 +193,11 @@ def copy_sums(
         copy: ``False`` if C is ``sums``: the launch then only waits for all sums.
     """
     M, N = C.shape
-    rows = row_block_rows(M, to.num_ranks)
+    rows = row_block_rows(M, scattering.num_ranks)
     chunks = chunks_of_row_block(config, rows, N, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     options = {
-        "NUM_RANKS": to.num_ranks,
+        "NUM_RANKS": scattering.num_ranks,
         "COPY": copy,
         "BLOCK_SIZE_M": block_m,
         "BLOCK_SIZE_N": block_n,
@@ -208,8 +208,8 @@ def copy_sums(
     }
     return Launch(
         kernel_copy_sums,
-        (to.num_ranks * tiles_of_row_block(config, rows, N),),
-        (C, sums, arrivals, to.slot.epoch, M, rows, N, chunks.tiles_m, to.rank),
+        (scattering.num_ranks * tiles_of_row_block(config, rows, N),),
+        (C, sums, arrivals, scattering.slot.epoch, M, rows, N, chunks.tiles_m, scattering.rank),
         options,
     )
 
@@ -241,6 +241,6 @@ class TwoShotLaunches(ScatteredLaunches):
 
     def _copy(self) -> Launch:
         return copy_sums(
-            self.C, self.sums, self.arrivals, self.call.gemm_config, self.to,
+            self.C, self.sums, self.arrivals, self.call.gemm_config, self.scattering,
             num_chunks=self.call.num_chunks, copy=self._copies(),
         )  # fmt: skip

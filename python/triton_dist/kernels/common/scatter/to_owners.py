@@ -22,7 +22,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     add_own_tile,
     announce_tile,
     await_partials,
-    begin_program,
+    count_begun_program,
     decide_whether_to_wait,
     store_tile_by_pointers,
     tile_in_scatter_order,
@@ -56,7 +56,7 @@ def kernel_gemm_scatter_persistent(
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     decision = MAY_WAIT  # or MUST_DEFER; 0 before the first check
     if NUM_RANKS > 1:
-        begin_program(slot.epoch)
+        count_begun_program(slot.epoch)
         decision = 0
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     a_desc, b_desc = operands_at(

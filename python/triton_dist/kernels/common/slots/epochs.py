@@ -38,7 +38,7 @@ from triton_dist.kernels.common.peers import (
     TIMEOUT_WORDS,
     Disagreements,
     Flags,
-    TimeoutWord,
+    TimeoutWords,
     epoch_at,
     flag_count,
     flag_of,
@@ -114,7 +114,7 @@ class EpochSlots:
         name, kernels: names of the memory and of the kernels that wait for its flags, for errors.
         regions: regions of each slot.
         zeroed: regions that are zero initially and after ``reset``, such as flags and sums.
-        single: regions that exist once instead of once per slot.
+        single_regions: regions that exist once instead of once per slot.
         disagreements: disagreements of the context; by default only of this memory.
         flags_of_rank: by region, the number of consecutive flags of one peer. By default the flags
             of a region are [anything, source rank].
@@ -127,7 +127,7 @@ class EpochSlots:
         zeroed: tuple[str, ...],
         kernels: str,
         group: dist.ProcessGroup | None,
-        single: Regions | None = None,
+        single_regions: Regions | None = None,
         disagreements: Disagreements | None = None,
         flags_of_rank: Mapping[str, int] | None = None,
     ) -> None:
@@ -141,7 +141,7 @@ class EpochSlots:
         self.memory = symmetric.allocate(
             name,
             {
-                **(single or {}),
+                **(single_regions or {}),
                 **{f"{each}{slot}": doubled[each] for each in doubled for slot in range(SLOTS)},
                 "epoch": ((SLOTS, _LINE), torch.int64),
             },
@@ -155,7 +155,7 @@ class EpochSlots:
         self._follows_full_call = self._in_graphs = self._capturing = False
         self._clear_lines()
         flags = weak_method(self._flags)
-        self.timeout_words = TimeoutWord(
+        self.timeout_words = TimeoutWords(
             name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _CONSECUTIVE_WAITS,
             weak_method(self._find_late_flag), flags, self.disagreements, ranks,
         )  # fmt: skip
@@ -168,7 +168,7 @@ class EpochSlots:
             EPOCH,
             SIZE_BITS.value,
             self._begun,
-            weak_method(self._late_of),
+            weak_method(self._late_flags),
             flags,
         )
         self._reports_status = rank_status.add(self._status)
@@ -233,7 +233,7 @@ class EpochSlots:
             expected: flags that the call's kernels wait for; evaluated only for an error.
 
         Raises:
-            RankDisagreement, WaitTimeout: see ``TimeoutWord.end``.
+            RankDisagreement, WaitTimeout: see ``TimeoutWords.end``.
         """
         if self.num_ranks == 1:
             return
@@ -315,11 +315,11 @@ class EpochSlots:
         epoch = gave_up[slot][LAST_COMPLETE.value - _TIMEOUT_WORD] + 1
         lines = self.memory["epoch"].local
         lines[:, LAST_COMPLETE.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
-        for flag in self._late_of(slot, epoch, torch.Tensor.cpu):
+        for flag in self._late_flags(slot, epoch, torch.Tensor.cpu):
             return flag["flag"], epoch, flag["seen"]
         return "(it has arrived since)", epoch, epoch
 
-    def _late_of(
+    def _late_flags(
         self, slot: int, epoch: int, read: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Iterator[dict[str, Any]]:
         """Yield the missing flags that use number ``epoch`` of the slot waits for."""
@@ -329,8 +329,8 @@ class EpochSlots:
             ("consumed", peers, epoch - 1),
         ):
             flags, source_of = self._flags_in(slot, region)
-            there = read(flags)
-            seen = [] if there is None else there.view(-1).tolist()
+            copied = read(flags)
+            seen = [] if copied is None else copied.view(-1).tolist()
             if flags.dtype == torch.int64:
                 seen = [flag_count(flag) for flag in seen]
             for index in indices:

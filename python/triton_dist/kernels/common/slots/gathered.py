@@ -199,7 +199,7 @@ class AllGatherBuffer(SlotMemory):
             tuple(flags),
             "a kernel of the all-gather or its consumer",
             group,
-            single={"workspace": ((max_M, K), dtype)},
+            single_regions={"workspace": ((max_M, K), dtype)},
             disagreements=Disagreements(f"the rows of A in {name}", group),
             flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
         )

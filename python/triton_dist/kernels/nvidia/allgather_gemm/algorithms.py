@@ -51,7 +51,7 @@ from triton_dist.runtime.device import current_device
 _DEFAULT_COMM_SMS = 16
 _CHUNKS, _COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)
 # Any positive int is valid; a test for membership of a range accepts the usual values faster.
-_USUAL_STREAMS = range(1, 9)
+_COMMON_STREAM_COUNTS = range(1, 9)
 _CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
 # Programs of an all-gather before the GEMM, and the bytes that one program moves at a time.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
@@ -91,7 +91,7 @@ class Call(OpCall):
         if self.num_chunks not in _CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         streams = self.num_streams
-        if streams not in _USUAL_STREAMS and not (is_int(streams) and streams > 0):
+        if streams not in _COMMON_STREAM_COUNTS and not (is_int(streams) and streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         if self.method is not None:  # the default config has an algorithm too; ``method`` wins
             self.algorithm = ALGORITHMS.requested(self.method)
@@ -182,7 +182,7 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
             ),
             lambda: self._consumer(call, C, gathered),
             {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C},
-            alive=(gathered, tiles),  # the key contains the ids of these objects
+            keep_alive=(gathered, tiles),  # the key contains the ids of these objects
         )  # fmt: skip
 
 
@@ -261,11 +261,13 @@ class FusedPush(_Tiled):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        most = min(MAX_COMM_SMS, call.ctx.device.num_sms - 1)
+        max_comm_sms = min(MAX_COMM_SMS, call.ctx.device.num_sms - 1)
         if call.num_comm_sms is None:
-            call.num_comm_sms = min(_DEFAULT_COMM_SMS, most)
-        if call.num_comm_sms not in _COMM_SMS or call.num_comm_sms > most:
-            raise InvalidArgument("ag_gemm", "num_comm_sms", call.num_comm_sms, f"1 to {most}")
+            call.num_comm_sms = min(_DEFAULT_COMM_SMS, max_comm_sms)
+        if call.num_comm_sms not in _COMM_SMS or call.num_comm_sms > max_comm_sms:
+            raise InvalidArgument(
+                "ag_gemm", "num_comm_sms", call.num_comm_sms, f"1 to {max_comm_sms}"
+            )
 
     def describe(self, call: Call) -> GatheredShards:
         return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks, call.num_comm_sms or 0)
@@ -388,8 +390,8 @@ def serial_params(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -
         num_comm_sms = small_params(shard_bytes).num_ctas
     elif not (is_int(num_comm_sms) and 1 <= num_comm_sms <= MAX_CTAS):
         raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
-    part_bytes = -(-shard_bytes // (num_comm_sms * num_chunks))
-    block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (part_bytes - 1).bit_length()))
+    bytes_per_program = -(-shard_bytes // (num_comm_sms * num_chunks))
+    block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (bytes_per_program - 1).bit_length()))
     return LaunchParams(num_comm_sms, block_bytes, num_chunks)
 
 

@@ -65,13 +65,15 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
         nbytes = bytes_of_slot(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
         self.launcher = Launcher()
-        with self.allocating() as own:
-            self.buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
-            found = self.buffer.disagreements
-            self.exchange = own(
-                ExchangeBuffer(nbytes, group, "the exchange of ag_gemm", disagreements=found)
+        with self.allocating() as register:
+            self.buffer = register(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
+            disagreements = self.buffer.disagreements
+            self.exchange = register(
+                ExchangeBuffer(
+                    nbytes, group, "the exchange of ag_gemm", disagreements=disagreements
+                )
             )
-            self._split = own(LazySplitWorkspace())
+            self._split = register(LazySplitWorkspace())
 
     @property
     def symm_workspace(self) -> torch.Tensor:

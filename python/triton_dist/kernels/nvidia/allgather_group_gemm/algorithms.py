@@ -209,9 +209,9 @@ class _GatherThenMultiply(_Gathering):
     gathers = (EXCHANGE, COLLECTIVE)
 
     def check(self, call: Call) -> None:
-        num_ranks, most = call.ctx.num_ranks, call.ctx.exchanged_rows
-        if call.gather == EXCHANGE and num_ranks > 1 and most < call.key.M:
-            expected = f"'{COLLECTIVE}' for M > {most} (ctx.exchanged_rows)"
+        num_ranks, max_M = call.ctx.num_ranks, call.ctx.exchanged_rows
+        if call.gather == EXCHANGE and num_ranks > 1 and max_M < call.key.M:
+            expected = f"'{COLLECTIVE}' for M > {max_M} (ctx.exchanged_rows)"
             raise InvalidArgument("ag_group_gemm", "gather", call.gather, expected)
 
     def run(self, call: Call) -> torch.Tensor:

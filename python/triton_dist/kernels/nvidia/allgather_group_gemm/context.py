@@ -89,10 +89,12 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
         nbytes = bytes_of_slot(rows_of_each * K, dtype, num_ranks)
-        with self.allocating() as own:
-            self.buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
-            found, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
-            self.exchange = own(ExchangeBuffer(nbytes, group, name, disagreements=found))
+        with self.allocating() as register:
+            self.buffer = register(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
+            disagreements, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
+            self.exchange = register(
+                ExchangeBuffer(nbytes, group, name, disagreements=disagreements)
+            )
 
 
 def create_ag_group_gemm_context(

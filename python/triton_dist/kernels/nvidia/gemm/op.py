@@ -77,8 +77,8 @@ def _space(persistent: bool) -> list[dict[str, Any]]:
 def _both_spaces() -> list[dict[str, Any]]:
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
-        {"gemm_config": tiles, "persistent": kind}
-        for tiles, kind in (*with_persistent(get_config_space), *specialized)
+        {"gemm_config": tiles, "persistent": persistent}
+        for tiles, persistent in (*with_persistent(get_config_space), *specialized)
     ]
 
 

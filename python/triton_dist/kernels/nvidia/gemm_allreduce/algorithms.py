@@ -96,8 +96,8 @@ class BySize(Algorithm[Call, SummingSizes]):
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
-        most = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
-        is_small = ctx.one_shot_rows >= M and most * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
+        max_M = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
+        is_small = ctx.one_shot_rows >= M and max_M * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
         call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
         call.chosen.check(call)
 

@@ -98,8 +98,8 @@ class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
 
     def scattered(self, call: Call) -> ReduceScatterLaunches:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
-        to = call.ctx.buffer.describe("add" if call.adds_on_arrival else self.scatter)
-        return self.launches(call, C, to)
+        scattering = call.ctx.buffer.describe("add" if call.adds_on_arrival else self.scatter)
+        return self.launches(call, C, scattering)
 
 
 class Fused(_OverlappedReduceScatter):
@@ -165,9 +165,9 @@ class CopyEngine(_OverlappedReduceScatter):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
-        most = 1 if current_device().interprets else _NUM_PUSHED_TILES
+        num_shapes = 1 if current_device().interprets else _NUM_PUSHED_TILES
         shapes = spaces.tile_shapes(spaces.get_config_space(persistent))
-        for number, tiles in enumerate(shapes[:most]):
+        for number, tiles in enumerate(shapes[:num_shapes]):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
                 yield tiles, persistent, num_chunks
 

@@ -56,10 +56,14 @@ class MoEReduceRSContext(MoESumContext):
         rows = self.block_rows(self.max_tokens)
         exchanged_rows = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = bytes_of_slot(max(1, exchanged_rows) * N, dtype, self.num_ranks)
-        with self.allocating() as own:
-            self.buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
-            found, name = self.buffer.disagreements, f"the exchange of {self.function}"
-            self.exchange = own(ExchangeBuffer(nbytes, group, name, disagreements=found))
+        with self.allocating() as register:
+            self.buffer = register(
+                PushedColumns(rows, N, dtype, n_chunks_max, group, self.function)
+            )
+            disagreements, name = self.buffer.disagreements, f"the exchange of {self.function}"
+            self.exchange = register(
+                ExchangeBuffer(nbytes, group, name, disagreements=disagreements)
+            )
 
     @staticmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
@@ -104,10 +108,14 @@ class MoEReduceARContext(MoESumContext):
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
-        with self.allocating() as own:
-            self.buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
-            found = self.buffer.disagreements
-            self.exchange = own(SumBuffer(nbytes, group, f"the sums of {self.function}", found))
+        with self.allocating() as register:
+            self.buffer = register(
+                PushedColumns(rows, N, dtype, n_chunks_max, group, self.function)
+            )
+            disagreements = self.buffer.disagreements
+            self.exchange = register(
+                SumBuffer(nbytes, group, f"the sums of {self.function}", disagreements)
+            )
 
     @staticmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
@@ -140,8 +148,8 @@ class MoEReduceARContext(MoESumContext):
 
         The output has whole shards, so the last shard may end after row M.
         """
-        most = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
-        is_large = most * rows.shape[1] * rows.element_size() >= _MIN_LARGE_BYTES * self.num_ranks
+        max_M = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
+        is_large = max_M * rows.shape[1] * rows.element_size() >= _MIN_LARGE_BYTES * self.num_ranks
         params = _LARGE_GATHER if is_large else params_for_device()
         return all_gather_exchange(rows, self.num_ranks, params, M)
 

@@ -132,13 +132,13 @@ class ShardsCall(OpCall):
             ctx, cls.ctx_type, function, cls.ctx_type.creator
         ).device.torch_device
         check_tensor(function, "x", x, device)
-        num_ranks, most = ctx.num_ranks, ctx.workspace_nbytes
+        num_ranks, max_nbytes = ctx.num_ranks, ctx.workspace_nbytes
         if x.ndim < 1 or not (cls.x_is_shard or x.shape[0] % num_ranks == 0):
             expected = f"a first dimension that is a multiple of world_size = {num_ranks}"
             expected = "[M, …]" if cls.x_is_shard else expected
             raise InvalidArgument(function, "x.shape", tuple(x.shape), expected)
-        if x.nbytes * (num_ranks if cls.x_is_shard else 1) > most:
-            expected = f"at most the context's workspace_nbytes = {most}"
+        if x.nbytes * (num_ranks if cls.x_is_shard else 1) > max_nbytes:
+            expected = f"at most the context's workspace_nbytes = {max_nbytes}"
             expected += f", over world_size = {num_ranks}" if cls.x_is_shard else ""
             raise InvalidArgument(function, "x.nbytes", x.nbytes, expected)
         if output is not None:
