@@ -97,10 +97,8 @@ class NormContext(OpContext[EpochSlots]):
             "sums": ((max_rows, self.num_ranks), torch.float32),
             "flags": ((max_rows, self.num_ranks), torch.int64),
         }
-        with self.allocating() as register:
-            self.buffer = register(
-                EpochSlots("own_op", regions, ("flags",), "kernel_rms_norm", group)
-            )
+        with self.allocating() as add:
+            self.buffer = add(EpochSlots("own_op", regions, ("flags",), "kernel_rms_norm", group))
 
 
 # 3. The algorithms, each with its configs.

@@ -75,12 +75,12 @@ class OpContext(Generic[B]):
         If anything fails, such as the second allocation, the registered memories are freed.
         """
 
-        def register(memory: M) -> M:
+        def add(memory: M) -> M:
             self._memories += (memory,)
             return memory
 
         try:
-            yield register
+            yield add
         except BaseException:
             self.free()
             raise

@@ -48,8 +48,8 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         self.workspace_nbytes = workspace_nbytes
         slot_bytes = self.slot_bytes(workspace_nbytes, self.num_ranks)
         packet_bytes = self.packet_bytes(workspace_nbytes, self.num_ranks)
-        with self.allocating() as register:
-            self.buffer = register(ExchangeBuffer(slot_bytes, group, self.name, packet_bytes))
+        with self.allocating() as add:
+            self.buffer = add(ExchangeBuffer(slot_bytes, group, self.name, packet_bytes))
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
 

@@ -139,9 +139,10 @@ class PushedColumns(PushedSlots):
         }
         disagreements = Disagreements(f"the tokens of {name}", group)
         kernels = "the kernel that adds chunks of columns"
-        super().__init__(
-            EpochSlots(name, regions, ("arrivals",), kernels, group, disagreements=disagreements)
+        slots = EpochSlots(
+            name, regions, ("arrivals",), kernels, group, disagreements=disagreements
         )
+        super().__init__(slots)
 
     def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
         """Return the launch that adds row blocks of x, as they arrive, into out [rows, N]."""

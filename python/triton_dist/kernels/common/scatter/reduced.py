@@ -42,9 +42,8 @@ class ReducedPartials(SlotMemory):
         flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"
         disagreements = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(
-            EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
-        )
+        slots = EpochSlots(name, regions, flags, kernels, group, disagreements=disagreements)
+        super().__init__(slots)
         self._N = N
         # Created in advance: tensors made in a capture are invalid outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]

@@ -69,9 +69,8 @@ class PartialsBuffer(SlotMemory):
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
         disagreements = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(
-            EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
-        )
+        slots = EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
+        super().__init__(slots)
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
@@ -164,10 +163,8 @@ class PartialsBuffer(SlotMemory):
         own_partial = self.rank * self.slot_stride
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
-            target, staged = (
-                self.slots["partials"].peers[peer][own_partial:],
-                self._staging_buffer()[peer],
-            )
+            target = self.slots["partials"].peers[peer][own_partial:]
+            staged = self._staging_buffer()[peer]
             begin = 0
             for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
                 counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N

@@ -65,15 +65,15 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
         nbytes = bytes_of_slot(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
         self.launcher = Launcher()
-        with self.allocating() as register:
-            self.buffer = register(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
+        with self.allocating() as add:
+            self.buffer = add(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
             disagreements = self.buffer.disagreements
-            self.exchange = register(
+            self.exchange = add(
                 ExchangeBuffer(
                     nbytes, group, "the exchange of ag_gemm", disagreements=disagreements
                 )
             )
-            self._split = register(LazySplitWorkspace())
+            self._split = add(LazySplitWorkspace())
 
     @property
     def symm_workspace(self) -> torch.Tensor:

@@ -89,12 +89,10 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
         nbytes = bytes_of_slot(rows_of_each * K, dtype, num_ranks)
-        with self.allocating() as register:
-            self.buffer = register(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
+        with self.allocating() as add:
+            self.buffer = add(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
             disagreements, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
-            self.exchange = register(
-                ExchangeBuffer(nbytes, group, name, disagreements=disagreements)
-            )
+            self.exchange = add(ExchangeBuffer(nbytes, group, name, disagreements=disagreements))
 
 
 def create_ag_group_gemm_context(

@@ -63,12 +63,10 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         whole_rows = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, whole_rows)
         nbytes = whole_rows * whole_lines if self.num_ranks > 1 else 1
-        with self.allocating() as register:
-            self.buffer = register(ReducedPartials(max_M, N, output_dtype, group, self.function))
+        with self.allocating() as add:
+            self.buffer = add(ReducedPartials(max_M, N, output_dtype, group, self.function))
             disagreements = self.buffer.disagreements
-            self.exchange = register(
-                SumBuffer(nbytes, group, "the exchange of gemm_ar", disagreements)
-            )
+            self.exchange = add(SumBuffer(nbytes, group, "the exchange of gemm_ar", disagreements))
 
     @staticmethod
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:

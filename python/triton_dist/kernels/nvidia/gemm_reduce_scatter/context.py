@@ -37,16 +37,14 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // num_ranks
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
         nbytes = bytes_of_slot(max(1, rows_of_each) * N, output_dtype, num_ranks)
-        with self.allocating() as register:
-            self.buffer = register(
+        with self.allocating() as add:
+            self.buffer = add(
                 PartialsBuffer(
                     max_M // num_ranks, N, output_dtype, reduce_st, rs_stream, group, self.function
                 )
             )
             disagreements, name = self.buffer.disagreements, "the exchange of gemm_rs"
-            self.exchange = register(
-                ExchangeBuffer(nbytes, group, name, disagreements=disagreements)
-            )
+            self.exchange = add(ExchangeBuffer(nbytes, group, name, disagreements=disagreements))
 
     @staticmethod
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:

@@ -56,14 +56,10 @@ class MoEReduceRSContext(MoESumContext):
         rows = self.block_rows(self.max_tokens)
         exchanged_rows = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         nbytes = bytes_of_slot(max(1, exchanged_rows) * N, dtype, self.num_ranks)
-        with self.allocating() as register:
-            self.buffer = register(
-                PushedColumns(rows, N, dtype, n_chunks_max, group, self.function)
-            )
+        with self.allocating() as add:
+            self.buffer = add(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             disagreements, name = self.buffer.disagreements, f"the exchange of {self.function}"
-            self.exchange = register(
-                ExchangeBuffer(nbytes, group, name, disagreements=disagreements)
-            )
+            self.exchange = add(ExchangeBuffer(nbytes, group, name, disagreements=disagreements))
 
     @staticmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
@@ -108,12 +104,10 @@ class MoEReduceARContext(MoESumContext):
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.block_rows(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
-        with self.allocating() as register:
-            self.buffer = register(
-                PushedColumns(rows, N, dtype, n_chunks_max, group, self.function)
-            )
+        with self.allocating() as add:
+            self.buffer = add(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             disagreements = self.buffer.disagreements
-            self.exchange = register(
+            self.exchange = add(
                 SumBuffer(nbytes, group, f"the sums of {self.function}", disagreements)
             )
 

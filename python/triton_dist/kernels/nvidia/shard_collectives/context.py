@@ -22,9 +22,9 @@ class ShardContext(collective_context.CollectiveContext):
     ) -> None:
         super().__init__(workspace_nbytes, local_world_size, group)
         shard_nbytes = shard_bytes(workspace_nbytes, self.num_ranks)
-        with self.allocating() as register:
+        with self.allocating() as add:
             disagreements = self.buffer.disagreements
-            self._pushed = register(PushedShards(shard_nbytes, group, self.name, disagreements))
+            self._pushed = add(PushedShards(shard_nbytes, group, self.name, disagreements))
 
     @staticmethod
     def slot_bytes(nbytes: int, num_ranks: int) -> int:
