@@ -146,11 +146,8 @@ def check_output(
         raise InvalidArgument(function, "output.shape", tuple(output.shape), f"{numel} elements")
     output_begin, x_begin = output.data_ptr(), x.data_ptr()
     # Fake tensors have address 0.
-    if (
-        0 < output_begin < x_begin + x.nbytes
-        and x_begin < output_begin + output.nbytes
-        and x_begin - output_begin != allowed_offset
-    ):
+    overlaps = 0 < output_begin < x_begin + x.nbytes and x_begin < output_begin + output.nbytes
+    if overlaps and x_begin - output_begin != allowed_offset:
         allowed = "" if allowed_offset is None else f", or x at its byte {allowed_offset}"
         expected = f"memory apart from x{allowed}"
         raise InvalidArgument(function, "output", "memory that x shares", expected)

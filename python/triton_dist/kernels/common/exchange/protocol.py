@@ -248,7 +248,7 @@ def send_block(values, index, mask, slots, offset, stride, rank, plan: tl.conste
 
 
 @jit
-def send_shard_to_all(
+def send_to_all(
     x_ptr, out_shard_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr
 ):  # fmt: skip
     """Store this program's blocks of x [shard] as this rank's shard in every peer's slot.
@@ -265,7 +265,7 @@ def send_shard_to_all(
 
 
 @jit
-def send_shards_to_owners(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
+def send_to_owners(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
     """Store this program's blocks of each peer's shard of x [total] in the slot of that peer."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
@@ -368,7 +368,7 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
     for chunk in range(plan.NUM_CHUNKS + 1):
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
-            send_shards_to_owners(x_ptr, slots, call, first, first + blocks, lengths, plan)
+            send_to_owners(x_ptr, slots, call, first, first + blocks, lengths, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
             token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
@@ -387,9 +387,7 @@ def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: t
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
             out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
-            send_shard_to_all(
-                x_ptr, out_shard_ptr, slots, call, first, first + blocks, lengths, plan
-            )
+            send_to_all(x_ptr, out_shard_ptr, slots, call, first, first + blocks, lengths, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
             token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)

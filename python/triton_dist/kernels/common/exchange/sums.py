@@ -36,8 +36,8 @@ from triton_dist.kernels.common.exchange.protocol import (
     copy_shards,
     notify_ranks,
     send_block,
-    send_shard_to_all,
-    send_shards_to_owners,
+    send_to_all,
+    send_to_owners,
 )
 from triton_dist.kernels.common.peers import Disagreements, fold_count
 from triton_dist.runtime.ranks import group_for
@@ -71,7 +71,7 @@ def kernel_all_reduce_one_shot(
     call = begin(slots, peers, size, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     send_block(x, index, mask, slots, call.offset, lengths.stride, rank, plan)
-    send_shard_to_all(x_ptr, None, slots, call, 1, blocks, lengths, plan)
+    send_to_all(x_ptr, None, slots, call, 1, blocks, lengths, plan)
     value = chunk_flag(call, 0)
     notify_ranks(call, 0, value, plan)
     token = await_peers(peers, 0, value, plan)
@@ -97,7 +97,7 @@ def kernel_all_reduce_two_shot(
     for chunk in range(plan.NUM_CHUNKS + 2):
         first = chunk * blocks
         if chunk < plan.NUM_CHUNKS:
-            send_shards_to_owners(x_ptr, slots, call, first, first + blocks, lengths, plan)
+            send_to_owners(x_ptr, slots, call, first, first + blocks, lengths, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if (chunk >= 1) & (chunk <= plan.NUM_CHUNKS):
             token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)

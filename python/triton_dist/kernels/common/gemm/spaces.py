@@ -134,9 +134,7 @@ def with_persistent(
 ) -> Iterator[tuple[triton.Config, bool]]:
     """Yield (tiles, ``persistent``) of all kernels to try; ``tiles_of`` returns the tiles of a
     kernel."""
-    return (
-        (each, persistent) for persistent in persistent_values() for each in tiles_of(persistent)
-    )
+    return ((each, value) for value in persistent_values() for each in tiles_of(value))
 
 
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:

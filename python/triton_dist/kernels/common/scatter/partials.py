@@ -107,17 +107,15 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
     tile = config.kwargs
     tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
     tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
-    tiles_m_of_chunk = int(triton.cdiv(tiles_m, num_chunks))
+    chunk_tiles_m = int(triton.cdiv(tiles_m, num_chunks))
     # A group must not straddle two chunks: round up to whole groups.
-    group = min(tile["GROUP_SIZE_M"], tiles_m_of_chunk)
-    tiles_m_of_chunk = int(triton.cdiv(tiles_m_of_chunk, group)) * group
-    tile_rows = [
-        (first, min(first + tiles_m_of_chunk, tiles_m))
-        for first in range(0, tiles_m, tiles_m_of_chunk)
-    ]
+    group = min(tile["GROUP_SIZE_M"], chunk_tiles_m)
+    chunk_tiles_m = int(triton.cdiv(chunk_tiles_m, group)) * group
+    starts = range(0, tiles_m, chunk_tiles_m)
+    tile_rows = [(first, min(first + chunk_tiles_m, tiles_m)) for first in starts]
     block = tile["BLOCK_SIZE_M"]
     return Chunks(
-        tiles_m_of_chunk,
+        chunk_tiles_m,
         group,
         tuple(min(end * block, rows) - first * block for first, end in tile_rows),
         tuple((end - first) * tiles_n for first, end in tile_rows),
