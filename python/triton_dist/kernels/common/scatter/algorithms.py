@@ -61,10 +61,8 @@ class ScatteredLaunches:
 
     def _key(self) -> tuple[object, ...]:
         call = self.call
-        return (
-            *call.layouts(), id(self.scattering), id(call.gemm_config), call.persistent,
-            call.num_chunks,
-        )  # fmt: skip
+        ids = id(self.scattering), id(call.gemm_config)
+        return *call.layouts(), *ids, call.persistent, call.num_chunks
 
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
         self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._keep_alive)
