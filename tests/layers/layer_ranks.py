@@ -21,6 +21,8 @@ from triton_dist.layers.nvidia import (
     Collectives,
     TP_Attn,
     TP_MoE,
+    TrainingState,
+    gather_state_dict,
     parallelize,
     sum_gradients,
 )
@@ -173,6 +175,8 @@ def each_in_one_graph() -> list[str]:
             if kind is TP_Attn:
                 found, wanted = found[0], wanted[0]
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            assert gather_state_dict(fast).keys() == layer.state_dict().keys()
+            assert TrainingState(fast).model is layer
             done.append(kind.__name__)
             layer.finalize()
     return done
@@ -393,6 +397,7 @@ def mistakes() -> list[str]:
     refused(lambda: layer(x.to("meta")))
     layer.finalize()
     refused(lambda: parallelize(torch.nn.Linear(4, 4), max_M=4))
+    refused(lambda: parallelize(model(num_experts=2).model.layers[0].mlp, max_M=4))
     broken = model(num_attention_heads=3)
     refused(lambda: parallelize(broken, max_M=4))
     assert type(broken.model.layers[0].mlp) is MLP, "nothing is changed"

@@ -14,6 +14,7 @@ from triton_dist.layers.nvidia import (
     Collectives,
     GemmARLayer,
     TensorParallel,
+    clip_grad_norm_,
     experts,
     functional,
     parallelize,
@@ -136,6 +137,17 @@ def test_a_copy_of_a_layer_shares_what_is_collective():
         x = torch.rand(3, 16)
         assert torch.equal(copied(x), layer(x))
         assert copied.library is layer.library
+
+
+def test_clips_fp64_gradients():
+    stock = torch.nn.Sequential(MLP(16, 24)).double()
+    module = copy.deepcopy(stock)
+    parallelize(module, max_M=4, ranks=Collectives())
+    norms = []
+    for each, clip in ((stock, torch.nn.utils.clip_grad_norm_), (module, clip_grad_norm_)):
+        each(torch.ones(3, 16, dtype=torch.float64)).sum().backward()
+        norms.append(clip(each.parameters(), 1.0))
+    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
 
 
 def test_operands_are_matrices():

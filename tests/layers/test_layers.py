@@ -75,6 +75,8 @@ def test_mistakes_are_said(on_two_ranks):
         "gemm: A.dtype is torch.int8, expected torch.float16, ",
         "gemm: A.device is ",
         "parallelize: module is <class 'torch.nn.modules.linear.Linear'>, expected a module",
+        "parallelize: module is <class 'triton_dist.models.llama.SparseMoE'>, expected a module "
+        "that contains this layer, which is replaced in its parent. For the layer alone, call ",
         "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
         "parallelize: module.config.output_router_logits is True, expected False: the layers",
         "Llama: output_router_logits is True, expected False: the layers",

@@ -41,14 +41,23 @@ def test_training_resumes_on_another_number_of_ranks(on_four_ranks, tmp_path, nu
 def test_wrong_state_dicts(on_two_ranks, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     for rank, texts in enumerate(on_two_ranks(training_ranks.wrong_state_dicts, str(tmp_path))):
-        pickled, others, raw, missing, unknown, shape, tiny = texts
+        pickled, others, raw, missing, unknown, shape, tiny, dim, partial, *states = texts
         assert "Save the state_dict of a model instead of the model" in pickled
-        assert f"of the shard of {name} is [{1 - rank}, 2], expected [{rank}, 2]" in others
+        assert f"of the shard of {name} is [{1 - rank}, 2, 1], expected [{rank}, 2, 1]" in others
         assert "gate_up_proj is the shard of a rank, expected the stock weights" in raw
         assert 'Missing key(s) in state_dict: "model.layers.0.mlp.down_proj.weight"' in missing
         assert 'Unexpected key(s) in state_dict: "model.layers.0.mlp.bias"' in unknown
         assert f"{name}.shape is (32, 46), expected (32, 48)" in shape
         assert f"{name}.shape is (32, 1), expected (32, 48)" in tiny
+        assert f"of the shard of {name} is [{rank}, 2, 0], expected [{rank}, 2, 1]" in dim
+        assert 'Missing key(s) in state_dict: "model.layers.0.mlp.gate_proj.weight"' in partial
+        assert "Unexpected" not in partial
+        lost = "optimizer's {} is None, expected state of this kind of optimiser. TrainingState("
+        assert lost.format("param_groups[0]") in states[0]
+        assert lost.format("state of model.layers.0.self_attn.q_proj.weight, step") in states[1]
+        assert (
+            "optimizer's state of model.layers.0.mlp.down_proj.shape is (3,), expected" in states[2]
+        )
 
 
 def test_any_number_of_tokens(spawn_ranks):

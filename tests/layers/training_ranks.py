@@ -13,10 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.layers.layer_ranks import loss_of, model, token_ids
-from triton_dist.errors import RankDisagreement, TritonDistError, TritonDistWarning
+from triton_dist.errors import InvalidArgument, RankDisagreement, TritonDistError, TritonDistWarning
 from triton_dist.layers.nvidia import (
     TP_MLP,
     TrainingState,
@@ -212,7 +213,7 @@ def resharded(folder: str, num_experts: int) -> list[float]:
 
 
 def wrong_state_dicts(folder: str) -> list[str]:
-    """Errors: a shard of another rank, a raw shard, a missing and an unknown weight."""
+    """Errors for wrong weights and wrong state of the optimiser, as texts."""
     module = model(num_key_value_heads=2)
     group = _parallel(module, None)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -228,6 +229,8 @@ def wrong_state_dicts(folder: str) -> list[str]:
         {**stock, "model.layers.0.mlp.bias": stock[name]},
         {**stock, name: stock[name][:, :-2]},
         {**stock, name: stock[name][:, :1]},
+        {**stock, name: distribute_tensor(stock[name], group.mesh, [Shard(0)])},
+        {key: value for key, value in stock.items() if not key.endswith("mlp.gate_proj.weight")},
     ]
     texts = []
     try:
@@ -239,6 +242,15 @@ def wrong_state_dicts(folder: str) -> list[str]:
             module.load_state_dict(each)
         except RuntimeError as error:
             texts.append(str(error))
+    state = TrainingState(module, torch.optim.AdamW(module.parameters()))
+    plain = TrainingState(module, torch.optim.SGD(module.parameters())).state_dict()
+    for given in (TrainingState(module).state_dict(), plain, None):
+        try:
+            state.load_state_dict(given) if given else state.state_dict()
+        except InvalidArgument as error:
+            texts.append(str(error))
+        if given is plain:
+            state.optimizer.state[layer.down_proj]["row"] = torch.zeros(3)
     group.finalize()
     return texts
 

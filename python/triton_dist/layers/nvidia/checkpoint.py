@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.layer import TensorParallelLayer
 from triton_dist.layers.nvidia.stock_weights import (
     StockWeight,
@@ -40,7 +41,7 @@ def gather_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """
     return {
         name: undistributed(value).detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in module.state_dict().items()
+        for name, value in _unwrapped(module).state_dict().items()
     }
 
 
@@ -48,7 +49,8 @@ class TrainingState(Stateful):
     """The state of a model and its optimiser for ``torch.distributed.checkpoint``.
 
     ``dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=folder)`` writes each shard
-    once. ``dcp.load`` reads it, also on another number of ranks. Weights have stock names.
+    once. ``dcp.load`` reads it, also on another number of ranks. Weights have stock names. To load
+    a checkpoint without optimiser state, pass no optimiser.
 
     Args:
         model: model after ``parallelize``, also with FSDP2 or DDP over another mesh dimension.
@@ -59,12 +61,14 @@ class TrainingState(Stateful):
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-        self.model: Any = model.module if is_wrapped else model
-        self.optimizer = optimizer
+        self.model, self.optimizer = _unwrapped(model), optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with a ``DTensor`` for each sharded weight. Collective."""
+        """Return the state, with a ``DTensor`` for each sharded weight. Collective.
+
+        Raises:
+            InvalidArgument: the optimiser's state of a shard does not have the shard's shape.
+        """
         with _saving_shards():
             state: dict[str, Any] = {"model": self.model.state_dict()}
         if self.optimizer is None:
@@ -90,19 +94,26 @@ class TrainingState(Stateful):
 
         Raises:
             RuntimeError: names or shapes of weights differ, or another rank saved a shard.
-            InvalidArgument: the same in the state of the optimiser.
+            InvalidArgument: the same in the state of the optimiser, or the state is incomplete.
         """
+        saved = state_dict.get("optimizer", {"state": {}, "param_groups": []})
+        wanted = [] if self.optimizer is None else self.optimizer.param_groups
+        if len(saved["param_groups"]) < len(wanted):
+            raise _missing(f"param_groups[{len(saved['param_groups'])}]")
         with _saving_shards():
             self.model.load_state_dict(state_dict["model"])
         if self.optimizer is None:
             return
         optimizer: Any = get_optimizer_state_dict(self.model, self.optimizer)
-        stock = dict(state_dict["optimizer"]["state"])
+        stock = dict(saved["state"])
         for shard in _shards_of(self.model):
             weights = shard.weights(torch.empty(shard.parameter.shape, device="meta"))
             loaded = [stock.pop(name, {}) for name in weights]
             own = optimizer["state"].get(shard.name, {})
             for key, value in own.items():
+                for name, values in zip(weights, loaded, strict=True):
+                    if key not in values:
+                        raise _missing(f"state of {name}, {key}")
                 if not shard.has_shape_of(value):
                     own[key] = loaded[0][key]
                     continue
@@ -115,9 +126,7 @@ class TrainingState(Stateful):
                 stock[shard.name] = own
         groups = [
             {**loaded, "params": own["params"]}
-            for loaded, own in zip(
-                state_dict["optimizer"]["param_groups"], optimizer["param_groups"], strict=True
-            )
+            for loaded, own in zip(saved["param_groups"], optimizer["param_groups"], strict=True)
         ]
         state: Any = {"state": stock, "param_groups": groups}
         set_optimizer_state_dict(self.model, self.optimizer, state)
@@ -137,12 +146,32 @@ class _Shard:
         return self.prefix + self.short_name
 
     def has_shape_of(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+        if not isinstance(value, torch.Tensor) or value.shape == self.parameter.shape:
+            return isinstance(value, torch.Tensor)
+        if value.numel() > 1:  # such as the factors of Adafactor, which differ between ranks
+            where, expected = f"optimizer's state of {self.name}", tuple(self.parameter.shape)
+            raise InvalidArgument(
+                "TrainingState", f"{where}.shape", tuple(value.shape), f"{expected} or one value"
+            )
+        return False
 
     def weights(self, tensor: torch.Tensor) -> dict[str, StockWeight]:
         """Return the stock weights of a tensor with the parameter's shape, by their full names."""
         weights = self.layer._stock_weights(self.short_name, tensor)
         return {self.prefix + weight.name: weight for weight in weights}
+
+
+def _unwrapped(model: torch.nn.Module) -> Any:
+    """Return the model inside ``DistributedDataParallel`` and ``torch.compile``."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    while isinstance(model, ddp) or "_orig_mod" in model._modules:
+        (model,) = model.children()
+    return model
+
+
+def _missing(what: str) -> InvalidArgument:
+    expected = "state of this kind of optimiser. TrainingState(model) loads only the weights"
+    return InvalidArgument("load_state_dict", f"optimizer's {what}", None, expected)
 
 
 def _shards_of(model: torch.nn.Module) -> Iterator[_Shard]:

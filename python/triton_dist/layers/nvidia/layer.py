@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -143,19 +144,17 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         known = {*self._modules}
         for name, parameter in self.named_parameters(recurse=False):
             filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            for weight in self._stock_weights(name, filled):
-                known.add(weight.name)
-                stock = state_dict.get(prefix + weight.name)
-                if stock is None:
-                    missing_keys.append(prefix + weight.name)
-                    break
-                try:
-                    weight.fill(stock, self.library, prefix + weight.name)
-                except InvalidArgument as error:
-                    error_msgs.append(str(error))
-                    break
-            else:
-                local_part(parameter).copy_(local_part(distributed_like(filled, parameter)))
+            weights = {prefix + each.name: each for each in self._stock_weights(name, filled)}
+            known.update(each.name for each in weights.values())
+            missing = [each for each in weights if each not in state_dict]
+            missing_keys += missing
+            try:
+                for where, weight in () if missing else weights.items():
+                    weight.fill(state_dict[where], self.library, where)
+                if not missing:
+                    local_part(parameter).copy_(local_part(distributed_like(filled, parameter)))
+            except InvalidArgument as error:
+                error_msgs.append(str(error))
             if prefix + name in state_dict and name not in known:
                 error_msgs.append(
                     f"{prefix + name} is the shard of a rank, expected the stock weights. Save "
@@ -287,13 +286,18 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if size % self.world_size:
             raise self._invalid(name, size, f"a multiple of the {self.world_size} ranks")
 
-    def _shard(self, weight: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's shard of a weight along ``dim``, on this rank's device."""
-        return weight.detach().chunk(self.world_size, dim)[self.rank].to(self.library.device)
+    @torch.no_grad()
+    def _parameter(self, name: str, module: torch.nn.Module, *shape: int) -> torch.nn.Parameter:
+        """Return parameter ``name`` with this rank's shards of the weights of ``module``.
 
-    def _parameter(self, weight: torch.Tensor, like: torch.Tensor) -> torch.nn.Parameter:
-        """Return a parameter that is trained if ``like`` is trained."""
-        return torch.nn.Parameter(weight.contiguous(), requires_grad=like.requires_grad)
+        It has the dtype of the first weight and is trained if the first weight is trained.
+        """
+        weights = self._stock_weights(name, torch.empty(shape, device="meta"))
+        stock = [attrgetter(each.name)(module) for each in weights]
+        filled = torch.empty(shape, dtype=stock[0].dtype, device=self.library.device)
+        for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
+            weight.fill(whole, self.library, weight.name)
+        return torch.nn.Parameter(filled, requires_grad=stock[0].requires_grad)
 
     def _print_shapes(self, verbose: bool) -> None:
         if verbose:

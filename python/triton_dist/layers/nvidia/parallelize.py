@@ -62,10 +62,14 @@ def parallelize(
         call.
 
     Raises:
-        InvalidArgument: ``module`` has no supported layer, or a layer cannot be sharded, or its
-            ``config`` requests outputs that the layers do not return. ``module`` is then unchanged.
-            A later call of the module that requests these outputs raises too.
+        InvalidArgument: ``module`` contains no supported layer or is one itself, or a layer cannot
+            be sharded, or its ``config`` requests outputs that the layers do not return. ``module``
+            is then unchanged. A later call of the module that requests these outputs raises too.
     """
+    if kind := _kind_of(module):
+        expected = "a module that contains this layer, which is replaced in its parent. For the "
+        expected += f"layer alone, call _init_parameters(module) of a new {kind.__name__}"
+        raise InvalidArgument("parallelize", "module", type(module), expected)
     _check_outputs(module)
     contexts = TensorParallel(max_M, group) if ranks is None else ranks
     replacements: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []

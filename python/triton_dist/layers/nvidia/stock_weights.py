@@ -76,11 +76,12 @@ class StockWeight:
         if isinstance(weight, DTensor):
             # A DTensor that torch.load returns has the coordinate of the rank that saved it.
             mesh = weight.device_mesh
-            found = [*(mesh.get_coordinate() or ()), mesh.size()]
-            if found != [ranks.rank, ranks.num_ranks]:
-                expected = f"[{ranks.rank}, {ranks.num_ranks}]"
-                argument = f"[rank, number of ranks] of the shard of {where}"
-                raise InvalidArgument("load_state_dict", argument, found, expected)
+            dims = [getattr(each, "dim", None) for each in weight.placements]
+            found = [*(mesh.get_coordinate() or ()), mesh.size(), *dims]
+            expected_shard = [ranks.rank, ranks.num_ranks, self.dim]
+            if found != expected_shard:
+                argument = f"[rank, number of ranks, dimension] of the shard of {where}"
+                raise InvalidArgument("load_state_dict", argument, found, f"{expected_shard}")
             part = weight.to_local()
         else:
             part = weight.reshape(shape)

@@ -92,22 +92,16 @@ class TP_Attn(TensorParallelLayer):
         if q_columns % k.shape[0]:
             expected = f"a multiple of the {k.shape[0] // self.head_dim} key-value heads"
             raise self._invalid("heads of q_proj", q_columns // self.head_dim, expected)
-
-        def columns(weights: list[torch.Tensor]) -> torch.Tensor:
-            own = [self._shard(weights[0], 0), *map(self._kv_shard, weights[1:])]
-            return torch.cat(own)
-
-        self.wqkv = self._parameter(columns([q, k, v]), q)
-        self.wo = self._parameter(self._shard(o, 1), o)
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.wqkv = self._parameter("wqkv", self_attn, rows, hidden)
+        self.wo = self._parameter("wo", self_attn, hidden, self.num_heads * self.head_dim)
         biases = [getattr(getattr(source, f"{name}_proj"), "bias", None) for name in "qkvo"]
         given = [bias for bias in biases[:3] if bias is not None]
         if len(given) not in (0, 3):
             raise self._invalid("biases of q_proj, k_proj, v_proj", len(given), "0 or 3 biases")
-        self.bqkv = self._parameter(columns(given), given[0]) if given else None
-        self.bo = None
-        if biases[3] is not None:  # equal on all ranks, added after the sum
-            bias = biases[3].detach().to(self.library.device)
-            self.bo = torch.nn.Parameter(bias, requires_grad=biases[3].requires_grad)
+        self.bqkv = self._parameter("bqkv", self_attn, rows) if given else None
+        # The bias of o is equal on all ranks and added after the sum over ranks.
+        self.bo = None if biases[3] is None else self._parameter("bo", self_attn, hidden)
         for name in ("q_norm", "k_norm"):
             norm = getattr(source, name, None)
             scale = getattr(norm, "weight", None)
@@ -133,10 +127,6 @@ class TP_Attn(TensorParallelLayer):
                 TritonDistWarning,
                 stacklevel=3,
             )
-
-    def _kv_shard(self, weight: torch.Tensor) -> torch.Tensor:
-        parts = weight.detach().chunk(self.world_size // self.replicas, 0)
-        return parts[self.kv_index].to(self.library.device)
 
     def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         if name == "wo":

@@ -40,8 +40,8 @@ class TP_MLP(TokenLayer):
         self._check_members("module", mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
         gate = self._checked_weight("gate_proj", source.gate_proj, (None, None))
         columns, hidden = gate.shape
-        up = self._checked_weight("up_proj", source.up_proj, (columns, hidden))
-        down = self._checked_weight("down_proj", source.down_proj, (hidden, columns))
+        self._checked_weight("up_proj", source.up_proj, (columns, hidden))
+        self._checked_weight("down_proj", source.down_proj, (hidden, columns))
         self._check_split("columns of gate_proj", columns)
         for name in ("gate_proj", "up_proj", "down_proj"):
             linear = getattr(source, name)
@@ -50,9 +50,9 @@ class TP_MLP(TokenLayer):
                 raise self._invalid(f"{name}.weight.dtype", linear.weight.dtype, expected)
             if getattr(linear, "bias", None) is not None:
                 raise self._invalid(f"{name}.bias", tuple(linear.bias.shape), "None")
-        gate_up = torch.cat([self._shard(gate, 0), self._shard(up, 0)])
-        self.gate_up_proj = self._parameter(gate_up, gate)
-        self.down_proj = self._parameter(self._shard(down, 1), down)
+        own = columns // self.world_size
+        self.gate_up_proj = self._parameter("gate_up_proj", mlp, 2 * own, hidden)
+        self.down_proj = self._parameter("down_proj", mlp, hidden, own)
         self.act_fn: Any = source.act_fn
         self._print_shapes(verbose)
 

@@ -66,8 +66,7 @@ class TP_MoE(TokenLayer):
         for name in ("shared_expert", "shared_experts"):
             if hasattr(source, name):
                 raise self._invalid(name, type(getattr(source, name)), "none")
-        with torch.enable_grad():  # views of trained weights must keep requires_grad
-            each = list(self._experts_of(source.experts))
+        each = list(self._experts_of(source.experts))
         beside = ((source.gate, "bias"), (source, _CORRECTION), (source.gate, _CORRECTION))
         for holder, name in beside:
             if getattr(holder, name, None) is not None:
@@ -91,15 +90,13 @@ class TP_MoE(TokenLayer):
                 if weight.dtype != gate.dtype:
                     expected = f"the dtype of gate, {gate.dtype}"
                     raise self._invalid(f"{where}.dtype", weight.dtype, expected)
-        gate_up = [torch.cat([self._shard(w, 0) for w in weights[:2]]).T for weights in each]
-        down = [self._shard(weights[2], 1).T for weights in each]
-        whole = gate.detach().to(self.library.device)
-        self.gate = torch.nn.Parameter(whole, requires_grad=gate.requires_grad)
-        self.gate_up_proj = self._parameter(torch.stack(gate_up), each[0][0])
-        self.down_proj = self._parameter(torch.stack(down), each[0][2])
         self.has_stacked_experts = not isinstance(source.experts, torch.nn.ModuleList)
         first = source.experts if self.has_stacked_experts else source.experts[0]
         self.act_fn: Any = first.act_fn
+        (E, hidden), own = gate.shape, columns // self.world_size
+        self.gate = self._parameter("gate", module, E, hidden)
+        self.gate_up_proj = self._parameter("gate_up_proj", module, E, hidden, 2 * own)
+        self.down_proj = self._parameter("down_proj", module, E, own, hidden)
         self._print_shapes(verbose)
 
     def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -63,7 +63,7 @@ def clip_grad_norm_(
         foreach: ignored; an argument of ``torch.nn.utils.clip_grad_norm_``.
 
     Returns:
-        The norm before scaling, fp32, equal on all ranks.
+        The norm before scaling, at least fp32, equal on all ranks.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -140,10 +140,11 @@ def redirect_torch_clipping() -> None:
 
 
 def _power(gradient: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the sum of ``|gradient| ** p``, or the maximum of ``|gradient|``, in fp32."""
+    """Return the sum of ``|gradient| ** p``, or the maximum of ``|gradient|``, at least in fp32."""
     if not gradient.numel():
         return torch.zeros((), device=gradient.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, p, dtype=torch.float32)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, p, dtype=dtype)
     return norm if p == math.inf else norm**p
 
 
