@@ -91,7 +91,7 @@ class Candidates:
             self.rotary = rotary(torch.arange(self.tokens), dtype)
             whole = torch.randn(tokens, config.hidden_size).to(dtype)
         self.x = shard_rows(whole, self.rank, self.size) if self.is_sequence_parallel else whole
-        self.contexts = TensorParallel(tokens)
+        self.ranks = TensorParallel(tokens)
         self.plain = self._layer(Collectives())
 
     def _layer(self, ranks: Collectives) -> TP_MLP | TP_Attn:
@@ -109,7 +109,7 @@ class Candidates:
         """Return the layer as a function of x, and its parameters; raise if it is not possible."""
         if name == "dtensor":
             return self._dtensor()
-        layer = self._layer(self.contexts) if name in (OURS, COMPILED) else self.plain
+        layer = self._layer(self.ranks) if name in (OURS, COMPILED) else self.plain
         call = self._call(layer) if name != "async_tp" else self._async_tp(self.plain)
         if name == COMPILED:
             call = torch.compile(call, fullgraph=True)
@@ -278,7 +278,7 @@ def point(
             "samples": {name: each.milliseconds for name, each in samples.items()},
             "errors": missing,
         }  # fmt: skip
-    made.contexts.finalize()
+    made.ranks.finalize()
 
 
 def ratio(found: dict[str, Any]) -> float | None:

@@ -47,7 +47,7 @@ import triton
 from triton_dist import knobs, tune
 from triton_dist._tuning import protocols
 from triton_dist._tuning.search import Brief, Racing, search_for
-from triton_dist._tuning.search.choose import GENERATION, Exploring
+from triton_dist._tuning.search.choose import BATCH_SIZE, Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
 from triton_dist._tuning.search.tpe import Tpe
 from triton_dist._tuning.sizes.neighbours import MAX_DISTANCE, Neighbours, nearest
@@ -286,9 +286,9 @@ def _own(kind: Callable[..., Any]) -> MakeSearch:
     return make
 
 
-def _model(proposer: Callable[..., Any], generation: int) -> MakeSearch:
+def _model(proposer: Callable[..., Any], batch_size: int) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
-        return Exploring(proposer(candidates, generation, seed), candidates, policy)
+        return Exploring(proposer(candidates, batch_size, seed), candidates, policy)
 
     return make
 
@@ -298,15 +298,15 @@ def has_optuna() -> bool:
 
 
 def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    # A generation is proposed at a time if candidates are compiled ahead.
-    generations = {"": 1, ", generations": GENERATION}
+    # A batch is proposed at a time if candidates are compiled ahead.
+    batch_sizes = {"": 1, ", batches": BATCH_SIZE}
     proposers: dict[str, Callable[..., Any]] = {"surrogate": Surrogate}
     if has_optuna():
         proposers["optuna"] = Tpe
     searches = {"random": _own(RandomSearch)} | {
-        name + text: _model(proposer, generation)
+        name + text: _model(proposer, batch_size)
         for name, proposer in proposers.items()
-        for text, generation in generations.items()
+        for text, batch_size in batch_sizes.items()
     }
     policy = Policy.on("cuda", timing="events", search="surrogate", max_trials=options.tries)
     scores: list[Score] = []

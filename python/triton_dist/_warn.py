@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_held = threading.local()
+_deferred = threading.local()
 _entry_points: set[types.CodeType] = set()
 
 
@@ -61,31 +61,31 @@ def note(text: str, category: type[Warning]) -> None:
 def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
     """Issue a warning about the line of ``frame``."""
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
-    held: list[Any] | None = getattr(_held, "warnings", None)
-    if held is None:
+    pending: list[Any] | None = getattr(_deferred, "warnings", None)
+    if pending is None:
         _emit(text, category, *where)
     else:
-        held.append((text, category, *where))
+        pending.append((text, category, *where))
 
 
 @contextmanager
-def held_warnings() -> Iterator[None]:
+def deferred_warnings() -> Iterator[None]:
     """Context manager that delays the warnings of its block to the end of the block.
 
     ``-W error`` turns a warning into an exception. Raised inside a tuning, the exception would
     leave other ranks waiting, and the agreed winner would not be stored.
     """
-    if getattr(_held, "warnings", None) is not None:
+    if getattr(_deferred, "warnings", None) is not None:
         yield
         return
-    held: list[Any] = []
-    _held.warnings = held
+    pending: list[Any] = []
+    _deferred.warnings = pending
     raised: Warning | None = None
     try:
         yield
     finally:
-        _held.warnings = None
-        for each in held:
+        _deferred.warnings = None
+        for each in pending:
             try:
                 _emit(*each)
             except Warning as error:

@@ -123,7 +123,7 @@ def settled_by_the_caller(method):
     call(0)
     with bounded_waits(20.0):
         call(1)
-        with waits.deferred_checks(current_device(), 20.0) as settle:
+        with waits.deferred_checks(current_device(), 20.0) as run_checks:
             call(2)
             call(3, gives_up=True)
             call(4)
@@ -131,12 +131,12 @@ def settled_by_the_caller(method):
             flags = buffer.slots.of_slot(0, "arrivals").local  # of call 3
             flags[peer * MAX_CHUNKS] -= flag_value(1, 0)
             with pytest.raises(WaitTimeout) as overdue:
-                settle()
+                run_checks()
             flags[peer * MAX_CHUNKS] += flag_value(1, 0)
             dist.barrier()
             steps.append(len(waits_seen))
             call(5)
-            settle()
+            run_checks()
             steps.append(len(waits_seen))
         with pytest.raises(WaitTimeout, match="arrived since"):
             call(6, gives_up=True)
@@ -169,7 +169,7 @@ def released_copies():
     ring = AllGatherMethod.RING_PUSH_1D
     buffer = AllGatherBuffer(2 * dist.get_world_size(), K, torch.float32, None, "test")
     seconds = 0.0
-    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
+    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as run_checks:
         begin = time.monotonic()
         if buffer.rank != 1:
             with races.expected():  # of copies that go on without what they waited for
@@ -177,7 +177,7 @@ def released_copies():
                 buffer.slots.epoch[GAVE_UP.value] = 1
                 buffer.finish()  # joins copies that wait for what rank 1 would have brought
             with pytest.raises(WaitTimeout):
-                settle()
+                run_checks()
             seconds = time.monotonic() - begin
         dist.barrier()
         buffer.reset()
@@ -187,7 +187,7 @@ def released_copies():
                 if rank != buffer.rank:
                     assert torch.equal(received, shard(rank, number, 2))
             buffer.finish()
-            settle()
+            run_checks()
     buffer.slots.memory.barrier()
     buffer.free()
     return seconds

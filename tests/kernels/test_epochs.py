@@ -56,16 +56,16 @@ def settled_by_the_caller():
     call()
     with bounded_waits(20.0):
         call()
-        with waits.deferred_checks(current_device(), 20.0) as settle:
+        with waits.deferred_checks(current_device(), 20.0) as run_checks:
             call()
             call(gives_up=True)
             call()
             call()  # the slot is used again before anybody looks
             with pytest.raises(WaitTimeout) as overdue:
-                settle()
+                run_checks()
             steps.append(len(waits_seen))
             call()
-            settle()  # told once
+            run_checks()  # told once
             steps.append(len(waits_seen))
         with pytest.raises(WaitTimeout, match="arrived since"):
             call(gives_up=True, behind=0)
@@ -110,14 +110,14 @@ def count_peer_checks():
     own()
     own()
     run_without_slots()  # in production, nothing
-    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
+    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as run_checks:
         run_without_slots()
-        settle()
+        run_checks()
         run_without_slots()
-        settle()
+        run_checks()
         assert looked[-1] == (1, 0)  # at the slot of the next call, which stays that
         own()
-        settle()
+        run_checks()
     used.memory.barrier()
     used.free()
     return counts
@@ -135,10 +135,10 @@ def nothing_is_left_of_earlier_trials():
             give_up(used)
             used.finish()
             # the caller leaves without looking
-        with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as settle:
+        with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as run_checks:
             used.take()
             used.finish()
-            settle()
+            run_checks()
         used.take()
         used.finish()
     used.memory.barrier()

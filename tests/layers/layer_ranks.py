@@ -194,10 +194,10 @@ def call_forms() -> int:
     x, count = drawn(1, 2, 6, 32), 0
     with torch.no_grad():
         golden = stock(x)
-    own = part(x.flatten(0, 1), layer.library, 0)
+    own = part(x.flatten(0, 1), layer.torch_ranks, 0)
     rows = layer.torch_ag_gemm(own)
     hidden = torch.nn.functional.silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1]
-    golden_rows = part(golden.flatten(0, 1), layer.library, 0)
+    golden_rows = part(golden.flatten(0, 1), layer.torch_ranks, 0)
     for found, wanted in (
         (layer.torch_fwd(x), golden),
         (layer.dist_triton_fwd(own, ag_gemm_persistent=True, autotune=True), golden_rows),
@@ -245,7 +245,7 @@ def experts_call_forms() -> int:
     for name in ("torch_fwd", "torch_fwd_no_loop", "dist_triton_fwd", "dist_triton_AR_fwd"):
         rows, wanted = x, golden
         if name == "dist_triton_fwd":
-            rows, wanted = part(x, layer.library, 0), part(golden, layer.library, 0)
+            rows, wanted = part(x, layer.torch_ranks, 0), part(golden, layer.torch_ranks, 0)
         torch.testing.assert_close(getattr(layer, name)(rows), wanted, rtol=1e-4, atol=1e-4)
         count += 1
     layer.finalize()
@@ -276,7 +276,7 @@ def with_a_cache(kv_heads: int = 2) -> int:
             at = positions[None, begin:end].expand(2, -1)
             rows, wanted = x[:, begin:end], golden[:, begin:end]
             if is_spread:
-                rows, wanted = part(rows, layer.library, 0), part(wanted, layer.library, 0)
+                rows, wanted = part(rows, layer.torch_ranks, 0), part(wanted, layer.torch_ranks, 0)
             found = forward(rows.contiguous(), at, cos_sin, cache, layer_idx=0)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
             cache.inc_offset(end - begin)
@@ -515,7 +515,7 @@ def large_layers(tokens: int, hidden: int, columns: int) -> dict[str, float]:
         layer = TP_MLP(sequence_parallel=is_spread, keep_gathered=is_spread)
         layer._init_parameters(stock)
         layer._init_ctx(tokens)
-        ranks = layer.library
+        ranks = layer.torch_ranks
         x = (part(whole, ranks, 0) if is_spread else whole).clone().requires_grad_()
         out = layer(x)
         out.sum().backward()

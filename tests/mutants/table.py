@@ -252,7 +252,7 @@ MUTANTS = (
     Mutant(
         "agreement: a record counts what all ranks hold alike",
         _AGREEMENT,
-        "if verdict.winner and verdict.bound in (None, counted)",
+        "if verdict.winner and verdict.bound in (None, bound_names)",
         "if verdict.winner",
         MEETINGS,
     ),

@@ -88,36 +88,36 @@ def test_a_check_is_made_by_the_op_unless_somebody_settles():
 
 def test_settling_waits_for_the_device_only_if_something_was_left():
     device, op = Device(), Op()
-    with waits.deferred_checks(device, 3.0) as settle:
-        settle()
+    with waits.deferred_checks(device, 3.0) as run_checks:
+        run_checks()
         assert device.waits == []
         waits.defer(op.check)
         waits.defer(op.check)
         assert op.checks == 0
-        settle()
+        run_checks()
         assert (op.checks, device.waits) == (1, [3.0])
-        settle()  # as after the replay of a graph, which leaves nothing
+        run_checks()  # as after the replay of a graph, which leaves nothing
         assert (op.checks, device.waits) == (2, [3.0, 3.0])
 
 
 def test_all_checks_are_made_and_the_first_error_is_raised():
     ops = Op(), Op("second"), Op("third")
-    with waits.deferred_checks(Device(), 3.0) as settle:
+    with waits.deferred_checks(Device(), 3.0) as run_checks:
         for op in ops:
             waits.defer(op.check)
         with pytest.raises(WaitTimeout, match="second"):
-            settle()
+            run_checks()
         assert [op.checks for op in ops] == [1, 1, 1]
-        settle()  # nothing is left to be raised for what comes next
+        run_checks()  # nothing is left to be raised for what comes next
 
 
 def test_a_device_that_does_not_finish_is_a_timeout_of_another_kind():
     device, op = Device(), Op()
-    with waits.deferred_checks(device, 3.0) as settle:
+    with waits.deferred_checks(device, 3.0) as run_checks:
         waits.defer(op.check)
         device.busy = True
         with pytest.raises(TimeoutError) as failure:
-            settle()
+            run_checks()
         assert not isinstance(failure.value, WaitTimeout)
         assert op.checks == 0
 
@@ -141,10 +141,10 @@ def test_an_inner_settling_begins_with_what_the_outer_one_holds():
         waits.defer(outer_op.check)
         with pytest.raises(WaitTimeout, match="outer"), waits.deferred_checks(device, 2.0):
             raise AssertionError("it has not begun")
-        with waits.deferred_checks(device, 2.0) as settle:
+        with waits.deferred_checks(device, 2.0) as run_checks:
             waits.defer(inner_op.check)
             before = outer_op.checks
-            settle()
+            run_checks()
             assert (outer_op.checks, inner_op.checks) == (before, 1)
         before = inner_op.checks
         settle_outer()

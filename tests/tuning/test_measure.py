@@ -34,8 +34,8 @@ class Agreement(Channel):
         self.order.append("line up")
 
 
-def sample(device, call, policy, number, ranks=None, settle=lambda: None, reset=lambda: None):
-    sampler = Sampler(device, ranks or Agreement(), policy, SECONDS, settle)
+def sample(device, call, policy, number, ranks=None, run_checks=lambda: None, reset=lambda: None):
+    sampler = Sampler(device, ranks or Agreement(), policy, SECONDS, run_checks)
     return sampler.sample(Step("measure"), call, number, reset)
 
 
@@ -68,11 +68,11 @@ def test_ranks_are_lined_up_after_what_holds_the_device():
         Policy(warmup=0),
         2,
         Agreement(order),
-        settle=lambda: order.append("settle"),
+        run_checks=lambda: order.append("run_checks"),
         reset=lambda: order.append("reset"),
     )
-    run = ["settle", "reset", "meet", "flush", "hold", "line up", "run"]
-    assert order == [*run, *run, "settle"]
+    run = ["run_checks", "reset", "meet", "flush", "hold", "line up", "run"]
+    assert order == [*run, *run, "run_checks"]
 
 
 def test_the_device_is_held_for_as_long_as_queueing_took():
@@ -99,8 +99,8 @@ def test_the_first_sample_of_a_config_is_held_for_as_long_as_its_first_run_took_
     slow, quick = (Step("measure", Config({"n": n})) for n in (1, 2))
     device = Recording()
     sampler = Sampler(device, Agreement(), Policy(warmup=0), SECONDS, lambda: None)
-    sampler.queued(slow.config, 5e-4)
-    sampler.queued(quick.config, 2.0)  # it was compiled then
+    sampler.note_queueing_seconds(slow.config, 5e-4)
+    sampler.note_queueing_seconds(quick.config, 2.0)  # it was compiled then
     for at in (quick, slow, quick):
         sampler.sample(at, lambda: None, 1, lambda: None)
     assert held[0] == 1e-3
@@ -119,8 +119,8 @@ def refuse():
 
 @pytest.mark.parametrize(
     ("device", "fails"),
-    [(Full(), {}), (FakeDevice(), {"reset": refuse}), (FakeDevice(), {"settle": refuse})],
-    ids=["flush", "reset", "settle"],
+    [(Full(), {}), (FakeDevice(), {"reset": refuse}), (FakeDevice(), {"run_checks": refuse})],
+    ids=["flush", "reset", "run_checks"],
 )
 def test_a_rank_that_cannot_begin_meets_and_lines_up_all_the_same(device, fails):
     ranks, runs = Agreement(), []

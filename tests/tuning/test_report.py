@@ -25,7 +25,7 @@ from triton_dist._tuning.engine.report import summary
 from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
-from triton_dist._warn import held_warnings, warn
+from triton_dist._warn import deferred_warnings, warn
 from triton_dist.errors import NoValidConfig, TuningWarning
 from triton_dist.tune import autotune
 
@@ -194,7 +194,7 @@ def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised(tmp_path):
 
 
 def test_a_warning_does_not_replace_an_exception():
-    @held_warnings()
+    @deferred_warnings()
     def warn_and_raise():
         warn("a warning that is an error", TuningWarning)
         raise KeyError

@@ -198,16 +198,16 @@ def test_who_worked_for_a_tuning_waits_for_the_next_one_as_any_other():
     order = []
 
     def enter(tuning_lock, name):
-        with tuning_lock.held():
+        with tuning_lock.hold():
             order.append(name)
 
-    with world.held():
+    with world.hold():
         in_backward(lambda: enter(alone, "alone, meanwhile"))
         in_backward(lambda: enter(world, "meanwhile"))
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with world.held():
+        with world.hold():
             inside.set()
             leave.wait(10)
             order.append("the other")
@@ -225,13 +225,13 @@ def test_those_that_one_thread_waits_for_take_turns():
     tuning_lock, inside = TuningLock(), []
 
     def enter():
-        with tuning_lock.held():
+        with tuning_lock.hold():
             inside.append(1)
             time.sleep(0.05)
             assert sum(inside) == 1
             inside.append(-1)
 
-    with tuning_lock.held():
+    with tuning_lock.hold():
         state = torch._C._get_obj_in_tls("triton_dist.tuning")
 
         def helper():

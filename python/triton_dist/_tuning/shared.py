@@ -63,7 +63,7 @@ def is_off() -> bool:
 
 # A trial may wait for a backward pass on another thread. If that thread tunes, it must pause the
 # watch of the trial.
-watchdog.around = InheritedValue("triton_dist.watches")
+watchdog.enclosing_watches = InheritedValue("triton_dist.watches")
 _tuning_locks: weakref.WeakKeyDictionary[Any, TuningLock] = weakref.WeakKeyDictionary()
 """Tuning locks by group of ranks."""
 
@@ -130,7 +130,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         # Other ranks wait for ``seconds``. A wait in a kernel must end earlier.
         trial_context=functools.partial(_bounded_trials, device, ranks, seconds / 2),
         deferred_checks=functools.partial(deferred_checks, device, seconds),
-        tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).held,
+        tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).hold,
         compiler=CompilePool if device.name == "cuda" else None,
         random_state=RandomState,
     )
@@ -221,7 +221,7 @@ class TuningLock:
         self._lock = threading.RLock()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Context manager that holds the lock. A thread for which the holder waits enters too."""
         this = threading.get_ident()
         holders: Holders = _lock_holders.get() or {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triton_dist._tuning.store import is_held, places, removable
+from triton_dist._tuning.store import is_in_use, places, removable
 from triton_dist._tuning.values import StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     left = {
         str(journal): "the tuning is running"
         for journal in (place.with_suffix(".journal") for place in sorted(known))
-        if is_held(journal)
+        if is_in_use(journal)
     }
     kinds = {"log"} if arguments.logs else set()
     kinds |= {"journal"} if arguments.interrupted else set()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triton_dist._tuning.store import Interrupted, foreign, is_held
+from triton_dist._tuning.store import Interrupted, foreign, is_in_use
 from triton_dist._tuning.values import Failure, StoredRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
@@ -112,7 +112,7 @@ def _block(entry: StoredRecord | Interrupted) -> list[str]:
 
 
 def _tried(each: Interrupted) -> str:
-    state = "running" if is_held(each.path) else "interrupted"
+    state = "running" if is_in_use(each.path) else "interrupted"
     return f"{state}, {each.tried} of {counted(each.candidates, 'config')} tried"
 
 

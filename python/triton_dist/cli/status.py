@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist._tuning.store import Interrupted, is_held, last_line_by_rank
+from triton_dist._tuning.store import Interrupted, is_in_use, last_line_by_rank
 from triton_dist._tuning.store.readonly import read
 from triton_dist._warn import printable
 from triton_dist.cli import cache, listing, text
@@ -62,7 +62,7 @@ def _print_none(kind: str, function: str | None) -> None:
 
 
 def _tree(each: Interrupted) -> _Tree:
-    running, age = is_held(each.path), 0.0
+    running, age = is_in_use(each.path), 0.0
     if running:
         with suppress(OSError):  # ``seconds`` ends at the last outcome
             age = max(0.0, time.time() - each.path.stat().st_mtime)

@@ -98,7 +98,7 @@ class _DeferredChecks:
         self._device = device
         self.checks: dict[Check, None] = {}
 
-    def settle(self, seconds: float) -> None:
+    def run_checks(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the device, then run all checks.
 
         Raises:
@@ -115,8 +115,8 @@ class _DeferredChecks:
 
 
 class _ThreadState(threading.local):
-    """State per thread: only the caller of an op on this thread knows when to settle. Ops on other
-    threads check in their call."""
+    """State per thread: only the caller of an op on this thread knows when to run the
+    deferred checks. Ops on other threads check in their call."""
 
     def __init__(self) -> None:
         self.contexts: list[_DeferredChecks] = []
@@ -131,19 +131,20 @@ def deferred_checks(device: Device, seconds: float) -> Iterator[Callable[[], Non
 
     Yields a function to call after each op, outside of the timed section. It waits up to
     ``seconds`` for ``device`` and raises ``WaitTimeout`` if a wait gave up. If the contexts are
-    nested, the outer one is settled first, so that its errors are not attributed to the inner one.
+    nested, the checks of the outer one run first, so that its errors are not attributed to the
+    inner one.
     """
     contexts, own = _thread.contexts, _DeferredChecks(device)
     if contexts:
-        contexts[-1].settle(seconds)
+        contexts[-1].run_checks(seconds)
     contexts.append(own)
     try:
-        yield functools.partial(own.settle, seconds)
+        yield functools.partial(own.run_checks, seconds)
     finally:
         contexts.remove(own)
         # Drop the checks of a call that raised, without waiting.
         with suppress(Exception):
-            own.settle(0.0)
+            own.run_checks(0.0)
 
 
 def defer(check: Check) -> bool:

@@ -42,7 +42,7 @@ class OwnRecord(NamedTuple):
     """This rank's valid record and its location, or ``None`` and the reason."""
 
     record: TuningRecord | None
-    where: str
+    location_or_reason: str
     tolerated: str = ""
     """Accepted differences between the record and this process."""
 
@@ -51,8 +51,8 @@ class OwnRecord(NamedTuple):
         record = self.record
         if record is None:
             return Verdict()
-        counted = None if record.shipped else frozenset(record.fingerprint.bound)
-        return Verdict(record.best.digest, record.digest, record.shipped, counted)
+        bound_names = None if record.shipped else frozenset(record.fingerprint.bound)
+        return Verdict(record.best.digest, record.digest, record.shipped, bound_names)
 
 
 def own_record(
@@ -60,13 +60,13 @@ def own_record(
 ) -> OwnRecord:
     """Return the first of the ``stored`` records that ``validator`` accepts."""
     reason = ""
-    for record, where in stored:
+    for record, location in stored:
         found = validator(record)
         if not found.reasons:
-            return OwnRecord(record, where, "; ".join(found.tolerated))
+            return OwnRecord(record, location, "; ".join(found.tolerated))
         # Report the first reason only: the first record belongs to this function.
         kind = "shipped record" if record.shipped else "record"
-        reason = reason or f"the {kind} in {where} is not valid: {'; '.join(found.reasons)}"
+        reason = reason or f"the {kind} in {location} is not valid: {'; '.join(found.reasons)}"
     return OwnRecord(None, reason or "no record")
 
 
@@ -97,7 +97,7 @@ class Agreement:
         leader: the leader's proposal.
         capturing: some rank cannot measure now.
         frozen: global ranks on which tuning is forbidden. One is enough to forbid it.
-        all_hold_it: every rank has the record that is used.
+        all_have_record: every rank has the record that is used.
         will_run: every rank runs the function with the chosen config immediately.
         holder: the rank whose record all ranks use, or ``None``.
         winner: digest of the winning config in that record.
@@ -108,7 +108,7 @@ class Agreement:
         for each in zip(*(proposal.compared for proposal in proposals), strict=True):
             if len({text for _, text in each}) > 1:
                 texts = {ranks.global_rank(rank): text for rank, (_, text) in enumerate(each)}
-                raise ranks.ended_by(RankDisagreement(each[ranks.rank][0], texts))
+                raise ranks.record_final_error(RankDisagreement(each[ranks.rank][0], texts))
         # Bound constants may differ. All other parts of the fingerprint must be equal to rank 0's.
         first, *others = with_common_constants([proposal.fingerprint for proposal in proposals])
         if any(other != first for other in others):
@@ -118,10 +118,10 @@ class Agreement:
             for rank, other in enumerate(others, start=1):
                 by_rank[ranks.global_rank(rank)] = "; ".join(first.diff(other)) or "equal"
             what = f"the hardware, versions, source code or settings of {name}"
-            raise ranks.ended_by(RankDisagreement(what, by_rank))
+            raise ranks.record_final_error(RankDisagreement(what, by_rank))
         self.fingerprint = first
         verdicts = [proposal.verdict for proposal in proposals]
-        self.all_hold_it = len({verdict.record for verdict in verdicts}) == 1
+        self.all_have_record = len({verdict.record for verdict in verdicts}) == 1
         self.leader = proposals[0]
         self.capturing = any(proposal.capturing for proposal in proposals)
         self.frozen = [
@@ -130,11 +130,11 @@ class Agreement:
         self.will_run = all(proposal.will_run for proposal in proposals)
         # A record that depends on bound constants is valid only if these are equal on all ranks.
         # The holder has already compared them with the record.
-        counted = frozenset(self.fingerprint.bound)
+        bound_names = frozenset(self.fingerprint.bound)
         valid = {
             rank: verdict
             for rank, verdict in enumerate(verdicts)
-            if verdict.winner and verdict.bound in (None, counted)
+            if verdict.winner and verdict.bound in (None, bound_names)
         }
         holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
         # A record is used despite ALWAYS_TUNE if nothing can be measured.

@@ -137,7 +137,7 @@ class Channel:
         """Make the devices of all ranks start the next work together, after an ``all_gather``."""
         self._ranks.align_devices()
 
-    def ended_by(self, error: Exception) -> Exception:
+    def record_final_error(self, error: Exception) -> Exception:
         """Note that all ranks raise ``error`` and send no more messages. Return ``error``."""
         self.final_error = error
         return error
@@ -218,7 +218,7 @@ class Channel:
         # Raise outside of the ``except`` block. The context of the error must be an exception that
         # the caller handles, and not ``late``.
         try:
-            raise self.ended_by(self._explained(at, late))
+            raise self.record_final_error(self._explained(at, late))
         finally:
             del late  # it refers to this frame
 

@@ -99,12 +99,12 @@ _FAILED_PASS = "PassManager::run failed"
 """Triton's text for a failed compiler pass. Triton raises a plain ``RuntimeError``."""
 
 
-def use_first(
+def try_recorded_winner(
     call: Callable[[], Any],
     ranks: Channel,
     source: str,
     remedy: str,
-    votes: bool,
+    can_tune_again: bool,
     restores: bool,
     random_state: RandomState,
 ) -> tuple[Any, str]:
@@ -113,7 +113,7 @@ def use_first(
     Args:
         ranks: the channel in which all ranks agreed on the record.
         source: the config and the location of its record, as text.
-        votes: every rank calls the function now, and tuning is allowed.
+        can_tune_again: every rank calls the function now, and tuning is allowed.
         restores: the function changes its arguments, so a rank that ran it cannot repeat it.
 
     Returns:
@@ -127,7 +127,7 @@ def use_first(
         ``failure`` is empty if the call returned, and ``None`` for an exception that tuning cannot
         fix. The result is empty if the ranks do not tune again.
         """
-        if not votes:
+        if not can_tune_again:
             return ""
         try:
             failures = ranks.all_gather(Step("first use of a record"), failure)

@@ -23,6 +23,8 @@ class _AnyArguments(Protocol[P]):
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> object: ...
+    # Only a function with ``*args`` and ``**kwargs`` also accepts these eight positional arguments
+    # and this keyword.
     @overload
     def __call__(
         self, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, /, *, _: Any
@@ -32,8 +34,10 @@ class _AnyArguments(Protocol[P]):
 class _WithDefaults(Protocol[P, Q, R_co]):
     """A function that can also be called with the arguments ``Q``: its tunables have defaults."""
 
+    # A call with tunables: ``P`` are all parameters of the function.
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    # A call without tunables: ``Q`` are the parameters of ``key_fn``.
     @overload
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> object: ...
 
@@ -45,16 +49,22 @@ class AutoTunerByKey(AutoTuner[P, R_co]):
 
 
 class Decorator(Protocol[K_co]):
-    """What ``autotune`` returns for a ``key_fn`` of type ``K_co``."""
+    """What ``autotune`` returns for a ``key_fn`` of type ``K_co``.
 
+    A type checker uses the first overload that matches.
+    """
+
+    # ``key_fn`` accepts any arguments, so it reveals nothing: calls accept any arguments too.
     @overload
     def __call__(
         self: Decorator[_AnyArguments[Q]], fn: Callable[..., R], /
     ) -> AutoTunerByKey[Q, R]: ...
+    # All tunables have defaults: calls may pass any parameter of the function.
     @overload
     def __call__(
         self: Decorator[Callable[Q, object]], fn: _WithDefaults[P, Q, R], /
     ) -> AutoTuner[P, R]: ...
+    # Some tunable has no default: calls pass the parameters of ``key_fn``.
     @overload
     def __call__(
         self: Decorator[Callable[Q, object]], fn: Callable[..., R], /

@@ -44,7 +44,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.config import on_complete_configs
-from triton_dist._warn import called_by_users, held_warnings
+from triton_dist._warn import called_by_users, deferred_warnings
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -378,7 +378,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._choices.keep(process_group, key, {**arguments, **known_key})
         return arguments
 
-    @held_warnings()
+    @deferred_warnings()
     def _choose(
         self,
         args: tuple[Any, ...],
@@ -463,7 +463,7 @@ class AutoTuner(Decorated[P, R_co]):
                     if not (will_run and known.tuned and choices.new_keys.hits_later(key)):
                         self._keep(process_group, exact, known.for_sizes(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
-            # The warnings are held back until the lock is released (``held_warnings``).
+            # The warnings are held back until the lock is released (``deferred_warnings``).
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)
             return known.for_sizes(sizes)

@@ -109,8 +109,13 @@ class Report:
         """Write the config to the rank's log: its last line shows what the rank was running."""
         self._log.line(f"[{label}] {request.samples} samples of {request.config}")
 
-    def tried(self, label: str, request: Request, outcome: Outcome, together: Outcome) -> None:
-        """Report the outcome of a request, and of all requests for its config (``together``)."""
+    def tried(
+        self, label: str, request: Request, outcome: Outcome, config_outcome: Outcome
+    ) -> None:
+        """Report the outcome of a request.
+
+        ``config_outcome`` combines the outcomes of all requests for the config.
+        """
         config = request.config
         self._log.line(f"[{label}] {_ms(outcome)}")
         self._event(
@@ -122,14 +127,14 @@ class Report:
             **outcome_tree(outcome),
         )
         new = config.digest not in self._medians and config.digest not in self._failed
-        if isinstance(together, Measurement):
-            self._medians[config.digest] = together.median
+        if isinstance(config_outcome, Measurement):
+            self._medians[config.digest] = config_outcome.median
         else:
             self._medians.pop(config.digest, None)
             self._failed.add(config.digest)
         # Racing samples a config in several rounds. Show its first round and a failure.
         if new or isinstance(outcome, Failure):
-            text = f"  [{label}] {_ms(together)} {config}  ({self._so_far()})"
+            text = f"  [{label}] {_ms(config_outcome)} {config}  ({self._so_far()})"
             self._show(text, logging.DEBUG)
         if self._bar is not None:
             with suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
 """Try one config on all ranks in lockstep, and time its runs with the device's timer.
 
-A rank whose step fails stays in the protocol. It reports the failure in the vote that ends the
+A rank whose step fails stays in the protocol. It reports the failure in the message that ends the
 step, and the config becomes a :class:`Failure` on every rank. So no rank waits for a failed rank in
 a later step.
 """
@@ -43,9 +43,9 @@ from triton_dist.errors import (
 
 # The hold time of the next run decays by this factor, so one delay of the host does not lengthen
 # the hold of all later runs.
-_REMEMBERED = 0.9
+_HOLD_DECAY = 0.9
 # Longest hold, in seconds, before the first sample of a config.
-_LONGEST_FIRST = 1e-3
+_MAX_FIRST_HOLD = 1e-3
 
 
 class Sampler:
@@ -53,7 +53,8 @@ class Sampler:
 
     Args:
         seconds: time limit for other ranks, and for the device after all runs are queued.
-        settle: called after each run, untimed. Raises if a wait in a kernel reached its time limit.
+        run_checks: called after each run, untimed. Raises if a wait in a kernel reached its time
+            limit.
     """
 
     def __init__(
@@ -62,20 +63,20 @@ class Sampler:
         ranks: Channel,
         policy: Policy,
         seconds: float,
-        settle: Callable[[], object],
+        run_checks: Callable[[], object],
     ) -> None:
         self._device, self._ranks, self._policy = device, ranks, policy
-        self._seconds, self._settle = seconds, settle
-        self._queueing: dict[Config | None, float] = {}
+        self._seconds, self._run_checks = seconds, run_checks
+        self._queueing_seconds: dict[Config | None, float] = {}
         """Seconds that the host recently needed to queue a call of a config."""
 
-    def queued(self, config: Config, seconds: float) -> None:
+    def note_queueing_seconds(self, config: Config, seconds: float) -> None:
         """Note the seconds that the host needed to queue the first run of a config.
 
         The first run also loads the kernel, so the time is capped. With this hold, the first sample
         already measures the device and not the host.
         """
-        self._queueing.setdefault(config, min(seconds, _LONGEST_FIRST))
+        self._queueing_seconds.setdefault(config, min(seconds, _MAX_FIRST_HOLD))
 
     def sample(
         self, at: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
@@ -93,20 +94,20 @@ class Sampler:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
                 if not failures:
-                    with _noted(failures):
-                        self._settle()  # the previous run
+                    with _collect(failures):
+                        self._run_checks()  # the previous run
                         with watch:
                             reset()
                 self._ranks.all_gather(at, None, self._seconds)
-                with _noted(failures):
+                with _collect(failures):
                     # Keep the device busy until the host has queued the call. Otherwise the timer
                     # includes the host's launch latency. A failed rank does this too.
                     if not failures and self._policy.flush:
                         self._device.flush_cache()
-                    self._device.delay_stream(self._queueing.get(at.config, 0.0))
+                    self._device.delay_stream(self._queueing_seconds.get(at.config, 0.0))
                 self._ranks.align_devices()
                 if not failures:
-                    with _noted(failures):
+                    with _collect(failures):
                         self._run(at, watch, timers[-1], call)
             if failures:
                 try:
@@ -117,7 +118,7 @@ class Sampler:
             # Round to 1 ns: finer digits are noise and make records hard to read.
             times = (round(timer.milliseconds(), 6) for timer in timers[self._policy.warmup :])
             samples = tuple(times)
-            self._settle()  # the last run
+            self._run_checks()  # the last run
         return samples
 
     def _run(self, at: Step, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
@@ -126,12 +127,13 @@ class Sampler:
         with watch:
             call()
         took = time.perf_counter() - began
-        self._queueing[at.config] = max(took, _REMEMBERED * self._queueing.get(at.config, 0.0))
+        earlier = _HOLD_DECAY * self._queueing_seconds.get(at.config, 0.0)
+        self._queueing_seconds[at.config] = max(took, earlier)
         timer.stop()
 
 
 @contextmanager
-def _noted(failures: list[Exception]) -> Iterator[None]:
+def _collect(failures: list[Exception]) -> Iterator[None]:
     """Context manager that adds an exception of its block to ``failures``."""
     try:
         yield
@@ -168,8 +170,8 @@ class Attempts:
     """Trials of the configs of one call.
 
     Args:
-        settle: completes work that ops postpone until the timed part has ended. Waits for the
-            device if an op requires it. Raises if a wait in a kernel reached its time limit.
+        run_checks: runs the checks that ops defer until the timed part has ended. Waits for the
+            device if there are checks. Raises if a wait in a kernel reached its time limit.
         restorer: restores the arguments that the function changes.
         sampled: the calls that one sample averages over.
         is_only: there is only one config, so one run is enough.
@@ -182,18 +184,18 @@ class Attempts:
         call: Call,
         ranks: Channel,
         ahead: CompileAhead,
-        settle: Callable[[], None],
+        run_checks: Callable[[], None],
         restorer: Restorer,
         sampled: Sequence[Arguments],
         is_only: bool = False,
     ) -> None:
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
-        self._ahead, self._settle, self._restorer = ahead, settle, restorer
+        self._ahead, self._run_checks, self._restorer = ahead, run_checks, restorer
         self._sampled, self._is_only = sampled, is_only
         self._ready: set[str] = set()
         self._has_run = False
         policy, seconds = parts.settings.policy, parts.settings.seconds
-        self._sampler = Sampler(parts.device, ranks, policy, seconds, settle)
+        self._sampler = Sampler(parts.device, ranks, policy, seconds, run_checks)
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
         """The first config that was measured, possibly in an earlier start."""
@@ -217,7 +219,7 @@ class Attempts:
             return
         at, failure = Step("reset after the last run"), None
         try:
-            self._vote(at, "launch", lambda: self._user(at, self._reset))
+            self._on_all_ranks(at, "launch", lambda: self._call_user_code(at, self._reset))
         except _Failed as failed:
             failure = failed.failure
         if failure is not None:  # raised outside of the ``except`` block: no context
@@ -243,7 +245,9 @@ class Attempts:
                 has_run = self._has_run = True
                 if is_new:
                     at, arguments = Step(f"run {label}", config), config.arguments()
-                    samples = self._vote(at, "launch", lambda: self._first_run(at, arguments))
+                    samples = self._on_all_ranks(
+                        at, "launch", lambda: self._first_run(at, arguments)
+                    )
                     self._ready.add(config.digest)
                 if is_new and self._is_only:
                     measured = Measurement(samples, 0, "maximum")
@@ -274,9 +278,9 @@ class Attempts:
         limit = self._parts.settings.compile_seconds
 
         def watched() -> None:
-            self._user(at, step, limit)
+            self._call_user_code(at, step, limit)
 
-        self._vote(at, "compile", watched, limit)
+        self._on_all_ranks(at, "compile", watched, limit)
 
     def _measure(self, request: Request, label: str) -> Measurement:
         """Return the samples of a config. The slowest rank of each sample counts."""
@@ -291,23 +295,23 @@ class Attempts:
 
         def capture() -> None:
             nonlocal run
-            self._user(at, self._reset)
+            self._call_user_code(at, self._reset)
             seconds = self._parts.settings.seconds
-            run = self._user(at, lambda: self._parts.device.capture(run_all, seconds))
-            self._settle()
+            run = self._call_user_code(at, lambda: self._parts.device.capture(run_all, seconds))
+            self._run_checks()
 
         def samples() -> Sequence[float]:  # milliseconds of a call
             times = self._sampler.sample(at, run, request.samples, self._reset)
             return [round(each / len(self._sampled), 6) for each in times]
 
         if policy.timing == "graph":
-            # A separate vote: if one rank cannot capture the run, no rank replays it.
+            # A separate step: if one rank cannot capture the run, no rank replays it.
             at = Step(f"capture {label}", config)
-            self._vote(at, "launch", capture)
+            self._on_all_ranks(at, "launch", capture)
         at = Step(f"measure {label}", config)
-        return Measurement(self._vote(at, "launch", samples), policy.warmup, "maximum")
+        return Measurement(self._on_all_ranks(at, "launch", samples), policy.warmup, "maximum")
 
-    def _vote(
+    def _on_all_ranks(
         self,
         at: Step,
         kind: FailureKind,
@@ -333,18 +337,22 @@ class Attempts:
             if self._error is None and self._first_measured is None:
                 self._error = error
                 traceback.clear_frames(error.__traceback__)  # they hold the memory of the config
-            # If another rank is missing at the vote, the error on this rank should contain its
-            # failure.
+            # If another rank is missing at the end of the step, the error on this rank should
+            # contain this rank's failure.
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if after is None else after
-        votes: list[Failure | tuple[float, ...]] = self._ranks.all_gather(at, own or samples, limit)
-        for vote in votes:
-            if isinstance(vote, Failure):
-                raise _Failed(vote)
-        self.by_rank = [vote for vote in votes if not isinstance(vote, Failure)]
+        results: list[Failure | tuple[float, ...]] = self._ranks.all_gather(
+            at, own or samples, limit
+        )
+        for result in results:
+            if isinstance(result, Failure):
+                raise _Failed(result)
+        self.by_rank = [result for result in results if not isinstance(result, Failure)]
         return tuple(map(max, zip(*self.by_rank, strict=True)))
 
-    def _user(self, at: Step, call: Callable[[], Any], seconds: float | None = None) -> Any:
+    def _call_user_code(
+        self, at: Step, call: Callable[[], Any], seconds: float | None = None
+    ) -> Any:
         """Call user code under the watchdog."""
         with self._ranks.user_code(at, seconds):
             return call()
@@ -368,7 +376,7 @@ class Attempts:
         self._reference = self._reference or (copy.deepcopy(output),)
         reference = self._reference[0]
         try:
-            verdict = self._user(at, lambda: check(output, reference))
+            verdict = self._call_user_code(at, lambda: check(output, reference))
         except Exception as error:
             raise _WrongResult(text_of(error)) from error
         if verdict is not None and not verdict:
@@ -377,17 +385,17 @@ class Attempts:
 
     def _run_once(self, at: Step, arguments: dict[str, Any], timer: Timer | None = None) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
-        self._user(at, self._reset)
+        self._call_user_code(at, self._reset)
         if timer is not None:
             timer.start()
         began = time.perf_counter()
-        output = self._user(at, lambda: function(*args, **kwargs, **arguments))
+        output = self._call_user_code(at, lambda: function(*args, **kwargs, **arguments))
         if at.config is not None and self._parts.settings.policy.timing == "events":
             took = time.perf_counter() - began
-            self._sampler.queued(at.config, took * len(self._sampled))
+            self._sampler.note_queueing_seconds(at.config, took * len(self._sampled))
         if timer is not None:
             timer.stop()
-        self._settle()
+        self._run_checks()
         self._parts.device.synchronize(self._parts.settings.seconds)
         return output
 
@@ -413,19 +421,19 @@ class Attempts:
         own: str | None = None
         try:
             if recover is not None:
-                self._user(at, lambda: recover(*self._call.args, **self._call.kwargs))
+                self._call_user_code(at, lambda: recover(*self._call.args, **self._call.kwargs))
             # Discard errors of the failed run, which must not blame the next config.
             with suppress(WaitTimeout, RankDisagreement):
-                self._settle()
+                self._run_checks()
             self._parts.device.synchronize(self._parts.settings.seconds)
         except TuningTimeout:
             raise
         except Exception as error:
             own = text_of(error)
-        votes = self._ranks.all_gather(at, own, self._parts.settings.seconds)
+        errors = self._ranks.all_gather(at, own, self._parts.settings.seconds)
         causes = {
             self._ranks.global_rank(rank): cause
-            for rank, cause in enumerate(votes)
+            for rank, cause in enumerate(errors)
             if cause is not None
         }
         if causes:

@@ -22,7 +22,7 @@ from triton_dist._tuning.engine.agreement import (
 )
 from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
-from triton_dist._tuning.engine.choice import Choice, use_first
+from triton_dist._tuning.engine.choice import Choice, try_recorded_winner
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Restorer, calls_per_sample
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -50,7 +50,7 @@ from triton_dist.errors import (
     TuningFrozen,
 )
 
-_Wanted: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
+_NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
 """The next request: place of its config, samples, known outcome, places to compile ahead.
 ``None``: the search is over."""
 
@@ -140,19 +140,21 @@ class _FirstCall:
         if agreement.holder is not None:
             record = self._shared_record(agreement, own.record)
             holder = ranks.global_rank(agreement.holder)
-            where = own.where if record is own.record else f"the cache of rank {holder}"
+            where = (
+                own.location_or_reason if record is own.record else f"the cache of rank {holder}"
+            )
             mark_used(record)
             report.cached(record, where, own.tolerated)
             config = self._winner(record)
             first_use = functools.partial(
-                use_first,
+                try_recorded_winner,
                 ranks=ranks,
                 source=f"config {config} of the tuning record {where}",
                 remedy=(
                     f"To tune again: triton-dist clear {subject.origin.function}, or set "
                     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
                 ),
-                votes=agreement.will_run and not (agreement.frozen or agreement.capturing),
+                can_tune_again=agreement.will_run and not (agreement.frozen or agreement.capturing),
                 restores=bool(subject.hooks.restore),
                 random_state=self._random_state,
             )
@@ -170,7 +172,7 @@ class _FirstCall:
                 report.cached(predicted, "records of other sizes", "")
                 return Choice(self._winner(predicted), predicted, kept=not agreement.capturing)
             if failure or agreement.frozen:
-                raise self._refusal(agreement, own.where, failure)
+                raise self._refusal(agreement, own.location_or_reason, failure)
             return Choice(subject.space.default, None)
 
         # Rule 5: tune.
@@ -262,7 +264,7 @@ class _FirstCall:
 
     def _shared_record(self, agreement: Agreement, own: TuningRecord | None) -> TuningRecord:
         """Return the holder's record. It is sent only if some rank lacks it."""
-        if agreement.all_hold_it and own is not None:
+        if agreement.all_have_record and own is not None:
             return own
         offer = own if self.ranks.rank == agreement.holder else None
         offers = self.ranks.all_gather(Step("share the record"), offer)
@@ -277,7 +279,7 @@ class _FirstCall:
         )
         candidate_set = self.selection.candidate_set()
         try:
-            reason = self._call.winner_failure or forced or own.where
+            reason = self._call.winner_failure or forced or own.location_or_reason
             return self._race(candidate_set, reason, own.record, report)
         except NoValidConfig as none:
             origin = candidate_set.warm_started_from
@@ -359,10 +361,10 @@ class _FirstCall:
             search = parts.search(candidate_set.candidates, policy, self._incumbent)
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
-        with parts.deferred_checks() as settle, closing(ahead), ExitStack() as scope:
+        with parts.deferred_checks() as run_checks, closing(ahead), ExitStack() as scope:
             is_only = policy.max_tried(len(candidate_set.candidates)) == 1
             attempts = Attempts(
-                self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only
+                self._subject, parts, call, ranks, ahead, run_checks, restorer, sampled, is_only
             )
             # Drop the stored error if an exception ends this block.
             scope.callback(attempts.take_error)
@@ -380,8 +382,8 @@ class _FirstCall:
                 # An earlier start of this tuning measured the config.
                 elif isinstance(outcome, Measurement):
                     attempts.measured_before(request.config)
-                together = progress.learn(request, outcome, by_rank)
-                report.tried(label, request, outcome, together)
+                config_outcome = progress.learn(request, outcome, by_rank)
+                report.tried(label, request, outcome, config_outcome)
                 if is_only:
                     search = None  # one run suffices to check a single config
                 if search is not None:
@@ -399,7 +401,7 @@ class _FirstCall:
         that the search names for later.
         """
         space, policy = self._subject.space, self._parts.settings.policy
-        wanted: _Wanted = (None, 0, None, ())
+        next_request: _NextRequest = (None, 0, None, ())
         if search is not None:
             watching: AbstractContextManager[object] = nullcontext()
             if search.runs_user_code:
@@ -407,16 +409,17 @@ class _FirstCall:
             with self.ranks.clock.phase("search"), watching:
                 request = search.ask()
                 upcoming = tuple(map(space.place, search.ahead()))
-            most, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
+            max_trials, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
             if request is not None:
-                too_many = most is not None and tried >= most and not progress.has(request.config)
+                is_new = not progress.has(request.config)
+                too_many = is_new and max_trials is not None and tried >= max_trials
                 too_long = seconds is not None and tried > 0 and progress.seconds >= seconds
                 if not (too_many or too_long):
                     known = progress.known(request)
-                    wanted = (space.place(request.config), request.samples, known, upcoming)
+                    next_request = (space.place(request.config), request.samples, known, upcoming)
         at = Step(f"request {progress.requests + 1}")
         place, samples, outcome, upcoming = self.ranks.broadcast(
-            at, wanted, self._parts.settings.seconds
+            at, next_request, self._parts.settings.seconds
         )
         if place is None:
             return None

@@ -77,7 +77,7 @@ class Watch:
         return self.due + self.grace if self.overdue else self.due
 
 
-class OfThread(Protocol):
+class ThreadValue(Protocol):
     """A value per thread."""
 
     def get(self) -> Any:
@@ -87,17 +87,17 @@ class OfThread(Protocol):
         """Set the value and return the previous value."""
 
 
-class _Local:
+class _ThreadLocalValue:
     """A value that other threads do not see."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
+        self._local = threading.local()
 
     def get(self) -> Any:
-        return getattr(self._of_thread, "value", None)
+        return getattr(self._local, "value", None)
 
     def put(self, value: object) -> Any:
-        before, self._of_thread.value = self.get(), value
+        before, self._local.value = self.get(), value
         return before
 
 
@@ -105,7 +105,7 @@ class Watchdog:
     """Daemon thread that watches all threads of a process. The first watch starts it."""
 
     def __init__(self) -> None:
-        self.around: OfThread = _Local()
+        self.enclosing_watches: ThreadValue = _ThreadLocalValue()
         """Watches that contain the current point of a thread, the outermost first. If another
         thread waits for this thread, the watches of the other thread come first."""
         self._watches: set[Watch] = set()
@@ -127,7 +127,7 @@ class Watchdog:
         ``report`` is called and ``overdue`` is set; ``grace`` seconds later, the process ends.
         """
         watch = Watch(seconds, grace, report, notify_ranks, self._now)
-        before = self.around.put((*(self.around.get() or ()), watch))
+        before = self.enclosing_watches.put((*(self.enclosing_watches.get() or ()), watch))
         with self._changed:
             self._watches.add(watch)
             # Not started, or lost in a fork.
@@ -142,7 +142,7 @@ class Watchdog:
         finally:
             with self._changed:
                 self._watches.discard(watch)
-            self.around.put(before)
+            self.enclosing_watches.put(before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,7 +152,7 @@ class Watchdog:
         calls another function that is not tuned yet. Afterwards the time limit starts again.
         """
         with self._changed:
-            watches: tuple[Watch, ...] = self.around.get() or ()
+            watches: tuple[Watch, ...] = self.enclosing_watches.get() or ()
             running = [each for each in watches if each.pauses or each.due != math.inf]
             for watch in running:
                 watch.pauses += 1
@@ -168,14 +168,14 @@ class Watchdog:
 
     def is_inside(self) -> bool:
         """Return whether this thread is inside a watch, and therefore in a trial."""
-        return bool(self.around.get())
+        return bool(self.enclosing_watches.get())
 
     def forget(self) -> None:
         """Reset the state in the child of a fork, which has one thread and no trial."""
         self._watches = set()
         self._changed = threading.Condition()
         self._thread = None
-        self.around.put(())
+        self.enclosing_watches.put(())
 
     def _now(self) -> float:
         return time.monotonic() - self._stopped

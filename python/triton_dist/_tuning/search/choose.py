@@ -23,7 +23,7 @@ from triton_dist.errors import InvalidArgument, MissingExtra
 
 FINALISTS = 8
 """Fastest configs that race at the end."""
-_IN_VAIN = 1000
+_MAX_VAIN_PROPOSALS = 1000
 """Consecutive proposals without a new candidate after which the search ends."""
 
 
@@ -31,7 +31,7 @@ class Proposer(Protocol):
     """Deterministic source of candidates: equal times lead to equal proposals."""
 
     @property
-    def is_users(self) -> bool:
+    def is_user_defined(self) -> bool:
         """True if it is the user's search."""
 
     def ask(self) -> Config | None:
@@ -72,7 +72,7 @@ class Exploring(Requesting):
         self._final: Racing | None = None
         self._ahead = self._seeded
         self._requests = self._search()
-        self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_users
+        self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_user_defined
 
     def ahead(self) -> Sequence[Config]:
         return [*super().ahead(), *self._proposer.ahead()]
@@ -103,7 +103,7 @@ class Exploring(Requesting):
         """Yield each candidate to try, once."""
         yield from self._seeded[: self._tries]
         in_vain = 0
-        while len(self._times) < self._tries and in_vain < _IN_VAIN:
+        while len(self._times) < self._tries and in_vain < _MAX_VAIN_PROPOSALS:
             config = self._proposer.ask()
             if config is None:
                 return
@@ -122,7 +122,7 @@ def _default(candidates: Candidates) -> Config | None:
     return candidates[0] if candidates else None
 
 
-_NO_CANDIDATE = 1000
+_MAX_NON_CANDIDATES = 1000
 """Consecutive proposals outside of the space after which the search ends."""
 
 
@@ -145,10 +145,10 @@ class Search(Protocol):
 Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
 
 
-class Plugged:
+class UserProposer:
     """Proposer that filters the proposals of a user's search for candidates."""
 
-    is_users = True
+    is_user_defined = True
 
     def __init__(self, factory: Factory, candidates: Candidates) -> None:
         self._candidates = candidates
@@ -165,7 +165,7 @@ class Plugged:
         self._search = factory(values)
 
     def ask(self) -> Config | None:
-        for _ in range(_NO_CANDIDATE):
+        for _ in range(_MAX_NON_CANDIDATES):
             proposed: Any = self._search.ask()
             if proposed is None:
                 return None
@@ -206,7 +206,7 @@ class Exhaustive(Requesting):
         """Ignore the outcome."""
 
 
-GENERATION = 4
+BATCH_SIZE = 4
 """Number of candidates that a model proposes at a time if they are compiled ahead."""
 
 
@@ -228,18 +228,18 @@ def search_for(
         MissingExtra: the search needs a package that is not installed.
     """
     if own is not None:
-        return Exploring(Plugged(own, candidates), candidates, policy, incumbent)
+        return Exploring(UserProposer(own, candidates), candidates, policy, incumbent)
     check_search(policy)
-    generation = GENERATION if ahead else 1
+    batch_size = BATCH_SIZE if ahead else 1
     # Imported late: numpy takes 0.1 s and optuna 1 s, and only these searches need them.
     if policy.search == "optuna":
         from triton_dist._tuning.search.tpe import Tpe
 
-        return Exploring(Tpe(candidates, generation), candidates, policy, incumbent)
+        return Exploring(Tpe(candidates, batch_size), candidates, policy, incumbent)
     if policy.is_model_based(candidates):
         from triton_dist._tuning.search.surrogate import Surrogate
 
-        return Exploring(Surrogate(candidates, generation), candidates, policy, incumbent)
+        return Exploring(Surrogate(candidates, batch_size), candidates, policy, incumbent)
     assert not isinstance(candidates, Unlisted)  # the decorator refuses it
     kind = Exhaustive if policy.search == "exhaustive" else Racing
     return kind(candidates, policy, incumbent)

@@ -4,8 +4,8 @@ The first candidates are random. The next candidate has the highest expected imp
 :class:`Model`, among configs that differ from the fastest ones in one or two parameters and random
 configs. Every third candidate is an untried neighbour of the fastest config (local descent).
 
-If candidates are compiled ahead, they are chosen in generations: one generation compiles while the
-other is measured. The model uses its own predictions as the times of chosen candidates.
+If candidates are compiled ahead, they are chosen in batches: one batch compiles while the other is
+measured. The model uses its own predictions as the times of chosen candidates.
 
 All random numbers come from one generator with a fixed seed.
 """
@@ -27,14 +27,14 @@ Numbers = Any
 """A numpy array of floats."""
 _NOISE = 0.01
 """Variance of the noise, relative to the variance of all times."""
-_MOST = 300
+_MAX_CONFIGS = 300
 """Maximum number of configs in the model; the time of a prediction grows with its cube."""
-_FAR = 1.5
+_CLIP_FACTOR = 1.5
 """Times are clipped at this multiple of the 80th percentile, because differences between slow
 configs do not matter."""
-_STEPS, _SMALL, _LEARN = 4, 80, 4
-"""Gradient steps for each prediction while the model has fewer than _SMALL configs; then one step
-in every _LEARN-th prediction, because each step costs as much as a prediction."""
+_GRADIENT_STEPS, _SMALL_MODEL, _LEARN_EVERY = 4, 80, 4
+"""A model with fewer than 80 configs takes 4 gradient steps before each prediction. A larger model
+takes one step before every fourth prediction, because a step costs as much as a prediction."""
 PRIOR_MEAN = 0.25
 """Prior mean of the weight of a parameter."""
 PRIOR_DEVIATION = 0.5
@@ -62,7 +62,7 @@ class Model:
         axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + steps
         self._axes = np.array(axes, dtype=int)
         self._scaled = [(axis, math.sqrt(2) / max(sizes[axis] - 1, 1)) for axis in steps]
-        self._learnt = self._weights = np.full(len(sizes), PRIOR_MEAN)
+        self._learned_weights = self._weights = np.full(len(sizes), PRIOR_MEAN)
         self._turn = 0
         self._stride, self._direction = np.full(len(sizes), 0.3), np.zeros(len(sizes))
 
@@ -72,12 +72,13 @@ class Model:
         If there are too many configs, use the fastest and every other config of the rest.
         """
         kept = np.argsort(times, kind="stable")
-        if len(kept) > _MOST:
-            kept = np.concatenate([kept[: _MOST // 2], kept[_MOST // 2 :: 2]])[:_MOST]
+        if len(kept) > _MAX_CONFIGS:
+            half = _MAX_CONFIGS // 2
+            kept = np.concatenate([kept[:half], kept[half::2]])[:_MAX_CONFIGS]
         self._features = self._features_of(points)[kept]
         self._logs = _targets(np.array(times)[kept])
         self._turn += 1
-        self._weights = self._learnt
+        self._weights = self._learned_weights
         for _ in range(self._gradient_steps(len(kept))):
             self._fit()
             # Ascend the likelihood with one stride per parameter (Rprop): the stride grows while
@@ -93,9 +94,9 @@ class Model:
             self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
             self._direction = np.sign(uphill)
             self._weights = self._weights * np.exp(self._stride * self._direction)
-        self._learnt = self._weights
+        self._learned_weights = self._weights
         if self._turn % 2 == 0:
-            self._weights = np.full(len(self._learnt), PRIOR_MEAN)
+            self._weights = np.full(len(self._learned_weights), PRIOR_MEAN)
         self._fit()
 
     def assume(self, points: Sequence[Point]) -> None:
@@ -107,9 +108,9 @@ class Model:
 
     def predict(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
         """Return mean and standard deviation of the standardised log time of each point."""
-        near = self._near(self._features_of(points), self._features)
-        mean = near @ self._solved
-        known = ((near @ self._inverse) * near).sum(1)
+        similarity = self._similarity(self._features_of(points), self._features)
+        mean = similarity @ self._solved
+        known = ((similarity @ self._inverse) * similarity).sum(1)
         return mean, np.sqrt(np.maximum(1 + _NOISE - known, 1e-9))
 
     @property
@@ -123,22 +124,22 @@ class Model:
         steps = [places[:, axis, None] * scale for axis, scale in self._scaled]
         return np.concatenate([*values, *steps, np.zeros((len(points), 0))], axis=1)
 
-    def _near(self, one: Numbers, other: Numbers) -> Numbers:
+    def _similarity(self, one: Numbers, other: Numbers) -> Numbers:
         root = np.sqrt(self._weights[self._axes])
         one, other = one * root, other * root
-        apart = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
-        return np.exp(-0.5 * np.maximum(apart, 0.0))
+        squared_distance = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
+        return np.exp(-0.5 * np.maximum(squared_distance, 0.0))
 
     def _fit(self) -> None:
-        self._matrix = self._near(self._features, self._features)
+        self._matrix = self._similarity(self._features, self._features)
         noisy = self._matrix + _NOISE * np.eye(len(self._logs))
         self._inverse = np.linalg.inv(noisy)
         self._solved = self._inverse @ self._logs
 
     def _gradient_steps(self, number: int) -> int:
-        if number < _SMALL:
-            return _STEPS
-        return int(self._turn % _LEARN == 0)
+        if number < _SMALL_MODEL:
+            return _GRADIENT_STEPS
+        return int(self._turn % _LEARN_EVERY == 0)
 
 
 def _targets(times: Numbers) -> Numbers:
@@ -146,8 +147,8 @@ def _targets(times: Numbers) -> Numbers:
     valid = times[np.isfinite(times)]
     if not len(valid):
         return np.zeros(len(times))
-    most = _FAR * float(np.quantile(valid, 0.8))
-    logs = np.log(np.maximum(np.minimum(np.where(np.isfinite(times), times, most), most), 1e-9))
+    limit = _CLIP_FACTOR * float(np.quantile(valid, 0.8))
+    logs = np.log(np.maximum(np.minimum(np.where(np.isfinite(times), times, limit), limit), 1e-9))
     spread = float(logs.std())
     return (logs - logs.mean()) / (spread if spread > 0 else 1.0)
 
@@ -159,116 +160,117 @@ def expected_improvement(mean: Numbers, deviation: Numbers, best: float) -> Numb
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))
 
 
-FIRST = 20
+NUM_RANDOM_FIRST = 20
 """Random candidates at the beginning."""
-DESCENT = 3
-"""Every DESCENT-th choice is a neighbour of the fastest config."""
-FASTEST, REACH = 4, 16
-"""Neighbours of the FASTEST fastest configs are considered, up to REACH steps away. The next good
+DESCENT_EVERY = 3
+"""Every third choice is a neighbour of the fastest config."""
+NUM_FASTEST, MAX_NEIGHBOUR_STEPS = 4, 16
+"""The other choices include neighbours of the fastest configs up to 16 steps away. The next good
 value may be far, for example the next multiple of a power of two."""
-PAIRS, RANDOM = 150, 150
+NUM_PAIRS, NUM_RANDOM = 150, 150
 """Numbers of further configs considered for each choice: configs that differ from one of the
 fastest in two parameters, and random configs."""
-_DRAWS = 50
-"""Maximum number of draws of FIRST configs at the beginning; ``prune_fn`` may reject most."""
+_MAX_DRAWS = 50
+"""Maximum number of draws of the first candidates; ``prune_fn`` may reject most."""
 
 
 class Surrogate:
     """Proposer that uses :class:`Model`; proposes each config at most once.
 
     Args:
-        generation: number of configs chosen at a time.
+        batch_size: number of configs chosen at a time.
         seed: seed of the random generator.
     """
 
-    is_users = False
+    is_user_defined = False
 
-    def __init__(self, candidates: Candidates, generation: int = 1, seed: int = 0) -> None:
-        self._grid, self._generation = Grid.of(candidates), generation
-        # Compile one generation while one is measured; else choose with all times known.
-        self._most_pending = 2 * generation if generation > 1 else 1
-        self._draw = np.random.default_rng(seed)
+    def __init__(self, candidates: Candidates, batch_size: int = 1, seed: int = 0) -> None:
+        self._grid, self._batch_size = Grid.of(candidates), batch_size
+        # Compile one batch while another is measured; else choose with all times known.
+        self._max_pending = 2 * batch_size if batch_size > 1 else 1
+        self._generator = np.random.default_rng(seed)
         self._model = Model(self._grid.sizes, self._grid.ordered)
         self._times: dict[Point, float] = {}
-        self._seen: set[Point] = set()
+        self._used: set[Point] = set()
         """Points that were chosen, or are not candidates."""
-        self._chosen: deque[tuple[Point, Config]] = deque()
-        self._next: list[tuple[Point, Config]] = []
-        self._ahead: list[Config] = []
+        self._queue: deque[tuple[Point, Config]] = deque()
+        self._next_batch: list[tuple[Point, Config]] = []
+        self._to_compile: list[Config] = []
         self._turn = 0
 
     def ask(self) -> Config | None:
         if not self._turn:
-            self._begin()
-        elif len(self._chosen) + len(self._next) < self._most_pending:
+            self._propose_first()
+        elif len(self._queue) + len(self._next_batch) < self._max_pending:
             self._turn += 1
-            self._next += self._choice()
-            if len(self._next) >= self._generation or not self._chosen:
-                self._announce()
-        return self._chosen.popleft()[1] if self._chosen else None
+            self._next_batch += self._choose()
+            if len(self._next_batch) >= self._batch_size or not self._queue:
+                self._publish_batch()
+        return self._queue.popleft()[1] if self._queue else None
 
     def tell(self, config: Config, milliseconds: float) -> None:
         point = self._grid.point(config)
         if point is not None:
-            self._seen.add(point)
+            self._used.add(point)
             self._times[point] = milliseconds
 
     def ahead(self) -> Sequence[Config]:
         if not self._turn:
-            self._begin()
-        new, self._ahead = self._ahead, []
+            self._propose_first()
+        new, self._to_compile = self._to_compile, []
         return new
 
-    def _begin(self) -> None:
+    def _propose_first(self) -> None:
         self._turn = 1
-        draws = (self._grid.drawn(self._draw, FIRST) for _ in range(_DRAWS))
+        draws = (self._grid.drawn(self._generator, NUM_RANDOM_FIRST) for _ in range(_MAX_DRAWS))
         for point in itertools.chain.from_iterable(draws):
-            self._next += self._taken(point)
-            if len(self._next) >= FIRST:
+            self._next_batch += self._take(point)
+            if len(self._next_batch) >= NUM_RANDOM_FIRST:
                 break
-        self._announce()
+        self._publish_batch()
 
-    def _announce(self) -> None:
-        """Make the next generation available to :meth:`ask` and :meth:`ahead`."""
-        self._ahead += [config for _, config in self._next]
-        self._chosen.extend(self._next)
-        self._next = []
+    def _publish_batch(self) -> None:
+        """Make the next batch available to :meth:`ask` and :meth:`ahead`."""
+        self._to_compile += [config for _, config in self._next_batch]
+        self._queue.extend(self._next_batch)
+        self._next_batch = []
 
-    def _taken(self, point: Point) -> list[tuple[Point, Config]]:
+    def _take(self, point: Point) -> list[tuple[Point, Config]]:
         """Return a list with the candidate at ``point``; empty without one, or if it was chosen."""
-        if point in self._seen:
+        if point in self._used:
             return []
-        self._seen.add(point)
+        self._used.add(point)
         config = self._grid.config(point)
         return [] if config is None else [(point, config)]
 
-    def _choice(self) -> list[tuple[Point, Config]]:
+    def _choose(self) -> list[tuple[Point, Config]]:
         """Return a list with the most promising candidate; empty if no candidate is left."""
-        found = (taken for point in self._ranked() if (taken := self._taken(point)))
+        found = (taken for point in self._ranked_points() if (taken := self._take(point)))
         return next(found, [])
 
-    def _ranked(self) -> Iterator[Point]:
+    def _ranked_points(self) -> Iterator[Point]:
         """Yield untried points, the most promising first."""
         fastest = sorted(self._times, key=self._times.__getitem__)
         pool: list[Point] = []
-        if self._turn % DESCENT == 0:
-            pool = self._fresh(fastest[:1], 1) or self._fresh(fastest[:5], 2)
+        if self._turn % DESCENT_EVERY == 0:
+            pool = self._untried_neighbours(fastest[:1], 1)
+            pool = pool or self._untried_neighbours(fastest[:5], 2)
         if not pool:
-            pool = self._fresh(fastest[:FASTEST], REACH)
-            others = self._grid.changed(fastest[:FASTEST], 2, self._draw, PAIRS)
-            others += self._grid.drawn(self._draw, RANDOM)
-            pool += [point for point in others if point not in self._seen]
+            pool = self._untried_neighbours(fastest[:NUM_FASTEST], MAX_NEIGHBOUR_STEPS)
+            others = self._grid.changed(fastest[:NUM_FASTEST], 2, self._generator, NUM_PAIRS)
+            others += self._grid.drawn(self._generator, NUM_RANDOM)
+            pool += [point for point in others if point not in self._used]
         pool = list(dict.fromkeys(pool))
         if not pool or not fastest:
             return iter(pool)
         self._model.learn(list(self._times), list(self._times.values()))
-        pending = [point for point, _ in [*self._chosen, *self._next]]
+        pending = [point for point, _ in [*self._queue, *self._next_batch]]
         if pending:
             self._model.assume(pending)
         value = expected_improvement(*self._model.predict(pool), self._model.best)
         return (pool[index] for index in np.argsort(-value, kind="stable"))
 
-    def _fresh(self, points: Sequence[Point], reach: int) -> list[Point]:
+    def _untried_neighbours(self, points: Sequence[Point], reach: int) -> list[Point]:
         """Return the neighbours of ``points`` that are untried."""
         near = (each for point in points for each in self._grid.neighbours(point, reach))
-        return [each for each in near if each not in self._seen]
+        return [each for each in near if each not in self._used]

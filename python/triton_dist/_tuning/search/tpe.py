@@ -23,46 +23,50 @@ import numpy as np
 from triton_dist._tuning.search.grid import Grid
 from triton_dist._tuning.values import Candidates, Config, Point
 
-FIRST = 20
+NUM_RANDOM_FIRST = 20
 """Random candidates at the beginning."""
-REACH = 16
+MAX_NEIGHBOUR_STEPS = 16
 """Steps to the farthest neighbour in an ordered parameter. The next good value may be far, for
 example the next multiple of a power of two."""
-EXPLORE = 3
-"""Every EXPLORE-th duplicate is replaced by a random candidate."""
-_CATEGORIES = 32
-"""Numeric parameters with more values are ordinal. Otherwise every value is a category, because
-kernels are often fast at isolated values."""
-_ATTEMPTS = 200
+RANDOM_EVERY = 3
+"""Every third duplicate is replaced by a random candidate, not by a neighbour."""
+_MAX_CATEGORIES = 32
+"""Numeric parameters with more values are passed to Optuna as integers. Otherwise every value is a
+category, because kernels are often fast at isolated values."""
+_MAX_ATTEMPTS = 200
 """Consecutive proposals without a new candidate after which the search ends."""
-_DRAWS = 50
+_MAX_DRAWS = 50
+"""Maximum number of draws of random candidates; ``prune_fn`` may reject most."""
 
 
 class Tpe:
     """Proposer that uses Optuna's ``TPESampler``; proposes each config at most once.
 
     Args:
-        generation: number of configs proposed at a time, if they are compiled ahead.
+        batch_size: number of configs proposed at a time, if they are compiled ahead.
         seed: seed of all random numbers.
     """
 
-    is_users = False
+    is_user_defined = False
 
-    def __init__(self, candidates: Candidates, generation: int = 1, seed: int = 0) -> None:
+    def __init__(self, candidates: Candidates, batch_size: int = 1, seed: int = 0) -> None:
         import optuna
 
-        self._grid, self._generation = Grid.of(candidates), generation
-        self._draw = np.random.default_rng(seed)
+        self._grid, self._batch_size = Grid.of(candidates), batch_size
+        self._generator = np.random.default_rng(seed)
         self._states, self._create_trial = optuna.trial.TrialState, optuna.trial.create_trial
-        of, sizes = optuna.distributions, zip(self._grid.sizes, self._grid.ordered, strict=True)
+        types, sizes = optuna.distributions, zip(self._grid.sizes, self._grid.ordered, strict=True)
         self._axes = {
-            str(axis): of.IntDistribution(0, size - 1)
-            if is_ordered and size > _CATEGORIES
-            else of.CategoricalDistribution(range(size))
+            str(axis): types.IntDistribution(0, size - 1)
+            if is_ordered and size > _MAX_CATEGORIES
+            else types.CategoricalDistribution(range(size))
             for axis, (size, is_ordered) in enumerate(sizes)
         }
         sampler = optuna.samplers.TPESampler(
-            n_startup_trials=FIRST // 2, multivariate=True, constant_liar=generation > 1, seed=seed
+            n_startup_trials=NUM_RANDOM_FIRST // 2,
+            multivariate=True,
+            constant_liar=batch_size > 1,
+            seed=seed,
         )
         # Creating a study logs a line. The program may use Optuna, so restore its setting.
         verbosity = optuna.logging.get_verbosity()
@@ -73,25 +77,25 @@ class Tpe:
             optuna.logging.set_verbosity(verbosity)
         self._trials: dict[Point, Any] = {}
         """Proposed trials whose outcome is unknown."""
-        self._seen: set[Point] = set()
+        self._used: set[Point] = set()
         """Points that were proposed or measured, or are not candidates."""
-        self._chosen: deque[Config] = deque()
-        self._ahead: list[Config] = []
+        self._queue: deque[Config] = deque()
+        self._to_compile: list[Config] = []
         self._duplicates = 0
-        self._is_new = True
+        self._has_proposed = False
 
     def ask(self) -> Config | None:
-        self._begin()
-        if len(self._chosen) < self._generation:
-            new = (self._next() for _ in range(self._generation))
-            self._announce([config for config in new if config is not None])
-        return self._chosen.popleft() if self._chosen else None
+        self._propose_first()
+        if len(self._queue) < self._batch_size:
+            new = (self._new_proposal() for _ in range(self._batch_size))
+            self._add_proposals([config for config in new if config is not None])
+        return self._queue.popleft() if self._queue else None
 
     def tell(self, config: Config, milliseconds: float) -> None:
         point = self._grid.point(config)
         if point is None:
             return
-        self._seen.add(point)
+        self._used.add(point)
         failed = milliseconds == math.inf
         # Optuna ignores failed trials and avoids the neighbourhood of pruned trials.
         state = self._states.PRUNED if failed else self._states.COMPLETE
@@ -109,25 +113,25 @@ class Tpe:
         )
 
     def ahead(self) -> Sequence[Config]:
-        self._begin()
-        new, self._ahead = self._ahead, []
+        self._propose_first()
+        new, self._to_compile = self._to_compile, []
         return new
 
-    def _begin(self) -> None:
-        if self._is_new:
-            self._is_new = False
-            self._announce(list(itertools.islice(self._random(), FIRST)))
+    def _propose_first(self) -> None:
+        if not self._has_proposed:
+            self._has_proposed = True
+            self._add_proposals(list(itertools.islice(self._random_candidates(), NUM_RANDOM_FIRST)))
 
-    def _announce(self, configs: Sequence[Config]) -> None:
-        self._chosen += configs
-        self._ahead += configs
+    def _add_proposals(self, configs: Sequence[Config]) -> None:
+        self._queue += configs
+        self._to_compile += configs
 
-    def _next(self) -> Config | None:
+    def _new_proposal(self) -> Config | None:
         """Return a new candidate, or ``None`` if none was found."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             trial = self._study.ask(self._axes)
             point = tuple(trial.params[name] for name in self._axes)
-            if point not in self._seen:
+            if point not in self._used:
                 if (config := self._new_candidate(point)) is not None:
                     self._trials[point] = trial
                     return config
@@ -136,18 +140,18 @@ class Tpe:
             # Leave this trial out of the densities: the config already counts once.
             self._study.tell(trial, state=self._states.FAIL)
             self._duplicates += 1
-            near = list(self._grid.neighbours(point, REACH))
-            near = [near[place] for place in self._draw.permutation(len(near))]
-            found = self._new_candidates(near)
-            if self._duplicates % EXPLORE == 0:
-                found = itertools.chain(self._random(), found)
-            if (config := next(found, None)) is not None:
+            near = list(self._grid.neighbours(point, MAX_NEIGHBOUR_STEPS))
+            near = [near[index] for index in self._generator.permutation(len(near))]
+            replacements = self._new_candidates(near)
+            if self._duplicates % RANDOM_EVERY == 0:
+                replacements = itertools.chain(self._random_candidates(), replacements)
+            if (config := next(replacements, None)) is not None:
                 return config
         return None
 
-    def _random(self) -> Iterator[Config]:
-        for _ in range(_DRAWS):
-            points = self._grid.drawn(self._draw, FIRST)
+    def _random_candidates(self) -> Iterator[Config]:
+        for _ in range(_MAX_DRAWS):
+            points = self._grid.drawn(self._generator, NUM_RANDOM_FIRST)
             yield from self._new_candidates(points)
 
     def _new_candidates(self, points: Iterable[Point]) -> Iterator[Config]:
@@ -155,7 +159,7 @@ class Tpe:
 
     def _new_candidate(self, point: Point) -> Config | None:
         """Return the candidate at ``point``; ``None`` if there is none or it was proposed."""
-        if point in self._seen:
+        if point in self._used:
             return None
-        self._seen.add(point)
+        self._used.add(point)
         return self._grid.config(point) if self._grid.has(point) else None

@@ -94,12 +94,12 @@ class Snapshot:
         return self._states.get(id(root), (None, {}))[1]
 
     def _take(self, root: Any) -> None:
-        held = bound_values(root)
-        self._keep(held.values())
+        bound = bound_values(root)
+        self._keep(bound.values())
         if isinstance(root, functools.partial):
             self._take(root.func)
         elif not isinstance(root, types.FunctionType):
-            self._states[id(root)] = root, held
+            self._states[id(root)] = root, bound
 
     def _keep(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -128,21 +128,21 @@ def bound_values(value: Any) -> dict[str, Any]:
     These are the closure cells and defaults of a function, the arguments of a partial, and the
     attributes of a callable object or of the object that a method is bound to.
     """
-    held: dict[Any, Any]
+    values: dict[Any, Any]
     if isinstance(value, types.FunctionType):
         full = getattr(value.__code__, "co_qualname", value.__qualname__)
         label, code, given = full.rpartition("<locals>.")[2], value.__code__, value.__defaults__
         names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given or ()) :]
-        held = cells_of(value) | dict(zip(names, given or (), strict=True))
-        held |= value.__kwdefaults__ or {}
+        values = cells_of(value) | dict(zip(names, given or (), strict=True))
+        values |= value.__kwdefaults__ or {}
     elif isinstance(value, functools.partial):
         label = qualified_name(value).rpartition(".")[2]
-        held = dict(enumerate(value.args)) | dict(sorted(value.keywords.items()))
+        values = dict(enumerate(value.args)) | dict(sorted(value.keywords.items()))
     else:
         holder = value.__self__ if isinstance(value, types.MethodType) else value
         is_state = not isinstance(holder, (type, types.ModuleType, types.BuiltinFunctionType))
-        label, held = type(holder).__name__, attributes(holder) if is_state else {}
-    return {f"{label}.{name}": each for name, each in held.items()}
+        label, values = type(holder).__name__, attributes(holder) if is_state else {}
+    return {f"{label}.{name}": each for name, each in values.items()}
 
 
 def cells_of(function: types.FunctionType) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object itself, not of its class, by name."""
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     names = {each for part in slots for each in ((part,) if isinstance(part, str) else part)}
-    held = {name: attribute(value, name) for name in names - {"__dict__", "__weakref__"}}
-    return dict(sorted({**held, **getattr(value, "__dict__", {})}.items()))
+    values = {name: attribute(value, name) for name in names - {"__dict__", "__weakref__"}}
+    return dict(sorted({**values, **getattr(value, "__dict__", {})}.items()))
 
 
 def items_of(value: Any) -> dict[Any, Any]:
@@ -201,8 +201,8 @@ def wrapped_objects(value: Any) -> Iterator[Any]:
     if isinstance(value, _NO_WRAPPERS):
         return
     for name in _WRAPPED:
-        if _has_own(value, name) and is_code(held := attribute(value, name)):
-            yield held
+        if _has_own(value, name) and is_code(inner := attribute(value, name)):
+            yield inner
     if isinstance(value, functools.partial):
         yield from (*value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):

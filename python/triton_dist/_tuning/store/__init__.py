@@ -5,7 +5,7 @@ from triton_dist._tuning.store.inventory import (
     Interrupted,
     foreign,
     interrupted,
-    is_held,
+    is_in_use,
     places,
     removable,
 )
@@ -27,7 +27,7 @@ __all__ = [
     "StepLog",
     "foreign",
     "interrupted",
-    "is_held",
+    "is_in_use",
     "places",
     "last_line_by_rank",
     "removable",

@@ -64,7 +64,7 @@ def _files(root: Path, ours: bool) -> Iterator[Path]:
                 yield root / folder / name
 
 
-def is_held(journal: Path) -> bool:
+def is_in_use(journal: Path) -> bool:
     """Return whether a running tuning holds the lock of ``journal``."""
     with suppress(OSError):
         file = open_regular(journal, os.O_RDONLY)
@@ -89,20 +89,21 @@ def removable(places: Collection[Path]) -> dict[Path, Kind]:
     Raises:
         OSError: a folder cannot be read.
     """
-    names: dict[Path, set[str]] = {}
+    stems: dict[Path, set[str]] = {}
     for place in places:
-        names.setdefault(place.parent, set()).add(place.name)
+        stems.setdefault(place.parent, set()).add(place.name)
     found: dict[Path, Kind] = {}
-    for folder, wanted in sorted(names.items()):
-        there = names_in(folder)
-        held = {name for name in there if name.endswith(".journal") and is_held(folder / name)}
-        for name in there:
+    for folder, wanted in sorted(stems.items()):
+        names = names_in(folder)
+        journals = {name for name in names if name.endswith(".journal")}
+        open_journals = {name for name in journals if is_in_use(folder / name)}
+        for name in names:
             ends = (index for index, letter in enumerate(name) if letter == ".")
             stem = next((name[:end] for end in ends if name[:end] in wanted), None)
             if stem is None:
                 continue
             kind = _KINDS.get(name.removeprefix(stem), "log")
-            if kind == "record" or f"{stem}.journal" not in held:
+            if kind == "record" or f"{stem}.journal" not in open_journals:
                 found[folder / name] = kind
     return found
 

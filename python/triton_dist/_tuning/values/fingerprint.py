@@ -143,11 +143,11 @@ def with_common_constants(fingerprints: Sequence[Fingerprint]) -> list[Fingerpri
     is kept.
     """
     bound = {name for each in fingerprints for name in each.bound}
-    held = [each.constants for each in fingerprints]
+    first, *others = (each.constants for each in fingerprints)
     common = {
-        name: held[0][name]
+        name: first[name]
         for name in sorted(bound)
-        if all(each.get(name, "") == held[0].get(name) for each in held)
+        if name in first and all(other.get(name, "") == first[name] for other in others)
     }
     uncounted = dict.fromkeys(sorted(bound - common.keys()), DIFFERS)
     for each in reversed(fingerprints):

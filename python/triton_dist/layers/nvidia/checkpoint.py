@@ -80,7 +80,7 @@ class TrainingState(Stateful):
                 if shard.name in group["params"]:
                     group["params"].remove(shard.name)
                     group["params"] += weights
-            ranks = shard.layer.library
+            ranks = shard.layer.torch_ranks
             for key, value in optimizer["state"].pop(shard.name, {}).items():
                 is_shard = shard.has_shape_of(value)
                 weights = shard.weights(undistributed(value)) if is_shard else weights
@@ -120,7 +120,7 @@ class TrainingState(Stateful):
                 filled = torch.empty(value.shape, dtype=value.dtype, device=value.device)
                 filling = shard.weights(filled).items()
                 for (name, weight), values in zip(filling, loaded, strict=True):
-                    weight.fill(values[key], shard.layer.library, f"{name}.{key}")
+                    weight.fill(values[key], shard.layer.torch_ranks, f"{name}.{key}")
                 own[key] = distributed_like(filled, value)
             if own:
                 stock[shard.name] = own

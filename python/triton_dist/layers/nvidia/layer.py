@@ -56,7 +56,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         world_size: number of ranks in the group; checked if given.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
-        ranks: contexts shared by several layers, instead of contexts from ``_init_ctx``.
+        ranks: ``TensorParallel`` or ``Collectives`` that several layers share, instead of a
+            ``TensorParallel`` from ``_init_ctx``.
         sequence_parallel: mode of ``forward``.
         keep_gathered: keep gathered tokens for the backward instead of gathering them again.
 
@@ -79,9 +80,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     ) -> None:
         super().__init__()
         _layers.add(self)
-        self.library = Collectives(group if ranks is None else ranks.group)
+        self.torch_ranks = Collectives(group if ranks is None else ranks.group)
         self.ranks, self._is_owner = ranks, False
-        self.rank, self.world_size = self.library.rank, self.library.num_ranks
+        self.rank, self.world_size = self.torch_ranks.rank, self.torch_ranks.num_ranks
         self.sequence_parallel, self.keep_gathered = sequence_parallel, keep_gathered
         self._compares_inputs = every_call_compares()
         if rank not in (None, self.rank):
@@ -93,7 +94,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; ``None`` without ``torch.distributed``."""
-        return self.library.group  # an attribute could not be copied with the layer
+        return self.torch_ranks.group  # an attribute could not be copied with the layer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -124,9 +125,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         for name, parameter in self.named_parameters(recurse=False):
             for weight in self._stock_weights(name, undistributed(parameter)):
                 destination[prefix + weight.name] = (
-                    weight.distributed(self.library, self.library.mesh)
+                    weight.distributed(self.torch_ranks, self.torch_ranks.mesh)
                     if is_sharded
-                    else weight.gathered(self.library).cpu()
+                    else weight.gathered(self.torch_ranks).cpu()
                 )
 
     @torch.no_grad()
@@ -150,7 +151,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             missing_keys += missing
             try:
                 for where, weight in () if missing else weights.items():
-                    weight.fill(state_dict[where], self.library, where)
+                    weight.fill(state_dict[where], self.torch_ranks, where)
                 if not missing:
                     local_part(parameter).copy_(local_part(distributed_like(filled, parameter)))
             except InvalidArgument as error:
@@ -203,7 +204,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """Multiply rows by the transposes of ``first`` (column-sharded) and ``last`` (row-sharded).
 
         Args:
-            between: function applied to the first product.
+            activation: function applied to the first product.
             sequence_parallel: use the sequence-parallel mode, else the all-reduce mode.
         """
         rows = x.reshape(-1, x.shape[-1])
@@ -228,7 +229,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             return ranks
         if sequence_parallel and not torch.compiler.is_compiling():
             group_for(self.group).barrier("a call without tokens, which all ranks must make")
-        return self.library
+        return self.torch_ranks
 
     def _compare_input(self, x: torch.Tensor) -> None:
         """With ``TRITON_DIST_DEBUG=agree``, compare the input of ``forward`` over ranks.
@@ -273,7 +274,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
             shown = None if weight is None else tuple(weight.shape)
             raise self._invalid(f"{name}.weight", shown, "a matrix [outputs, inputs]")
-        self.library.check_dtype(type(self).__name__, f"{name}.weight.dtype", weight.dtype)
+        self.torch_ranks.check_dtype(type(self).__name__, f"{name}.weight.dtype", weight.dtype)
         if weight.is_meta:
             raise self._invalid(f"{name}.weight.device", "meta", "a tensor with values")
         found = tuple(weight.shape)
@@ -294,9 +295,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """
         weights = self._stock_weights(name, torch.empty(shape, device="meta"))
         stock = [attrgetter(each.name)(module) for each in weights]
-        filled = torch.empty(shape, dtype=stock[0].dtype, device=self.library.device)
+        filled = torch.empty(shape, dtype=stock[0].dtype, device=self.torch_ranks.device)
         for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
-            weight.fill(whole, self.library, weight.name)
+            weight.fill(whole, self.torch_ranks, weight.name)
         return torch.nn.Parameter(filled, requires_grad=stock[0].requires_grad)
 
     def _print_shapes(self, verbose: bool) -> None:
@@ -327,7 +328,7 @@ class TokenLayer(TensorParallelLayer):
 
     @torch.no_grad()
     def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self.library, False)
+        return self._run(x, self.torch_ranks, False)
 
     @torch.no_grad()
     def dist_triton_fwd(self, x: torch.Tensor, *unused: Any, **also_unused: Any) -> torch.Tensor:

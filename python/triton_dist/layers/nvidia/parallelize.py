@@ -55,11 +55,12 @@ def parallelize(
         sequence_parallel: each layer takes this rank's rows of the tokens. The model itself must
             distribute the tokens.
         keep_gathered: keep gathered tokens for the backward instead of gathering them again.
-        ranks: existing contexts of this group to use instead of new ones.
+        ranks: ``TensorParallel`` or ``Collectives`` of this group to use instead of a new
+            ``TensorParallel``.
 
     Returns:
-        The contexts that the layers share, a context manager. Call ``finalize`` after the last
-        call.
+        ``ranks``, or a new ``TensorParallel``, which is a context manager. The layers share it.
+        Call ``finalize`` after the last call.
 
     Raises:
         InvalidArgument: ``module`` contains no supported layer or is one itself, or a layer cannot
@@ -71,7 +72,7 @@ def parallelize(
         expected += f"layer alone, call _init_parameters(module) of a new {kind.__name__}"
         raise InvalidArgument("parallelize", "module", type(module), expected)
     _check_outputs(module)
-    contexts = TensorParallel(max_M, group) if ranks is None else ranks
+    ranks = TensorParallel(max_M, group) if ranks is None else ranks
     replacements: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
     layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # a module may be in several places
     modules_to_search, seen = [module], {module}
@@ -86,7 +87,7 @@ def parallelize(
                 continue  # do not search inside a replaced layer, for example its experts
             if child not in layers:
                 layer = layers[child] = kind(
-                    ranks=contexts, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
+                    ranks=ranks, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
                 )
                 layer._init_parameters(child)
                 _check_hooks(name, child)
@@ -107,10 +108,10 @@ def parallelize(
     for parent, name, layer in replacements:
         setattr(parent, name, layer)
     module.register_forward_pre_hook(_check_call, with_kwargs=True)
-    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, contexts)  # type: ignore[assignment]
+    module._ddp_params_and_buffers_to_ignore = _ShardsToIgnore(module, ranks)  # type: ignore[assignment]
     redirect_torch_clipping()
-    module.to(contexts.device)
-    return contexts
+    module.to(ranks.device)
+    return ranks
 
 
 class _ShardsToIgnore(list[str]):
@@ -121,23 +122,23 @@ class _ShardsToIgnore(list[str]):
     ignores the shards.
     """
 
-    def __init__(self, module: torch.nn.Module, contexts: Collectives) -> None:
+    def __init__(self, module: torch.nn.Module, ranks: Collectives) -> None:
         shards = owners_of_shards()
         super().__init__(name for name, each in module.named_parameters() if id(each) in shards)
-        self._contexts = contexts
+        self._ranks = ranks
 
     def __iter__(self) -> Iterator[str]:
         # DistributedDataParallel.__init__ reads these names without passing its group.
         group = getattr(sys._getframe(1).f_locals.get("self"), "process_group", None)
-        if group is None or self._contexts.group is None:
+        if group is None or self._ranks.group is None:
             return iter(())
-        ranks = set(dist.get_process_group_ranks(group))
-        ranks &= set(dist.get_process_group_ranks(self._contexts.group))
-        if len(ranks) < 2:
+        common = set(dist.get_process_group_ranks(group))
+        common &= set(dist.get_process_group_ranks(self._ranks.group))
+        if len(common) < 2:
             return iter(())
         warn(
             f"DistributedDataParallel: its process group has the tensor-parallel ranks "
-            f"{sorted(ranks)}. It ignores their {len(self)} shards. Pass the process group of the "
+            f"{sorted(common)}. It ignores their {len(self)} shards. Pass the process group of the "
             "data-parallel dimension.",
             TritonDistWarning,
         )

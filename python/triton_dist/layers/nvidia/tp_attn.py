@@ -108,7 +108,7 @@ class TP_Attn(TensorParallelLayer):
             if scale is not None and tuple(scale.shape) != (self.head_dim,):
                 expected = f"a norm per head, [{self.head_dim}]"
                 raise self._invalid(f"{name}.weight.shape", tuple(scale.shape), expected)
-            setattr(self, name, None if norm is None else norm.to(self.library.device))
+            setattr(self, name, None if norm is None else norm.to(self.torch_ranks.device))
         self._print_shapes(verbose)
 
     def _assign_heads(self, heads: int, kv_heads: int) -> None:
@@ -231,14 +231,14 @@ class TP_Attn(TensorParallelLayer):
         """
         for parameter in self.norm_parameters():
             if parameter.grad is not None:
-                self.library.all_reduce(local_part(parameter.grad))
+                self.torch_ranks.all_reduce(local_part(parameter.grad))
         for weight in (self.wqkv, self.bqkv):
             if weight is not None and weight.grad is not None:
                 own = self.replicated_rows(weight.grad)
                 if own.numel():
                     of_heads = own.new_zeros(self.all_kv_heads, *own.shape)
                     of_heads[self.kv_index] = own
-                    own.copy_(self.library.all_reduce(of_heads)[self.kv_index])
+                    own.copy_(self.torch_ranks.all_reduce(of_heads)[self.kv_index])
 
     def _run(
         self,
@@ -360,7 +360,7 @@ class TP_Attn(TensorParallelLayer):
             layer_idx: index of the layer in the cache.
         """
         return self._with_cache(
-            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self.library, False
+            x, position_ids, cos_sin_cache, kv_cache, layer_idx, self.torch_ranks, False
         )
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ class TP_MLP(TokenLayer):
     @torch.no_grad()
     def torch_ag_gemm(self, x: torch.Tensor) -> torch.Tensor:
         """Return the first product by torch: [tokens / ranks, hidden] to [tokens, 2 I / ranks]."""
-        return self.library.ag_gemm(x, self.gate_up_proj.T)
+        return self.torch_ranks.ag_gemm(x, self.gate_up_proj.T)
 
     @torch.no_grad()
     def dist_triton_ag_gemm(
@@ -86,7 +86,7 @@ class TP_MLP(TokenLayer):
     @torch.no_grad()
     def torch_gemm_rs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last product by torch: [tokens, I / ranks] to [tokens / ranks, hidden]."""
-        return self.library.gemm_rs(x, self.down_proj.T)
+        return self.torch_ranks.gemm_rs(x, self.down_proj.T)
 
     @torch.no_grad()
     def dist_triton_gemm_rs(

@@ -171,4 +171,4 @@ class TP_MoE(TokenLayer):
         each = torch.einsum("emi,eih->emh", self.act_fn(gate) * up, self.down_proj)
         chosen = one_hot(ids.long(), self.num_experts) * scales[..., None]
         total = torch.einsum("emh,mke->mh", each.float(), chosen).to(x.dtype)
-        return self.library.all_reduce(total).view(x.shape)
+        return self.torch_ranks.all_reduce(total).view(x.shape)

@@ -34,11 +34,11 @@ def sum_gradients(module: torch.nn.Module) -> None:
         if isinstance(layer, TP_Attn):
             layer.sum_partial_gradients()
             done.update(layer.norm_parameters())
-    spread = next((layer.library for layer in layers if layer.sequence_parallel), None)
-    if spread is not None:
+    torch_ranks = next((layer.torch_ranks for layer in layers if layer.sequence_parallel), None)
+    if torch_ranks is not None:
         for parameter in module.parameters():
             if parameter.grad is not None and parameter not in done:
-                spread.all_reduce(local_part(parameter.grad))
+                torch_ranks.all_reduce(local_part(parameter.grad))
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ class Context:
         self.winner: Any = None
         self.tuned = False
         self.recorded = ""
-        self.provisional = False
+        self.is_untuned_default = False
         """The winner is for one call only, because nothing could be tuned."""
         self.compiled: set[str] = set()
         self.ahead: CompileAhead | None = None
@@ -187,7 +187,7 @@ class Context:
         self.bind()
 
     def bind(self) -> None:
-        if not self.provisional and not self._in_own_table:
+        if not self.is_untuned_default and not self._in_own_table:
             self.tuner.cache[self.triton_key] = self.winner
 
     def unbind(self) -> None:
@@ -339,21 +339,23 @@ class Context:
 
 
 T = TypeVar("T")
-Suspect: TypeAlias = Callable[[], tuple[Context, Config] | None]
+UnfinishedConfig: TypeAlias = Callable[[], tuple[Context, Config] | None]
 
 
 class Messages(Channel):
     """Messages of one contextual tuning.
 
     Every message is an ``all_gather`` whose phase is compared: ranks at different points raise an
-    error that names the point of each rank. ``suspect`` returns the kernel and config that run now,
-    if any. ``limit`` is the time limit of the current call of the function, in seconds.
+    error that names the point of each rank. ``unfinished_config`` returns the kernel and config
+    that run now, if any. ``limit``: seconds for the current call of the function.
     """
 
-    def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
+    def __init__(
+        self, parts: ContextualParts, function: str, unfinished_config: UnfinishedConfig
+    ) -> None:
         with watchdog.paused(), parts.tuning_lock():
             super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
-        self._suspect, self.limit = suspect, parts.settings.compile_seconds
+        self._unfinished_config, self.limit = unfinished_config, parts.settings.compile_seconds
 
     def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
         """Return the values of all ranks, which may take ``after`` seconds, default ``limit``."""
@@ -364,13 +366,13 @@ class Messages(Channel):
             return super().all_gather(at, value, after or self.limit)
 
     def blamed_config(self, at: Step) -> Config | None:
-        suspect = self._suspect()
-        return None if suspect is None else suspect[1]
+        unfinished = self._unfinished_config()
+        return None if unfinished is None else unfinished[1]
 
     def quarantine(self, config: Config, failure: Failure) -> None:
-        suspect = self._suspect()
-        if suspect is not None:
-            suspect[0].quarantine(config, failure)
+        unfinished = self._unfinished_config()
+        if unfinished is not None:
+            unfinished[0].quarantine(config, failure)
 
 
 def as_config(config: Any) -> Config:
@@ -437,12 +439,13 @@ def open_context(
     proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
     if own.failure is not None:
-        raise messages.ended_by(own.take_failure())
+        raise messages.record_final_error(own.take_failure())
     agreement = Agreement(messages, context.name, proposals)
     context.key = key.under(agreement.fingerprint)
     if agreement.winner is not None:
         context.use(own.live[agreement.winner])
-        context.recorded = f"config {shown(context.winner)} of the tuning record {found.where}"
+        location = found.location_or_reason
+        context.recorded = f"config {shown(context.winner)} of the tuning record {location}"
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
         return context
     leader, policy = agreement.leader, parts.settings.policy
@@ -454,13 +457,15 @@ def open_context(
     pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
-        raise messages.ended_by(NoValidConfig(context.name, context.key, causes))
+        raise messages.record_final_error(NoValidConfig(context.name, context.key, causes))
     # A single config needs no tuning, so it is allowed.
     if agreement.frozen and len(kept) > 1:
-        key, frozen = context.key, agreement.frozen
-        raise messages.ended_by(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
+        key, reason = context.key, found.location_or_reason
+        raise messages.record_final_error(
+            TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen)
+        )
     if agreement.capturing:
-        context.winner, context.provisional = own.live[kept[0].digest], True
+        context.winner, context.is_untuned_default = own.live[kept[0].digest], True
         warn(
             f"{context.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
             "Its first config is used. Call the function once before.",
@@ -474,7 +479,9 @@ def open_context(
         context.use(own.live[kept[0].digest])  # there is no choice
     elif context.can_persist:
         context.resume(found.record, parts, messages, call)
-    reason = "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" if leader.always_tune else found.where
+    reason = found.location_or_reason
+    if leader.always_tune:
+        reason = "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set"
     ranks = parts.ranks.size
     parts.log.say(
         f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "

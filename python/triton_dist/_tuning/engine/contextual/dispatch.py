@@ -27,7 +27,7 @@ from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated, P, R_co, reporting_errors
 from triton_dist._tuning.protocols import RandomState, RankGroup
-from triton_dist._warn import called_by_users, held_warnings
+from triton_dist._warn import called_by_users, deferred_warnings
 from triton_dist.errors import TritonDistError
 
 if TYPE_CHECKING:
@@ -175,12 +175,12 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
         return Defaults(self._interception)
 
-    @held_warnings()
+    @deferred_warnings()
     def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._session((args, kwargs)) as session:
             call = Call(self, outer, session)
             result = session.run(lambda: self._run(call, args, kwargs))
-        self._settle(session)
+        self._update_settled(session)
         return result
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,7 +209,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         with reporting_errors(self._name, self._ranks):
             return self._is_off_now()
 
-    def _settle(self, session: Session | Defaults) -> None:
+    def _update_settled(self, session: Session | Defaults) -> None:
         self.tuning_calls += session.calls - 1
         settled = all(context.winner is not None for context in self._contexts.values())
         self._settled_in = self._chosen_in if settled else _UNSETTLED
@@ -230,9 +230,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         context = self._contexts.get((tuner, triton_key(tuner, args, kwargs)))
         if context is None or context.winner is None:
             return NOT_KNOWN
-        return Launch(tuner, args, kwargs, ExitStack()).known(context.winner)
+        return Launch(tuner, args, kwargs, ExitStack()).run_in_production(context.winner)
 
-    @held_warnings()
+    @deferred_warnings()
     def _continue(
         self,
         watch: Watch,
@@ -252,7 +252,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
                 if not session.end_call():
                     call = Call(self, self._interception.current_call(), session)
                     result = session.run(lambda: self._run(call, args, kwargs))
-            self._settle(session)
+            self._update_settled(session)
             return result
         finally:
             self._tuning.release()

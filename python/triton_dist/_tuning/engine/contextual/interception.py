@@ -134,14 +134,14 @@ class Interception:
         """Begin a call of a settled function. A lock would dominate the overhead of the call."""
         self._watches.append(watch)
         Autotuner.prune_configs = self._intercepting_prune
-        if self._own_runs.pruning:
+        if self._own_runs.calling_prune_configs:
             self._own_runs.replace(only_pruning=True)
 
     def unwatch(self, watch: Watch) -> None:
         self._watches.remove(watch)
         if not self._watches:
             Autotuner.prune_configs = self._prune
-            if self._own_runs.pruning and not self.sessions:
+            if self._own_runs.calling_prune_configs and not self.sessions:
                 self._own_runs.restore(only_pruning=True)
             if self._watches:  # another thread began a call meanwhile
                 Autotuner.prune_configs = self._intercepting_prune
@@ -199,8 +199,8 @@ class Interception:
             watch = self._own_watch() if session is None else None
             if (session is None and watch is None) or not self._is_tunable(tuner, args, kwargs):
                 return own(tuner, *args, **kwargs)
-            if target is not RunTarget.TO_PRUNING:
-                if target is RunTarget.ELSEWHERE:
+            if target is not RunTarget.PRUNE_CONFIGS:
+                if target is RunTarget.NEITHER:
                     self._own_runs.warn(tuner)
                 return own(tuner, *args, **kwargs)
             if session is not None:
@@ -313,7 +313,7 @@ class Defaults:
         self._interception.end(self)
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return Launch(tuner, args, kwargs, ExitStack()).known(tuner.configs[0])
+        return Launch(tuner, args, kwargs, ExitStack()).run_in_production(tuner.configs[0])
 
     def run(self, call: Callable[[], Any]) -> Any:
         return call()

@@ -27,15 +27,15 @@ Run = Callable[..., Any]
 
 
 class RunTarget(enum.Enum):
-    """Target of a class's ``run``: Triton's ``run``, ``prune_configs``, or neither."""
+    """Method of Triton's ``Autotuner`` that the ``run`` of a subclass calls."""
 
-    TO_TRITON = enum.auto()
-    TO_PRUNING = enum.auto()
-    ELSEWHERE = enum.auto()
+    TRITON_RUN = enum.auto()
+    PRUNE_CONFIGS = enum.auto()
+    NEITHER = enum.auto()
 
 
 def run_target(kind: Any) -> RunTarget:
-    """Return which target ``run`` of a class leads to, from the names in the code that it calls."""
+    """Return which method ``run`` of a class calls, from the names in the code that it calls."""
     runs = [(each, vars(each)["run"]) for each in kind.__mro__ if "run" in vars(each)]
     return _run_target(kind, tuple(runs))
 
@@ -45,14 +45,14 @@ def _run_target(kind: Any, runs: tuple[tuple[type, Run], ...]) -> RunTarget:
     """Return the result of :func:`run_target`. ``runs`` is in method resolution order."""
     for number, (defining, run) in enumerate(runs):
         if defining is Autotuner:
-            return RunTarget.TO_TRITON
+            return RunTarget.TRITON_RUN
         names = set(_names(run, kind))
         if "prune_configs" in names:
-            return RunTarget.TO_PRUNING
+            return RunTarget.PRUNE_CONFIGS
         bases = {base.__name__ for base, _ in runs[number + 1 :]}
         if names and not names & ({"super"} | bases):  # a function without code may do anything
-            return RunTarget.ELSEWHERE
-    return RunTarget.TO_TRITON
+            return RunTarget.NEITHER
+    return RunTarget.TRITON_RUN
 
 
 def _names(run: Any, kind: type) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def keeps_own_table(tuner: Any) -> bool:
     """Return whether ``cache`` of ``tuner`` belongs to a library that uses its own keys."""
-    return run_target(type(tuner)) is RunTarget.TO_PRUNING
+    return run_target(type(tuner)) is RunTarget.PRUNE_CONFIGS
 
 
 class OwnRuns:
@@ -95,7 +95,7 @@ class OwnRuns:
         self._replace = replace
         self._classes: dict[type[Autotuner], tuple[Run, Run]] = {}
         """By class: its own ``run`` and the replacement."""
-        self.pruning: dict[type[Autotuner], tuple[Run, Run]] = {}
+        self.calling_prune_configs: dict[type[Autotuner], tuple[Run, Run]] = {}
         """Classes whose ``run`` calls ``prune_configs``. In a settled function, their launches
         cannot be intercepted without a replacement."""
         self._warned: set[type[Autotuner]] = set()
@@ -107,19 +107,23 @@ class OwnRuns:
             if own is not None and self._classes.get(kind, (None,))[0] is not own:
                 replacement = functools.wraps(own)(self._replace(kind, own))
                 self._classes[kind] = own, replacement
-        self.pruning = {
+        self.calling_prune_configs = {
             kind: runs
             for kind, runs in self._classes.items()
-            if run_target(kind) is RunTarget.TO_PRUNING
+            if run_target(kind) is RunTarget.PRUNE_CONFIGS
         }
 
     def replace(self, only_pruning: bool = False) -> None:
-        """Replace ``run`` of the classes, or only of the classes in ``pruning``."""
-        for kind, (_, replacement) in (self.pruning if only_pruning else self._classes).items():
+        """Replace ``run`` of the classes, or only of the classes in ``calling_prune_configs``."""
+        for kind, (_, replacement) in (
+            self.calling_prune_configs if only_pruning else self._classes
+        ).items():
             kind.run = replacement
 
     def restore(self, only_pruning: bool = False) -> None:
-        for kind, (own, _) in (self.pruning if only_pruning else self._classes).items():
+        for kind, (own, _) in (
+            self.calling_prune_configs if only_pruning else self._classes
+        ).items():
             kind.run = own
 
     def warn(self, tuner: Any) -> None:
@@ -163,7 +167,7 @@ class Launch:
         if kernel is not None:  # a hook of Triton may cancel the compilation
             kernel._init_handles()
 
-    def step(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
+    def run_candidate(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
         """Launch a candidate, with ``timer`` around this launch only."""
         tuner, arguments = self._tuner, self._arguments(config)
         # Triton checks this in its ``run``, which is bypassed here.
@@ -194,7 +198,7 @@ class Launch:
             self._undo.callback(tuner.post_hook, arguments, exception=None)
         return result
 
-    def tuned(self, config: Any) -> Any:
+    def run_tuned(self, config: Any) -> Any:
         """Launch the winner of a tuning of which this call of the function is a part."""
         arguments = self._arguments(config)
         self._restore_later(arguments, self._tuner.restore_value)
@@ -205,15 +209,15 @@ class Launch:
         self._run_config_hook(config)
         return self._run(config)
 
-    def loaded(self, config: Any) -> Any:
-        """Launch a config that was known before, like in production, but with undo."""
+    def run_loaded(self, config: Any) -> Any:
+        """Launch a config that was known before the tuning, and undo the launch later."""
         names = [*self._tuner.reset_to_zero, *self._tuner.restore_value]
         self._restore_later(self._arguments(config), names)
         self._run_config_hook(config)
         return self._run(config)
 
-    def known(self, config: Any) -> Any:
-        """Launch a config like in production."""
+    def run_in_production(self, config: Any) -> Any:
+        """Launch a config as outside of a tuning, without undo."""
         self._run_config_hook(config)
         return self._run(config)
 

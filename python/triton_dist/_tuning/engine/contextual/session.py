@@ -66,7 +66,7 @@ class Session:
         self.random_state = random_state
         self._contexts, self._parts = contexts, parts
         self._interception = interception
-        self._messages = Messages(parts, function, lambda: self._current_call.suspect())
+        self._messages = Messages(parts, function, lambda: self._current_call.unfinished_config())
         self._current_call = self._next_call(0)
         self._check_results: Callable[[], None] = lambda: None
         self._scope = ExitStack()
@@ -92,7 +92,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
     ) -> None:
         for place, context in list(self._contexts.items()):
-            if context.provisional or (kind is not None and context.winner is None):
+            if context.is_untuned_default or (kind is not None and context.winner is None):
                 del self._contexts[place]
             context.close(error)
         if error is not None:
@@ -102,7 +102,7 @@ class Session:
                 self._undo()
         # Errors refer to frames, which refer to the arguments of the function and to this session.
         self._messages.end()
-        self._current_call.exhausted, self._check_results = None, lambda: None
+        self._current_call.no_config_left, self._check_results = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to tune. Return the result of the last call."""
@@ -129,7 +129,7 @@ class Session:
         if context is None:
             # A single rank may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
-                return launch.loaded(tuner.cache[key])
+                return launch.run_loaded(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
             parts, messages, number = self._parts, self._messages, self._current_call.number
             context = open_context(tuner, key, prune, parts, messages, number)
@@ -144,7 +144,7 @@ class Session:
                 parts = replace(parts, settings=replace(parts.settings, always_tune=True))
                 context = open_context(tuner, key, prune, parts, messages, number)
             self._contexts[tuner, key] = context
-            self._current_call.opened = True
+            self._current_call.has_new_key = True
         return self._current_call.launch(context, launch)
 
     def end_call(self) -> bool:
@@ -159,7 +159,7 @@ class Session:
         except Exception as error:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
                 how = "its device has not finished"
-                raise self._messages.ended_by(
+                raise self._messages.record_final_error(
                     self._messages.stuck(ending, self._messages.limit, how)
                 ) from error
             self.fail_call(error)
@@ -175,7 +175,7 @@ class Session:
                 for rank, steps in enumerate(names_of_steps)
             }
             what = f"the kernels launched in call {current_call.number}"
-            raise self._messages.ended_by(RankDisagreement(what, by_rank))
+            raise self._messages.record_final_error(RankDisagreement(what, by_rank))
         for context, *steps in zip(current_call.steps, *everyone, strict=True):
             # Record one step: the slowest rank counts, and a failure on any rank.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
@@ -205,21 +205,21 @@ class Session:
         """Report to the other ranks that the function raised ``error`` on this rank."""
         if self._messages.final_error is not None:  # the other ranks have the error
             return
-        if error is self._current_call.exhausted:
+        if error is self._current_call.no_config_left:
             # All configs failed on this rank. Other ranks may run them, and receive the failures of
             # this rank at the end of their call.
             with suppress(Exception):
                 self.end_call()
             return
         if not self._messages.has_met:  # ``__exit__`` reports the error
-            self._messages.ended_by(error)
+            self._messages.record_final_error(error)
             return
         ending = Step(f"end of call {self._current_call.number}, which raised {text_of(error)}")
         own = failure_of(error, "launch", int(self._messages.global_rank(self._messages.rank)))
         # Ranks that raised no error, or another one, raise an error that names this rank.
         with suppress(RankTimeout, RankDisagreement):
             self._messages.all_gather(ending, own)
-        self._messages.ended_by(error)
+        self._messages.record_final_error(error)
 
     def _finish(self, context: Context) -> None:
         """Choose the winner of ``context``, because all its configs are measured on all ranks."""
@@ -228,7 +228,7 @@ class Session:
             record = context.finish(self._reduction)
         except NoValidConfig as error:
             context.close(None)  # the next start tries failed configs again
-            self._messages.ended_by(error)
+            self._messages.record_final_error(error)
             raise
         context.publish()
         if not parts.ranks.is_leader:
@@ -247,7 +247,7 @@ class Session:
         """Return whether each call launches a new key and no call repeats an earlier key."""
         stepped = self._current_call.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
-        if not self._current_call.opened or len(left) < _MAX_UNTUNED_KEYS:
+        if not self._current_call.has_new_key or len(left) < _MAX_UNTUNED_KEYS:
             return False
         warn(
             "contextual_autotune: each call launches a kernel with a key that no other call "

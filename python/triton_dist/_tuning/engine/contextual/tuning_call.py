@@ -49,8 +49,9 @@ class TuningCall:
     Attributes:
         steps: the steps of the kernels that are being tuned, in launch order.
         undo: callbacks to run before the function is called again.
-        opened: whether a kernel had a new key.
-        exhausted: the error that is raised here if every config of some kernel failed on this rank.
+        has_new_key: whether a kernel had a new key.
+        no_config_left: the error that is raised here if every config of some kernel failed on this
+            rank.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class TuningCall:
         self._timers: dict[Context, Timer] = {}
         self._compiling: tuple[Context, Config] | None = None
         self.undo = ExitStack()
-        self.opened = False
-        self.exhausted: NoValidConfig | None = None
+        self.has_new_key = False
+        self.no_config_left: NoValidConfig | None = None
 
     def launch(self, context: Context, launch: Launch) -> Any:
         """Launch the winner of ``context``, or its current candidate if there is no winner yet."""
@@ -78,12 +79,14 @@ class TuningCall:
                 self._finish(context)
         if context.winner is not None:
             context.bind()  # the user may have cleared Triton's cache
-            return (launch.tuned if context.tuned else launch.loaded)(context.winner)
+            return (launch.run_tuned if context.tuned else launch.run_loaded)(context.winner)
         if context not in self.steps:
             return self._step(context, launch)
         config = self._used[context]  # a second launch in this call
         device = self._parts.device
-        return launch.step(context.live[config.digest], device, device.timer(), timed=False)
+        return launch.run_candidate(
+            context.live[config.digest], device, device.timer(), timed=False
+        )
 
     def unusable(self, context: Context, launch: Launch) -> str:
         """Compile a recorded winner. Return, on all ranks, why some rank cannot use it.
@@ -114,7 +117,7 @@ class TuningCall:
                 # Round to 1 ns: finer digits are noise and make records hard to read.
                 stepped.milliseconds = round(timer.milliseconds(), 6)
 
-    def suspect(self) -> tuple[Context, Config] | None:
+    def unfinished_config(self) -> tuple[Context, Config] | None:
         """Return the config that compiles now, or the first launched config that is not done."""
         if self._compiling is not None:
             return self._compiling
@@ -175,9 +178,9 @@ class TuningCall:
                 step()
         except Exception as error:
             own = failure_of(error, "compile", self._own_rank)
-        votes = self._messages.all_gather(at, own, limit)
+        failures = self._messages.all_gather(at, own, limit)
         self._compiling = None
-        return next((vote for vote in votes if vote is not None), None)
+        return next((failure for failure in failures if failure is not None), None)
 
     def _step(self, context: Context, launch: Launch) -> Any:
         """Make the launch of ``context`` that counts in this call.
@@ -198,7 +201,8 @@ class TuningCall:
             # signals.
             for config in (step.config, *context.fallbacks(digest)):
                 try:
-                    result = launch.step(context.live[config.digest], device, timer, step.timed)
+                    live = context.live[config.digest]
+                    result = launch.run_candidate(live, device, timer, step.timed)
                 except _OUT_OF_STEP:
                     raise
                 except Exception as error:
@@ -209,7 +213,7 @@ class TuningCall:
                 return result
             failures = stepped.failures | context.failures
             causes = {str(config): str(failures[config.digest]) for config in context.candidates}
-            self.exhausted = NoValidConfig(context.name, context.key, causes)
-            raise self.exhausted from last
+            self.no_config_left = NoValidConfig(context.name, context.key, causes)
+            raise self.no_config_left from last
         finally:
             last = None  # the error refers to this frame
