@@ -31,6 +31,7 @@ _STORE = "_tuning/store/file.py"
 _SPECIALISATION = "runner/specialisation.py"
 _ARTEFACT = "runner/artefact.py"
 _RUNNER = "runner/function.py"
+_SCALES = "kernels/common/gemm/scales.py"
 
 SIGNALS = ("tests/language/test_signals.py",)
 COLLECTIVES = ("tests/distributed/test_collectives.py",)
@@ -59,6 +60,20 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
+    Mutant(
+        "fp8: long sums are promoted to fp32",
+        _SCALES,
+        "promotes = None if use_fast_accum else 1",
+        "promotes = None",
+        ("tests/compile/test_scaled_gemm_kernels.py",),
+    ),
+    Mutant(
+        "fp8: each step along K has its own block of scales",
+        _SCALES,
+        "k_block = k // _BLOCK",
+        "k_block = 0",
+        ("tests/kernels/test_scaled_gemm.py",),
+    ),
     Mutant(
         "wait: until the flag has reached the value, not nearly",
         _SIGNALS,

@@ -6,7 +6,9 @@ kernel are of this kind (rows, columns, offsets, flags). :class:`Operators` call
 them and leaves the others to upstream.
 
 The interpreter stores a bf16 block as bit patterns in ``uint16``. Each bf16 operation here widens
-its operands to fp32 and rounds the result once to nearest even, like hardware.
+its operands to fp32 and rounds the result once to nearest even, like hardware. fp8 blocks are bit
+patterns in ``uint8``; ``tl.dot`` widens them by tables. Upstream reads the NaN of e4m3 as
+480 and flushes subnormals of e5m2.
 """
 
 from __future__ import annotations
@@ -15,10 +17,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._C.libtriton import ir
 
 NAN_BITS = np.uint16(0x7FC0)
+_PATTERNS = torch.arange(256, dtype=torch.uint8)
+_FLOAT8 = {
+    "fp8e4nv": _PATTERNS.view(torch.float8_e4m3fn).float().numpy(),
+    "fp8e5": _PATTERNS.view(torch.float8_e5m2).float().numpy(),
+}
+"""fp32 values of the bit patterns, by Triton's name of the type."""
+for _values in _FLOAT8.values():
+    _values[np.isnan(_values)] = np.nan  # a signalling NaN would make numpy warn
 
 
 def to_float32(bits: Any) -> Any:
@@ -47,6 +58,10 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
 
     def widen(handle: Any) -> Any:
         return Handle(to_float32(handle.data), tl.float32) if is_bfloat16(handle) else handle
+
+    def widen_float8(handle: Any) -> Any:
+        values = _FLOAT8.get(handle.dtype.scalar.name)
+        return widen(handle) if values is None else Handle(values[handle.data], tl.float32)
 
     def narrow(handle: Any) -> Any:
         return Handle(from_float32(handle.data), tl.bfloat16)
@@ -86,7 +101,7 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
         return fp_to_fp(self, src, dst_type, rounding)
 
     def matmul(self: Any, a: Any, b: Any, d: Any, *options: Any, **options_by_name: Any) -> Any:
-        return dot(self, widen(a), widen(b), d, *options, **options_by_name)
+        return dot(self, widen_float8(a), widen_float8(b), d, *options, **options_by_name)
 
     def constant(self: Any, value: float) -> Any:
         return narrow(Handle(np.array([value], dtype=np.float32), tl.float32))

@@ -72,7 +72,7 @@ class TmaAutotunedAgGemm:
             tiles_n = triton.cdiv(N, META["BLOCK_SIZE_N"])
             return (min(num_sms, num_ranks * tiles_m * tiles_n),)
 
-        shards = Shards(gathered.rows, gathered.arrivals, gathered.epoch, None, None, None)
+        shards = Shards(gathered.rows, gathered.arrivals, gathered.epoch, None, None, None, None)
         plan = GEMMPlan(
             GATHERED=num_ranks > 1, B_COLUMN_MAJOR=B.stride(0) == 1,
             PRECISION=dot_precision(A.dtype), FLAGS_PER_RANK=gathered.flags_per_rank,

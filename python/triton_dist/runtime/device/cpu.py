@@ -36,6 +36,7 @@ class CpuDevice:
     num_sms = 3
     # The interpreter executes a descriptor access 3 to 5 times faster than pointer arithmetic.
     prefers_descriptors = True
+    multiplies_fp8 = True
     # Interpreted kernels are run for correctness, not speed, so the config spaces are small.
     interprets: bool = True
     # Exclude libraries: they would always win on CPU, where the purpose is to run our kernels.

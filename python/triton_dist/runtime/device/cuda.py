@@ -60,6 +60,8 @@ class CudaDevice:
         # Tensor descriptors compile to TMA from compute capability 9.0. Pointers are faster on
         # older GPUs.
         self.prefers_descriptors: bool = self._properties.major >= 9
+        capability = self._properties.major, self._properties.minor
+        self.multiplies_fp8: bool = capability >= (8, 9)
         # True: a launch returns only after its kernel has ended. Like CUDA, read the variable once.
         # ``make sanitize`` sets it, because compute-sanitizer makes launches block anyway. Ops
         # then exclude algorithms in which a blocking launch would deadlock.

@@ -18,6 +18,7 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.gemm.scales import Scales
 from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
@@ -219,6 +220,7 @@ def sharded_gemm(
     num_ranks: int = 1,
     gathered: GatheredShards | None = None,
     split: SplitWorkspace | None = None,
+    scales: Scales | None = None,
 ) -> Launch:
     """Return the launch that computes ``C = concat(shards) @ B``.
 
@@ -238,6 +240,7 @@ def sharded_gemm(
         rank, num_ranks: this rank and the number of shards.
         gathered: shards of the other ranks.
         split: workspace, required for SPLIT_K above 1.
+        scales: scales of fp8 operands, and a bias.
 
     Raises:
         InvalidArgument: SPLIT_K is above 1 and the workspace is missing or too small.
@@ -249,8 +252,11 @@ def sharded_gemm(
     source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
     senders = 0 if push is None else push.num_comm_sms
-    tables = (None, None, None) if push is None else (push.shards, push.arrivals, push.consumed)
-    shards = Shards(source.rows, source.arrivals, source.epoch, *tables)
+    shards = Shards(source.rows, source.arrivals, source.epoch, None, None, None, scales)
+    if push is not None:
+        shards = shards._replace(
+            rows_table=push.shards, arrivals_table=push.arrivals, consumed=push.consumed
+        )
     operands, sharding = (local_shard, shards, B, C, M, N, K), (rank, num_ranks, source.chunk_rows)
     plan = GEMMPlan(
         GATHERED=gathered is not None, B_COLUMN_MAJOR=B.stride(0) == 1,
@@ -258,7 +264,7 @@ def sharded_gemm(
         NUM_SMS=num_sms, NUM_COMM_SMS=senders, NUM_CHUNKS=1 if push is None else push.num_chunks,
         NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False,
     )  # fmt: skip
-    options = config_for(config, local_shard.dtype).all_kwargs()
+    options = config_for(config, local_shard.dtype, C.dtype).all_kwargs()
     # Only the ordinary kernel can send the shard.
     specialized = options.pop("WARP_SPECIALIZED", False) and push is None
     specialized = specialized and can_specialize_warps(local_shard.dtype)

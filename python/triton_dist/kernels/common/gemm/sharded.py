@@ -21,6 +21,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import add_bias, scales_of_shard
 from triton_dist.kernels.common.gemm.tile import (
     multiply_tile,
     multiply_tile_by_pointers,
@@ -90,6 +91,8 @@ def finish_tile(
     split_tile,
     split,
     num_splits,
+    scales,
+    N,
     EPILOGUE_SUBTILE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -108,6 +111,7 @@ def finish_tile(
                     accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
                 )
     if is_complete:
+        accumulator = add_bias(accumulator, scales, column, N)
         store_tile(
             c_desc, accumulator, shard, row, column, EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N
         )
@@ -187,10 +191,11 @@ def kernel_gemm_persistent(
         accumulator = multiply_tile(
             local_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, split, num_splits,
             B_COLUMN_MAJOR, PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+            shards.scales, scales_of_shard(shards.scales, None), m * BLOCK_SIZE_M, rows, N,
         )  # fmt: skip
         finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            partials, tile - unsplit_tiles, split, num_splits,
+            partials, tile - unsplit_tiles, split, num_splits, shards.scales, N,
             EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
@@ -224,10 +229,12 @@ def kernel_gemm_persistent(
                     dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, K, split,
                     num_splits, B_COLUMN_MAJOR, PRECISION,
                     BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                    shards.scales, scales_of_shard(shards.scales, shard),
+                    dl.consume_token(row, token), rows, N,
                 )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                partials, tile - unsplit_tiles, split, num_splits,
+                partials, tile - unsplit_tiles, split, num_splits, shards.scales, N,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 
@@ -274,6 +281,7 @@ def kernel_gemm_non_persistent(
 
     row = m * BLOCK_SIZE_M
     a_ptr = local_ptr
+    a_scale_ptr = scales_of_shard(shards.scales, None)
     a_row = row
     if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if shard != rank:
@@ -289,6 +297,7 @@ def kernel_gemm_non_persistent(
                     shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
             a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
+            a_scale_ptr = scales_of_shard(shards.scales, shard)
             # Consume the token on the row, because the pointer would lose its known alignment.
             a_row = dl.consume_token(row, token)
 
@@ -296,7 +305,9 @@ def kernel_gemm_non_persistent(
         a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,
         strides.am, strides.ak, strides.bk, strides.bn,
         PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, gemm_plan.INT64_OFFSETS,
+        shards.scales, a_scale_ptr, a_row,
     )  # fmt: skip
+    accumulator = add_bias(accumulator, shards.scales, n * BLOCK_SIZE_N, N)
 
     row_index = row + tl.arange(0, BLOCK_SIZE_M)
     column_index = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)

@@ -10,6 +10,7 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, FP8, Recipe, scaling_of
 from triton_dist.kernels.common.launch import fits_descriptor
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
@@ -19,6 +20,8 @@ LOWEST_TILE_ROWS = 16
 """Height of the tiles for few rows."""
 # Largest number of rows for the lowest tiles, which read B once per 16 rows.
 _FEW_ROWS = 64
+# Registers per thread for the accumulator of an fp8 tile and its partial sum: above, they spill.
+_MAX_PROMOTED_REGISTERS = 192
 # A GEMM counts as compute-bound if its arithmetic takes this many times as long as its traffic.
 _COMPUTE_BOUND = 2.0
 
@@ -28,17 +31,24 @@ def max_rows_of_key(rows: int, num_ranks: int = 1) -> int:
     return tune.fine_bucket(rows * num_ranks) // num_ranks
 
 
-def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
+def config_for(
+    config: triton.Config, dtype: torch.dtype, out_dtype: torch.dtype | None = None
+) -> triton.Config:
     """Return the config that is launched for operands of ``dtype``.
 
     Configs are written for 16-bit operands. A tile of 4-byte operands has half the elements along K
-    and stages its output in two halves, so that it takes the same shared memory.
+    and stages its output in two halves, so that it takes the same shared memory. A tile of fp8
+    operands has 128 elements along K, the length of a block of scales.
     """
-    if dtype.itemsize <= 2:
+    if dtype.itemsize == 2:
         return config
     tile = dict(config.kwargs)
-    tile["BLOCK_SIZE_K"] = tile["BLOCK_SIZE_K"] * 2 // dtype.itemsize
-    tile["EPILOGUE_SUBTILE"] = True
+    if dtype.itemsize == 1:
+        tile["BLOCK_SIZE_K"] = min(2 * tile["BLOCK_SIZE_K"], BLOCK_ELEMENTS)
+    else:
+        tile["BLOCK_SIZE_K"] = tile["BLOCK_SIZE_K"] * 2 // dtype.itemsize
+    if (out_dtype or dtype).itemsize == 4:
+        tile["EPILOGUE_SUBTILE"] = True
     return triton.Config(tile, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -260,6 +270,17 @@ def prune_fn_by_group_size_m(
     return arithmetic / traffic <= _COMPUTE_BOUND
 
 
+def fits_promotion(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: bool) -> bool:
+    """Return whether the accumulator and the partial sum of an fp8 tile fit in registers."""
+    if current_device().interprets or (use_fast_accum and recipe is not Recipe.BLOCK):
+        return True
+    block_n = tiles.kwargs["BLOCK_SIZE_N"]
+    accumulator = tiles.kwargs["BLOCK_SIZE_M"] * block_n // (32 * tiles.num_warps)
+    # Without scales per block, the partial sum of one instruction of 64 rows is promoted at a time.
+    partial = accumulator if recipe is Recipe.BLOCK else min(accumulator, block_n // 2)
+    return bool(accumulator + partial <= _MAX_PROMOTED_REGISTERS)
+
+
 def fits_gemm(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
@@ -267,6 +288,11 @@ def fits_gemm(
 
     A warp-specialized config requires operands that TMA can read; others would run another kernel.
     """
+    if A.dtype in FP8:
+        scaling = scaling_of(**kwargs)
+        recipe = scaling.recipe(A, B)
+        if not fits_promotion(_gemm_config(config), recipe, scaling.use_fast_accum):
+            return False
     if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
         can_specialize_warps(A.dtype)
         and A.is_contiguous()

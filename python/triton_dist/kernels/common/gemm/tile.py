@@ -9,6 +9,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import finish_scales, scaled_dot, scales_of_shard
 
 
 class Strides(NamedTuple):
@@ -51,8 +52,16 @@ def multiply_steps(
     B_COLUMN_MAJOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
+    scales=None,
+    a_scale_ptr=0,
+    scale_row=0,
+    rows=0,
+    N=0,
 ):
-    """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``."""
+    """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``.
+
+    The last arguments are those of ``scaled_dot``; ``scale_row`` is its ``row``.
+    """
     with dl.mark("mma"):
         for step in range(first_step, end):
             k = step * BLOCK_SIZE_K
@@ -62,7 +71,19 @@ def multiply_steps(
                     b = b_desc.load([column, k]).T
                 else:
                     b = b_desc.load([k, column])
-            accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+            accumulator = scaled_dot(
+                accumulator,
+                a,
+                b,
+                k,
+                column,
+                scales,
+                a_scale_ptr,
+                scale_row,
+                rows,
+                N,
+                INPUT_PRECISION,
+            )
     return accumulator
 
 
@@ -80,15 +101,21 @@ def multiply_tile(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
+    scales=None,
+    a_scale_ptr=0,
+    scale_row=0,
+    rows=0,
+    N=0,
 ):
     """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] over split ``split`` of ``num_splits``
-    splits of K."""
+    splits of K, multiplied by the scales (see ``scaled_dot``)."""
     steps = tl.cdiv(K, BLOCK_SIZE_K)
-    return multiply_steps(
+    product = multiply_steps(
         tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
         steps * split // num_splits, steps * (split + 1) // num_splits,
-        B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K,
+        B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K, scales, a_scale_ptr, scale_row, rows, N,
     )  # fmt: skip
+    return finish_scales(product, scales, a_scale_ptr, scale_row, rows, column, N)
 
 
 @jit
@@ -109,6 +136,9 @@ def multiply_tile_by_pointers(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
+    scales=None,
+    a_scale_ptr=0,
+    scale_row=0,
 ):
     """Multiply a tile like ``multiply_tile``, for any strides of A and B.
 
@@ -133,10 +163,15 @@ def multiply_tile_by_pointers(
             with dl.mark("load", pipelined=True):
                 a = tl.load(a_block, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
                 b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
-            accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+            accumulator = scaled_dot(
+                accumulator, a, b, step * BLOCK_SIZE_K, column, scales, a_scale_ptr, scale_row,
+                scale_row + rows_left, N, INPUT_PRECISION,
+            )  # fmt: skip
             a_block += BLOCK_SIZE_K * stride_ak
             b_block += BLOCK_SIZE_K * stride_bk
-    return accumulator
+    return finish_scales(
+        accumulator, scales, a_scale_ptr, scale_row, scale_row + rows_left, column, N
+    )
 
 
 @jit
@@ -189,17 +224,20 @@ def multiply_operands(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
+    scales=None,
 ):
     """Return the fp32 tile at ``row`` and ``column``; a and b are results of ``operands_at``."""
     if DESCRIPTORS:
         product = multiply_tile(
             a, b, row, column, K, 0, 1,
             B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+            scales, scales_of_shard(scales, None), row, M, N,
         )  # fmt: skip
     else:
         product = multiply_tile_by_pointers(
             a, b, row, M - row, column, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, INT64_OFFSETS,
+            scales, scales_of_shard(scales, None), row,
         )  # fmt: skip
     return product
 

@@ -43,7 +43,7 @@ class Shards(NamedTuple):
 
     ``rows_table`` and ``arrivals_table`` have the addresses of each rank's rows and flags,
     ``consumed`` the last epoch that each peer has consumed. They are ``None`` unless the kernel
-    sends this rank's shard.
+    sends this rank's shard. ``scales`` are ``gemm.scales.Scales`` or ``None``.
     """
 
     rows: Any
@@ -52,6 +52,7 @@ class Shards(NamedTuple):
     rows_table: Any
     arrivals_table: Any
     consumed: Any
+    scales: Any
 
 
 class Partials(NamedTuple):

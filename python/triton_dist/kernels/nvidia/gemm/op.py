@@ -9,7 +9,15 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import DTYPES, raise_first_error
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    NO_SCALING,
+    Scaling,
+    scaled_matmul,
+    scaling_of,
+)
 from triton_dist.kernels.common.gemm.spaces import (
     fits_gemm,
     get_config_space,
@@ -21,16 +29,16 @@ from triton_dist.kernels.common.op import check_tiles, tuned
 from triton_dist.runtime.device import current_device
 
 
-def _check(A: torch.Tensor, B: torch.Tensor) -> None:
+def _check(A: torch.Tensor, B: torch.Tensor, scaling: Scaling = NO_SCALING) -> None:
     try:
         if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0]:
             raise InvalidArgument(
                 "matmul", "B", tuple(B.shape), f"[K, N] for an A of {tuple(A.shape)} = [M, K]"
             )
-        if A.dtype != B.dtype or A.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise InvalidArgument(
-                "matmul", "B.dtype", B.dtype, f"A's dtype ({A.dtype}): fp16, bf16 or fp32"
-            )
+        is_usual = A.dtype == B.dtype and A.dtype in DTYPES
+        if not is_usual and A.dtype not in FP8:
+            expected = f"A's dtype ({A.dtype}): fp16, bf16 or fp32"
+            raise InvalidArgument("matmul", "B.dtype", B.dtype, expected)
         if A.device != B.device or A.device.type != current_device().torch_device.type:
             raise InvalidArgument(
                 "matmul",
@@ -38,6 +46,8 @@ def _check(A: torch.Tensor, B: torch.Tensor) -> None:
                 B.device,
                 f"{current_device().torch_device}, like A ({A.device})",
             )
+        if scaling is not NO_SCALING or not is_usual:
+            raise_first_error("matmul", scaling.checks(A, B))
     except (AttributeError, TypeError) as error:
         for name, matrix in (("A", A), ("B", B)):
             if not isinstance(matrix, torch.Tensor):
@@ -57,17 +67,45 @@ class GEMMKey(NamedTuple):
     B_strides: tuple[int, ...]
 
 
-def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey:
-    _check(A, B)
+class ScaledGEMMKey(NamedTuple):
+    """Key of a GEMM with scales, a bias or an output dtype; starts like ``GEMMKey``."""
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    A_strides: tuple[int, ...] | None
+    B_strides: tuple[int, ...]
+    recipe: str
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    has_bias: bool
+
+
+def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey | ScaledGEMMKey:
+    scaling = scaling_of(**kwargs) if kwargs else NO_SCALING
+    _check(A, B, scaling)
     (M, K), N = A.shape, B.shape[1]
     A_strides = None if A.is_contiguous() else tuple(A.stride())
-    return GEMMKey(M, N, K, A.dtype, A_strides, tuple(B.stride()))
+    key = GEMMKey(M, N, K, A.dtype, A_strides, tuple(B.stride()))
+    return key if scaling is NO_SCALING else ScaledGEMMKey(*key, *scaling.key(A, B))
 
 
 def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
+    if config["gemm_config"] is None:  # a library, whose tiles are unknown
+        tiles = triton.cdiv(key.M, 128) * triton.cdiv(key.N, 256)
+        return float(tiles / current_device().num_sms)
     tile = config["gemm_config"].kwargs
     tiles = triton.cdiv(key.M, tile["BLOCK_SIZE_M"]) * triton.cdiv(key.N, tile["BLOCK_SIZE_N"])
     return float(tiles / current_device().num_sms)
+
+
+def _fits(
+    config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
+) -> bool:
+    if config["gemm_config"] is None:
+        return A.dtype in FP8 and not current_device().interprets
+    return fits_gemm(config, A, B, *args, **kwargs)
 
 
 def _space(persistent: bool) -> list[dict[str, Any]]:
@@ -78,30 +116,51 @@ def _both_spaces() -> list[dict[str, Any]]:
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
         {"gemm_config": tiles, "persistent": persistent}
-        for tiles, persistent in (*with_persistent(get_config_space), *specialized)
+        for tiles, persistent in (
+            *with_persistent(get_config_space),
+            *specialized,
+            (None, True),
+        )
     ]
 
 
 def _launch(
-    A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool
+    A: torch.Tensor,
+    B: torch.Tensor,
+    config: triton.Config,
+    persistent: bool,
+    scaling: Scaling = NO_SCALING,
 ) -> tuple[torch.Tensor, Launch]:
-    _check(A, B)
-    C = torch.empty(A.shape[0], B.shape[1], dtype=A.dtype, device=A.device)
+    _check(A, B, scaling)
+    dtype = A.dtype if scaling is NO_SCALING else scaling.output_dtype(A)
+    C = torch.empty(A.shape[0], B.shape[1], dtype=dtype, device=A.device)
     check_tiles("matmul", config)
-    return C, sharded_gemm(A, B, C, config, num_sms=current_device().num_sms, persistent=persistent)
+    scales = None if scaling is NO_SCALING else scaling.kernel_argument(A, B)
+    return C, sharded_gemm(
+        A, B, C, config,
+        num_sms=current_device().num_sms, persistent=persistent, scales=scales,
+    )  # fmt: skip
 
 
-def _run(A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool) -> torch.Tensor:
-    C, launch = _launch(A, B, config, persistent)
+def _run(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    config: triton.Config,
+    persistent: bool,
+    scaling: Scaling = NO_SCALING,
+) -> torch.Tensor:
+    C, launch = _launch(A, B, config, persistent, scaling)
     launch.run()
     return C
 
 
 def _prepare(persistent: bool) -> Callable[..., None]:
     def prepare(
-        A: torch.Tensor, B: torch.Tensor, *args: Any, gemm_config: triton.Config, **kwargs: Any
+        A: torch.Tensor, B: torch.Tensor, *args: Any, gemm_config: Any, **kwargs: Any
     ) -> None:
-        _launch(A, B, gemm_config, kwargs.get("persistent", persistent))[1].compile()
+        if gemm_config is not None:  # a library compiles nothing
+            kind = kwargs.get("persistent", persistent)
+            _launch(A, B, gemm_config, kind, scaling_of(**kwargs))[1].compile()
 
     return prepare
 
@@ -109,32 +168,54 @@ def _prepare(persistent: bool) -> Callable[..., None]:
 @tuned(
     config_space=_both_spaces,
     key_fn=_key,
-    prune_fn=fits_gemm,
+    prune_fn=_fits,
     prepare_fn=_prepare(True),
     scope="rank",
     sizes=("M",),
     waves_fn=_waves,
+    fallback_fn=lambda config: config["gemm_config"] is None,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def matmul(
-    A: torch.Tensor, B: torch.Tensor, gemm_config: triton.Config, persistent: bool = True
+    A: torch.Tensor,
+    B: torch.Tensor,
+    gemm_config: triton.Config | None,
+    persistent: bool = True,
+    *,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Return ``A @ B``, accumulated in fp32. Each rank tunes alone, once per bucket of M.
 
+    For fp8 operands, ``A @ B`` is the product of the operands multiplied by their scales.
+
     Args:
-        A: [M, K], any strides; fp16, bf16 or fp32.
-        B: [K, N], any strides, dtype of A. fp32 products obey
-            ``torch.backends.cuda.matmul.allow_tf32``.
-        gemm_config: tile sizes (tuned).
+        A: [M, K], any strides; fp16, bf16, fp32, fp8 e4m3 or e5m2.
+        B: [K, N], any strides, dtype of A. If A is fp8, B is e4m3 and K-major: the transpose of a
+            contiguous [N, K]. fp32 products obey ``torch.backends.cuda.matmul.allow_tf32``.
+        gemm_config: tile sizes (tuned). ``None``: torch's ``scaled_mm``, for fp8 operands only.
         persistent: use the persistent kernel (tuned).
+        A_scale, B_scale: fp32 scales of fp8 operands, for the whole tensor, by row of A and column
+            of B, or by blocks of 128. ``triton_dist.kernels.common.gemm.scales`` lists the layouts.
+        bias: [N], contiguous, dtype of the output; added before rounding.
+        out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; else A's dtype.
+        use_fast_accum: add fp8 products with the short accumulator of Hopper's tensor cores over
+            all of K. By default, sums over 128 elements are added in fp32.
 
     Returns:
-        [M, N], dtype of A.
+        [M, N], ``out_dtype``.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices do not match.
+        InvalidArgument: shapes, strides, dtypes or devices do not match.
     """
-    return _run(A, B, gemm_config, persistent)
+    scaling = scaling_of(A_scale, B_scale, bias, out_dtype, use_fast_accum)
+    if gemm_config is None and getattr(A, "dtype", None) in FP8:
+        _check(A, B, scaling)
+        return scaled_matmul(A, B, scaling)
+    return _run(A, B, gemm_config, persistent, scaling)
 
 
 @tuned(

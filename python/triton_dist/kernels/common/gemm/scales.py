@@ -1,0 +1,348 @@
+"""Scales of fp8 operands: recipes, checks, and their application inside the GEMM kernels.
+
+A scale is an fp32 factor that was divided out before rounding to fp8. Three recipes exist, in the
+layouts of ``torch.nn.functional.scaled_mm``:
+
+=======  ======================================  =================================================
+recipe   ``A_scale``                             ``B_scale``
+=======  ======================================  =================================================
+TENSOR   one element                             one element
+ROW      [M] or [M, 1]                           [N], [1, N] or [N, 1]
+BLOCK    [M, K / 128], strides (1, M)            [K / 128, N / 128] with strides (1, K / 128), or
+                                                 [N / 128, K / 128], contiguous (DeepSeek-V3)
+=======  ======================================  =================================================
+
+Divisions round up. A ROW call may have one element on one side. TENSOR and ROW scales multiply the
+accumulator once. BLOCK scales multiply the product of every 128 elements of K, which is then added
+in fp32.
+
+Hopper's tensor cores add fp8 products with fewer bits than fp32. Unless ``use_fast_accum`` is set,
+partial sums over 128 elements of K are added in fp32, as cuBLAS does. BLOCK always does this.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.context import Check, gradient_check
+from triton_dist.runtime.device import current_device
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCK_ELEMENTS = 128
+"""Length of a block along K, and along N for B."""
+_BLOCK = tl.constexpr(BLOCK_ELEMENTS)
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Recipe(enum.Enum):
+    """Granularity of the scales of a call."""
+
+    TENSOR = "tensor"
+    ROW = "row"
+    BLOCK = "block"
+
+    __repr__ = enum.Enum.__str__
+
+
+class Scales(NamedTuple):
+    """Kernel argument: fp32 scales of A and B and a bias, each ``None`` if absent.
+
+    Strides are in elements. ``stride_ak`` is ``None`` unless the recipe is BLOCK; ``stride_am`` and
+    ``stride_bn`` are 0 for a single scale. ``gathered`` has the scales of all shards of A,
+    ``stride_shard`` apart. ``promotes`` is ``None`` for fast accumulation.
+    """
+
+    a: Any
+    b: Any
+    bias: Any
+    stride_am: Any
+    stride_ak: Any
+    stride_bk: Any
+    stride_bn: Any
+    promotes: Any
+    gathered: Any
+    stride_shard: Any
+
+
+@jit
+def scaled_dot(
+    accumulator, a, b, k, column, scales, a_scale_ptr, row, rows, N, INPUT_PRECISION: tl.constexpr
+):
+    """Add ``a @ b`` at ``k`` to a tile's accumulator; apply BLOCK scales.
+
+    Args:
+        scales: ``Scales`` or ``None``.
+        a_scale_ptr: result of ``scales_of_shard``.
+        row, rows: first row of the tile in its shard, and rows of the shard.
+    """
+    BLOCK_SIZE_M: tl.constexpr = accumulator.shape[0]
+    BLOCK_SIZE_N: tl.constexpr = accumulator.shape[1]
+    BLOCK_SIZE_K: tl.constexpr = a.shape[1]
+    if scales is None:
+        return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+    elif scales.stride_ak is not None:
+        # Load the scales before the product, to overlap with it.
+        k_block = k // _BLOCK
+        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, k_block, BLOCK_SIZE_M)
+        if BLOCK_SIZE_N <= _BLOCK:
+            # Tiles do not straddle blocks, because both sizes are powers of two.
+            b_ptr = scales.b + k_block * scales.stride_bk + column // _BLOCK * scales.stride_bn
+            factor = (a_scale * tl.load(b_ptr))[:, None]
+        else:
+            columns = column + tl.arange(0, BLOCK_SIZE_N)
+            b_ptr = scales.b + k_block * scales.stride_bk + columns // _BLOCK * scales.stride_bn
+            factor = a_scale[:, None] * tl.load(b_ptr, mask=columns < N, other=0.0)[None, :]
+        zeros = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+        return accumulator + tl.dot(a, b, zeros) * factor
+    elif scales.promotes is not None:
+        return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(BLOCK_SIZE_K, _BLOCK))
+    else:
+        return tl.dot(a, b, accumulator)
+
+
+@jit
+def scales_of_shard(scales, shard):
+    """Return the address of the scales of a gathered shard of A, or of A if ``shard`` is ``None``.
+
+    Return 0 if there are no scales.
+    """
+    if scales is None or scales.a is None:
+        return 0
+    elif shard is None:
+        return scales.a
+    else:
+        return scales.gathered + shard.to(tl.int64) * scales.stride_shard
+
+
+@jit
+def load_row_scales(scales, a_scale_ptr, row, rows, k_block, BLOCK_SIZE_M: tl.constexpr):
+    """Return the scales [BLOCK_SIZE_M] of rows of A, in one block of K."""
+    if scales.stride_ak is not None:
+        a_scale_ptr += k_block * scales.stride_ak
+    row_index = row + tl.arange(0, BLOCK_SIZE_M)
+    return tl.load(a_scale_ptr + row_index * scales.stride_am, mask=row_index < rows, other=0.0)
+
+
+@jit
+def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N):
+    """Return a tile's accumulator after TENSOR and ROW scales."""
+    if scales is not None:  # noqa: SIM102  # constexpr conditions stay apart
+        if scales.stride_ak is None:  # noqa: SIM102
+            if scales.a is not None:
+                columns = column + tl.arange(0, accumulator.shape[1])
+                b_ptr = scales.b + columns * scales.stride_bn
+                b_scale = tl.load(b_ptr, mask=columns < N, other=0.0)
+                a_scale = load_row_scales(scales, a_scale_ptr, row, rows, 0, accumulator.shape[0])
+                accumulator = accumulator * a_scale[:, None] * b_scale[None, :]
+    return accumulator
+
+
+@jit
+def add_bias(accumulator, scales, column, N):
+    """Return a tile plus the bias, if there is one."""
+    if scales is not None:  # noqa: SIM102  # constexpr conditions stay apart
+        if scales.bias is not None:
+            columns = column + tl.arange(0, accumulator.shape[1])
+            bias = tl.load(scales.bias + columns, mask=columns < N, other=0.0)
+            accumulator += bias.to(tl.float32)[None, :]
+    return accumulator
+
+
+def blocks(size: int) -> int:
+    """Return the number of blocks of 128 that cover ``size`` elements."""
+    return -(-size // BLOCK_ELEMENTS)
+
+
+def recipe_of(
+    A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor
+) -> Recipe | None:
+    """Return the recipe of the scales' shapes and strides, or ``None`` if there is none."""
+    (M, K), N = A.shape, B.shape[1]
+    a_shape, b_shape = tuple(A_scale.shape), tuple(B_scale.shape)
+    has_rows = A_scale.numel() == 1 or (a_shape in ((M,), (M, 1)) and A_scale.is_contiguous())
+    has_columns = B_scale.numel() == 1 or (
+        b_shape in ((N,), (1, N), (N, 1)) and B_scale.is_contiguous()
+    )
+    if has_rows and has_columns:
+        is_single = A_scale.numel() == B_scale.numel() == 1
+        return Recipe.TENSOR if is_single else Recipe.ROW
+    if A_scale.ndim != 2 or B_scale.ndim != 2:
+        return None
+    in_memory = (blocks(N), blocks(K))  # both layouts of B_scale have the memory of this tensor
+    has_blocks = (
+        a_shape == (M, blocks(K))
+        and A_scale.t().is_contiguous()
+        and (
+            (b_shape == in_memory and B_scale.is_contiguous())
+            or (b_shape == in_memory[::-1] and B_scale.t().is_contiguous())
+        )
+    )
+    return Recipe.BLOCK if has_blocks else None
+
+
+_NO_SCALES = (None,) * 10
+
+
+class Scaling(NamedTuple):
+    """Arguments of a GEMM call other than A and B: scales, bias and output."""
+
+    A_scale: torch.Tensor | None = None
+    B_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+
+    def checks(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[Check]:
+        """Yield checks for operands [M, K] and [K, N] of valid shapes."""
+        A_scale, B_scale, bias, out_dtype, _ = self
+        is_fp8 = A.dtype in FP8
+        if is_fp8:
+            yield from _fp8_checks(A, B, A_scale, B_scale)
+        else:
+            for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
+                yield name, "given", scale is None, f"None: A is {A.dtype}, not fp8"
+        good = out_dtype is None or out_dtype in (OUTPUTS if is_fp8 else (A.dtype,))
+        expected = "torch.bfloat16, torch.float16 or torch.float32" if is_fp8 else "A's dtype"
+        yield "out_dtype", out_dtype, good, f"None or {expected}"
+        if bias is not None:
+            yield "bias", bias, isinstance(bias, torch.Tensor), "None or a tensor"
+            good = tuple(bias.shape) == (B.shape[1],) and bias.is_contiguous()
+            yield "bias.shape", tuple(bias.shape), good, f"[N] = {(B.shape[1],)}, contiguous"
+            dtype = self.output_dtype(A)
+            yield "bias.dtype", bias.dtype, bias.dtype is dtype, f"the output's {dtype}"
+            yield "bias.device", bias.device, bias.device == A.device, f"{A.device}, like A"
+
+    def output_dtype(self, A: torch.Tensor) -> torch.dtype:
+        """Return the output's dtype: bf16 by default if A is fp8, else A's dtype."""
+        return self.out_dtype or (torch.bfloat16 if A.dtype in FP8 else A.dtype)
+
+    def recipe(self, A: torch.Tensor, B: torch.Tensor) -> Recipe | None:
+        """Return the recipe of a checked call; ``None`` without scales."""
+        if self.A_scale is None or self.B_scale is None:
+            return None
+        return recipe_of(A, B, self.A_scale, self.B_scale)
+
+    def key(self, A: torch.Tensor, B: torch.Tensor) -> tuple[str, torch.dtype, bool, bool]:
+        """Return the part of a tuning key: recipe, output, accumulation and bias."""
+        recipe = self.recipe(A, B)
+        name = "" if recipe is None else recipe.value
+        return name, self.output_dtype(A), self.use_fast_accum, self.bias is not None
+
+    def kernel_argument(
+        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
+    ) -> Scales | None:
+        """Return the kernels' ``scales`` for a checked call.
+
+        ``gathered`` has the scales of all shards of A, each in the layout of ``A_scale``.
+        """
+        A_scale, B_scale, bias, _, use_fast_accum = self
+        if A_scale is None or B_scale is None:
+            return None if bias is None else Scales(*_NO_SCALES)._replace(bias=bias)
+        if self.recipe(A, B) is Recipe.BLOCK:
+            strides: tuple[Any, Any, Any, Any] = (1, A.shape[0], 1, blocks(A.shape[1]))
+        else:
+            strides = (int(A_scale.numel() > 1), None, None, int(B_scale.numel() > 1))
+        promotes = None if use_fast_accum else 1
+        return Scales(A_scale, B_scale, bias, *strides, promotes, gathered, A_scale.numel())
+
+    def torch_scales(
+        self, A: torch.Tensor, B: torch.Tensor
+    ) -> tuple[Recipe, torch.Tensor, torch.Tensor]:
+        """Return (recipe, ``A_scale``, ``B_scale``) of a checked call in torch's 2-D layouts."""
+        recipe, a, b = self.recipe(A, B), self.A_scale, self.B_scale
+        assert recipe is not None
+        assert a is not None
+        assert b is not None
+        if recipe is Recipe.BLOCK:
+            in_torch = tuple(b.shape) == (blocks(B.shape[0]), blocks(B.shape[1]))
+            return recipe, a, b if in_torch and b.t().is_contiguous() else b.t()
+        if recipe is Recipe.ROW:
+            a = a.reshape(-1, 1).expand(A.shape[0], 1).contiguous()
+            b = b.reshape(1, -1).expand(1, B.shape[1]).contiguous()
+        return recipe, a, b
+
+    def dequantised(
+        self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B multiplied by their scales, in ``dtype``."""
+        recipe, a, b = self.torch_scales(A, B)
+        if recipe is Recipe.BLOCK:
+            a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : A.shape[1]]
+            b = b.repeat_interleave(BLOCK_ELEMENTS, 0)[: B.shape[0]]
+            b = b.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : B.shape[1]]
+        return A.to(dtype) * a.to(dtype), B.to(dtype) * b.to(dtype)
+
+
+NO_SCALING = Scaling()
+
+
+def scaling_of(
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    **_: Any,
+) -> Scaling:
+    """Return the scaling of a call's keywords: ``NO_SCALING`` if the kernels need none."""
+    if A_scale is None and B_scale is None and bias is None and out_dtype is None:
+        return NO_SCALING
+    return Scaling(A_scale, B_scale, bias, out_dtype, use_fast_accum)
+
+
+def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    """Return ``A @ B`` of fp8 operands by torch's ``scaled_mm``; on CPU, multiply in fp32."""
+    bias, dtype, fast = scaling.bias, scaling.output_dtype(A), scaling.use_fast_accum
+    if A.device.type == "cpu":
+        a, b = scaling.dequantised(A, B)
+        product = a @ b
+        return (product if bias is None else product + bias).to(dtype)
+    recipe, a_scale, b_scale = scaling.torch_scales(A, B)
+    functional: Any = torch.nn.functional
+    if not hasattr(functional, "scaled_mm"):  # torch below 2.11
+        multiply: Any = torch._scaled_mm
+        old: torch.Tensor = multiply(
+            A, B, a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast
+        )
+        return old
+    kinds = functional.ScalingType
+    a_kind, b_kind = {
+        Recipe.TENSOR: (kinds.TensorWise, kinds.TensorWise),
+        Recipe.ROW: (kinds.RowWise, kinds.RowWise),
+        Recipe.BLOCK: (kinds.BlockWise1x128, kinds.BlockWise128x128),
+    }[recipe]
+    result: torch.Tensor = functional.scaled_mm(
+        A, B, a_scale, a_kind, b_scale, b_kind,
+        bias=bias, output_dtype=dtype, use_fast_accum=fast,
+    )  # fmt: skip
+    return result
+
+
+def _fp8_checks(A: torch.Tensor, B: torch.Tensor, A_scale: Any, B_scale: Any) -> Iterator[Check]:
+    expected = "16-bit operands: fp8 requires a GPU of compute capability 8.9 or later"
+    yield "A.dtype", A.dtype, current_device().multiplies_fp8, expected
+    expected = "torch.float8_e4m3fn, because A is fp8"
+    yield "B.dtype", B.dtype, B.dtype is torch.float8_e4m3fn, expected
+    expected = "(1, K): an fp8 B must be K-major, the transpose of a contiguous [N, K]"
+    yield "B.stride()", B.stride(), B.stride(0) == 1 or B.shape[0] == 1, expected
+    for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
+        yield name, scale, isinstance(scale, torch.Tensor), "a tensor, because A is fp8"
+        yield f"{name}.dtype", scale.dtype, scale.dtype is torch.float32, "torch.float32"
+        yield f"{name}.device", scale.device, scale.device == A.device, f"{A.device}, like A"
+        yield gradient_check(name, scale)
+    (M, K), N = A.shape, B.shape[1]
+    given = "; ".join(f"{tuple(scale.shape)}, {scale.stride()}" for scale in (A_scale, B_scale))
+    expected = (
+        f"shapes and strides of one recipe: one element each; [{M}] or [{M}, 1] for A, and [{N}], "
+        f"[1, {N}] or [{N}, 1] for B; or [{M}, {blocks(K)}] with strides (1, {M}) for A, and "
+        f"[{blocks(K)}, {blocks(N)}] with strides (1, {blocks(K)}) or a contiguous "
+        f"[{blocks(N)}, {blocks(K)}] for B"
+    )
+    good = recipe_of(A, B, A_scale, B_scale) is not None
+    yield "A_scale, B_scale", given, good, expected

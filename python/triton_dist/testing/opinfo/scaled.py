@@ -1,0 +1,79 @@
+"""fp8 operands for tests and benchmarks: quantisation by recipe, and a bound of the error."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, Scaling, blocks
+
+# Unit roundoffs of an output, with a margin for the rounding of the reference.
+_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
+
+
+def _block_maxima(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the largest magnitude of each block of ``rows`` by 128 elements."""
+    down, along = -(-x.shape[0] // rows), blocks(x.shape[1])
+    padded = x.new_zeros(down * rows, along * BLOCK_ELEMENTS)
+    padded[: x.shape[0], : x.shape[1]] = x.abs()
+    return padded.view(down, rows, along, BLOCK_ELEMENTS).amax((1, 3))
+
+
+def _quantise(
+    x: torch.Tensor, recipe: Recipe, rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [n, K] in fp8 and its scales, by blocks of ``rows`` by 128 for BLOCK."""
+    if recipe is Recipe.TENSOR:
+        largest = x.abs().amax().reshape(1, 1)
+    elif recipe is Recipe.ROW:
+        largest = x.abs().amax(1, keepdim=True)
+    else:
+        largest = _block_maxima(x, rows)
+    scale = largest.float().clamp(min=1e-12) / torch.finfo(dtype).max
+    full = scale
+    if recipe is Recipe.BLOCK:
+        full = scale.repeat_interleave(rows, 0)[: x.shape[0]]
+        full = full.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : x.shape[1]]
+    return (x / full).to(dtype), scale
+
+
+def quantised(
+    A: torch.Tensor, B: torch.Tensor, recipe: str, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor, Scaling]:
+    """Return A [M, K] in ``dtype``, B [N, K] in e4m3 as a K-major [K, N], and their scales.
+
+    Block scales of B have DeepSeek-V3's layout [N / 128, K / 128].
+    """
+    kind = Recipe(recipe)
+    a, A_scale = _quantise(A, kind, 1, dtype)
+    b, B_scale = _quantise(B, kind, BLOCK_ELEMENTS, torch.float8_e4m3fn)
+    if kind is Recipe.BLOCK:
+        A_scale = A_scale.t().contiguous().t()
+    else:
+        A_scale, B_scale = A_scale.view(-1), B_scale.view(-1)
+    return a, b.t(), Scaling(A_scale, B_scale)
+
+
+def largest_error(
+    C: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scaling: Scaling,
+    sum_roundoff: float = 2**-24,
+) -> float:
+    """Return the largest error of C relative to its bound; NaN counts as infinite.
+
+    The reference is the fp64 product of the dequantised operands plus the bias. A sum of K fp32
+    products errs by at most K + 3 roundoffs (K additions, two scales, one bias) of the sum of the
+    magnitudes. Rounding to the output's dtype adds one roundoff of the result.
+    ``sum_roundoff`` is the roundoff of the additions.
+    """
+    a, b = scaling.dequantised(A, B, torch.float64)
+    expected, magnitudes = a @ b, a.abs() @ b.abs()
+    if scaling.bias is not None:
+        expected += scaling.bias.double()
+        magnitudes += scaling.bias.double().abs()
+    bound = (A.shape[1] + 3) * sum_roundoff * magnitudes + _ROUNDOFF[C.dtype] * expected.abs()
+    # fp16 loses relative precision below its smallest normal number.
+    bound += torch.finfo(C.dtype).smallest_normal * _ROUNDOFF[C.dtype]
+    error = ((C.double() - expected).abs() / bound).nan_to_num(nan=float("inf"))
+    return float(error.max())

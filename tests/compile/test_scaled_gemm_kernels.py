@@ -1,0 +1,65 @@
+"""GEMM kernels of fp8 operands, for sm_90 without a GPU: fp8 wgmma, promotion, no spills."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.compile.scattered import TMA_LOAD, assert_fits, compile_launch, matrix, quick, right
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, blocks
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, fits_promotion
+from triton_dist.testing.compile_only import compile_only
+
+FP8_WGMMA = re.compile(r"wgmma\.mma_async\S*\.e4m3\.e4m3")
+M, N, K = 1024, 1024, 4096
+
+
+def scaling(recipe, use_fast_accum=False):
+    shapes = {"row": ((M,), (N,)), "tensor": ((1,), (1,))}
+    a, b = (matrix(*each, dtype=torch.float32) for each in shapes.get(recipe, ((1,), (1,))))
+    if recipe == "block":
+        a = matrix(blocks(K), M, dtype=torch.float32).t()
+        b = matrix(blocks(N), blocks(K), dtype=torch.float32)
+    return Scaling(a, b, use_fast_accum=use_fast_accum)
+
+
+def compiled(recipe, tiles, use_fast_accum=False, persistent=True):
+    A, B = matrix(M, K, dtype=torch.float8_e4m3fn), right(K, N, "column-major", torch.float8_e4m3fn)
+    scales = scaling(recipe, use_fast_accum).kernel_argument(A, B)
+    C = matrix(M, N)
+    with compile_only(90):
+        return compile_launch(
+            sharded_gemm(A, B, C, tiles, num_sms=132, persistent=persistent, scales=scales)
+        )
+
+
+EVERY_TILE = [
+    (recipe, fast, persistent, index)
+    for recipe, fast in (("row", True), ("row", False), ("block", False), ("tensor", True))
+    for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES))
+    for index, each in enumerate(tiles)
+    if fits_promotion(each, Recipe(recipe), fast) and each.kwargs["GROUP_SIZE_M"] == 8
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fast", "persistent", "index"),
+    quick(EVERY_TILE, ("row", True, True, 0), ("row", False, True, 4), ("block", False, True, 5)),
+)
+def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, persistent, index):
+    tiles = (PERSISTENT_TILES if persistent else POINTER_TILES)[index]
+    kernel = compiled(recipe, tiles, fast, persistent)
+    loads = 2 * kernel.num_stages if persistent else None
+    assert_fits(kernel, has=[FP8_WGMMA], tma_loads=loads)
+    assert promotions(kernel.ptx) is not fast
+
+
+def promotions(ptx):
+    """Return whether the products of a step are added to the accumulator outside of wgmma."""
+    loop = ptx[ptx.rindex("wgmma.mma_async") :]
+    if TMA_LOAD.search(loop):  # the loop ends after its last load
+        loop = loop[: [*TMA_LOAD.finditer(loop)][-1].end()]
+    return len(re.findall(r"(add|fma)(\.rn)?\.f32", loop)) >= 64
