@@ -9,7 +9,7 @@ from tests.mutants.table import MUTANTS, Mutant
 
 AREAS = (
     "wait", "release", "epoch", "reset", "bound", "row mask", "deferred tiles", "agreement",
-    "routing", "route sum", "runner", "samples", "sizes", "store",
+    "routing", "route sum", "runner", "samples", "sizes", "store", "fp8",
 )  # fmt: skip
 
 
