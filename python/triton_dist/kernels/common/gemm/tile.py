@@ -60,7 +60,7 @@ def multiply_steps(
 ):
     """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``.
 
-    The last arguments are those of ``scaled_dot``; ``scale_row`` is its ``row``.
+    ``scales`` and later arguments are passed to ``scaled_dot``; ``scale_row`` is its ``row``.
     """
     with dl.mark("mma"):
         for step in range(first_step, end):
