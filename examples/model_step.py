@@ -14,6 +14,7 @@ repeatable: it clears the gradients, and the optimizer steps outside of it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,7 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kernels", choices=list(KERNELS), help="default: fla on GPUs, else own")
+    parser.add_argument(
+        "--kernels",
+        choices=list(KERNELS),
+        help="default: fla on GPUs if fla-core is installed, else own",
+    )
     parser.add_argument("--race", action="store_true", help="drop clear losers early")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args(argv)
@@ -226,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = current_device().torch_device
     batch, tokens, width, heads = (4, 2048, 2048, 16) if is_cuda() else (1, 16, 32, 2)
     dtype = torch.bfloat16 if is_cuda() else torch.float32
-    ops = KERNELS[args.kernels or ("fla" if is_cuda() else "own")]()
+    has_fla = is_cuda() and importlib.util.find_spec("fla") is not None
+    ops = KERNELS[args.kernels or ("fla" if has_fla else "own")]()
     init_seed(0)  # equal weights on all ranks
     block = Block(width, heads, ops).to(device, dtype)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)

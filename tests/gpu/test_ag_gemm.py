@@ -117,12 +117,6 @@ def test_a_reset_lets_copies_go_on(on_ranks):
 
 
 @few_ranks
-def test_a_context_ends_once(on_gpus):
-    for seen in on_gpus(ag_gemm_ranks.context_ends):
-        assert len(seen) == 7
-
-
-@few_ranks
 @pytest.mark.parametrize(
     "function",
     [

@@ -49,7 +49,7 @@ def test_every_tile(dtype, column_major):
 @pytest.mark.parametrize(("E", "topk"), [(1, 1), (8, 2), (128, 8), (256, 8), (512, 10)])
 def test_the_map_is_a_stable_sort(tokens, E, topk):
     ids = torch.randint(-1, E + 1, (tokens, topk), device="cuda")
-    blocks = block_map(ids, E, 64).make()
+    blocks = block_map(ids, E, 64).queue()
     named = torch.where((ids < 0) | (ids >= E), E, ids).flatten()
     assert torch.equal(blocks.routes.long(), named.argsort(stable=True))
     counts = torch.bincount(named, minlength=E + 1)

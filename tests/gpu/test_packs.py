@@ -39,8 +39,8 @@ def show(what: str, ops: dict[str, dict[str, float]]) -> None:
         print(f"{what}, {name}: {', '.join(texts)}", flush=True)
 
 
-def test_first_results_take_less_than_a_second(tmp_path):
-    """The parts are printed: in milliseconds, and numbers of kernels."""
+def test_first_results_compile_and_tune_nothing(tmp_path):
+    """Times in milliseconds and numbers of kernels are printed."""
     own = {"TRITON_DIST_CACHE_DIR": str(tmp_path / "own")}
     show("tuning", read(run(PROGRAM, TRITON_CACHE_DIR=str(tmp_path / "tuned"), **own)))
 
@@ -68,6 +68,5 @@ def test_first_results_take_less_than_a_second(tmp_path):
         assert facts["is_right"], name
         assert facts["tunings"] == 0, name
         assert facts.get("compiled", 0) == 0, name
-        assert facts["first"] <= 1000, name
     assert sum(facts.get("compiled", 0) for facts in without.values()) >= 2
     assert sum(facts.get("found", 0) for facts in there.values()) >= 2

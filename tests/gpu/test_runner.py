@@ -123,7 +123,7 @@ def test_a_more_general_artefact_gets_its_own_arguments(tmp_path):
 
 def test_refused_before_anything_runs(blocks):
     x, y = vectors()
-    with pytest.raises(ArtefactRefused, match="it needs x_ptr at an address divisible by 16"):
+    with pytest.raises(ArtefactRefused, match="it requires x_ptr at an address divisible by 16"):
         add_one[(16,)](x[1:], y, N, cubin_dir=blocks / "0064")
     torch.cuda.synchronize()
     assert y.isnan().all()

@@ -59,15 +59,17 @@ def trained_like_one_process(
     dtype: torch.dtype = torch.float32,
     steps: int = 2,
     norm_type: float = 2.0,
+    shape: tuple[int, int] = (2, 2),
 ) -> list[float]:
-    """Train on a mesh of 2 data-parallel by 2 tensor-parallel ranks, and alone.
+    """Train on a mesh of data-parallel by tensor-parallel ranks, and alone.
 
     Each step accumulates two backwards, recomputes the blocks' activations, and clips gradients.
 
     Returns:
         The largest relative difference of the losses and of the norms.
     """
-    mesh = init_device_mesh(current_device().torch_device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(current_device().torch_device.type, shape, mesh_dim_names=("dp", "tp"))
+    replicas = shape[0]
     sizes = {"num_key_value_heads": kv_heads, "num_experts": num_experts}
     whole, module = model(**sizes), model(**sizes)
     group = _parallel(module, mesh["tp"], sequence_parallel=is_spread)
@@ -86,8 +88,8 @@ def trained_like_one_process(
         expected = torch.zeros((), device=group.device)
         own = torch.zeros((), device=group.device)
         for part in range(2):
-            batches = [_ids(100 * step + 10 * part + each) for each in range(2)]
-            both = sum(loss_of(whole(ids), ids) for ids in batches) / 2
+            batches = [_ids(100 * step + 10 * part + each) for each in range(replicas)]
+            both = sum(loss_of(whole(ids), ids) for ids in batches) / replicas
             both.backward()
             expected += both.detach()
             ids = batches[replica]
@@ -103,9 +105,9 @@ def trained_like_one_process(
         dist.all_reduce(own, group=mesh["dp"].get_group())
         if is_spread:
             dist.all_reduce(own, group=group.group)
-        losses.append(abs(own.item() / 2 / expected.item() - 1))
+        losses.append(abs(own.item() / replicas / expected.item() - 1))
         norms.append(abs(norm.item() / golden.item() - 1))
-        everyones = [torch.zeros_like(norm) for _ in range(4)]
+        everyones = [torch.zeros_like(norm) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, norm)
         assert all(each.item() == norm.item() for each in everyones), everyones
         for optimizer in optimizers:
@@ -181,7 +183,8 @@ def resharded(folder: str, num_experts: int) -> list[float]:
     Returns:
         The difference of each loss to the loss of one process that trains all the time.
     """
-    mesh = init_device_mesh(current_device().torch_device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(current_device().torch_device.type, shape, mesh_dim_names=("dp", "tp"))
+    replicas = shape[0]
     sizes = {"num_key_value_heads": 2, "num_experts": num_experts, "num_attention_heads": 4}
     whole = model(**sizes)
     alone = torch.optim.AdamW(whole.parameters(), lr=0.01)
