@@ -18,7 +18,7 @@ from tests.architecture.source import ROOT
 from tests.tuning.test_store import RECORD, found
 from triton_dist import knobs
 from triton_dist._tuning.store import FileJournal, FileStore, PackStore, ReadOnlyStore
-from triton_dist._tuning.store.layout import _hash, readable_json, record_text, with_checksum
+from triton_dist._tuning.store.layout import _hash, readable_json, with_checksum
 from triton_dist._tuning.values import Key
 from triton_dist.errors import CacheWarning, NoValidConfig
 from triton_dist.tune import autotune
@@ -165,7 +165,7 @@ NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", '"NaN"', "[]", HUGE]
 def test_what_is_no_number_is_damage(name, number, tmp_path):
     """Where all is read, and, of what is no trial, where the trials are not read yet."""
     store = FileStore(tmp_path)
-    tree = json.loads(record_text(RECORD))
+    tree = json.loads(with_checksum(RECORD.to_tree()))
     trial = tree["trials"][0]
     place = {"seconds": tree, "indifference": tree["fingerprint"]["policy"]}.get(name, trial)
     place[name] = "HERE"

@@ -146,6 +146,16 @@ class RankGroup(Protocol):
         """
 
 
+class ThreadValue(Protocol):
+    """A value of the running thread, which threads that work for it may inherit."""
+
+    def get(self) -> Any:
+        """Return the value, or ``None``."""
+
+    def put(self, value: object) -> Any:
+        """Set the value and return the previous value."""
+
+
 class Search(Protocol):
     """Strategy that chooses the next measurement. It runs on the leader only.
 

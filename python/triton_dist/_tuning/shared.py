@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from triton_dist import knobs
@@ -81,19 +80,9 @@ def hardware_of(device: Device, ranks: RankGroup) -> str:
 os.register_at_fork(after_in_child=_tuning_locks.clear)
 
 
-@functools.cache
-def file_store(root: Path) -> FileStore:
-    return FileStore(root)
-
-
-@functools.cache
-def read_only_store(root: Path) -> ReadOnlyStore:
-    return ReadOnlyStore(root)
-
-
-@functools.cache
-def pack_store(root: Path) -> PackStore:
-    return PackStore(root)
+file_store = functools.cache(FileStore)
+read_only_store = functools.cache(ReadOnlyStore)
+pack_store = functools.cache(PackStore)
 
 
 def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> Common:

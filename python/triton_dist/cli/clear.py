@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,4 +133,4 @@ def _print_json(arguments: argparse.Namespace, gone: dict[Path, Any], left: dict
     removed = [{"file": str(path), "kind": kind} for path, kind in gone.items()]
     kept = [{"file": file, "why": why} for file, why in left.items()]
     tree = {"dry_run": arguments.dry_run, "removed": removed, "left_alone": kept}
-    print(json.dumps(tree, indent=2))
+    text.print_json(tree)

@@ -6,7 +6,6 @@ The records that ``compare`` prints differ in hardware, number of ranks or versi
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -75,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         keys.setdefault(_text(stored, arguments.ranks), []).append(stored)
     several = [sorted(group, key=_order) for _, group in sorted(keys.items()) if len(group) > 1]
     if arguments.json:
-        print(json.dumps({"keys": [_tree(group) for group in several]}, indent=2))
+        text.print_json({"keys": [_tree(group) for group in several]})
         return 0 if several else 1
     if not found:
         return cache.print_no_record(arguments.function, arguments)
@@ -159,35 +158,30 @@ def _diff(arguments: argparse.Namespace) -> int:
     old, new = pair
     changes = Changes.of(old.record, new.record)
     if arguments.json:
-        print(
-            json.dumps({"old": old.where, "new": new.where, **tree_of_changes(changes)}, indent=2)
-        )
+        tree = {
+            "old": old.where,
+            "new": new.where,
+            "facts": changes.facts,
+            "same_winner": changes.same_winner,
+            "winner_old": str(old.record.best),
+            "winner_new": str(new.record.best),
+            "ms_old": changes.before.winner.ms,
+            "ms_new": changes.after.winner.ms,
+            "older_winner_now": changes.older_winner_now,
+            "rank_correlation": changes.correlation,
+            "common": [
+                {"config": str(now.trial), "digest": now.trial.digest, "old": was.ms, "new": now.ms}
+                for was, now in changes.common
+            ],
+            "only_old": [str(trial) for trial in changes.gone],
+            "only_new": [str(trial) for trial in changes.new],
+        }
+        text.print_json(tree)
     else:
         for line in [f"old  {old.where}", f"new  {new.where}", *lines_of_changes(changes)]:
             print(*text.wrapped(line, indent=4), sep="\n")
     differ = changes.facts or changes.new or changes.gone or not changes.same_winner
     return 1 if differ else 0
-
-
-def tree_of_changes(changes: Changes) -> dict[str, Any]:
-    """Return everything that changed as a JSON tree."""
-    before, after = changes.before, changes.after
-    return {
-        "facts": changes.facts,
-        "same_winner": changes.same_winner,
-        "winner_old": str(before.record.best),
-        "winner_new": str(after.record.best),
-        "ms_old": before.winner.ms,
-        "ms_new": after.winner.ms,
-        "older_winner_now": changes.older_winner_now,
-        "rank_correlation": changes.correlation,
-        "common": [
-            {"config": str(new.trial), "digest": new.trial.digest, "old": old.ms, "new": new.ms}
-            for old, new in changes.common
-        ],
-        "only_old": [str(trial) for trial in changes.gone],
-        "only_new": [str(trial) for trial in changes.new],
-    }
 
 
 def lines_of_changes(changes: Changes) -> Iterator[str]:

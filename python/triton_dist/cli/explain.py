@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
             }
             for each in shown
         ]
-        print(json.dumps({"records": trees, "why": why}, indent=2))
+        text.print_json({"records": trees, "why": why})
     elif not found:
         return cache.print_no_record(name, arguments)
     elif not shown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "interrupted": [*map(tree_of_unfinished, unfinished)],
             "of_other_programs": [*map(str, others)],
         }
-        print(json.dumps(tree, indent=2))
+        text.print_json(tree)
     elif records or unfinished:
         for line in _lines(records, unfinished, in_full=function is not None):
             text.print_lines(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import tempfile
 from pathlib import Path
@@ -120,7 +119,7 @@ def _write(out: Path, contents: Contents) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     packs = [Pack(path) for path in arguments.files]
     if arguments.json:
-        print(json.dumps([_facts(packed) for packed in packs], indent=2))
+        text.print_json([_facts(packed) for packed in packs])
         return 0
     for packed in packs:
         text.print_lines(f"{packed.path}: {_counts(packed)}", *_functions(packed))

@@ -16,9 +16,9 @@ from typing import Any
 
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.analysis import ABSENT, parameters, shown
+from triton_dist._tuning.values.show import spread
 from triton_dist.cli import cache, compare, plots
 from triton_dist.cli.report_data import Subject
-from triton_dist.cli.show import spread
 
 PLOTLY = "plotly.min.js"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from triton_dist import _files, knobs
 from triton_dist._warn import printable
 from triton_dist.cli import site
 from triton_dist.cli.subcommand import add_command, add_subcommand, counted
-from triton_dist.cli.text import print_lines, table, wrapped
+from triton_dist.cli.text import print_json, print_lines, table, wrapped
 from triton_dist.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
         _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
     if as_json:
         tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}
-        print(json.dumps(tree, indent=2))
+        print_json(tree)
     else:
         print_lines(*_lines(found, ranks))
     return 0 if found else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         scores.append(found)
     if arguments.json:
         tree = {"space": space.name, "configs": len(space.configs), "seeds": arguments.seeds}
-        print(json.dumps({**tree, "scores": [asdict(each) for each in scores]}, indent=2))
+        text.print_json({**tree, "scores": [asdict(each) for each in scores]})
         return 0
     text.print_lines(
         f"{space.name}: {counted(len(space.configs), 'config')}, {arguments.seeds} orders"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _files.write(file, content.encode("utf-8", "backslashreplace"))
     if arguments.json:
         trees = [_tree(subject, file) for subject, file in zip(subjects, files, strict=True)]
-        print(json.dumps({"pages": trees}, indent=2))
+        text.print_json({"pages": trees})
     else:
         print(f"{out if is_file else out / 'index.html'}: {counted(len(subjects), 'tuning')}")
     return 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from triton_dist._tuning.values import StoredRecord
 from triton_dist._tuning.values.analysis import Analysis, shown
+from triton_dist._tuning.values.show import spread
 from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
@@ -44,7 +43,7 @@ def add_to(subcommands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     found = cache.select(arguments.function, arguments)
     if arguments.json:
-        print(json.dumps({"records": [tree(each) for each in found]}, indent=2))
+        text.print_json({"records": [tree(each) for each in found]})
         return 0 if found else 1
     if not found:
         return cache.print_no_record(arguments.function, arguments)
@@ -143,11 +142,3 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
         yield f"  {number} x pruned, not listed: {reason}"
     for name, value, count in found.always_failed():
         yield f"  always failed: {name}={value}, {counted(count, 'time')}"
-
-
-def spread(samples: tuple[float, ...]) -> str:
-    """Return the interquartile range divided by the median, in percent."""
-    if len(samples) < 2:
-        return "-"
-    first, middle, third = statistics.quantiles(samples, n=4, method="inclusive")
-    return f"{(third - first) / middle:.1%}" if middle else "-"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -48,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _watch(arguments.function)
     tunings = [*map(_tree, cache.interrupted_of(cache.user_store(), arguments.function))]
     if arguments.json:
-        print(json.dumps({"tunings": tunings}, indent=2))
+        text.print_json({"tunings": tunings})
     elif tunings:
         for line in (line for tuning in tunings for line in _lines(tuning)):
             print(*text.wrapped(line), sep="\n")

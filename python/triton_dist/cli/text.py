@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import shutil
 import sys
@@ -18,6 +19,10 @@ def print_lines(*lines: str) -> None:
     """Print each of ``lines`` on one line, with control characters escaped."""
     for line in lines:
         print(printable(line))
+
+
+def print_json(tree: object) -> None:
+    print(json.dumps(tree, indent=2))
 
 
 def wrapped(line: str, indent: int = 12) -> list[str]:

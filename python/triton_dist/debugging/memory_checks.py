@@ -106,17 +106,17 @@ def _message(at: Site, access: Access, origin: Origin, outside: Any, of: int) ->
     before, behind = origin.begin - int(outside.min()), int(outside.max()) + size - origin.end
     far = max(before, behind)
     side = "before its first element" if before > behind else "after its last element"
-    names = [name for name, value in at.values.items() if _argument_is(value, origin)]
+    addresses = {
+        name: getattr(getattr(value, "handle", None), "data", None)
+        for name, value in at.values.items()
+    }
+    names = [name for name, address in addresses.items() if _origin_of(address) is origin]
     owner = "" if " of rank " in origin.what else f", memory of rank {at.rank}"
     return (
         f"{at}: {access.kind} outside of {names[0] + ', ' if names else ''}{origin.what}{owner}: "
         f"{outside.size} of {of} elements, the farthest ends {far} bytes ({-(-far // size)} "
         f"elements of {access.element}) {side}"
     )
-
-
-def _argument_is(value: Any, origin: Origin) -> bool:
-    return _origin_of(getattr(getattr(value, "handle", None), "data", None)) is origin
 
 
 def track_origins(upstream: Any) -> Undo:

@@ -48,7 +48,7 @@ def assert_allclose(
         not_finite = tensor.isnan() * (not allow_nan) | tensor.isinf() * (not allow_inf)
         count = int(not_finite.sum())
         if count:
-            first = _index(int(not_finite.flatten().int().argmax()), tensor.shape)
+            first = _index_of_largest(not_finite.int())
             raise AssertionError(
                 f"{name} has {count} of {tensor.numel()} values that are NaN or infinite, "
                 f"the first at {first}: {tensor[first].item()}"
@@ -70,7 +70,7 @@ def assert_allclose(
         return
     if not verbose:
         raise AssertionError(f"{mismatches} of {x.numel()} values differ")
-    worst = _index(int(excess.flatten().argmax()), x.shape)
+    worst = _index_of_largest(excess)
     raise AssertionError(
         f"{mismatches} of {x.numel()} values differ by more than "
         f"atol={atol} + rtol={rtol} * |expected|; worst at {worst}: "
@@ -93,13 +93,8 @@ def count_mismatches(
     return ((actual.float() - wanted).abs_() <= bound).logical_not_().sum()
 
 
-def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return the index into ``shape`` of the element ``flat`` in row-major order."""
-    index = []
-    for size in reversed(shape):
-        flat, position = divmod(flat, size)
-        index.append(position)
-    return tuple(reversed(index))
+def _index_of_largest(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(int, torch.unravel_index(tensor.argmax(), tensor.shape)))
 
 
 def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -171,7 +171,7 @@ class _Rank:
         except (EOFError, ConnectionResetError):
             self.process.join(EXIT_SECONDS)
             return RankFailure(
-                "Died", f"{self._exit_text()} before it reported", self._stacks_text()
+                "Died", f"{self._exit_text()} before it reported", self.stacks_text()
             )
         if last or isinstance(report, RankFailure):
             self.process.join(EXIT_SECONDS)
@@ -180,13 +180,10 @@ class _Rank:
         if last and self.process.exitcode != 0:
             self.dump_stacks()
             return RankFailure(
-                "Died", f"{self._exit_text()} after its function returned", self._stacks_text()
+                "Died", f"{self._exit_text()} after its function returned", self.stacks_text()
             )
         self.value = report.value
         return None
-
-    def timed_out(self, message: str) -> RankFailure:
-        return RankFailure("TimedOut", message, self._stacks_text())
 
     def dump_stacks(self) -> None:
         if self.process.is_alive():
@@ -216,7 +213,7 @@ class _Rank:
             return f"was killed by signal {-code} ({signal.Signals(-code).name})"
         return f"exited with status {code}"
 
-    def _stacks_text(self) -> str:
+    def stacks_text(self) -> str:
         """Return the stacks that faulthandler wrote; wait up to 2 s for its signal handler."""
         limit = time.monotonic() + 2.0
         while self.process.is_alive() and time.monotonic() < limit:
@@ -253,7 +250,8 @@ def _collect(
             for spawned in pending.values():
                 spawned.dump_stacks()
             return failures | {
-                spawned.rank: spawned.timed_out(overdue) for spawned in pending.values()
+                spawned.rank: RankFailure("TimedOut", overdue, spawned.stacks_text())
+                for spawned in pending.values()
             }
         for messages in ready:
             spawned = pending.pop(messages)

@@ -17,12 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from triton_dist._tuning.engine.channel import Channel, Step
-from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import Config, TuningRecord
 from triton_dist._tuning.values.show import error_text
-from triton_dist.errors import InvalidArgument, RankDisagreement, TuningTimeout
 
 _IMMEDIATE_HITS = 4
 """The first keys of a function, which become hits immediately."""
@@ -93,69 +90,8 @@ _logger = logging.getLogger("triton_dist.tuning")
 _UNUSABLE = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
 """Names of exception classes that blame the config; triton is not imported here. Running out of
 device memory is not included, because other allocations of the program may cause it."""
-_REFUSALS = (InvalidArgument, RankDisagreement)
-"""Errors whose text already names the cause."""
 _FAILED_PASS = "PassManager::run failed"
 """Triton's text for a failed compiler pass. Triton raises a plain ``RuntimeError``."""
-
-
-def try_recorded_winner(
-    call: Callable[[], Any],
-    ranks: Channel,
-    source: str,
-    remedy: str,
-    can_tune_again: bool,
-    restores: bool,
-    random_state: RandomState,
-) -> tuple[Any, str]:
-    """Make the first call in this process with the winner of a record.
-
-    Args:
-        ranks: the channel in which all ranks agreed on the record.
-        source: the config and the location of its record, as text.
-        can_tune_again: every rank calls the function now, and tuning is allowed.
-        restores: the function changes its arguments, so a rank that ran it cannot repeat it.
-
-    Returns:
-        The result and an empty text. If the config is unusable on some rank: ``None``, and the
-        reason on every rank. The generators are then rewound, so that all ranks can tune again.
-    """
-
-    def reason_to_tune(failure: str | None) -> str:
-        """Exchange failures with the other ranks, and return why all ranks tune again.
-
-        ``failure`` is empty if the call returned, and ``None`` for an exception that tuning cannot
-        fix. The result is empty if the ranks do not tune again.
-        """
-        if not can_tune_again:
-            return ""
-        try:
-            failures = ranks.all_gather(Step("first use of a record"), failure)
-        except TuningTimeout:  # the call has finished, and tuning needs all ranks
-            return ""
-        # Some rank has an error that tuning cannot fix, or has changed its arguments and cannot
-        # repeat the call.
-        if None in failures or (restores and "" in failures):
-            return ""
-        for rank, text in enumerate(failures):
-            if text:
-                random_state.rewind()
-                return f"{source} failed on rank {ranks.global_rank(rank)}: {text}"
-        return ""
-
-    try:
-        result = call()
-    except Exception as error:
-        why = reason_to_tune(error_text(error) if is_unusable(error) else None)
-        if why:
-            return None, why
-        if not isinstance(error, _REFUSALS):
-            add_note(error, f"triton_dist: {source} was used. {remedy}")
-        raise
-    except BaseException as error:  # release the other ranks
-        ranks.abort(error)
-        raise
-    return result, reason_to_tune("")
 
 
 def is_unusable(error: Exception) -> bool:
@@ -189,7 +125,7 @@ class Choice:
     size_table: SizeTable | None = None
     """Configs by exact size within the range of the key."""
     first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
-    """:func:`use_first`, set in the call that found a record."""
+    """Makes the first call with the winner of a record. Set in the call that found the record."""
     tuned: bool = False
     """The config was tuned in this call."""
     advice: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.outcome import outcome_tree
-from triton_dist._tuning.values.show import error_text
+from triton_dist._tuning.values.show import error_text, spread
 from triton_dist._warn import print_line, printable, warn
 from triton_dist.errors import TuningWarning
 
@@ -257,8 +256,9 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
             continue
         to_default = _ratio(outcome.median, medians.get(default))
         note = f"  <- {', '.join(marks)}" if marks else ""
+        to_best = _ratio(outcome.median, fastest)
         lines.append(
-            f"  {outcome.median:10.4f} {_spread(outcome):>7} {_ratio(outcome.median, fastest):>8} "
+            f"  {outcome.median:10.4f} {spread(outcome.samples):>7} {to_best:>8} "
             f"{to_default:>10} {len(outcome.samples):>7}  {trial}{note}"
         )
     if len(measured) > len(lines) - 1:
@@ -284,14 +284,6 @@ def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
             f"{one_line(str(failure))}. The best of the others is used; {remedy}",
             TuningWarning,
         )
-
-
-def _spread(outcome: Measurement) -> str:
-    """Return the interquartile range relative to the median."""
-    if len(outcome.samples) < 2:
-        return "-"
-    first, _, third = statistics.quantiles(outcome.samples, n=4, method="inclusive")
-    return f"{(third - first) / outcome.median:.1%}" if outcome.median else "-"
 
 
 def _ratio(time: float, other: float | None) -> str:

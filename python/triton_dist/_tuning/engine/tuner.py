@@ -7,10 +7,10 @@ rank sends each message at the same place, even after a failure, so no rank wait
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.agreement import (
     Agreement,
@@ -22,7 +22,7 @@ from triton_dist._tuning.engine.agreement import (
 )
 from triton_dist._tuning.engine.candidates import CandidateSet, Selection
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
-from triton_dist._tuning.engine.choice import Choice, try_recorded_winner
+from triton_dist._tuning.engine.choice import Choice, add_note, is_unusable
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Restorer, calls_per_sample
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -44,11 +44,18 @@ from triton_dist._tuning.values import (
     Validity,
     validity,
 )
+from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import (
     CaptureInProgress,
+    InvalidArgument,
     NoValidConfig,
+    RankDisagreement,
     TuningFrozen,
+    TuningTimeout,
 )
+
+_REFUSALS = (InvalidArgument, RankDisagreement)
+"""Errors whose text already names the cause."""
 
 _NextRequest: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
 """The next request: place of its config, samples, known outcome, places to compile ahead.
@@ -147,16 +154,9 @@ class _FirstCall:
             report.cached(record, where, own.tolerated)
             config = self._winner(record)
             first_use = functools.partial(
-                try_recorded_winner,
-                ranks=ranks,
+                self._try_recorded_winner,
                 source=f"config {config} of the tuning record {where}",
-                remedy=(
-                    f"To tune again: triton-dist clear {subject.origin.function}, or set "
-                    "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
-                ),
                 can_tune_again=agreement.will_run and not (agreement.frozen or agreement.capturing),
-                restores=bool(subject.hooks.restore),
-                random_state=self._random_state,
             )
             return Choice(
                 config,
@@ -196,6 +196,60 @@ class _FirstCall:
         return Choice(
             config, record, size_table=size_table, tuned=True, advice=advice, changed=self._changed
         )
+
+    def _try_recorded_winner(
+        self, call: Callable[[], Any], source: str, can_tune_again: bool
+    ) -> tuple[Any, str]:
+        """Make the first call in this process with the winner of a record.
+
+        Args:
+            source: the config and the location of its record, as text.
+            can_tune_again: every rank calls the function now, and tuning is allowed.
+
+        Returns:
+            The result and an empty text. If the config is unusable on some rank: ``None``, and the
+            reason on every rank. The generators are then rewound, so that all ranks can tune again.
+        """
+        ranks = self.ranks
+
+        def reason_to_tune(failure: str | None) -> str:
+            """Exchange failures with the other ranks, and return why all ranks tune again.
+
+            ``failure`` is empty if the call returned, and ``None`` for an exception that tuning
+            cannot fix. The result is empty if the ranks do not tune again.
+            """
+            if not can_tune_again:
+                return ""
+            try:
+                failures = ranks.all_gather(Step("first use of a record"), failure)
+            except TuningTimeout:  # the call has finished, and tuning needs all ranks
+                return ""
+            # Some rank has an error that tuning cannot fix, or has changed its arguments and
+            # cannot repeat the call.
+            if None in failures or (self._subject.hooks.restore and "" in failures):
+                return ""
+            for rank, text in enumerate(failures):
+                if text:
+                    self._random_state.rewind()
+                    return f"{source} failed on rank {ranks.global_rank(rank)}: {text}"
+            return ""
+
+        try:
+            result = call()
+        except Exception as error:
+            why = reason_to_tune(error_text(error) if is_unusable(error) else None)
+            if why:
+                return None, why
+            if not isinstance(error, _REFUSALS):
+                function = self._subject.origin.function
+                remedy = f"To tune again: triton-dist clear {function}, or set "
+                remedy += "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
+                add_note(error, f"triton_dist: {source} was used. {remedy}")
+            raise
+        except BaseException as error:  # release the other ranks
+            ranks.abort(error)
+            raise
+        return result, reason_to_tune("")
 
     def _refusal(self, agreement: Agreement, where: str, failure: str) -> Exception:
         """Return the error for a call that must tune where nothing may be measured."""

@@ -23,8 +23,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from triton_dist._tuning.protocols import ThreadValue
 from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _LOOK_SECONDS = 0.5
@@ -75,16 +76,6 @@ class Watch:
         infinite and nothing is reported.
         """
         return self.due + self.grace if self.overdue else self.due
-
-
-class ThreadValue(Protocol):
-    """A value per thread."""
-
-    def get(self) -> Any:
-        """Return the value, or ``None``."""
-
-    def put(self, value: object) -> Any:
-        """Set the value and return the previous value."""
 
 
 class _ThreadLocalValue:

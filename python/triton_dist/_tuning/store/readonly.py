@@ -139,7 +139,7 @@ class ReadOnlyStore:
             return None
         if key is None or record.key == key:
             return record
-        if record.key == key.in_schema_1:
+        if record.key == Key(key.full_name, key.text, key.hardware):  # the key in schema 1
             return dataclasses.replace(record, key=key)
         self._damaged(path, f"it is the record of another key, {record.key.text}")
         return None

@@ -286,7 +286,11 @@ class ConfigSpace(Sequence[Config]):
 
     def without(self, fixed: Config) -> ConfigSpace:
         """Return the space that remains when the caller passes the values in ``fixed``."""
-        return FixedSpace(self, fixed)
+        rest = FixedSpace(
+            [{name: value for name, value in c.items() if name not in fixed} for c in self]
+        )
+        rest.fixed = fixed
+        return rest
 
     def prune(
         self,
@@ -308,25 +312,21 @@ class ConfigSpace(Sequence[Config]):
 
 
 class FixedSpace(ConfigSpace):
-    """The configs of ``space`` without the names that the caller passes.
+    """A space without the names in ``fixed``, whose values the caller passes.
 
     ``prune_fn`` still gets complete configs.
     """
 
-    def __init__(self, space: ConfigSpace, fixed: Config) -> None:
-        self._fixed = fixed
-        super().__init__(
-            [{name: value for name, value in c.items() if name not in fixed} for c in space]
-        )
+    fixed: Config
 
     def prune(
         self,
         prune_fn: Callable[..., object] | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> tuple[list[Config], list[Pruned]]:
-        others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        validator = prune_fn and on_complete_configs(prune_fn, self._fixed)
+    ) -> tuple[Any, list[Pruned]]:
+        others = {name: value for name, value in kwargs.items() if name not in self.fixed}
+        validator = prune_fn and on_complete_configs(prune_fn, self.fixed)
         return super().prune(validator, args, others)
 
 

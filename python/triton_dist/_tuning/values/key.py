@@ -131,11 +131,6 @@ class Key:
         return f"{self.module}.{self.function}" if self.module else self.function
 
     @property
-    def in_schema_1(self) -> Key:
-        """The key in records of schema 1, whose function is ``module.qualname``."""
-        return Key(self.full_name, self.text, self.hardware)
-
-    @property
     def schema_1_digest(self) -> str:
         """File name of a record of schema 1."""
         return codec.digest(self.full_name, self.text, self.hardware)

@@ -16,8 +16,8 @@ from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import (
     Config,
     ConfigSpace,
+    FixedSpace,
     Pruned,
-    on_complete_configs,
     reason_of,
 )
 from triton_dist.errors import InvalidArgument
@@ -153,7 +153,11 @@ class Product(ConfigSpace):
         where = self.where
         complete_where = None if where is None else lambda values: where({**values, **fixed})
         left = {name: values for name, values in self.values.items() if name not in fixed}
-        return _Rest(left, complete_where, fixed) if left else ConfigSpace([{}])
+        if not left:
+            return ConfigSpace([{}])
+        rest = _Rest(left, complete_where)
+        rest.fixed = fixed
+        return rest
 
     def prune(
         self,
@@ -180,27 +184,8 @@ class Product(ConfigSpace):
         )
 
 
-class _Rest(Product):
-    """A product without the names that the caller passes. ``prune_fn`` gets complete configs."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Sequence[Any]],
-        where: Callable[[Mapping[str, Any]], object] | None,
-        fixed: Config,
-    ) -> None:
-        super().__init__(parameters, where)
-        self._fixed = fixed
-
-    def prune(
-        self,
-        prune_fn: Callable[..., object] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
-        others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        validator = prune_fn and on_complete_configs(prune_fn, self._fixed)
-        return super().prune(validator, args, others)
+class _Rest(FixedSpace, Product):
+    """A product without the names that the caller passes."""
 
 
 class Unlisted:

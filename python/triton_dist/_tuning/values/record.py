@@ -226,8 +226,7 @@ def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
 def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
     """Recompute the digests of configs, which included the modules of classes in schema 1.
 
-    The function of schema 1, ``module.qualname``, cannot be split here; see
-    :attr:`Key.in_schema_1`.
+    The function of schema 1, ``module.qualname``, cannot be split here. The store compares it.
     """
     try:
         trials = [trial | {"digest": codec.digest(trial["values"])} for trial in tree["trials"]]

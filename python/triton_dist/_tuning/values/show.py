@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 from triton_dist._tuning.values.codec import Tree
 
 
@@ -12,6 +15,14 @@ def error_text(error: BaseException) -> str:
     except Exception as failure:
         message = f"(its text raised {type(failure).__name__})"
     return f"{type(error).__name__}: {message}"
+
+
+def spread(samples: Sequence[float]) -> str:
+    """Return the interquartile range divided by the median, in percent."""
+    if len(samples) < 2:
+        return "-"
+    first, middle, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return f"{(third - first) / middle:.1%}" if middle else "-"
 
 
 def show(tree: Tree) -> str:

@@ -40,6 +40,19 @@ def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
     return gathered.rows
 
 
+def transfer_baselines(A: torch.Tensor, ctx: Any) -> dict[str, Baseline]:
+    """Return the transfers of ``ag_gemm`` or ``ag_group_gemm`` alone."""
+
+    def library() -> torch.Tensor:
+        return libraries.all_gather_rows(A, ctx.group)
+
+    return {
+        "all-gather alone": Baseline("transfer", library, library),
+        # The buffer does not contain the local rows, so its content is not the gathered A.
+        "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(A, ctx)),
+    }
+
+
 class AllGatherGEMMOpInfo(GEMMOpInfo):
     """Operands ``A`` [M / W, K] and ``B`` [K, N / W]; result ``all_gather(A) @ B``, [M, N / W]."""
 
@@ -70,28 +83,14 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
         A, B, group = operands["A"], operands["B"], ctx.group
         rows = libraries.all_gather_rows(A, group)
-
-        def expected() -> torch.Tensor:
-            return self.reference(operands, group)
-
-        baselines = {
-            "GEMM alone": Baseline("gemm", lambda: torch.matmul(rows, B)),
-            "all-gather alone": Baseline(
-                "transfer",
-                lambda: libraries.all_gather_rows(A, group),
-                lambda: libraries.all_gather_rows(A, group),
-            ),
-            # The buffer does not contain the local rows, so its content is not the gathered A.
-            "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(A, ctx)),
-            self.serial: Baseline(
-                "baseline", lambda: libraries.all_gather_matmul(A, B, group), expected
-            ),
-        }
+        calls = {self.serial: lambda: libraries.all_gather_matmul(A, B, group)}
         if libraries.has_async_tp(group, libraries.ALL_GATHER_MATMUL):
-            baselines[ASYNC_TP] = Baseline(
-                "baseline", lambda: libraries.async_tp_matmul(A, B, group), expected
-            )
-        return baselines
+            calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(A, B, group)
+        return {
+            "GEMM alone": Baseline("gemm", lambda: torch.matmul(rows, B)),
+            **transfer_baselines(A, ctx),
+            **{name: self.whole(call, operands, group) for name, call in calls.items()},
+        }
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         M, N, K, item = shape.M, shape.N / num_ranks, shape.K, dtype.itemsize

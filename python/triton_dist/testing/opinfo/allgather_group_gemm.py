@@ -22,7 +22,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import COLLECTIV
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey, check_operands
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.opinfo.allgather_gemm import gather_alone
+from triton_dist.testing.opinfo.allgather_gemm import transfer_baselines
 from triton_dist.testing.opinfo.base import (
     LAYOUTS,
     Baseline,
@@ -106,18 +106,13 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
         rows = libraries.all_gather_rows(a, group)
         grouped_gemm(rows, b, ids)  # tune it now: later calls may be captured
 
-        def expected() -> torch.Tensor:
-            return self.reference(operands, group)
-
-        def gathered() -> torch.Tensor:
-            return libraries.all_gather_rows(a, group)
+        def serial() -> torch.Tensor:
+            return grouped_gemm(libraries.all_gather_rows(a, group), b, ids)
 
         baselines = {
             "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids)),
-            "all-gather alone": Baseline("transfer", gathered, gathered),
-            # The buffer does not contain the local rows, so its content is not the gathered a.
-            "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(a, ctx)),
-            self.serial: Baseline("baseline", lambda: grouped_gemm(gathered(), b, ids), expected),
+            **transfer_baselines(a, ctx),
+            self.serial: self.whole(serial, operands, group),
         }
         key = check_operands(a, b, ctx, ids)
         if has_fast_library() and is_library_candidate(key.N, key.K, key.dtype, key.layout):
@@ -125,7 +120,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             def library() -> torch.Tensor:
                 return ag_group_gemm.fn(a, b, ctx, ids, algorithm=Library.name, gather=COLLECTIVE)
 
-            baselines[LIBRARIES] = Baseline("baseline", library, expected)
+            baselines[LIBRARIES] = self.whole(library, operands, group)
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:

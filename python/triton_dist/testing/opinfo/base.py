@@ -226,6 +226,12 @@ class OpInfo(ABC, Generic[S]):
         documents otherwise.
         """
 
+    def whole(
+        self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
+    ) -> Baseline:
+        """Return a baseline whose ``call`` computes the result of the op."""
+        return Baseline("baseline", call, lambda: self.reference(operands, group))
+
     @abstractmethod
     def cost(self, shape: S, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the work of a call on each rank."""

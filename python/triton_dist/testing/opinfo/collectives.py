@@ -117,10 +117,6 @@ class CollectiveOpInfo(OpInfo[Size]):
         x, group = operands["x"], ctx.group
         return {LIBRARY: self.whole(lambda: self.library(x, group), operands, group)}
 
-    def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
-        """Return a baseline that runs the whole collective."""
-        return Baseline("baseline", call, lambda: self.reference(operands, group))
-
     def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost: the whole is read, the result is written, remote shards cross links."""
         nbytes = shape.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -212,14 +212,12 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         mine = self.own_rows(total, group)
         return (mine if bias is None else mine + bias.float()).to(A.dtype)
 
-    def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
+    def whole(
+        self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
+    ) -> Baseline:
         """Return a baseline that computes the whole sum; a bias is added to its result."""
         bias = operands.get("bias")
-        return Baseline(
-            "baseline",
-            call if bias is None else lambda: call() + bias,
-            lambda: self.reference(operands, group),
-        )
+        return super().whole(call if bias is None else lambda: call() + bias, operands, group)
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost.

@@ -159,11 +159,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         baselines = {
             "our product alone": Baseline("gemm", product),
             f"{self.transfer} alone": Baseline("transfer", lambda: self.reduce(zeros, group)),
-            self.serial: Baseline(
-                "baseline",
-                lambda: self.reduce(product(), group),
-                lambda: self.reference(operands, group),
-            ),
+            self.serial: self.whole(lambda: self.reduce(product(), group), operands, group),
         }
         if has_fast_library() and x.dtype is torch.bfloat16:
             flat = ids.flatten().long()

@@ -44,6 +44,7 @@ from triton_dist._tuning.values import (
     validity,
 )
 from triton_dist._tuning.values.outcome import Reduction
+from triton_dist._tuning.values.show import error_text
 from triton_dist._warn import warn
 from triton_dist.errors import (
     InvalidArgument,
@@ -424,7 +425,10 @@ def open_context(
     if found.record is None:
         verdict = Verdict(own.winner_on_disk(triton_key))
     compared = [
-        (f"the pruning of {context.name}", own.failure_text),
+        (
+            f"the pruning of {context.name}",
+            "done" if own.failure is None else error_text(own.failure),
+        ),
         (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
     ]
     proposal = Proposal(
@@ -520,10 +524,6 @@ class _OwnConfigs:
         failure, self.failure = self.failure, None
         assert failure is not None
         return failure
-
-    @property
-    def failure_text(self) -> str:
-        return "done" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
 
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
         """Return the digest of the winner in the kernel's own ``cache_results``, if any."""

@@ -213,7 +213,8 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self.tuning_calls += session.calls - 1
         settled = all(context.winner is not None for context in self._contexts.values())
         self._settled_in = self._chosen_in if settled else _UNSETTLED
-        self._draws = self._draws or session.has_drawn()
+        state = session.random_state
+        self._draws = self._draws or (state is not None and state.has_moved())
 
     def begin_session(self) -> Session | Defaults:
         """Start to tune in the middle of a settled function's call, at a new kernel or key."""

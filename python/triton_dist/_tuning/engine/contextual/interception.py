@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from triton.runtime.autotuner import Autotuner, Config
 
 from triton_dist._tuning.engine.contextual.launch import Launch, OwnRuns, Run, RunTarget, run_target
-from triton_dist._tuning.protocols import RandomState
+from triton_dist._tuning.protocols import RandomState, ThreadValue
 
 _TRITONS_RUN = Autotuner.run.__code__
 
@@ -43,13 +43,6 @@ class Watcher(Protocol):
 
     def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace ``tuner.run`` if the config is known, else return ``NOT_KNOWN``."""
-
-
-class ThreadValue(Protocol):
-    """A value of the running thread, visible to threads that work for it."""
-
-    def get(self) -> Any: ...
-    def put(self, value: object) -> None: ...
 
 
 class Call:
@@ -317,9 +310,6 @@ class Defaults:
 
     def run(self, call: Callable[[], Any]) -> Any:
         return call()
-
-    def has_drawn(self) -> bool:
-        return False
 
     def end_call(self) -> bool:
         return True

@@ -77,10 +77,6 @@ class Session:
         """Number of calls of the function."""
         return self._current_call.number + 1
 
-    def has_drawn(self) -> bool:
-        """Return whether the last call used torch's random number generators."""
-        return self.random_state.has_moved()
-
     def __enter__(self) -> Session:
         self._scope.callback(self._parts.log.close)
         self._scope.enter_context(self._parts.trial_context())
