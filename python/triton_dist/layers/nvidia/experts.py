@@ -153,47 +153,7 @@ def expert_sums(
 # Custom ops for torch. ``ranks`` is the name of a ``Collectives``.
 
 
-@torch.library.custom_op("triton_dist::ag_group_gemm", mutates_args=())
-def _ag_group_gemm(A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: str) -> torch.Tensor:
-    return ranks_by_name(ranks).ag_group_gemm(A, B, ids)
-
-
-@torch.library.custom_op("triton_dist::group_gemm", mutates_args=())
-def _group_gemm(A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: str) -> torch.Tensor:
-    return ranks_by_name(ranks).group_gemm(A, B, ids)
-
-
-@torch.library.custom_op("triton_dist::moe_reduce_rs", mutates_args=())
-def _moe_reduce_rs(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, ranks: str
-) -> torch.Tensor:
-    return ranks_by_name(ranks).moe_reduce_rs(x, weights, ids, scales)
-
-
-@torch.library.custom_op("triton_dist::moe_reduce_ar", mutates_args=())
-def _moe_reduce_ar(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, ranks: str
-) -> torch.Tensor:
-    return ranks_by_name(ranks).moe_reduce_ar(x, weights, ids, scales)
-
-
 _expert_sums = torch.library.custom_op("triton_dist::expert_sums", mutates_args=())(expert_sums)
-
-
-@_ag_group_gemm.register_fake
-@_group_gemm.register_fake
-def _(A: Any, B: Any, ids: Any, ranks: str) -> Any:
-    return A.new_empty(ids.shape[0] * ids.shape[1], B.shape[2])
-
-
-@_moe_reduce_rs.register_fake
-def _(x: Any, weights: Any, ids: Any, scales: Any, ranks: str) -> Any:
-    return x.new_empty(ids.shape[0] // ranks_by_name(ranks).num_ranks, weights.shape[2])
-
-
-@_moe_reduce_ar.register_fake
-def _(x: Any, weights: Any, ids: Any, scales: Any, ranks: str) -> Any:
-    return x.new_empty(ids.shape[0], weights.shape[2])
 
 
 @_expert_sums.register_fake
@@ -201,17 +161,17 @@ def _(rows: Any, grads: Any, ids: Any, num_experts: int) -> Any:
     return rows.new_empty(num_experts, rows.shape[1], grads.shape[1])
 
 
-def _setup_first(ctx: Any, inputs: Any, output: Any) -> None:
-    A, B, ids, ctx.ranks = inputs
-    ctx.save_for_backward(A, B, ids)
+def _define_first(name: str, sequence_parallel: bool) -> None:
+    """Define the custom op of ``ag_group_gemm`` or ``group_gemm``."""
 
+    def product(A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: str) -> torch.Tensor:
+        C: torch.Tensor = getattr(ranks_by_name(ranks), name)(A, B, ids)
+        return C
 
-def _setup_last(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weights, ids, scales, ctx.ranks = inputs
-    ctx.save_for_backward(x, weights, ids, scales)
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        A, B, ids, ctx.ranks = inputs
+        ctx.save_for_backward(A, B, ids)
 
-
-def _backward_first(sequence_parallel: bool) -> Any:
     @once_differentiable
     def backward(ctx: Any, dC: torch.Tensor) -> Any:
         A, B, ids = ctx.saved_tensors
@@ -225,10 +185,28 @@ def _backward_first(sequence_parallel: bool) -> Any:
             dB = ops.expert_sums(rows, dC, ids, len(B))
         return dA, dB, None, None
 
-    return backward
+    op = torch.library.custom_op(f"triton_dist::{name}", product, mutates_args=())
+    op.register_fake(lambda A, B, ids, ranks: A.new_empty(ids.numel(), B.shape[2]))
+    op.register_autograd(backward, setup_context=setup)
 
 
-def _backward_last(sequence_parallel: bool) -> Any:
+def _define_last(name: str, sequence_parallel: bool) -> None:
+    """Define the custom op of ``moe_reduce_rs`` or ``moe_reduce_ar``."""
+
+    def sums(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, ranks: str
+    ) -> torch.Tensor:
+        Y: torch.Tensor = getattr(ranks_by_name(ranks), name)(x, weights, ids, scales)
+        return Y
+
+    def fake(x: Any, weights: Any, ids: Any, scales: Any, ranks: str) -> Any:
+        shards = ranks_by_name(ranks).num_ranks if sequence_parallel else 1
+        return x.new_empty(ids.shape[0] // shards, weights.shape[2])
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weights, ids, scales, ctx.ranks = inputs
+        ctx.save_for_backward(x, weights, ids, scales)
+
     @once_differentiable
     def backward(ctx: Any, dY: torch.Tensor) -> Any:
         x, weights, ids, scales = ctx.saved_tensors
@@ -248,7 +226,9 @@ def _backward_last(sequence_parallel: bool) -> Any:
             dW = ops.expert_sums((x * scale).to(x.dtype), rows, ids, len(weights))
         return dx, dW, None, d_scales, None
 
-    return backward
+    op = torch.library.custom_op(f"triton_dist::{name}", sums, mutates_args=())
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup)
 
 
 @torch.library.custom_op("triton_dist::all_reduce", mutates_args=())
@@ -261,7 +241,7 @@ def _(addend: Any, ranks: str) -> Any:
     return torch.empty_like(addend)
 
 
-_ag_group_gemm.register_autograd(_backward_first(True), setup_context=_setup_first)
-_group_gemm.register_autograd(_backward_first(False), setup_context=_setup_first)
-_moe_reduce_rs.register_autograd(_backward_last(True), setup_context=_setup_last)
-_moe_reduce_ar.register_autograd(_backward_last(False), setup_context=_setup_last)
+_define_first("ag_group_gemm", sequence_parallel=True)
+_define_first("group_gemm", sequence_parallel=False)
+_define_last("moe_reduce_rs", sequence_parallel=True)
+_define_last("moe_reduce_ar", sequence_parallel=False)

@@ -20,6 +20,7 @@ custom op costs about 20 us of host time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -248,16 +249,6 @@ def _backward_all_gather(ctx: Any, grad: torch.Tensor) -> Any:
 _all_gather.register_autograd(_backward_all_gather, setup_context=_setup_all_gather)
 
 
-@torch.library.custom_op("triton_dist::gemm_rs", mutates_args=())
-def _gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
-    return ranks_by_name(ranks).gemm_rs(A, B)
-
-
-@_gemm_rs.register_fake
-def _(A: Any, B: Any, ranks: str) -> Any:
-    return A.new_empty(A.shape[0] // ranks_by_name(ranks).num_ranks, B.shape[1])
-
-
 @once_differentiable
 def _backward_gemm_rs(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
@@ -270,27 +261,11 @@ def _backward_gemm_rs(ctx: Any, dC: torch.Tensor) -> Any:
     return dA, A.T @ rows if needs_B else None, None
 
 
-@torch.library.custom_op("triton_dist::gemm", mutates_args=())
-def _gemm(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
-    return A @ B
-
-
 @once_differentiable
 def _backward_gemm(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
     dA = torch.ops.triton_dist.gemm_ar(dC, B.T, ctx.ranks) if ctx.needs_input_grad[0] else None
     return dA, A.T @ dC if ctx.needs_input_grad[1] else None, None
-
-
-@torch.library.custom_op("triton_dist::gemm_ar", mutates_args=())
-def _gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
-    return ranks_by_name(ranks).gemm_ar(A, B)
-
-
-@_gemm.register_fake
-@_gemm_ar.register_fake
-def _(A: Any, B: Any, ranks: str) -> Any:
-    return A.new_empty(A.shape[0], B.shape[1])
 
 
 @once_differentiable
@@ -305,6 +280,24 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(A, B)
 
 
-_gemm_rs.register_autograd(_backward_gemm_rs, setup_context=_setup)
-_gemm.register_autograd(_backward_gemm, setup_context=_setup)
-_gemm_ar.register_autograd(_backward_gemm_ar, setup_context=_setup)
+def _define(name: str, backward: Callable[..., Any]) -> None:
+    """Define the custom op of ``gemm``, ``gemm_rs`` or ``gemm_ar``."""
+
+    def product(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
+        if name == "gemm":
+            return A @ B
+        C: torch.Tensor = getattr(ranks_by_name(ranks), name)(A, B)
+        return C
+
+    def fake(A: Any, B: Any, ranks: str) -> Any:
+        shards = ranks_by_name(ranks).num_ranks if name == "gemm_rs" else 1
+        return A.new_empty(A.shape[0] // shards, B.shape[1])
+
+    op = torch.library.custom_op(f"triton_dist::{name}", product, mutates_args=())
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=_setup)
+
+
+_define("gemm_rs", _backward_gemm_rs)
+_define("gemm", _backward_gemm)
+_define("gemm_ar", _backward_gemm_ar)

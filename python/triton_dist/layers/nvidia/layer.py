@@ -260,11 +260,13 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         linear: torch.nn.Module,
         shape: tuple[int | None, int | None],
         allows_router: bool = False,
+        like: tuple[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the weight of a linear layer after checks of its shape, dtype and device.
 
         ``None`` in ``shape`` accepts any size. With ``allows_router``, accept a module that is not
-        a ``torch.nn.Linear`` but behaves like one, such as a router.
+        a ``torch.nn.Linear`` but behaves like one, such as a router. ``like`` is the name and the
+        weight of a layer that must have the same dtype.
         """
         weight = getattr(linear, "weight", None)
         is_trusted = allows_router and not isinstance(linear, torch.nn.Linear)
@@ -281,6 +283,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if any(size not in (None, have) for size, have in zip(shape, found, strict=True)):
             wanted = tuple("any" if size is None else size for size in shape)
             raise self._invalid(f"{name}.weight.shape", found, f"[outputs, inputs] = {wanted}")
+        if like is not None and weight.dtype != like[1].dtype:
+            expected = f"the dtype of {like[0]}, {like[1].dtype}"
+            raise self._invalid(f"{name}.weight.dtype", weight.dtype, expected)
         return weight
 
     def _check_split(self, name: str, size: int) -> None:

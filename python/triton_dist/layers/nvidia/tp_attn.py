@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,13 +65,10 @@ class TP_Attn(TensorParallelLayer):
         self._check_members("module", self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
         q = self._checked_weight("q_proj", source.q_proj, (None, None))
         q_columns, hidden = q.shape
-        k = self._checked_weight("k_proj", source.k_proj, (None, hidden))
-        v = self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden))
-        o = self._checked_weight("o_proj", source.o_proj, (hidden, q_columns))
-        for name, weight in (("k_proj", k), ("v_proj", v), ("o_proj", o)):
-            if weight.dtype != q.dtype:
-                expected = f"the dtype of q_proj, {q.dtype}"
-                raise self._invalid(f"{name}.weight.dtype", weight.dtype, expected)
+        like = ("q_proj", q)
+        k = self._checked_weight("k_proj", source.k_proj, (None, hidden), like=like)
+        v = self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden), like=like)
+        o = self._checked_weight("o_proj", source.o_proj, (hidden, q_columns), like=like)
         clips = getattr(getattr(source, "config", None), "clip_qkv", None)
         for name, value, plain in (
             ("sliding_window", getattr(source, "sliding_window", None), None),
@@ -260,10 +258,8 @@ class TP_Attn(TensorParallelLayer):
             expected = f"a multiple of {tokens}, the tokens of position_embeddings"
             raise self._invalid("rows of hidden_states", rows, expected)
 
-        def attend_rows(qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend_rows(qkv, tokens, cos, sin, attend)
-
-        y = self._two_gemms(x, self.wqkv, attend_rows, self.wo, ranks, sequence_parallel)
+        between = partial(self._attend_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
+        y = self._two_gemms(x, self.wqkv, between, self.wo, ranks, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
     def _attend_rows(

@@ -40,16 +40,14 @@ class TP_MLP(TokenLayer):
         self._check_members("module", mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
         gate = self._checked_weight("gate_proj", source.gate_proj, (None, None))
         columns, hidden = gate.shape
-        self._checked_weight("up_proj", source.up_proj, (columns, hidden))
-        self._checked_weight("down_proj", source.down_proj, (hidden, columns))
+        like = ("gate_proj", gate)
+        self._checked_weight("up_proj", source.up_proj, (columns, hidden), like=like)
+        self._checked_weight("down_proj", source.down_proj, (hidden, columns), like=like)
         self._check_split("columns of gate_proj", columns)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            linear = getattr(source, name)
-            if linear.weight.dtype != gate.dtype:
-                expected = f"the dtype of gate_proj, {gate.dtype}"
-                raise self._invalid(f"{name}.weight.dtype", linear.weight.dtype, expected)
-            if getattr(linear, "bias", None) is not None:
-                raise self._invalid(f"{name}.bias", tuple(linear.bias.shape), "None")
+            bias = getattr(getattr(source, name), "bias", None)
+            if bias is not None:
+                raise self._invalid(f"{name}.bias", tuple(bias.shape), "None")
         own = columns // self.world_size
         self.gate_up_proj = self._parameter("gate_up_proj", mlp, 2 * own, hidden)
         self.down_proj = self._parameter("down_proj", mlp, hidden, own)
