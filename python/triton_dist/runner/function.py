@@ -24,7 +24,7 @@ from triton_dist.errors import ArtefactRefused, InvalidArgument, InvalidArtefact
 from triton_dist.runner import files, foreign, toolchains
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.build import build
-from triton_dist.runner.language import DUMP, KernelWithDump, with_dump_argument
+from triton_dist.runner.language import DUMP, KernelWithDump, jit_options, with_dump_argument
 from triton_dist.runner.specialisation import Specialisation, tree_of
 from triton_dist.runtime.triton_compat import triton_version
 
@@ -299,17 +299,7 @@ def jit(fn: Any = None, **options: Any) -> Any:
     if isinstance(kernel, InterpretedFunction):
         return describe(InterpretedRunner(kernel.fn, **kernel.kwargs))
     kind = _gluon_runner() if kernel.is_gluon() else TritonRunner
-    runner = kind(
-        kernel.fn,
-        version=kernel.version,
-        do_not_specialize=kernel.do_not_specialize,
-        do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
-        debug=kernel.debug,
-        noinline=kernel.noinline,
-        repr=kernel._repr,
-        launch_metadata=kernel.launch_metadata,
-    )
-    return describe(runner)
+    return describe(kind(kernel.fn, **jit_options(kernel)))
 
 
 # `triton.autotune` skips a config that raises PTXASError. Some cubins of a folder may be damaged or

@@ -126,6 +126,13 @@ def _call(generator: Any, function: Any, *args: Any) -> None:
     generator.call_JitFunction(function, known, {})
 
 
+def jit_options(kernel: Any) -> dict[str, Any]:
+    """Return the options with which ``triton.jit`` created ``kernel``."""
+    names = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+    options = {name: getattr(kernel, name) for name in (*names, "launch_metadata")}
+    return options | {"repr": kernel._repr}
+
+
 class KernelWithDump(triton.JITFunction):
     """A kernel with the additional last argument ``dump_tensor``."""
 
@@ -139,16 +146,7 @@ class KernelWithDump(triton.JITFunction):
             fn.__module__, fn.__qualname__, fn.__doc__,
         )  # fmt: skip
         copy.__signature__ = _signature(fn)  # type: ignore[attr-defined]
-        super().__init__(
-            copy,
-            version=kernel.version,
-            do_not_specialize=kernel.do_not_specialize,
-            do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
-            debug=kernel.debug,
-            noinline=kernel.noinline,
-            repr=kernel._repr,
-            launch_metadata=kernel.launch_metadata,
-        )
+        super().__init__(copy, **jit_options(kernel))
 
     def parse(self) -> ast.Module:
         """Return the syntax tree of the kernel with the additional argument."""

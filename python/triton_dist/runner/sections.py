@@ -72,10 +72,6 @@ def _ttgir_sections(text: str) -> dict[str, Section]:
     return found
 
 
-def _ptx_sections(text: str) -> dict[str, Section]:
-    return _loop_sections(list(_ptx_lines(text)), _REGISTER, "%")
-
-
 def _ptx_lines(text: str) -> Iterator[Line]:
     pending = ""
     for raw in text.splitlines():
@@ -127,7 +123,7 @@ def _loop_sections(
 
 _SPLIT: Mapping[str, Callable[[str], dict[str, Section]]] = {
     "ttgir": _ttgir_sections,
-    "ptx": _ptx_sections,
+    "ptx": lambda text: _loop_sections(list(_ptx_lines(text)), _REGISTER, "%"),
     "sass": _sass_sections,
 }
 LEVELS_WITH_SECTIONS = tuple(_SPLIT)

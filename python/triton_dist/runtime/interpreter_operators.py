@@ -179,11 +179,13 @@ class Operators:
         if name in _OPERATIONS:
             return self._forward(name, slow)
         if name[:1] == "r" and name[1:] in _OPERATIONS and name[1:] not in _SHIFTS:
-            return self._reflected(name[1:], slow)
+            return self._forward(name[1:], slow, is_reflected=True)
         return slow
 
-    def _forward(self, name: str, slow: Operator) -> Operator:
+    def _forward(self, name: str, slow: Operator, is_reflected: bool = False) -> Operator:
         operation, kinds = _OPERATIONS[name]
+        if is_reflected:  # ``number - tensor``: the tensor is the right operand
+            operation = _swapped(operation)
         compares, tensor, int1, wrap = name in _COMPARISONS, tl.tensor, tl.int1, self._wrap
         constant = self._shift_count if name in _SHIFTS else self._constant
         result_type = self._result_type
@@ -210,23 +212,6 @@ class Operators:
             if compares:
                 kind = kind.with_element_ty(int1) if kind.is_block() else int1
             return wrap(operation(numbers, others), result_dtype, kind)
-
-        return call
-
-    def _reflected(self, name: str, slow: Operator) -> Operator:
-        operation, kinds = _OPERATIONS[name]
-        compares, int1, wrap, constant = name in _COMPARISONS, tl.int1, self._wrap, self._constant
-
-        def call(self: Any, other: Any) -> Any:
-            dtype, numbers, kind = self.dtype, self.handle.data, self.type
-            if numbers.dtype is not kinds.get(dtype.name):
-                return slow(self, other)
-            others = constant(other, dtype)
-            if others is None:
-                return slow(self, other)
-            if compares:
-                kind = kind.with_element_ty(int1) if kind.is_block() else int1
-            return wrap(operation(others, numbers), dtype, kind)
 
         return call
 
@@ -294,6 +279,10 @@ class Operators:
         if key not in self._results:
             self._results[key] = _broadcast(left, right)
         return self._results[key]
+
+
+def _swapped(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda left, right: operation(right, left)
 
 
 def _is_plain(value: Any) -> bool:

@@ -65,7 +65,6 @@ class Mailbox:
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        self._rank = rank
         self._store = dist.PrefixStore("triton_dist/ranks", store)
         self._clients = threading.local()
         self.put(_process_name(rank), Process.own())

@@ -8,15 +8,16 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from triton_dist.errors import InvalidArgument, SymmetricMemoryFull
+from triton_dist.errors import InvalidArgument, RankDisagreement, SymmetricMemoryFull
 from triton_dist.runtime import addresses
 
 # Regions are aligned to 512 bytes: more than TMA (16) and a cache line (128) require. Flags of
 # different regions never share a cache line.
+T = TypeVar("T")
 _ALIGNMENT = 512
 
 
@@ -38,8 +39,18 @@ class Layout:
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return cls(name, max(offset, _ALIGNMENT), tuple(slots))
 
-    def describe(self) -> str:
-        return f"{self.name}: " + ", ".join(f"{n} {list(s)} {d}" for n, _, s, d in self.slots)
+    def agreed(self, ranks: Any, value: T) -> list[T]:
+        """Return the values of all ranks, which must request this layout. Collective.
+
+        Raises:
+            RankDisagreement: the layouts of ranks differ.
+        """
+        own = ", ".join(f"{name} {list(shape)} {dtype}" for name, _, shape, dtype in self.slots)
+        requests = ranks.all_gather("symmetric allocation", (f"{self.name}: {own}", value))
+        if len({layout for layout, _ in requests}) > 1:
+            by_rank = {ranks.global_rank(rank): each for rank, (each, _) in enumerate(requests)}
+            raise RankDisagreement("symmetric regions", by_rank)
+        return [value for _, value in requests]
 
 
 def _checked(region: str, requests: Any) -> tuple[tuple[int, ...], torch.dtype]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
+from triton_dist.errors import SymmetricMemoryFull
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
 
@@ -28,13 +28,7 @@ class CudaSymmetricMemory(SymmetricMemory):
         else:
             reason = ""
         # The rendezvous below would hang if a rank did not join, so all ranks agree first.
-        requests = ranks.all_gather("symmetric allocation", (layout.describe(), reason))
-        if len({layouts for layouts, _ in requests}) > 1:
-            raise RankDisagreement(
-                "symmetric regions",
-                {ranks.global_rank(r): what for r, (what, _) in enumerate(requests)},
-            )
-        for rank, (_, refusal) in enumerate(requests):
+        for rank, refusal in enumerate(layout.agreed(ranks, reason)):
             if refusal:
                 free = torch.cuda.mem_get_info(device)[0] if rank == ranks.rank else 0
                 raise SymmetricMemoryFull(

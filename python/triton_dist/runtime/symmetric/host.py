@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
+from triton_dist.errors import SymmetricMemoryFull
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
 
@@ -26,15 +26,8 @@ class HostSymmetricMemory(SymmetricMemory):
         own = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             shortage = _reserve(own, layout.nbytes)
-            requests = self._ranks.all_gather(
-                "symmetric allocation", (layout.describe(), os.getpid(), own, shortage)
-            )
-            if len({entry[0] for entry in requests}) > 1:
-                raise RankDisagreement(
-                    "symmetric regions",
-                    {self._ranks.global_rank(r): entry[0] for r, entry in enumerate(requests)},
-                )
-            for rank, (_, _, _, available) in enumerate(requests):
+            requests = layout.agreed(self._ranks, (os.getpid(), own, shortage))
+            for rank, (_, _, available) in enumerate(requests):
                 if available is not None:
                     raise SymmetricMemoryFull(
                         f"{layout.name}, rank {self._ranks.global_rank(rank)}, {SHARED_MEMORY}",
@@ -43,7 +36,7 @@ class HostSymmetricMemory(SymmetricMemory):
                         f"Enlarge {SHARED_MEMORY} (mount -o remount,size=…, docker run "
                         "--shm-size=…) or use a smaller context.",
                     )
-            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for _, pid, fd, _ in requests]
+            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for pid, fd, _ in requests]
             self._ranks.barrier("symmetric memory is mapped")
         finally:
             os.close(own)

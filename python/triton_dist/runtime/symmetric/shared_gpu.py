@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import DeviceUnavailable, RankDisagreement, SymmetricMemoryFull
+from triton_dist.errors import DeviceUnavailable, SymmetricMemoryFull
 from triton_dist.runtime.device import cuda_ipc, current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
 from triton_dist.runtime.symmetric import lease
@@ -44,10 +44,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
 
     def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
         self._ranks, self._device = group_for(group), device
-        requests = self._ranks.all_gather("symmetric allocation", layout.describe())
-        if len(set(requests)) > 1:
-            by_rank = {self._ranks.global_rank(rank): what for rank, what in enumerate(requests)}
-            raise RankDisagreement("symmetric regions", by_rank)
+        layout.agreed(self._ranks, None)
         cuda_ipc.use_gpu(device.index)
         lease.end_retired()  # all ranks are here, so all have closed the memory they freed before
         with ExitStack() as cleanup:
