@@ -67,8 +67,8 @@ class TP_Attn(TensorParallelLayer):
         q_columns, hidden = q.shape
         like = ("q_proj", q)
         k = self._checked_weight("k_proj", source.k_proj, (None, hidden), like=like)
-        v = self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden), like=like)
-        o = self._checked_weight("o_proj", source.o_proj, (hidden, q_columns), like=like)
+        self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden), like=like)
+        self._checked_weight("o_proj", source.o_proj, (hidden, q_columns), like=like)
         clips = getattr(getattr(source, "config", None), "clip_qkv", None)
         for name, value, plain in (
             ("sliding_window", getattr(source, "sliding_window", None), None),
