@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from tests.distributed.ag_gemm_calls import some_configs
+from tests.distributed.calls import some_configs
 from tests.docs.run_blocks import run_program
 from triton_dist.testing.opinfo import OPINFOS
 

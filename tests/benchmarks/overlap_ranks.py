@@ -17,7 +17,7 @@ from benchmarks.overlap.results import shape_tree
 from benchmarks.overlap.shapes import Shape
 from benchmarks.overlap.tuned_op import TunedOp
 from benchmarks.overlap.workload import TUNED, TUNED_AGAIN, Choice
-from tests.distributed.ag_gemm_calls import default_tiles
+from tests.distributed.gemm_calls import default_tiles
 from triton_dist.testing.opinfo import GEMM_OPINFOS
 from triton_dist.testing.opinfo.base import Baseline, Cost
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 from unittest import mock
@@ -14,21 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import (
-    LAYOUTS,
-    NAN,
-    Calls,
-    default_tiles,
-    some_configs,
-    uniform,
-)
+from tests.distributed.calls import DTYPES, NAN
 from tests.distributed.compiled_ahead import compiled_ahead
+from tests.distributed.gemm_calls import LAYOUTS, AllGatherGEMM, default_tiles, uniform
 from triton_dist.errors import InvalidArgument, WaitTimeout
-from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
-from triton_dist.kernels.common.peers import flag_count, flag_value
-from triton_dist.kernels.common.slots.epochs import SLOTS, kernel_await_consumption
+from triton_dist.kernels.common.slots.epochs import kernel_await_consumption
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia import LibraryAlgorithm, ag_gemm
 from triton_dist.kernels.nvidia.allgather_gemm import (
@@ -36,13 +28,10 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     local_copy_and_barrier_all,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, deferred_checks
 from triton_dist.testing import assert_allclose
-from triton_dist.testing.timing import captured
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # (streams, chunks); 8 chunks are more than the smallest shards have rows.
 SCHEDULES = ((1, 1), (2, 2), (1, 3), (3, 8))
 
@@ -51,7 +40,7 @@ SCHEDULES = ((1, 1), (2, 2), (1, 3), (3, 8))
 def every_schedule() -> int:
     """Methods x streams and chunks, by both kernels in turn, M changing from call to call: each
     method and each schedule has both."""
-    calls = Calls(max_rows=37, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=37, columns=40, K=72)
     rows = itertools.cycle((5, 37, 1, 20))
     for turn, method in enumerate(AllGatherMethod):
         for number, (num_streams, num_chunks) in enumerate(SCHEDULES, turn):
@@ -73,58 +62,11 @@ def every_operand(dtypes: Sequence[torch.dtype] = DTYPES) -> int:
         # An odd K, or an odd N of a row-major B, cannot be read through descriptors.
         shapes = (37, 72, 72), (1, 24, 16), (33, 65, 33), (3, 1, 1)
         for turn, (rows, columns, K) in enumerate(shapes):
-            calls = Calls(rows, columns, K, dtype)
+            calls = AllGatherGEMM(rows, columns, K, dtype)
             for number, layout in enumerate(LAYOUTS, turn // 2 + turn):
                 calls(rows, layout, persistent=number % 2 == 0)
             count += calls.finish()
     return count
-
-
-@compiled_ahead
-def back_to_back(rounds: int) -> int:
-    """Different calls one after another on two contexts; nothing lines the ranks up in between."""
-    first = Calls(max_rows=37, columns=40, K=72)
-    second = Calls(max_rows=8, columns=65, K=33, dtype=torch.float32)
-    methods = list(AllGatherMethod)
-    for number in range(rounds):
-        first(
-            1 + 7 * number % 37,
-            method=methods[number % len(methods)],
-            num_streams=1 + number % 2,
-            num_chunks=1 + number % 4,
-            local_copy=number % 2 == 0,
-        )
-        if number % 3 == 0:
-            second(
-                1 + number % 8, method=methods[number % len(methods)], local_copy=number % 2 == 1
-            )
-    return first.finish() + second.finish()
-
-
-@compiled_ahead
-def stragglers() -> int:
-    """Each rank in turn is late: on its stream within a call, and on the host before one."""
-    cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
-    calls = Calls(max_rows=20, columns=40, K=72)
-    for late in range(dist.get_world_size()):
-        for method in AllGatherMethod:
-            calls(20, method=method, num_chunks=2, straggler_option=(late, cycles))
-        if dist.get_rank() == late:
-            time.sleep(0.05)
-        for local_copy in (True, False):
-            calls(11, local_copy=local_copy)
-    return calls.finish()
-
-
-@compiled_ahead
-def every_config() -> int:
-    """Every candidate of the tuner, and the defaults of those that are not given."""
-    calls = Calls(max_rows=37, columns=136, K=96)
-    for config in ALGORITHMS.config_space():
-        calls(37, **config)
-    calls(37)
-    calls(37, op=ag_gemm, autotune=False)
-    return calls.finish()
 
 
 @compiled_ahead
@@ -134,7 +76,7 @@ def split_tiles() -> int:
 
     On CPU ranks, of 3 SMs, two calls in three have a last wave that is not full.
     """
-    calls = Calls(max_rows=70, columns=40, K=104)
+    calls = AllGatherGEMM(max_rows=70, columns=40, K=104)
     calls.ctx.split_workspace.partials.fill_(NAN)
     tiled = (method for method in AllGatherMethod if method is not AllGatherMethod.SERIAL)
     cycles, methods = 20_000_000, itertools.cycle(tiled)
@@ -162,8 +104,8 @@ def fused_push(rounds: int) -> int:
     """Shards that the consumer sends itself: odd sizes, of which a config has another in each
     round, chunks that are empty, both kernels, each rank late in turn, and configs that take turns
     with each other and with other methods."""
-    calls = Calls(max_rows=70, columns=72, K=200)
-    narrow = Calls(max_rows=5, columns=16, K=8, dtype=torch.bfloat16)
+    calls = AllGatherGEMM(max_rows=70, columns=72, K=200)
+    narrow = AllGatherGEMM(max_rows=5, columns=16, K=8, dtype=torch.bfloat16)
     push, size = AllGatherMethod.FUSED_PUSH, dist.get_world_size()
     others = itertools.cycle(method for method in AllGatherMethod if method is not push)
     layouts = itertools.cycle(("row-major", "column-major", "misaligned slice"))
@@ -203,7 +145,7 @@ def specialized_warps() -> list[int]:
         (1021, 2000, 520, torch.float16),
         (129, 2048, 4096, torch.float16),
     ):
-        calls = Calls(most, columns, K, dtype)
+        calls = AllGatherGEMM(most, columns, K, dtype)
         calls.ctx.split_workspace.partials.fill_(NAN)
         tiles = [*warp_specialized_tiles(), *split_k_tiles()]
         for config in tiles:
@@ -228,7 +170,7 @@ def specialized_warps_give_up() -> list[str]:
     """Rank 0 calls alone, with a limit on its waits, which are those of one warp; after a reset all
     ranks call again."""
     overdue = []
-    calls = Calls(max_rows=300, columns=520, K=200)
+    calls = AllGatherGEMM(max_rows=300, columns=520, K=200)
     for config in warp_specialized_tiles():
         if dist.get_rank() == 0:
             try:
@@ -248,7 +190,7 @@ def specialized_warps_give_up() -> list[str]:
 
 def counts_are_reset() -> list[int]:
     """A launch that broke off left counts behind; after a reset all ranks call again."""
-    calls = Calls(max_rows=33, columns=72, K=104)
+    calls = AllGatherGEMM(max_rows=33, columns=72, K=104)
     counters = calls.ctx.split_workspace.counters
     counters.fill_(1)
     calls.ctx.reset()
@@ -258,57 +200,11 @@ def counts_are_reset() -> list[int]:
     return [left, calls.finish()]
 
 
-def tuned() -> tuple[int, int]:
-    """Tuned calls, each layout and ``local_copy`` on its own; (tunings, checked calls)."""
-    before = ag_gemm.tuning_count
-    calls = Calls(max_rows=11, columns=40, K=72)
-    with some_configs(ag_gemm):
-        for _ in range(3):
-            calls(11, "column-major", op=ag_gemm)
-            calls(5, op=ag_gemm, local_copy=False)
-    return ag_gemm.tuning_count - before, calls.finish()
-
-
-def in_groups(members: Sequence[Sequence[int]], tune: bool) -> int:
-    """Disjoint groups at once, each with a context of its own, of different sizes."""
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
-    calls = Calls(max_rows=5 + mine, columns=40, K=72 - 8 * mine, group=groups[mine])
-    for number in range(6):
-        if tune:
-            with some_configs(ag_gemm):
-                calls(5 + mine, op=ag_gemm, autotune_pg=groups[mine])
-        else:
-            calls(1 + number, num_chunks=1 + number % 2) if number < 5 + mine else None
-    return calls.finish()
-
-
-def epochs_wrap_around() -> int:
-    """Flags of what is consumed pass the largest int32, and other flags what 32 bits would hold."""
-    calls = Calls(max_rows=5, columns=40, K=72)
-    slots, nearly = calls.ctx.buffer.slots, 2**31 - 3
-    for flags in ("arrivals", "pushed", "consumed"):
-        for slot in range(SLOTS):
-            words = slots.of_slot(slot, flags).local
-            words.fill_(nearly if flags == "consumed" else flag_value(nearly, 5))
-    # The present use, after `nearly`.
-    epochs = slots.memory["epoch"].local[:, 0].fill_(flag_value(nearly + 1, 0))
-    current_device().synchronize()
-    dist.barrier()
-    for _ in range(4):
-        for method in AllGatherMethod:
-            calls(5, method=method)
-    count = calls.check()
-    assert flag_count(int(epochs.min())) > 2**31
-    calls.ctx.finalize()
-    return count
-
-
 def too_many_rows_for_serial() -> str:
     """What a call of more rows than one launch gathers is told."""
     room = 5 * dist.get_world_size() * 72 * torch.float16.itemsize
     with mock.patch.object(allgather_gemm_context, "GATHERED_BYTES", room):
-        calls = Calls(max_rows=6, columns=40, K=72)
+        calls = AllGatherGEMM(max_rows=6, columns=40, K=72)
     with pytest.raises(InvalidArgument) as raised:
         calls(6, method=AllGatherMethod.SERIAL)
     calls(5, method=AllGatherMethod.SERIAL)
@@ -316,35 +212,10 @@ def too_many_rows_for_serial() -> str:
     return str(raised.value)
 
 
-@compiled_ahead
-def give_up_and_start_again() -> list[str]:
-    """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
-    overdue = []
-    calls = Calls(max_rows=20, columns=40, K=72)
-    calls(20)
-    calls.check()
-    for persistent in (True, False):
-        for method in AllGatherMethod:
-            if dist.get_rank() == 0:
-                try:
-                    with bounded_waits(0.2):
-                        calls(20, method=method, num_chunks=2, persistent=persistent)
-                except WaitTimeout as error:
-                    overdue.append(error.flag.split("[")[0])
-            else:
-                calls.skip()
-            dist.barrier()
-            calls.ctx.reset()
-            for rows in (5, 20, 11):
-                calls(rows, method=method, persistent=persistent)
-    calls.finish()
-    return overdue
-
-
 def copies_held_up() -> int:
     """Rank 1 leaves out a call of a ring whose consumer is launched nowhere: nothing gives up but
     the reset lets copies go on that wait for what rank 1 would have sent."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     calls(20)
     calls.check()
     buffer, device = calls.ctx.buffer, current_device()
@@ -361,48 +232,13 @@ def copies_held_up() -> int:
     return calls.finish()
 
 
-def replayed(rounds: int) -> int:
-    """Calls captured in CUDA graphs and replayed, beside calls that are not; fresh data each time.
-    CPU ranks capture nothing: they call again."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    eager = Calls(max_rows=20, columns=40, K=72)
-    calls = Calls(max_rows=20, columns=40, K=72)
-    A, B = uniform(1, (20, 72), torch.float16), uniform(100 + rank, (72, 40), torch.float16)
-    outputs: dict[AllGatherMethod, torch.Tensor] = {}
-
-    def captured_call(method: AllGatherMethod) -> Callable[[], object]:
-        def call() -> None:
-            outputs[method] = ag_gemm.fn(A, B, calls.ctx, default_tiles(), method=method)
-
-        return captured(call)
-
-    replays = {method: captured_call(method) for method in AllGatherMethod}
-    results = []
-    for number in range(rounds):
-        for method, replay in replays.items():
-            shards = [
-                uniform(1000 * number + peer, (20, 72), A.dtype) for peer in range(world_size)
-            ]
-            A.copy_(shards[rank])
-            replay()
-            A.fill_(NAN)
-            expected = (torch.cat(shards).double() @ B.double()).half()
-            results.append((outputs[method].clone(), expected))
-            eager(11, method=method)
-    current_device().synchronize()
-    for C, expected in results:
-        assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
-    calls.ctx.finalize()
-    return len(results) + eager.finish()
-
-
 LOOKS = [1, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0]
 """What ``looks_at_peers`` gives, wherever it runs."""
 
 
 def looks_at_peers() -> list[int]:
     """How often a call looked whether its peers are done with a slot, after each kind of call."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     buffer, looks = calls.ctx.buffer, []
     run = buffer.slots.launcher.run
 
@@ -446,20 +282,9 @@ def looks_at_peers() -> list[int]:
     return looks
 
 
-def library_alternating(rounds: int) -> int:
-    """What torch brings, between calls of our own, the number of rows changing."""
-    calls = Calls(max_rows=32, columns=64, K=64)
-    methods = list(AllGatherMethod)
-    for number in range(rounds):
-        for method in libraries.supported_library_algorithms(libraries.ALL_GATHER_MATMUL):
-            calls(16 + 8 * (number % 3), method=method, gemm_config=None)
-            calls(32 - 8 * (number % 2), method=methods[number % len(methods)])
-    return calls.finish()
-
-
 def from_another_thread() -> int:
     """Calls that are laid out on one thread and repeated on another."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     for _ in range(4):
         calls(20)
     failures: list[Exception] = []
@@ -484,8 +309,8 @@ def from_another_thread() -> int:
 @compiled_ahead
 def many_tiles(rounds: int) -> int:
     """Shapes that keep a whole GPU busy while shards arrive; too much for the interpreter."""
-    calls = Calls(max_rows=1021, columns=1536, K=1024)
-    narrow = Calls(max_rows=129, columns=2048, K=4096, dtype=torch.bfloat16)
+    calls = AllGatherGEMM(max_rows=1021, columns=1536, K=1024)
+    narrow = AllGatherGEMM(max_rows=129, columns=2048, K=4096, dtype=torch.bfloat16)
     for number in range(rounds):
         for method in AllGatherMethod:
             for num_streams, num_chunks in SCHEDULES:
@@ -504,7 +329,7 @@ def many_tiles(rounds: int) -> int:
 
 def consumer_alone() -> None:
     """The pieces that scripts put together themselves: transfer, persistent consumer, own rows."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     ctx = calls.ctx
     shards = [uniform(rank, (20, 72), torch.float16) for rank in range(ctx.num_ranks)]
     B = uniform(100 + ctx.rank, (72, 40), torch.float16)
@@ -524,7 +349,7 @@ def consumer_alone() -> None:
 
 def strides_of_one_row() -> int:
     """With one row a rank, any stride of A counts as contiguous."""
-    calls = Calls(max_rows=1, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=1, columns=40, K=72)
     ctx = calls.ctx
     results = []
     for options in (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import Calls
 from tests.distributed.every_op_ranks import refusal
+from tests.distributed.gemm_calls import AllGatherGEMM
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
@@ -27,7 +27,7 @@ def like_b(k: int = K, columns: int = COLUMNS, dtype: torch.dtype = torch.float1
 
 
 def create(**changes: Any) -> Any:
-    """A context like that of ``Calls``, with ``changes``."""
+    """A context like that of ``AllGatherGEMM``, with ``changes``."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     arguments = {
         "max_M": ROWS * num_ranks,
@@ -57,7 +57,7 @@ def one_rank_differs() -> list[tuple[str, str]]:
     note(lambda: create(max_M=ROWS * dist.get_world_size() + is_other))
     note(lambda: create(K=K + is_other))
     note(lambda: create(dtype=torch.bfloat16 if is_other else torch.float16))
-    calls, B = Calls(ROWS, columns, K), like_b(columns=columns)
+    calls, B = AllGatherGEMM(ROWS, columns, K), like_b(columns=columns)
     note(lambda: ag_gemm(like_a(dtype=torch.bfloat16 if is_other else torch.float16), B, calls.ctx))
     note(lambda: ag_gemm(like_a(rows=ROWS - is_other), B, calls.ctx))
     note(lambda: ag_gemm(like_a(), B.T.contiguous().T if is_other else B, calls.ctx))
@@ -69,7 +69,7 @@ def one_rank_differs() -> list[tuple[str, str]]:
 
 def one_rank_does_not_come() -> float:
     """Seconds until this rank gave up on a first call that rank 1 never makes."""
-    calls = Calls(ROWS, COLUMNS, K)
+    calls = AllGatherGEMM(ROWS, COLUMNS, K)
     if dist.get_rank() == 1:
         dist.barrier()  # until rank 0 gave up
         return 0.0
@@ -85,7 +85,7 @@ def one_rank_does_not_come() -> float:
 def too_large() -> tuple[str, int, int, str]:
     """More symmetric memory than there is; then a context that fits."""
     error = refusal(lambda: create(max_M=2**40 * dist.get_world_size()))
-    calls = Calls(ROWS, COLUMNS, K)
+    calls = AllGatherGEMM(ROWS, COLUMNS, K)
     calls(ROWS)
     calls.finish()
     return type(error).__name__, error.needed, error.available, str(error)

@@ -1,17 +1,14 @@
-"""Plain collectives with fresh data, checked after the last call: on CPU ranks and on GPUs alike.
-
-Every operand is a function of the rank and of the call, so a rank knows what to expect by itself:
-no collective of a check lines the ranks up, and calls follow one another as in production.
-"""
+"""Calls of the plain collectives with fresh data."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from tests.distributed.compiled_ahead import is_rehearsal, note
+from tests.distributed.calls import NAN, Calls, Options
 from triton_dist.kernels.nvidia import (
     all_gather,
     all_reduce,
@@ -25,32 +22,20 @@ from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 
-NAN = float("nan")
-# Of a word of a packet that nobody has sent: the highest bit, which every tag has, is not set.
 NO_TAG = 0x7F
-OPS = {
-    "all_reduce": (all_reduce, create_allreduce_ctx),
-    "reduce_scatter": (reduce_scatter, create_reduce_scatter_ctx),
-    "all_gather": (all_gather, create_all_gather_ctx),
-}
+"""Byte of an unused word of a packet: the highest bit, which every tag sets, is zero."""
+ROOM = 1 << 16  # bytes of a workspace
+# (programs, bytes of a block, chunks): shards of zero, one and several blocks.
+SHAPES = ((1, 512, 1), (8, 512, 1), (3, 2048, 4), (2, 1024, 16))
 
 
-ALGORITHMS = {
-    "all_reduce": ("one_shot", "packets", "two_shot"),
-    "reduce_scatter": ("push", "copy_engine"),
-    "all_gather": ("push", "copy_engine"),
-}
-
-
-def algorithm(op: str, name: str) -> dict[str, Any]:
-    """Options that ask ``op`` for a way by name; packets are one of the two kinds of one shot."""
-    if op == "all_reduce" and name in ("one_shot", "packets"):
-        return {"algorithm": "one_shot", "packets": name == "packets"}
-    return {"algorithm": name}
+def shape(number: int) -> dict[str, int]:
+    names = ("num_ctas", "block_bytes", "num_chunks")
+    return dict(zip(names, SHAPES[number % len(SHAPES)], strict=True))
 
 
 def addend(seed: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers whose sum depends on the order in which they are added, as fp32 has them."""
+    """Return numbers whose sum in fp32 depends on the order of addition."""
     generator = torch.Generator().manual_seed(seed)
     magnitude = torch.randint(-3, 3, (elements,), generator=generator)
     values = torch.randn(elements, generator=generator) * 10.0**magnitude
@@ -58,7 +43,7 @@ def addend(seed: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In fp32, rank 0's first, rounded once; of one part a copy."""
+    """Add in fp32, beginning with rank 0, and round once."""
     if len(parts) == 1:
         return parts[0]
     total = torch.zeros_like(parts[0], dtype=torch.float32)
@@ -67,118 +52,144 @@ def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def expected_result(op: str, parts: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """Return the exact result of ``op`` on ``rank`` for the x of all ranks, flat."""
-    if op == "all_gather":
-        return torch.cat(parts)
-    if op == "reduce_scatter":
-        elements = parts[0].numel() // len(parts)
-        parts = [part[rank * elements : (rank + 1) * elements] for part in parts]
-    return sum_in_order(parts)
+class Collective(Calls):
+    """Rows are elements of a rank, or of a shard for a reduce-scatter."""
 
+    create: ClassVar[Callable[..., Any]]
+    names: ClassVar[tuple[str, ...]]
+    """Algorithms of ours."""
+    many, few, row_step, config_rows = 2000, 300, 613, 3000
+    flags = ("arrivals", "consumed")
 
-class Calls:
-    """Calls of ``op`` in one context over ``group`` (default: the world). Collective.
-
-    What peers write to holds NaN before the first call and is never lined up after it. x becomes
-    NaN as soon as a call returned.
-    """
+    def __init_subclass__(cls) -> None:
+        cls.algorithms = [cls.algorithm(name) for name in cls.names]
+        cls.epoch_algorithms = [cls.algorithm(name) for name in cls.names if name == "copy_engine"]
+        cls.gives_up = [each | shape(2 * number) for each in cls.algorithms for number in (0, 1)]
+        regions = {"copy_engine": "pushed.arrivals", "packets": "packets"}
+        cls.overdue = [
+            f"{cls.name}.{regions.get(name, 'arrivals')}" for name in cls.names for _ in "12"
+        ]
+        cls.tuned_calls = (
+            {"rows": 12000, "in_place": cls.name == "all_reduce"},
+            {"rows": 6000, "dtype": torch.float32},
+        )
 
     def __init__(
-        self, op: str, workspace_nbytes: int, group: dist.ProcessGroup | None = None
+        self,
+        workspace_nbytes: int = ROOM,
+        dtype: torch.dtype = torch.float16,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         ranks = group_for(group)
-        self.members = (
-            dist.get_process_group_ranks(group or dist.group.WORLD)
-            if dist.is_initialized()
-            else [0]
-        )
-        self.name = op
-        self.op, create = OPS[op]
-        self.ctx = create(workspace_nbytes, ranks.rank, ranks.size, ranks.size, group=group)
-        self.poison()
-        ranks.barrier("memory is poisoned")
-        self.results: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
-        self._number = 0
+        ctx = type(self).create(workspace_nbytes, ranks.rank, ranks.size, ranks.size, group=group)
+        super().__init__(ctx, dtype, group, rtol=1e-2)
+        self.by_library: list[torch.Tensor] = []
+        """Results of a library, whose sums have any order."""
+
+    @classmethod
+    def first(cls) -> Collective:
+        return cls()
+
+    for_configs = first
+
+    @classmethod
+    def second(cls) -> Collective:
+        return cls(dtype=torch.float32)
+
+    @classmethod
+    def in_group(cls, number: int, group: dist.ProcessGroup) -> Collective:
+        return cls(group=group)
+
+    @classmethod
+    def config_space(cls) -> list[Options]:
+        """Return the space; of programs without work, which take the interpreter long, only 4."""
+        most = 4 if current_device().interprets else 1 << 10
+        return [
+            {**each, **({"num_ctas": min(each["num_ctas"], most)} if "num_ctas" in each else {})}
+            for each in cls.op.config_space
+        ]
+
+    @classmethod
+    def algorithm(cls, name: str) -> dict[str, Any]:
+        """Return options for an algorithm; packets are one of two variants of one shot."""
+        if name in ("one_shot", "packets"):
+            return {"algorithm": "one_shot", "packets": name == "packets"}
+        return {"algorithm": name}
+
+    @classmethod
+    def in_sequence(cls, number: int, is_second: bool = False) -> Options:
+        return {**super().in_sequence(number), **shape(number + is_second)}
+
+    @staticmethod
+    def expected(parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+        """Return the exact result for the operands of all ranks, flat."""
+        return sum_in_order(parts)
+
+    @property
+    def slots(self) -> Any:
+        return self.ctx.pushed.slots
 
     def poison(self) -> None:
-        """Bytes that are NaN in every dtype, where peers write; in packets, such as are no word."""
+        """Fill with bytes that are NaN in every dtype, and packets with unused words."""
         self.ctx.buffer.memory["slots"].local.fill_(0xFF)
         self.ctx.buffer.memory["packets"].local.view(torch.uint8).fill_(NO_TAG)
-        if self.name != "all_reduce":
+        if self.epoch_algorithms:
             for slot in range(2):
-                self.ctx.pushed.slots.memory[f"shards{slot}"].local.fill_(0xFF)
-        current_device().synchronize()
+                self.slots.of_slot(slot, "shards").local.fill_(0xFF)
 
-    def __call__(
-        self,
-        elements: int,
-        dtype: torch.dtype = torch.float16,
-        misaligned: bool = False,
-        in_place: bool = False,
-        tuned: bool = False,
-        **options: Any,
-    ) -> None:
-        """One call with ``elements`` elements a rank, of a reduce-scatter a shard."""
-        self._number += 1
-        size = len(self.members)
-        length = elements * size if self.name == "reduce_scatter" else elements
-        if is_rehearsal():
-            self._note(length, dtype, misaligned, in_place, options)
-            return
-        parts = [addend(1000 * self._number + rank, length, dtype) for rank in self.members]
-        rank = self.ctx.rank
+    def arguments(
+        self, rows: int, layout: str, options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], torch.Tensor]:
+        dtype, rank = options.pop("dtype", self.dtype), self.ctx.rank
+        length = rows * len(self.members) if self.name == "reduce_scatter" else rows
+        parts = [addend(1000 * self.number + member, length, dtype) for member in self.members]
+        around = torch.full((length + 1,), NAN, dtype=dtype, device=parts[0].device)
+        x = around[1:] if options.pop("misaligned", False) else around[:length]
+        x.copy_(parts[rank])
+        if options.pop("in_place", False):
+            options["output"] = x
+        return (x, self.ctx), self.expected(parts, rank)
+
+    def run(self, op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        result = op(*args, **options)
+        if "output" in options:
+            assert result is args[0]
+            result = result.clone()
         method = options.get("method")
         asked = options.get("algorithm") or (method.value if method else "")
-        expected = expected_result(self.name, parts, rank)
-        around = torch.full((length + 1,), NAN, dtype=dtype, device=parts[0].device)
-        x = around[1:] if misaligned else around[:length]
-        x.copy_(parts[rank])
-        if in_place:
-            options["output"] = x
-        call = self.op if tuned else self.op.fn
-        result = call(x, self.ctx, **options)
-        if in_place:
-            assert result is x
-            result = x.clone()
-        x.fill_(NAN)
-        what = f"{self.name} {self._number}: {elements} {dtype}, {options}"
-        exact = self.name == "all_gather" or asked != "collective"
-        self.results.append((what, result, expected, exact))
+        if asked == "collective":
+            self.by_library.append(result)
+        return result
 
-    def _note(
-        self,
-        length: int,
-        dtype: torch.dtype,
-        misaligned: bool,
-        in_place: bool,
-        options: dict[str, Any],
-    ) -> None:
-        around = torch.empty(length + 1, dtype=dtype, device=current_device().torch_device)
-        x = around[1:] if misaligned else around[:length]
-        if in_place:
-            options["output"] = x
-        note(lambda: self.op._hooks.prepare(x, self.ctx, **options))
+    def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare the bits, except the sums of a library."""
+        if any(found is each for each in self.by_library) and self.name != "all_gather":
+            assert_allclose(found, expected, rtol=1e-2, atol=5.0)
+        else:
+            assert_bitwise_equal(found, expected)
 
-    def skip(self) -> None:
-        """Leave out the call that other ranks make now."""
-        self._number += 1
 
-    def check(self) -> int:
-        """Compare all results, to the bit but for those of a library; returns how many."""
-        current_device().synchronize()
-        for what, result, expected, exact in self.results:
-            try:
-                if exact:
-                    assert_bitwise_equal(result, expected)
-                else:
-                    assert_allclose(result, expected, rtol=1e-2, atol=5.0)
-            except AssertionError as error:
-                raise AssertionError(f"{what}: {error}") from None
-        return len(self.results)
+class AllReduce(Collective):
+    name, op, create = "all_reduce", all_reduce, staticmethod(create_allreduce_ctx)
+    names = ("one_shot", "packets", "two_shot")
 
-    def finish(self) -> int:
-        """Check, and free the context."""
-        count = self.check()
-        self.ctx.finalize()
-        return count
+
+class ReduceScatter(Collective):
+    name, op, create = "reduce_scatter", reduce_scatter, staticmethod(create_reduce_scatter_ctx)
+    names = ("push", "copy_engine")
+
+    @staticmethod
+    def expected(parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+        return sum_in_order([part.chunk(len(parts))[rank] for part in parts])
+
+
+class AllGather(Collective):
+    name, op, create = "all_gather", all_gather, staticmethod(create_all_gather_ctx)
+    names = ("push", "copy_engine")
+
+    @staticmethod
+    def expected(parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+        return torch.cat(parts)
+
+
+COLLECTIVES = {each.name: each for each in (AllReduce, ReduceScatter, AllGather)}

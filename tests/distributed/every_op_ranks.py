@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import default_tiles
+from tests.distributed.gemm_calls import default_tiles
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement, TritonDistError
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common.launch import Launch, Launcher

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import triton.language as tl
 
 import triton_dist
-from tests.distributed.ag_gemm_calls import Calls, default_tiles
+from tests.distributed.gemm_calls import AllGatherGEMM, default_tiles
 from triton_dist import tune
 from triton_dist._tuning.values import Failure
 from triton_dist.kernels.common.gemm import sharded as sharded_gemm
@@ -111,7 +111,7 @@ def calls_with(mutation: str | None, method: AllGatherMethod, persistent: bool) 
     with none."""
     if mutation is not None:
         MUTATIONS[mutation]()
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     for late in (*[LATE_SECONDS / 2] * 3, VERY_LATE_SECONDS):
         if dist.get_rank() == 1:
             time.sleep(late)
@@ -126,7 +126,7 @@ def shared_memory_mappings() -> list[str]:
 
 def end_before_call(how: str, ending_rank: int) -> float | None:
     """One rank ends after a good call; seconds that the others' next call took to give up."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     calls(20)
     calls.check()
     names = os.listdir("/dev/shm")
@@ -148,7 +148,7 @@ def end_before_call(how: str, ending_rank: int) -> float | None:
 
 def one_rank_calls_alone() -> None:
     """Rank 0 calls once more than the others, which stay alive."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     calls(20, persistent=False)
     if dist.get_rank() == 0:
         calls(20, persistent=False, num_chunks=2)
@@ -159,7 +159,7 @@ def one_rank_calls_alone() -> None:
 def one_rank_leaves_out_a_trial(method: AllGatherMethod, left_out: str) -> list[str]:
     """A tuning of two candidates; rank 1 does not take part in a run of the first. What came of
     each."""
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     runs = itertools.count()
 
     @tune.autotune(

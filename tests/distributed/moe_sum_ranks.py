@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import some_configs
+from tests.distributed.calls import some_configs
 from tests.distributed.every_op_ranks import launched, refusal
 from tests.distributed.unequal_rows_ranks import told_in_between
 from triton_dist.debugging import races

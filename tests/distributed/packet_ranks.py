@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.distributed.collective_calls import NO_TAG, Calls, algorithm
-from tests.distributed.collective_ranks import DTYPES, ROOM, shape
+from tests.distributed.calls import DTYPES
+from tests.distributed.collective_calls import NO_TAG, ROOM, AllReduce, shape
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.exchange.buffer import MAX_CHUNKS, MAX_CTAS
 from triton_dist.kernels.common.peers import flag_value
@@ -15,21 +15,22 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal
 
-PACKETS = algorithm("all_reduce", "packets")
+PACKETS = AllReduce.algorithm("packets")
 SIZES = (2000, 1, 513, 7, 64)
 
 
 def many_sizes(rounds: int) -> int:
     """Calls of different sizes follow one another, so that words lie unused for long. Afterwards no
     word is left that was sent: each is 0, or was never written to."""
-    calls = Calls("all_reduce", ROOM)
+    calls = AllReduce()
     for number in range(rounds):
         calls(
-            SIZES[number % len(SIZES)] + number // len(SIZES) % 3, DTYPES[number % len(DTYPES)],
-            misaligned=number % 7 == 3, num_ctas=2, block_bytes=(512, 2048)[number % 2], **PACKETS,
+            SIZES[number % len(SIZES)] + number // len(SIZES) % 3,
+            dtype=DTYPES[number % len(DTYPES)], misaligned=number % 7 == 3, num_ctas=2,
+            block_bytes=(512, 2048)[number % 2], **PACKETS,
         )  # fmt: skip
         if number % 11 == 5:
-            calls(900, num_ctas=2, **algorithm("all_reduce", "one_shot"))
+            calls(900, num_ctas=2, **AllReduce.algorithm("one_shot"))
     count = calls.check()
     dist.barrier()
     words = calls.ctx.buffer.memory["packets"].local
@@ -43,7 +44,7 @@ def many_sizes(rounds: int) -> int:
 
 def tags_come_again(before: int) -> int:
     """Calls from number ``before`` + 1 on, on whose way the bits that a tag has of it wrap."""
-    calls = Calls("all_reduce", ROOM)
+    calls = AllReduce()
     memory = calls.ctx.buffer.memory
     memory["calls"].local.fill_(before * MAX_CTAS)
     memory["arrivals"].local.fill_(flag_value(before * MAX_CHUNKS, 0))
@@ -70,7 +71,7 @@ def odd_values() -> int:
             bits = torch.cat([bits, torch.tensor([1, -1], dtype=whole)])  # and the least, and NaN
             x = bits.roll(rank).repeat(30).to(device).view(dtype)
             sums = [
-                all_reduce.fn(x, ctx, **algorithm("all_reduce", name), num_ctas=2).view(whole)
+                all_reduce.fn(x, ctx, **AllReduce.algorithm(name), num_ctas=2).view(whole)
                 for name in ("packets", "one_shot")
             ]
             current_device().synchronize()
@@ -83,16 +84,16 @@ def odd_values() -> int:
 
 def large(elements: int) -> int:
     """More than one launch takes, whatever its shape."""
-    calls = Calls("all_reduce", 4 * elements)
+    calls = AllReduce(4 * elements)
     for number, dtype in enumerate(DTYPES):
-        calls(elements, dtype, num_ctas=(4, 64)[number % 2], block_bytes=8192, **PACKETS)
+        calls(elements, dtype=dtype, num_ctas=(4, 64)[number % 2], block_bytes=8192, **PACKETS)
     return calls.finish()
 
 
 def who_is_late(late: int) -> tuple[str, int, int]:
     """All but rank ``late`` call; what they wait for: its name, the tag it should and does have."""
     seen = "", 0, 0
-    calls = Calls("all_reduce", ROOM)
+    calls = AllReduce()
     calls(300, num_ctas=2, **PACKETS)
     calls.check()
     dist.barrier()

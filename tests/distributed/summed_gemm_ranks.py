@@ -1,34 +1,43 @@
-"""What every rank does in the tests of ops that sum products over ranks, on CPU ranks and on GPUs
-alike; ``kind`` says which op."""
+"""Scenarios of ranks for ops that sum products over ranks, on CPU ranks and on GPUs; ``kind`` is
+the op's subclass of ``Calls``."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, some_configs, uniform
+from tests import garbage
+from tests.distributed.calls import DTYPES, Options
 from tests.distributed.compiled_ahead import compiled_ahead
+from tests.distributed.every_op_ranks import refusal
+from tests.distributed.gemm_calls import (
+    LAYOUTS,
+    GEMMAllReduce,
+    GEMMReduceScatter,
+    SummedGEMM,
+    default_tiles,
+    uniform,
+)
 from tests.distributed.held_multiprocessors import held_multiprocessors
-from tests.distributed.summed_gemm_calls import Algorithm, SummedCalls
-from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.peers import flag_count, flag_value
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.slots import epochs
+from triton_dist.kernels.nvidia import gemm_ar
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import sums_symmetric_memory
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.cpu import CpuTransfer
+from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal
-from triton_dist.testing.opinfo.base import tolerance
-from triton_dist.testing.timing import captured
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-Kind: TypeAlias = type[SummedCalls]
+Kind: TypeAlias = type[SummedGEMM]
 
 
 @compiled_ahead
@@ -36,7 +45,7 @@ def every_algorithm(kind: Kind, turns: int) -> int:
     """Ways x kernels, every other call with a bias and the next turn's without, M changing from
     call to call: no multiples of anything, row blocks that are short or empty, tiles that are
     clipped."""
-    calls = kind(max_rows=kind.every_rows[0], columns=72, K=72, **kind.options)
+    calls = kind(max_rows=kind.every_rows[0], columns=72, K=72, **kind.context_options)
     rows = itertools.cycle(kind.every_rows)
     for turn in range(turns):
         for number, algorithm in enumerate(kind.algorithms, turn):
@@ -66,34 +75,6 @@ def every_operand(
                 calls(rows, a_layout=a_layout, **algorithms[number % len(algorithms)])
             count += calls.finish()
     return count
-
-
-@compiled_ahead
-def back_to_back(kind: Kind, rounds: int) -> int:
-    """Different calls one after another on two contexts; nothing lines the ranks up in between."""
-    first = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
-    second = kind(max_rows=8, columns=65, K=33, dtype=torch.float32)
-    algorithms, tiled = kind.algorithms, kind.tiled
-    for number in range(rounds):
-        rows = 1 + 13 * number % kind.many
-        first(rows, **algorithms[number % len(algorithms)], persistent=number % 4 > 0)
-        if number % 3 == 0:
-            second(1 + number % 8, **tiled[number % len(tiled)])
-    return first.finish() + second.finish()
-
-
-@compiled_ahead
-def stragglers(kind: Kind) -> int:
-    """Each rank in turn is late: on its stream within a call, and on the host before one."""
-    cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
-    calls = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
-    for late in range(dist.get_world_size()):
-        for algorithm in kind.algorithms:
-            calls(kind.many, straggler_option=(late, cycles), **algorithm)
-        if dist.get_rank() == late:
-            time.sleep(0.05)
-        calls(11, **kind.algorithms[late % len(kind.algorithms)])
-    return calls.finish()
 
 
 def same_bits(kind: Kind, rounds: int) -> int:
@@ -129,28 +110,6 @@ def same_bits(kind: Kind, rounds: int) -> int:
 
 
 @compiled_ahead
-def every_config(kind: Kind) -> int:
-    """Every candidate of the tuner, and the defaults of those that are not given."""
-    calls = kind(max_rows=kind.many, columns=136, K=96)
-    for config in kind.config_space():
-        calls(kind.many, **config)
-    calls(kind.many)
-    calls(kind.many, op=kind.op, autotune=False)
-    return calls.finish()
-
-
-def tuned(kind: Kind) -> tuple[int, int]:
-    """Tuned calls, each layout on its own; (tunings, checked calls)."""
-    before = kind.op.tuning_count
-    calls = kind(max_rows=11, columns=72, K=72, **kind.options)
-    with some_configs(kind.op):
-        for _ in range(3):
-            for arguments in kind.tuned_calls:
-                calls(op=kind.op, **arguments)
-    return kind.op.tuning_count - before, calls.finish()
-
-
-@compiled_ahead
 def chunked(kind: Kind, rounds: int) -> int:
     """Row blocks in any number of chunks, some of them clipped, and in fewer than asked for."""
     calls = kind(max_rows=kind.chunked_rows[0], columns=72, K=40)
@@ -179,7 +138,7 @@ def a_kernel_that_raises(kind: Kind) -> int:
 def many_tiles(kind: Kind, rounds: int) -> int:
     """Shapes that keep a whole GPU busy while tiles travel; too much for the interpreter."""
     most = max(kind.full_rows(algorithm) for algorithm in kind.algorithms)
-    calls = kind(most, columns=1536, K=1024, dtype=torch.bfloat16, **kind.options)
+    calls = kind(most, columns=1536, K=1024, dtype=torch.bfloat16, **kind.context_options)
     for number in range(rounds):
         for algorithm in kind.algorithms:
             calls(
@@ -190,75 +149,6 @@ def many_tiles(kind: Kind, rounds: int) -> int:
                 **algorithm,
             )
     return calls.finish()
-
-
-def in_groups(kind: Kind, members: Sequence[Sequence[int]]) -> int:
-    """Disjoint groups at once, each with a context of its own, of different sizes."""
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
-    calls = kind(max_rows=5 + mine, columns=40, K=72 - 8 * mine, group=groups[mine])
-    for number in range(4):
-        calls(1 + number, **kind.tiled[number % len(kind.tiled)])
-    return calls.finish()
-
-
-def epochs_wrap_around(kind: Kind, rounds: int) -> int:
-    """Flags of what is consumed pass the largest int32, and other flags what 32 bits would hold."""
-    calls = kind(max_rows=kind.few, columns=72, K=72, **kind.options)
-    slots, nearly = calls.ctx.buffer.slots, 2**31 - 3
-    for flags in kind.flags:
-        for slot in range(epochs.SLOTS):
-            words = slots.of_slot(slot, flags).local
-            words.fill_(nearly if flags == "consumed" else flag_value(nearly, kind.few))
-    # The present use, after `nearly`.
-    counts = slots.memory["epoch"].local[:, 0].fill_(flag_value(nearly + 1, 0))
-    current_device().synchronize()
-    dist.barrier()
-    for _ in range(rounds):
-        for algorithm in kind.epoch_algorithms:
-            calls(kind.few, **algorithm)
-    count = calls.check()
-    assert flag_count(int(counts.min())) > 2**31
-    calls.ctx.finalize()
-    return count
-
-
-def replayed(kind: Kind, rounds: int) -> int:
-    """Calls captured in CUDA graphs and replayed, beside calls that are not; fresh data each time.
-    CPU ranks capture nothing: they call again."""
-    rank, size, algorithms = dist.get_rank(), dist.get_world_size(), kind.algorithms
-    eager, calls = (kind(kind.few, columns=72, K=72, **kind.options) for _ in range(2))
-    shape, mine = (kind.rows_of_a(kind.few, size), 72), kind.own_rows(kind.few, rank)
-    A = uniform(1, shape, torch.float16)
-    B = uniform(100 + rank, (72, 72), torch.float16)
-    everyone = [uniform(100 + peer, (72, 72), torch.float16).double() for peer in range(size)]
-    outputs: dict[int, torch.Tensor] = {}
-
-    def captured_call(number: int) -> Callable[[], object]:
-        def call() -> None:
-            outputs[number] = kind.op.fn(A, B, calls.ctx, default_tiles(), **algorithms[number])
-
-        return captured(call, warmup=1)  # so that one of the two slots is new in the capture
-
-    replays = [captured_call(number) for number in range(len(algorithms))]
-    results = []
-    for turn in range(rounds):
-        for number, replay in enumerate(replays):
-            addends = [
-                uniform(1000 * turn + 10 * number + peer, shape, A.dtype) for peer in range(size)
-            ]
-            A.copy_(addends[rank])
-            replay()
-            A.fill_(NAN)
-            expected = sum(a.double()[mine] @ b for a, b in zip(addends, everyone, strict=True))
-            results.append((outputs[number].clone(), expected.half()))
-            eager(11, **algorithms[(turn + number) % len(algorithms)])
-    current_device().synchronize()
-    limit = tolerance(torch.float16, size)
-    for C, expected in results:  # a sum of products of U(-1, 1)
-        assert_allclose(C, expected, rtol=limit, atol=limit * (K * size) ** 0.5 / 3)
-    calls.ctx.finalize()
-    return len(results) + eager.finish()
 
 
 def looks_at_peers(kind: Kind) -> list[int]:
@@ -273,7 +163,7 @@ def looks_at_peers(kind: Kind) -> list[int]:
 
     launcher.run = counted  # type: ignore[method-assign]
 
-    def call(algorithm: Algorithm) -> None:
+    def call(algorithm: Options) -> None:
         looks.append(0)
         calls(20, **algorithm)
 
@@ -288,36 +178,6 @@ def looks_at_peers(kind: Kind) -> list[int]:
     return looks
 
 
-@compiled_ahead
-def give_up_and_start_again(kind: Kind) -> list[str]:
-    """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
-    overdue = []
-    calls = kind(max_rows=kind.few, columns=72, K=72, **kind.options)
-    calls(kind.few)
-    calls.check()
-    for algorithm in kind.algorithms:
-        for persistent in (True, False):
-            if dist.get_rank() == 0:
-                try:
-                    with bounded_waits(0.2):
-                        calls(kind.few, persistent=persistent, **algorithm)
-                except WaitTimeout as error:
-                    overdue.append(error.flag.split("[")[0].rstrip("01"))
-            else:
-                calls.skip()
-            dist.barrier()
-            calls.reset()
-            for rows in (5, kind.few, 11):
-                calls(rows, persistent=persistent, **algorithm)
-    calls.finish()
-    return overdue
-
-
-# What a caller can get wrong. All ranks make the same mistakes.
-
-ROWS, COLUMNS, K = 6, 40, 24
-
-
 def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
     """Calls on GPUs of which the first ``num_holding`` have ``free`` multiprocessors, and the
     others all: programs that have yet to begin are waited for by some that run.
@@ -326,7 +186,7 @@ def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
     at all on 1 or 2, and on 4 in 3 of 4 times (H200)."""
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
     most = max(kind.full_rows(algorithm) for algorithm in kind.algorithms)
-    calls = kind(most, columns=1536, K=1024, dtype=dtype, **kind.options)
+    calls = kind(most, columns=1536, K=1024, dtype=dtype, **kind.context_options)
     count = 0
     for algorithm in kind.algorithms:
         left = max(free, 40) if kind.multiplies_by_torch(algorithm) else free
@@ -336,7 +196,7 @@ def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
         for persistent in (True, False):
             options = {"persistent": persistent, **algorithm}
 
-            def call(A: torch.Tensor = A, B: torch.Tensor = B, options: Algorithm = options) -> Any:
+            def call(A: torch.Tensor = A, B: torch.Tensor = B, options: Options = options) -> Any:
                 C = kind.op.fn(A, B, calls.ctx, default_tiles(dtype), **options)
                 return C.clone()  # one in the context's memory is soon another one's
 
@@ -351,3 +211,145 @@ def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
             count += len(results)
     calls.ctx.finalize()
     return count
+
+
+def ones(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.ones(rows, columns, dtype=dtype, device=current_device().torch_device)
+
+
+@compiled_ahead
+def every_size(world: int) -> int:
+    """Every way at sizes round multiples of the ranks and of row blocks."""
+    calls = GEMMAllReduce(max_rows=16 * world + 1, columns=40, K=24)
+    sizes = (1, 3, 5, world, world + 1, 16 * world - 1, 16 * world, 16 * world + 1)
+    for rows in sizes:
+        for algorithm in GEMMAllReduce.tiled:
+            calls(rows, **algorithm)
+    return calls.finish()
+
+
+def same_bits_on_all_ranks() -> int:
+    """Random operands: every rank has the bits of the first."""
+    calls = GEMMAllReduce(max_rows=67, columns=72, K=72)
+    for algorithm in GEMMAllReduce.algorithms:
+        calls(67, **algorithm, persistent=True)
+        calls(5, **algorithm, persistent=False)
+    calls.check()
+    for number, (what, C, _) in enumerate(calls.results):
+        seen = group_for().all_gather(
+            f"bits of call {number}", C.cpu().view(torch.int16).sum(dtype=torch.int64).item()
+        )
+        assert len(set(seen)) == 1, what
+    return calls.finish()
+
+
+def borrowed_results() -> int:
+    """Without a copy, a result is memory of the context, which keeps it over the next call."""
+    calls = GEMMAllReduce(max_rows=67, columns=72, K=72)
+    memory = calls.ctx.buffer.slots
+    for algorithm in (GEMMAllReduce.algorithms[3], GEMMAllReduce.algorithms[4]):
+        for rows in (67, 3, 20):
+            calls(rows, **algorithm)
+            assert calls.results[-1][1].data_ptr() == memory["sums"].local.data_ptr()
+    calls(67, **GEMMAllReduce.algorithms[1])
+    inside = memory["sums"].local.data_ptr()
+    assert calls.results[-1][1].data_ptr() != inside
+    return calls.finish()
+
+
+def whole_alternating(rounds: int) -> int:
+    """Products that are summed as a whole, by libraries too, between calls by tiles, the number of
+    rows changing; and what torch's sum in symmetric memory refuses."""
+    calls = GEMMAllReduce(max_rows=64, columns=64, K=64, dtype=torch.bfloat16)
+    has_symmetric = sums_symmetric_memory(torch.bfloat16, row_bytes=64 * 2)
+    libraries = (
+        (GEMMAllReduce.COLLECTIVE, GEMMAllReduce.SYMMETRIC)
+        if has_symmetric
+        else (GEMMAllReduce.COLLECTIVE,)
+    )
+    for number in range(rounds):
+        library = libraries[number % len(libraries)]
+        options = {"has_bias": number % 3 == 0, "copy_to_local": number % 4 < 2}
+        calls(16 + 8 * (number % 3), **library, **options)
+        calls(
+            64 - 8 * (number % 2),
+            **GEMMAllReduce.algorithms[number % len(GEMMAllReduce.algorithms)],
+        )
+        calls(33, algorithm="serial", num_chunks=1 + number % 3, num_ctas=3)
+    A, B = (ones(rows, 64, torch.bfloat16) for rows in (4, 64))
+    if not has_symmetric:
+        error = str(refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **GEMMAllReduce.SYMMETRIC)))
+        assert "symmetric_collective" in error
+        assert "one GPU per rank" in error
+    return calls.finish()
+
+
+def too_large_for_one_shot() -> str:
+    """A product of which not every rank can have all parts."""
+    columns = 1 << 20
+    calls = GEMMAllReduce(max_rows=3, columns=columns, K=1)
+    A, B = ones(3, 1), ones(1, columns)
+    error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), algorithm="one_shot"))
+    kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A, B, calls.ctx), {})[0]
+    assert all(config["algorithm"] != "one_shot" for config in kept)
+    calls.ctx.finalize()
+    return str(error)
+
+
+def too_large_for_packets() -> str:
+    """A product of which packets hold all but one row: those travel, one more is refused, and is
+    not tried."""
+    columns = 1 << 10
+    calls = GEMMAllReduce(max_rows=129, columns=columns, K=1)
+    calls(128, **GEMMAllReduce.PACKETS)
+    A, B = ones(129, 1), ones(1, columns)
+    error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), **GEMMAllReduce.PACKETS))
+    for rows, tried in ((128, True), (129, False)):
+        kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A[:rows], B, calls.ctx), {})[0]
+        assert (
+            any(config["algorithm"] == GEMMAllReduce.PACKETS["algorithm"] for config in kept)
+            is tried
+        )
+    calls.finish()
+    return str(error)
+
+
+def order_of_row_blocks() -> list[str]:
+    """What a call loads, launches and queues whose row blocks are pushed by copy engine, in
+    order, and where no garbage is collected."""
+    order: list[str] = []
+
+    def noted(owner: Any, name: str) -> Any:
+        method = getattr(owner, name)
+
+        def noting(self: Any, *args: Any) -> Any:
+            what = f"{name} {self.kernel.__name__}" if owner is Launch else name
+            order.append(what if gc.isenabled() else f"{what}, uncollected")
+            return method(self, *args)
+
+        return mock.patch.object(owner, name, noting)
+
+    calls = GEMMReduceScatter(max_rows=20, columns=72, K=72)
+    calls(20, **GEMMReduceScatter.ROW_BLOCKS)
+    calls(20, **GEMMReduceScatter.ROW_BLOCKS)
+    with noted(Launch, "compile"), noted(Launch, "run"), noted(CpuTransfer, "queue"):
+        calls(20, **GEMMReduceScatter.ROW_BLOCKS)
+    calls.finish()
+    return order
+
+
+def garbage_between_launches(rounds: int) -> int:
+    """Row blocks that are pushed while, after each new GEMM's launch, garbage lies about whose end
+    waits for the GPU."""
+    kind = type(current_device())
+    lay_out = kind.repeated_launch
+
+    def leaving(self: Any, *args: Any) -> Any:
+        garbage.leave()
+        return lay_out(self, *args)
+
+    calls = GEMMReduceScatter(max_rows=150, columns=72, K=40)
+    with mock.patch.object(kind, "repeated_launch", leaving):
+        for number in range(rounds):
+            calls(150 - 16 * number, **GEMMReduceScatter.ROW_BLOCKS, num_chunks=1 + number % 2)
+    return calls.finish()

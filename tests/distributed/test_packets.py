@@ -13,26 +13,26 @@ from tests.distributed.collective_calls import NO_TAG
 
 
 @pytest.mark.parametrize(("world_size", "rounds"), [(2, 36), (3, 12)])
-def test_no_word_is_left_behind(spawn_ranks, world_size, rounds):
-    (count,) = set(spawn_ranks(world_size, packet_ranks.many_sizes, rounds))
+def test_no_word_is_left_behind(on_ranks, world_size, rounds):
+    (count,) = set(on_ranks(world_size)(packet_ranks.many_sizes, rounds))
     assert count > rounds
 
 
 @pytest.mark.parametrize("before", [2**11 - 3, 2**31 - 3, 2**38 - 3])
-def test_tags_may_come_again(spawn_ranks, before):
-    assert spawn_ranks(2, packet_ranks.tags_come_again, before) == [6] * 2
+def test_tags_may_come_again(on_two, before):
+    assert on_two(packet_ranks.tags_come_again, before) == [6] * 2
 
 
-def test_odd_values_travel_as_they_are(spawn_ranks):
-    assert spawn_ranks(3, packet_ranks.odd_values) == [3] * 3
+def test_odd_values_travel_as_they_are(on_any):
+    assert on_any(packet_ranks.odd_values) == [3] * 3
 
 
-def test_what_one_launch_cannot_take_goes_in_several(spawn_ranks):
-    assert spawn_ranks(2, packet_ranks.large, 150_000) == [3] * 2
+def test_what_one_launch_cannot_take_goes_in_several(on_two):
+    assert on_two(packet_ranks.large, 150_000) == [3] * 2
 
 
-def test_a_call_that_gives_up_says_whose_word_is_late(spawn_ranks):
-    for rank, (flag, *tags) in enumerate(spawn_ranks(3, packet_ranks.who_is_late, 1)):
+def test_a_call_that_gives_up_says_whose_word_is_late(on_any):
+    for rank, (flag, *tags) in enumerate(on_any(packet_ranks.who_is_late, 1)):
         if rank == 1:
             assert flag == ""
         else:

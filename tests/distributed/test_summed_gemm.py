@@ -1,90 +1,60 @@
-"""Ops that sum products over ranks, over real processes: the kernels in the interpreter, memory in
-/dev/shm.
-
-Three ranks where their number could matter: a ring, two peers, and no power of two.
-"""
+"""GEMM-ReduceScatter and GEMM-AllReduce over real processes: the kernels in the interpreter, memory
+in /dev/shm."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-from tests.distributed import gemm_ar_calls, gemm_rs_calls, summed_gemm_ranks
-
-
-@pytest.fixture(params=[gemm_ar_calls.Calls, gemm_rs_calls.Calls], ids=lambda kind: kind.name)
-def kind(request):
-    """What there is to know of the op."""
-    return request.param
+from tests.distributed import op_ranks, summed_gemm_ranks
+from tests.distributed.gemm_calls import GEMMAllReduce, GEMMReduceScatter
+from tests.distributed.summed_gemm_suite import SummedGEMMSuite
 
 
-def test_every_way_and_both_kernels(spawn_ranks, kind):
-    # Room for two makes programs pass each other.
-    residents = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"}
-    counts = spawn_ranks(3, summed_gemm_ranks.every_algorithm, kind, 1, env=residents)
-    assert counts == [2 * len(kind.algorithms)] * 3
+class TestGEMMReduceScatter(SummedGEMMSuite):
+    kind = GEMMReduceScatter
 
 
-def test_row_blocks_in_any_number_of_chunks(spawn_ranks, kind):
-    assert spawn_ranks(3, summed_gemm_ranks.chunked, kind, 6) == [18] * 3
+class TestGEMMAllReduce(SummedGEMMSuite):
+    kind = GEMMAllReduce
 
 
-def test_a_kernel_that_raises_leaves_nothing_queued(spawn_ranks, kind):
-    assert spawn_ranks(2, summed_gemm_ranks.a_kernel_that_raises, kind) == [6] * 2
+def test_any_number_of_rows(on_any):
+    assert set(on_any(summed_gemm_ranks.every_size, 3)) == {8 * len(GEMMAllReduce.tiled)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "first", "step"),
-    [(torch.float16, 0, 1), (torch.bfloat16, 0, 2), (torch.float32, 1, 2)],
-)
-def test_every_size_and_layout(spawn_ranks, kind, dtype, first, step):
-    """One dtype at all sizes, the others at half of them each."""
-    counts = spawn_ranks(2, summed_gemm_ranks.every_operand, kind, (dtype,), first, step)
-    assert counts == [40 // step] * 2
+def test_every_rank_has_the_same_bits(on_any):
+    calls = 2 * len(GEMMAllReduce.algorithms)
+    assert set(on_any(summed_gemm_ranks.same_bits_on_all_ranks)) == {calls}
 
 
-def test_calls_need_nothing_between_them(spawn_ranks, kind):
-    one_at_a_time = {"TRITON_DIST_RESIDENT_PROGRAMS": "1"}  # others may be busy with other streams
-    counts = spawn_ranks(3, summed_gemm_ranks.back_to_back, kind, 15, env=one_at_a_time)
-    assert counts == [15 + 5] * 3
+def test_a_result_without_a_copy_outlives_the_next_call(on_any):
+    assert set(on_any(summed_gemm_ranks.borrowed_results)) == {7}
 
 
-def test_any_rank_may_be_late(spawn_ranks, kind):
-    count = 3 * (len(kind.algorithms) + 1)
-    assert spawn_ranks(3, summed_gemm_ranks.stragglers, kind) == [count] * 3
+def test_whole_products_alternate_with_tiles(on_any):
+    assert set(on_any(summed_gemm_ranks.whole_alternating, 6)) == {18}
 
 
-def test_the_same_operands_give_the_same_bits(spawn_ranks, kind):
-    counts = spawn_ranks(3, summed_gemm_ranks.same_bits, kind, 2)
-    assert counts == [2 * len(kind.tiled)] * 3
+def test_too_many_rows_for_an_algorithm_are_an_error(on_two):
+    for run, algorithm, limit in (
+        (summed_gemm_ranks.too_large_for_one_shot, "one_shot", "M above 2"),
+        (summed_gemm_ranks.too_large_for_packets, "one_shot_in_packets", "128"),
+    ):
+        for message in on_two(run):
+            assert message.startswith(f"gemm_ar: algorithm is '{algorithm}', expected another")
+            assert limit in message
 
 
-def test_every_candidate_gives_the_same(spawn_ranks, kind):
-    count = len(kind.config_space()) + 2
-    assert spawn_ranks(2, summed_gemm_ranks.every_config, kind, timeout=200) == [count] * 2
+def test_methods_of_libraries_alternate_with_ours(on_any):
+    assert set(on_any(op_ranks.library_alternating, GEMMReduceScatter, 4)) == {8}
 
 
-def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, kind):
-    tunings = len(kind.tuned_calls)
-    for count in (tunings, 0):
-        seen = spawn_ranks(2, summed_gemm_ranks.tuned, kind, timeout=200)
-        assert seen == [(count, 3 * tunings)] * 2
-
-
-def test_disjoint_groups_work_at_once(spawn_ranks, kind):
-    assert spawn_ranks(4, summed_gemm_ranks.in_groups, kind, [[0, 2], [1, 3]]) == [4] * 4
-
-
-def test_epochs_may_wrap_around(spawn_ranks, kind):
-    counts = spawn_ranks(2, summed_gemm_ranks.epochs_wrap_around, kind, 3)
-    assert counts == [3 * len(kind.epoch_algorithms)] * 2
-
-
-def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, kind):
-    assert spawn_ranks(2, summed_gemm_ranks.looks_at_peers, kind) == [list(kind.looks)] * 2
-
-
-def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, kind):
-    first, second = spawn_ranks(2, summed_gemm_ranks.give_up_and_start_again, kind)
-    assert first == list(kind.overdue)
-    assert second == []
+def test_what_peers_wait_for_comes_before_another_launch(spawn_ranks):
+    """Loading a kernel, launching one that is not loaded, and perhaps freeing memory wait for the
+    GEMM, which waits for what the peers push."""
+    order = [
+        "compile kernel_add_deferred, uncollected",
+        "run kernel_gemm_scatter_persistent, uncollected",
+        "queue, uncollected",
+        "run kernel_add_deferred",
+        "run kernel_finish_epoch",
+    ]
+    assert spawn_ranks(2, summed_gemm_ranks.order_of_row_blocks) == [order] * 2

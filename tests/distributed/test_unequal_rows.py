@@ -15,20 +15,20 @@ from triton_dist import tune
     [{"algorithm": "serial", "reduction": "one_shot"}, {"algorithm": "serial"}, {}],
     ids=str,
 )
-def test_ranks_of_one_range_take_one_kernel(spawn_ranks, options):
+def test_ranks_of_one_range_take_one_kernel(on_two, options):
     rows, limit = (49, 51), {"TRITON_DIST_WAIT_TIMEOUT": "60"}
     assert tune.fine_bucket(rows[0]) == tune.fine_bucket(rows[1])
-    told = spawn_ranks(2, unequal_rows_ranks.at_a_threshold, rows, options, env=limit)
+    told = on_two(unequal_rows_ranks.at_a_threshold, rows, options, env=limit)
     assert told == [dict(enumerate(rows))] * 2
 
 
 @pytest.mark.parametrize("name", list(OPS))
 @pytest.mark.parametrize("rows", [(35, 5, 35), (5, 6)], ids=str)
-def test_every_rank_learns_who_came_with_what(spawn_ranks, name, rows):
+def test_every_rank_learns_who_came_with_what(on_ranks, name, rows):
     op, size = OPS[name], len(rows)
     of_a = [each * (1 if op.gathers else size) for each in rows]
-    by_rank = spawn_ranks(
-        size, unequal_rows_ranks.unequal, name, rows, env={"TRITON_DIST_WAIT_TIMEOUT": "20"}
+    by_rank = on_ranks(size)(
+        unequal_rows_ranks.unequal, name, rows, env={"TRITON_DIST_WAIT_TIMEOUT": "20"}
     )
     for rank, said in enumerate(by_rank):
         assert len(said) == len(op.algorithms)

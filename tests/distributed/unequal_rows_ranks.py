@@ -14,8 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import gemm_ar_calls, gemm_rs_calls
-from tests.distributed.ag_gemm_calls import default_tiles, uniform
+from tests.distributed.gemm_calls import (
+    GEMMAllReduce,
+    GEMMReduceScatter,
+    default_tiles,
+    uniform,
+)
 from triton_dist.debugging import races
 from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.exchange import sums
@@ -109,7 +113,7 @@ OPS = {
         lambda rank, size: create_gemm_rs_context(
             MOST_ROWS * size, N, rank, size, size, torch.float16, reduce_st=True
         ),
-        gemm_rs_calls.ALGORITHMS,
+        GEMMReduceScatter.algorithms,
         scatters=True,
     ),
     "gemm_ar": Op(
@@ -118,7 +122,7 @@ OPS = {
             MOST_ROWS * size, N, rank, size, size, torch.float16
         ),
         [
-            *gemm_ar_calls.ALGORITHMS,
+            *GEMMAllReduce.algorithms,
             *(
                 {"algorithm": "serial", "reduction": reduction, **SMALL}
                 for reduction in ("one_shot", "two_shot")

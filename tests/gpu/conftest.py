@@ -7,12 +7,18 @@ import functools
 import pytest
 import torch
 
-from tests.gpu.ranks import EVERY
+from tests.gpu.ranks import EVERY, few_ranks
 from triton_dist.testing.rank_pool import RankPool
 
 SECONDS = 240
 
-pytest.register_assert_rewrite("tests.gpu.summed_gemm")
+pytest.register_assert_rewrite("tests.gpu.op_suite")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    if "on_few" in metafunc.fixturenames:
+        metafunc.definition.add_marker(few_ranks)
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +56,15 @@ def on_gpus(on_ranks, num_ranks):
 
 
 @pytest.fixture
+def on_any(on_gpus):
+    """For tests that CPU ranks run too; see tests/distributed/conftest.py."""
+    return on_gpus
+
+
+on_two = on_few = on_any
+
+
+@pytest.fixture
 def alternate(num_ranks):
     """True if several ranks share a GPU."""
     return torch.cuda.device_count() < num_ranks
@@ -58,5 +73,5 @@ def alternate(num_ranks):
 @pytest.fixture
 def rounds(alternate):
     """``rounds(n)``: ``n``, or a fifth of it where an exchange takes milliseconds because ranks
-    share a GPU."""
-    return lambda number: -(-number // 5) if alternate else number
+    share a GPU. ``cpu`` is a number for CPU ranks."""
+    return lambda number, cpu=None: -(-number // 5) if alternate else number

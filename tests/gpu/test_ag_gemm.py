@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from tests.architecture.source import ROOT
-from tests.distributed import ag_gemm_ranks, bad_input_ranks
+from tests.distributed import ag_gemm_ranks, bad_input_ranks, op_ranks
+from tests.distributed.calls import DTYPES
+from tests.distributed.gemm_calls import AllGatherGEMM
+from tests.gpu.op_suite import GPUSlotSuite
 from tests.gpu.ranks import few_ranks
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, WARP_SPECIALIZED_SPLIT_K_TILES
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
@@ -21,36 +24,24 @@ from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
+class TestAllGatherGEMM(GPUSlotSuite):
+    kind = AllGatherGEMM
+
+
 def test_every_schedule_and_both_kernels(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.every_schedule)) == {16}
 
 
 @few_ranks
-@pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_size_and_layout(on_gpus, dtype):
     assert set(on_gpus(ag_gemm_ranks.every_operand, (dtype,))) == {24}
-
-
-def test_calls_need_nothing_between_them(on_gpus, rounds):
-    number = rounds(60)
-    assert set(on_gpus(ag_gemm_ranks.back_to_back, number)) == {number + number // 3}
 
 
 @few_ranks
 def test_shapes_that_fill_the_gpu(on_gpus, rounds):
     number = rounds(6)
     assert set(on_gpus(ag_gemm_ranks.many_tiles, number)) == {20 * number}
-
-
-def test_any_rank_may_be_late(on_gpus):
-    counts = on_gpus(ag_gemm_ranks.stragglers)
-    assert counts == [6 * len(counts)] * len(counts)
-
-
-@few_ranks
-def test_every_candidate_gives_the_same(on_gpus):
-    (count,) = set(on_gpus(ag_gemm_ranks.every_config))
-    assert count > 20
 
 
 @few_ranks
@@ -82,34 +73,14 @@ def test_specialized_warps_that_gave_up_leave_nothing_behind(on_gpus):
 
 
 @few_ranks
-def test_tuned_over_the_ranks(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.tuned)) == {(2, 6)}
-
-
-def test_captured_in_graphs(on_gpus, rounds):
-    number = rounds(20)
-    assert set(on_gpus(ag_gemm_ranks.replayed, number)) == {8 * number}
-
-
-@few_ranks
-def test_vendor_methods_take_turns_with_ours(on_gpus):
-    counts = on_gpus(ag_gemm_ranks.library_alternating, 6)
+def test_methods_of_libraries_alternate_with_ours(on_gpus):
+    counts = on_gpus(op_ranks.library_alternating, AllGatherGEMM, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
 
 
 def test_only_calls_out_of_turn_look_at_their_peers(on_gpus):
     for looks in on_gpus(ag_gemm_ranks.looks_at_peers):
         assert looks == ag_gemm_ranks.LOOKS
-
-
-def test_epochs_may_wrap_around(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.epochs_wrap_around)) == {16}
-
-
-def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
-    overdue = on_gpus(ag_gemm_ranks.give_up_and_start_again)
-    assert len(overdue[0]) == 8
-    assert not any(overdue[1:])
 
 
 def test_a_reset_lets_copies_go_on(on_ranks):
@@ -130,9 +101,9 @@ def test_odd_uses(on_gpus, function):
 
 
 @pytest.mark.parametrize("tune", [False, True])
-def test_disjoint_groups_work_at_once(on_ranks, tune):
-    counts = on_ranks(4)(ag_gemm_ranks.in_groups, [[0, 2], [1, 3]], tune)
-    assert counts == ([6] * 4 if tune else [5, 6, 5, 6])
+def test_disjoint_groups_work_at_the_same_time(on_ranks, tune):
+    counts = on_ranks(4)(op_ranks.in_groups, [AllGatherGEMM], [[0, 2], [1, 3]], tune)
+    assert counts == [5, 6, 5, 6]
 
 
 @few_ranks

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from tests.distributed import ag_group_gemm_ranks as ranks
+from tests.distributed.group_gemm_calls import AllGatherGroupGEMM
+from tests.gpu.op_suite import GPUSuite
 from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+
+
+class TestAllGatherGroupGEMM(GPUSuite):
+    kind = AllGatherGroupGEMM
 
 
 @few_ranks
@@ -23,22 +29,6 @@ def test_every_routing_and_way(on_gpus):
     assert set(on_gpus(ranks.every_routing)) == {calls}
 
 
-@few_ranks
-def test_every_candidate_gives_the_same(on_gpus):
-    (count,) = set(on_gpus(ranks.every_config))
-    assert count > 50
-
-
-def test_any_rank_may_be_late(on_gpus, num_ranks):
-    assert set(on_gpus(ranks.late_ranks)) == {num_ranks * len(ranks.DEFAULTS)}
-
-
-def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
-    overdue, *others = on_gpus(ranks.give_up_and_start_again)
-    assert len(overdue) == 2
-    assert not any(others)
-
-
 def test_a_graph_serves_any_routing(on_gpus, rounds):
     number = rounds(40)
     (count,) = set(on_gpus(ranks.replayed, number))
@@ -49,11 +39,6 @@ def test_a_graph_serves_any_routing(on_gpus, rounds):
 def test_a_graph_serves_a_thousand_routings(on_gpus, rounds):
     number = rounds(1000) // 4
     assert set(on_gpus(ranks.replayed, number, ("arrivals",))) == {4 * number}
-
-
-@few_ranks
-def test_tuned_over_the_ranks(on_gpus):
-    assert set(on_gpus(ranks.tuned)) == {(1, 3)}
 
 
 @few_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import uniform
+from tests.distributed.gemm_calls import uniform
 from triton_dist.debugging import races
 from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.common.peers import flag_count, flag_value

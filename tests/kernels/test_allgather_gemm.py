@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, Calls, default_tiles
+from tests.distributed.gemm_calls import LAYOUTS, AllGatherGEMM, default_tiles
 from triton_dist.errors import (
     ContextFinalized,
     DeviceUnavailable,
@@ -42,7 +42,7 @@ config_space, prune_fn = ALGORITHMS.config_space, ag_gemm.prune_fn
 
 
 def test_a_world_of_one_is_a_plain_product():
-    calls = Calls(max_rows=37, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=37, columns=40, K=72)
     for layout, method in zip(LAYOUTS, itertools.cycle(AllGatherMethod)):
         calls(37, layout, algorithm=method.value, num_chunks=3)
     calls(5, local_copy=False)
@@ -254,7 +254,7 @@ def test_keys_differ_in_what_a_tuning_depends_on():
 
 
 def test_rows_of_one_range_are_tuned_once():
-    calls = Calls(max_rows=16, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=16, columns=40, K=72)
     ag_gemm.clear()
     before = ag_gemm.tuning_count
     for rows in (16, 9, 13, 12):
@@ -301,7 +301,7 @@ def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
 
 
 def test_the_workspace_for_parts_of_tiles_is_allocated_once_when_it_is_needed():
-    calls = Calls(max_rows=20, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
     local = calls.ctx._split
     calls(20)
     assert "workspace" not in vars(local)
@@ -343,7 +343,7 @@ def test_who_has_no_context_is_told_who_makes_one(op, creator):
 
 
 def test_a_call_of_no_rows_is_refused():
-    calls = Calls(max_rows=5, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=5, columns=40, K=72)
     A, B = torch.ones(0, 72).half(), torch.ones(72, 40).half()
     with pytest.raises(InvalidArgument, match="with at least one row"):
         ag_gemm(A, B, calls.ctx)
@@ -351,7 +351,7 @@ def test_a_call_of_no_rows_is_refused():
 
 
 def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
-    calls = Calls(max_rows=5, columns=40, K=72)
+    calls = AllGatherGEMM(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
         patch.setattr(allgather_gemm_algorithms, "sharded_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
@@ -365,7 +365,7 @@ def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
 
 def test_no_valid_config_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr(type(current_device()), "shared_memory_bytes", lambda self: 16)
-    calls = Calls(max_rows=3, columns=48, K=72)
+    calls = AllGatherGEMM(max_rows=3, columns=48, K=72)
     with pytest.raises(NoValidConfig):
         calls(3, op=ag_gemm)
     calls.ctx.finalize()

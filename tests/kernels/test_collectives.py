@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.collective_calls import ALGORITHMS, OPS, Calls, algorithm
+from tests.distributed.collective_calls import COLLECTIVES
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.exchange.buffer import (
@@ -33,7 +33,7 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS as ALL_REDUCE_ALGORITHMS
 from triton_dist.kernels.nvidia.shard_collectives.algorithms import AllGatherCall, ReduceScatterCall
 
-EACH_OP = pytest.mark.parametrize("op", list(OPS))
+EACH_OP = pytest.mark.parametrize("op", list(COLLECTIVES))
 OP_ALGORITHMS = {
     "all_reduce": ALL_REDUCE_ALGORITHMS,
     "reduce_scatter": ReduceScatterCall.algorithms,
@@ -48,18 +48,18 @@ METHODS = {
 
 def kept_of(op, x, num_ranks, **options):
     """Configs that a tuning tries."""
-    ctx, prune_fn = SimpleNamespace(num_ranks=num_ranks), OPS[op][0].prune_fn
+    ctx, prune_fn = SimpleNamespace(num_ranks=num_ranks), COLLECTIVES[op].op.prune_fn
     return [each for each in OP_ALGORITHMS[op].config_space() if prune_fn(each, x, ctx, **options)]
 
 
 @EACH_OP
 def test_a_world_of_one_is_a_copy(op):
-    calls = Calls(op, 4096)
-    for name in (*ALGORITHMS[op], "collective"):
-        calls(37, **algorithm(op, name))
-    calls(100, tuned=True)
-    calls(100, tuned=True, autotune=False)
-    assert calls.finish() == len(ALGORITHMS[op]) + 3
+    calls = COLLECTIVES[op](4096)
+    for algorithm in (*calls.algorithms, {"algorithm": "collective"}):
+        calls(37, **algorithm)
+    calls(100, op=calls.op)
+    calls(100, op=calls.op, autotune=False)
+    assert calls.finish() == len(calls.algorithms) + 3
 
 
 def test_names_of_methods():
@@ -83,7 +83,7 @@ def test_the_space_has_every_way_once_a_shape(op):
     assert len({str(config) for config in space}) == len(space)
     assert {config["algorithm"] for config in space} >= methods_of(op) - {"collective"}
     assert set(OP_ALGORITHMS[op]) - {"by_size"} == methods_of(op)
-    assert OPS[op][0].config_space.names == set().union(*space)
+    assert COLLECTIVES[op].op.config_space.names == set().union(*space)
     # As many programs as CPU ranks are said to run at a time; on GPUs 32.
     first = {"algorithm": "push", "num_ctas": 3, "block_bytes": 8192, "num_chunks": 1}
     assert space[0] == ({"algorithm": "by_size"} if op == "all_reduce" else first)
@@ -180,8 +180,8 @@ def test_attributes_of_a_context():
 @EACH_OP
 def test_a_key_has_the_way_that_is_named(op):
     x = torch.empty(4096, dtype=torch.float16)
-    with OPS[op][1](1 << 14, 0, 1, 1) as ctx:
-        key_fn = OPS[op][0].key_fn
+    with COLLECTIVES[op].create(1 << 14, 0, 1, 1) as ctx:
+        key_fn = COLLECTIVES[op].op.key_fn
         keys = [
             key_fn(x, ctx),
             *(key_fn(x, ctx, method=each) for each in METHODS[op] if each.value in methods_of(op)),
@@ -191,8 +191,8 @@ def test_a_key_has_the_way_that_is_named(op):
 
 @EACH_OP
 def test_an_output_that_shares_memory_with_x_is_refused(op):
-    memory, run = torch.rand(64), OPS[op][0].fn
-    with OPS[op][1](1 << 14, 0, 1, 1) as ctx:
+    memory, run = torch.rand(64), COLLECTIVES[op].op.fn
+    with COLLECTIVES[op].create(1 << 14, 0, 1, 1) as ctx:
         for output in (memory[16:48], memory[:32]):
             with pytest.raises(InvalidArgument, match=r"output is .* expected memory apart"):
                 run(memory[8:40], ctx, output=output)
@@ -206,12 +206,12 @@ def test_an_output_that_shares_memory_with_x_is_refused(op):
 
 def test_a_method_that_no_tuning_tries_here_says_how_to_run_it():
     with (
-        OPS["all_gather"][1](1 << 14, 0, 1, 1) as ctx,
+        COLLECTIVES["all_gather"].create(1 << 14, 0, 1, 1) as ctx,
         pytest.raises(
             InvalidArgument, match=r"method is .*COLLECTIVE, expected an algorithm that fits"
         ),
     ):
-        OPS["all_gather"][0](torch.ones(4), ctx, method=GatherMethod.COLLECTIVE)
+        COLLECTIVES["all_gather"].op(torch.ones(4), ctx, method=GatherMethod.COLLECTIVE)
 
 
 def test_methods_of_scripts_that_are_not_here_say_what_to_use():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, uniform
+from tests.distributed.gemm_calls import LAYOUTS, uniform
 from triton_dist.errors import InvalidArgument, NoValidConfig
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.nvidia import gemm_non_persistent, gemm_persistent, matmul

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
-from tests.distributed.gemm_ar_calls import ALGORITHMS, Calls
+from tests.distributed.gemm_calls import LAYOUTS, GEMMAllReduce, default_tiles
 from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
@@ -32,15 +31,15 @@ def create(max_M=16, N=48, dtype=torch.float16):
 
 
 def test_a_world_of_one_is_a_plain_product():
-    calls = Calls(max_rows=37, columns=40, K=72)
-    for algorithm, layout in zip(ALGORITHMS, itertools.cycle(LAYOUTS)):
+    calls = GEMMAllReduce(max_rows=37, columns=40, K=72)
+    for algorithm, layout in zip(calls.algorithms, itertools.cycle(LAYOUTS)):
         calls(37, layout, **algorithm)
     calls(1, has_bias=True)
     calls(5, algorithm="collective", gemm_config=None)
     calls(11, op=gemm_ar)
     calls(11, op=gemm_ar, autotune=False, copy_to_local=False)
-    assert calls.finish() == len(ALGORITHMS) + 4
-    assert len(ALGORITHMS) >= len(LAYOUTS), "a layout was left out"
+    assert calls.finish() == len(calls.algorithms) + 4
+    assert len(calls.algorithms) >= len(LAYOUTS), "a layout was left out"
 
 
 def test_the_first_config_is_the_default_of_all_arguments():

@@ -8,8 +8,7 @@ import pytest
 import torch
 import triton
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
-from tests.distributed.gemm_rs_calls import ALGORITHMS, Calls
+from tests.distributed.gemm_calls import LAYOUTS, GEMMReduceScatter, default_tiles
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
@@ -34,20 +33,20 @@ def create(max_M=16, N=48, dtype=torch.float16, **options):
 
 
 def test_a_world_of_one_is_a_plain_product():
-    calls = Calls(max_rows=37, columns=40, K=72, reduce_st=True)
+    calls = GEMMReduceScatter(max_rows=37, columns=40, K=72, reduce_st=True)
     for layout in LAYOUTS:
-        for algorithm in ALGORITHMS:
+        for algorithm in calls.algorithms:
             calls(37, layout, **algorithm)
     calls(1, has_bias=True)
     calls(5, persistent=False)
     calls(5, algorithm="collective", gemm_config=None)
     calls(11, op=gemm_rs)
     calls(11, op=gemm_rs, autotune=False)
-    assert calls.finish() == len(ALGORITHMS) * len(LAYOUTS) + 5
+    assert calls.finish() == len(calls.algorithms) * len(LAYOUTS) + 5
 
 
 def test_one_element():
-    calls = Calls(max_rows=1, columns=1, K=1, dtype=torch.float32)
+    calls = GEMMReduceScatter(max_rows=1, columns=1, K=1, dtype=torch.float32)
     calls(1)
     calls(1, persistent=False, algorithm="copy_engine")
     assert calls.finish() == 2
@@ -188,7 +187,7 @@ def test_no_copy_engine_where_a_launch_waits_for_its_kernel(monkeypatch):
 
 
 def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
-    calls = Calls(max_rows=5, columns=40, K=72)
+    calls = GEMMReduceScatter(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
         patch.setattr(scatter_algorithms, "scattered_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.ag_gemm_calls import uniform
+from tests.distributed.gemm_calls import uniform
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.distributed.ag_gemm_calls import uniform
+from tests.distributed.gemm_calls import uniform
 from triton_dist import jit
 from triton_dist.kernels.common.scatter.one_launch import _copy_sub_tiles
 from triton_dist.kernels.common.scatter.partials import Out

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.distributed.ag_gemm_calls import some_configs
+from tests.distributed.calls import some_configs
 from triton_dist.testing.opinfo import OPINFOS
 
 CHECKS = {"checked_buffer", "operand_signature", "check_tensor"}

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 import triton_dist
-from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, uniform
+from tests.distributed.calls import NAN
+from tests.distributed.gemm_calls import LAYOUTS, uniform
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import gathered_tile

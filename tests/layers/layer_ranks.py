@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import some_configs
+from tests.distributed.calls import some_configs
 from tests.layers.functional_ranks import drawn, part
 from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.kernels.nvidia import ag_gemm, gemm_rs

@@ -18,10 +18,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.distributed import ag_gemm_calls, collective_calls, gemm_ar_calls, gemm_rs_calls
-from tests.distributed.collective_calls import algorithm
+from tests.distributed.collective_calls import COLLECTIVES
 from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal
-from tests.distributed.summed_gemm_calls import SummedCalls
+from tests.distributed.gemm_calls import (
+    AllGatherGEMM,
+    GEMMAllReduce,
+    GEMMReduceScatter,
+    SummedGEMM,
+)
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -42,7 +46,7 @@ def lined_up(calls: Any, *args: Any, **options: Any) -> None:
 
 
 def ag_gemm(own: bool) -> int:
-    calls = ag_gemm_calls.Calls(ROWS, COLUMNS, K)
+    calls = AllGatherGEMM(ROWS, COLUMNS, K)
     for method in AllGatherMethod:
         if own and method is AllGatherMethod.SERIAL:
             continue
@@ -51,8 +55,8 @@ def ag_gemm(own: bool) -> int:
     return calls.finish()
 
 
-def _summed(kind: type[SummedCalls], own: bool) -> int:
-    calls = kind(ROWS, COLUMNS, K, **kind.options)
+def _summed(kind: type[SummedGEMM], own: bool) -> int:
+    calls = kind(ROWS, COLUMNS, K, **kind.context_options)
     for each in kind.algorithms:
         if each["algorithm"] == "copy_engine" and current_device().launches_block:
             continue  # it would never end, and says so
@@ -64,17 +68,17 @@ def _summed(kind: type[SummedCalls], own: bool) -> int:
 
 
 def _collective(op: str) -> int:
-    calls = collective_calls.Calls(op, 1 << 16)
-    for name in collective_calls.ALGORITHMS[op]:
+    calls = COLLECTIVES[op]()
+    for algorithm in calls.algorithms:
         for elements in (1000, 7):
-            lined_up(calls, elements, num_ctas=3, block_bytes=1024, **algorithm(op, name))
+            lined_up(calls, elements, num_ctas=3, block_bytes=1024, **algorithm)
     return calls.finish()
 
 
 OPS: dict[str, Callable[[bool], int]] = {
     "ag_gemm": ag_gemm,
-    "gemm_rs": lambda own: _summed(gemm_rs_calls.Calls, own),
-    "gemm_ar": lambda own: _summed(gemm_ar_calls.Calls, own),
+    "gemm_rs": lambda own: _summed(GEMMReduceScatter, own),
+    "gemm_ar": lambda own: _summed(GEMMAllReduce, own),
     "all_reduce": lambda own: _collective("all_reduce"),
     "reduce_scatter": lambda own: _collective("reduce_scatter"),
     "all_gather": lambda own: _collective("all_gather"),

@@ -1,0 +1,42 @@
+"""Tests that GEMM-ReduceScatter and GEMM-AllReduce share, for CPU ranks and GPUs; see
+``op_suite``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import summed_gemm_ranks
+from tests.distributed.calls import DTYPES
+from tests.distributed.op_suite import SlotSuite
+
+
+class SummedGEMMSuite(SlotSuite):
+    def test_every_algorithm_and_both_kernels(self, on_any, rounds):
+        number = rounds(2, cpu=1)
+        calls = 2 * number * len(self.kind.algorithms)
+        assert set(on_any(summed_gemm_ranks.every_algorithm, self.kind, number)) == {calls}
+
+    def test_row_blocks_in_any_number_of_chunks(self, on_any, rounds):
+        number = rounds(16, cpu=6)
+        assert set(on_any(summed_gemm_ranks.chunked, self.kind, number)) == {3 * number}
+
+    def test_a_kernel_that_raises_leaves_nothing_queued(self, on_few):
+        assert set(on_few(summed_gemm_ranks.a_kernel_that_raises, self.kind)) == {6}
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_size_and_layout(self, on_few, rounds, dtype):
+        """On CPU ranks, half of the sizes for the dtypes after the first."""
+        number = DTYPES.index(dtype)
+        step = rounds(1, cpu=1 + (number > 0))
+        run = summed_gemm_ranks.every_operand
+        counts = on_few(run, self.kind, (dtype,), number // 2 if step > 1 else 0, step)
+        assert set(counts) == {40 // step}
+
+    def test_equal_operands_give_equal_bits(self, on_any, rounds):
+        number = rounds(20, cpu=2)
+        counts = on_any(summed_gemm_ranks.same_bits, self.kind, number)
+        assert set(counts) == {number * len(self.kind.tiled)}
+
+    def test_only_calls_out_of_turn_check_their_peers(self, on_two):
+        looks = list(self.kind.looks)
+        assert all(seen == looks for seen in on_two(summed_gemm_ranks.looks_at_peers, self.kind))

@@ -1,0 +1,55 @@
+"""What ops across ranks have in common, over real processes: the kernels in the interpreter, memory
+in /dev/shm. The two ops that sum products are in ``test_summed_gemm.py``; errors, contexts and
+autograd modes of all ops are in ``test_every_op.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import op_ranks
+from tests.distributed.collective_calls import AllGather, AllReduce, ReduceScatter
+from tests.distributed.gemm_calls import AllGatherGEMM, GEMMAllReduce, GEMMReduceScatter
+from tests.distributed.group_gemm_calls import AllGatherGroupGEMM
+from tests.distributed.op_suite import OpSuite, SlotSuite
+
+
+class TestAllReduce(OpSuite):
+    kind = AllReduce
+
+
+class TestReduceScatter(SlotSuite):
+    kind = ReduceScatter
+
+
+class TestAllGather(SlotSuite):
+    kind = AllGather
+
+
+class TestAllGatherGEMM(SlotSuite):
+    kind = AllGatherGEMM
+
+
+class TestAllGatherGroupGEMM(OpSuite):
+    kind = AllGatherGroupGEMM
+
+
+KINDS = [
+    AllReduce, ReduceScatter, AllGather, AllGatherGEMM, GEMMReduceScatter, GEMMAllReduce,
+    AllGatherGroupGEMM,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, kind):
+    calls = 3 * len(kind.tuned_calls)
+    for tunings in (kind.tunings, 0):
+        assert spawn_ranks(2, op_ranks.tuned, kind) == [(tunings, calls)] * 2
+
+
+def test_disjoint_groups_work_at_the_same_time(on_ranks):
+    smaller, larger = (len(KINDS) * calls for calls in (5, 6))
+    run = on_ranks(4)
+    assert run(op_ranks.in_groups, KINDS, [[0, 2], [1, 3]]) == [smaller, larger] * 2
+    assert run(op_ranks.in_groups, [AllGatherGEMM], [[3, 0], [1, 2]], True) == [5, 6, 6, 5]
+    counts = on_ranks(3)(op_ranks.in_groups, [AllGatherGEMM], [[2], [0, 1]])
+    assert counts == [6, 6, 5]  # one rank alone next to two
