@@ -160,11 +160,11 @@ class Calls(ABC):
         self.number += 1
         what = f"{self.name}, call {self.number}: {rows} rows, {layout}, {options}"
         if op is None:
-            op = self.op.fn
+            op = type(self).op.fn
             self.set_defaults(options)
         args, expected = self.arguments(rows, layout, options)
         if is_rehearsal():
-            note(lambda: self.op._hooks.prepare(*args, **options))
+            note(lambda: type(self).op._hooks.prepare(*args, **options))
             return
         C = self.run(op, args, options)
         args[0].fill_(NAN)

@@ -57,8 +57,8 @@ def test_a_world_of_one_is_a_copy(op):
     calls = COLLECTIVES[op](4096)
     for algorithm in (*calls.algorithms, {"algorithm": "collective"}):
         calls(37, **algorithm)
-    calls(100, op=calls.op)
-    calls(100, op=calls.op, autotune=False)
+    calls(100, op=COLLECTIVES[op].op)
+    calls(100, op=COLLECTIVES[op].op, autotune=False)
     assert calls.finish() == len(calls.algorithms) + 3
 
 
