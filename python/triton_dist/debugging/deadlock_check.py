@@ -199,10 +199,6 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     return collective, "?"
 
 
-def _has_ended(state: dict[str, Any]) -> bool:
-    return not is_running(state["pid"])
-
-
 def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
     """Return whether all ranks were blocked during a common period of ``QUIET_SECONDS``.
 
@@ -213,7 +209,7 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
     for state in states.values():
         if state is None:
             return False
-        if not _has_ended(state):
+        if is_running(state["pid"]):
             if state["stands_since"] is None:
                 return False
             since.append(state["stands_since"])
@@ -228,7 +224,7 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
     for rank, state in states.items():
         if state is None:
             lines.append(f"  rank {rank}: status unknown; the rank may be on another host")
-        elif _has_ended(state):
+        elif not is_running(state["pid"]):
             lines.append(f"  rank {rank}: has ended")
         elif not state["waits"]:
             lines.append(f"  rank {rank}: is not waiting in a kernel, but is at {state['host']}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
@@ -35,7 +36,8 @@ class RandomState:
     """
 
     def __init__(self, values: Any = (), torch_only: bool = False) -> None:
-        generators = [torch.default_generator, *_generators(values)]
+        given = (each for each in tree_leaves(values) if isinstance(each, torch.Generator))
+        generators = [torch.default_generator, *given]
         if torch.cuda.is_initialized():
             generators += torch.cuda.default_generators
             if torch.cuda.is_current_stream_capturing():
@@ -56,16 +58,6 @@ class RandomState:
     def has_moved(self) -> bool:
         """Return whether the states of torch's generators have changed."""
         return any(not torch.equal(each.get_state(), state) for each, state in self._torch)
-
-
-def _generators(value: Any) -> Iterator[torch.Generator]:
-    if isinstance(value, torch.Generator):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _generators(each)
-    elif isinstance(value, dict):
-        yield from _generators(list(value.values()))
 
 
 def rand_tensor(

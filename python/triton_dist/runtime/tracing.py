@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves
 
 _MODES = frozenset({"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"})
 _FAKES = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -22,16 +23,14 @@ def is_traced(values: Iterable[Any]) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     modes = _python_dispatch._get_current_dispatch_mode_stack()
-    return any(type(mode).__name__ in _MODES for mode in modes) or any(map(_is_fake, values))
+    return any(type(mode).__name__ in _MODES for mode in modes) or any(
+        map(_is_fake, tree_leaves(values))
+    )
 
 
 def _is_fake(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_meta or type(value).__name__ in _FAKES
-    if isinstance(value, (tuple, list)):
-        return any(map(_is_fake, value))
-    if isinstance(value, dict):
-        return any(map(_is_fake, value.values()))
     proxy = getattr(sys.modules.get("torch.fx"), "Proxy", None)
     return proxy is not None and isinstance(value, proxy)
 

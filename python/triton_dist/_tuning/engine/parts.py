@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from triton_dist._tuning.protocols import (
     Compiler,
@@ -49,13 +49,6 @@ class Hooks:
     likely values. A sample is the mean over the call and one call per mapping."""
 
 
-class DefaultGroup(Protocol):
-    """Provides the group of all ranks."""
-
-    WORLD: Any
-    """The group, or ``None`` before it is created."""
-
-
 class NoGroup:
     """A group that is never created: this rank tunes alone."""
 
@@ -69,7 +62,8 @@ class ProcessFunctions:
     ranks: Callable[[Any], RankGroup]
     """Returns the ranks that tune together for an ``autotune_pg``. Equal groups return the same
     object."""
-    default_group: DefaultGroup = NoGroup
+    default_group: Any = NoGroup
+    """Its ``WORLD`` is the group of all ranks, or ``None`` before the group is created."""
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Returns ``True`` if a call with these arguments computes nothing: it is traced, or has
     fake tensors."""

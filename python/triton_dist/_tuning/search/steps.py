@@ -10,17 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from triton_dist._tuning.values import Config
-
-
-@dataclass(frozen=True)
-class LaunchStep:
-    """One launch of a config."""
-
-    config: Config
-    timed: bool
+from triton_dist._tuning.values import Config, LaunchStep
 
 
 class InOrder:

@@ -151,6 +151,14 @@ class Request:
 
 
 @dataclass(frozen=True)
+class LaunchStep:
+    """One launch of a config in a contextual tuning."""
+
+    config: Config
+    timed: bool
+
+
+@dataclass(frozen=True)
 class Entry:
     """Outcome of the n-th request of a tuning."""
 

@@ -35,6 +35,7 @@ from triton_dist._tuning.values import (
     Failure,
     Fingerprint,
     Key,
+    LaunchStep,
     Measurement,
     Outcome,
     Trial,
@@ -53,15 +54,6 @@ from triton_dist.errors import (
     TuningFrozen,
     TuningWarning,
 )
-
-
-class LaunchStep(Protocol):
-    """One launch of a plan."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def timed(self) -> bool: ...
 
 
 class Plan(Protocol):
