@@ -46,7 +46,7 @@ import triton
 
 from triton_dist import knobs, tune
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search import Brief, Racing, search_for
+from triton_dist._tuning.search import Racing, ShortRace, search_for
 from triton_dist._tuning.search.choose import BATCH_SIZE, Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
 from triton_dist._tuning.search.tpe import Tpe
@@ -375,7 +375,7 @@ class SizedSpace:
             lookup = lambda config, sizes: self.waves.get(sizes[0], {}).get(config)  # noqa: E731
             found = dataclasses.replace(found, waves=lookup)
         few = found.candidates(list(self.runs[M]), milliseconds)
-        return Brief(few, RACING, milliseconds)
+        return ShortRace(few, RACING, milliseconds)
 
     def regret(self, M: int, record: TuningRecord) -> tuple[float, bool]:
         """Return the regret of the winner at ``M``, and whether it is near the best."""

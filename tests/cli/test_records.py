@@ -90,9 +90,9 @@ def test_a_space_is_analysed():
     found = Analysis(record())
     assert [each.ms for each in found.timed] == [1.0, 1.1, 2.0, 2.2]
     assert found.varying == ("block", "warps")
-    assert [found.within(share) for share in (0.01, 0.1001, 5)] == [1, 2, 4]
+    assert [found.count_within(share) for share in (0.01, 0.1001, 5)] == [1, 2, 4]
     assert found.ranked() == [("block", 1.0), ("warps", 0.0)]
-    assert found.price("warps") == pytest.approx({"4": 0, "8": 0.1})
+    assert found.slowdown_by_value("warps") == pytest.approx({"4": 0, "8": 0.1})
     assert found.always_failed() == [("block", "256", 2)]
     assert [(each.kind, each.count) for each in found.failed] == [("resources", 2)]
 
@@ -119,7 +119,7 @@ def test_changes_of_two_records():
     assert changes.facts == ["source: gemm changed"]
     assert not changes.same_winner
     assert changes.older_winner_now == pytest.approx(3 / 1.1)
-    assert (len(changes.common), len(changes.gone), changes.new) == (3, 3, [])
+    assert (len(changes.common), len(changes.only_before), changes.only_after) == (3, 3, [])
     assert changes.correlation == pytest.approx(-0.5)
 
 

@@ -10,7 +10,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
-from triton_dist._tuning.search.steps import InOrder, Race
+from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
 from triton_dist._tuning.values import Config
 from triton_dist.autotuner import contextual_autotune
 
@@ -40,7 +40,7 @@ def winner(plan, configs):
 
 
 def test_in_turn():
-    plan = InOrder(candidates(2), warmup=2, repeat=1)
+    plan = OrderedPlan(candidates(2), warmup=2, repeat=1)
     assert run(plan, float) == [
         (0, False),
         (0, False),
@@ -53,7 +53,7 @@ def test_in_turn():
 
 def test_a_config_that_fails_is_left_out():
     configs = candidates(3)
-    plan = InOrder(configs, warmup=1, repeat=2)
+    plan = OrderedPlan(configs, warmup=1, repeat=2)
     plan.fail(configs[0].digest)
     plan.fail(configs[2].digest)
     assert [number for number, _ in run(plan, float)] == [1, 1, 1]
@@ -62,7 +62,7 @@ def test_a_config_that_fails_is_left_out():
 
 def test_all_fail():
     configs = candidates(2)
-    plan = Race(configs, warmup=1, repeat=2)
+    plan = RacingPlan(configs, warmup=1, repeat=2)
     for config in configs:
         plan.fail(config.digest)
     assert plan.current is None
@@ -75,14 +75,14 @@ def test_a_race_takes_at_most_half_and_finds_the_best(spread):
     for seed in range(20):
         noise = random.Random(seed)
         times = [1 + spread * noise.random() for _ in range(count)]
-        plan, configs = Race(candidates(count), warmup=3, repeat=5), candidates(count)
+        plan, configs = RacingPlan(candidates(count), warmup=3, repeat=5), candidates(count)
         taken = run(plan, lambda n, times=times, noise=noise: times[n] * noise.gauss(1, 0.02))
         assert len(taken) + 1 <= full / 2
         assert times[winner(plan, configs)] <= min(times) * 1.05
 
 
 def test_nobody_takes_more_than_the_given_counts():
-    plan = Race(candidates(24), warmup=3, repeat=5)
+    plan = RacingPlan(candidates(24), warmup=3, repeat=5)
     taken = run(plan, lambda n: 1.0)
     for number in range(24):
         assert taken.count((number, False)) <= 3
@@ -93,7 +93,7 @@ def test_nobody_takes_more_than_the_given_counts():
 @pytest.mark.parametrize(("warmup", "repeat"), [(0, 1), (0, 2), (1, 1), (3, 5)])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_small_races_measure_everybody(count, warmup, repeat):
-    plan = Race(candidates(count), warmup, repeat)
+    plan = RacingPlan(candidates(count), warmup, repeat)
     run(plan, lambda n: 1.0 + n)
     assert all(plan.samples.values())
     assert winner(plan, candidates(count)) == 0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, Parts, ProcessFunctions, Settings
-from triton_dist._tuning.search import Brief, Exhaustive
+from triton_dist._tuning.search import Exhaustive, ShortRace
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, Sizes
 from triton_dist.runtime.random import RandomState
@@ -216,7 +216,7 @@ class Rank:
             memory_store=memory,
             search=self.search,
             check_search=self.check_search,
-            warm_start_search=Brief,
+            warm_start_search=ShortRace,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             hardware="fake",
             trial_context=contextlib.nullcontext,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tuning.fakes import Rank, thread_ranks, together
-from triton_dist._tuning.engine.compile_ahead import Needs, share
+from triton_dist._tuning.engine.compile_ahead import MissingKernels, kernels_to_compile
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist.errors import CandidateFailed, CompileTimeout, NoValidConfig
 
@@ -122,8 +122,8 @@ def test_without_a_prepare_hook_nothing_is_compiled_ahead():
     assert rank.compiler.begun == []
 
 
-def needs(*kernels: list[str], cache: str = "host") -> Needs:
-    return Needs(cache, {f"config {n}": each for n, each in enumerate(kernels)})
+def needs(*kernels: list[str], cache: str = "host") -> MissingKernels:
+    return MissingKernels(cache, {f"config {n}": each for n, each in enumerate(kernels)})
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def needs(*kernels: list[str], cache: str = "host") -> Needs:
     ],
 )
 def test_shares(everyone, expected):
-    assert [share(everyone, rank) for rank in range(len(everyone))] == expected
+    assert [kernels_to_compile(everyone, rank) for rank in range(len(everyone))] == expected
 
 
 def test_shares_are_disjoint_complete_and_even():
     everyone = [needs(*([f"{n}", f"{n + 1}"] for n in range(21)))] * 4
-    shares = [share(everyone, rank) for rank in range(4)]
+    shares = [kernels_to_compile(everyone, rank) for rank in range(4)]
     assert sorted(itertools.chain(*shares), key=int) == [str(n) for n in range(22)]
     assert {len(each) for each in shares} == {5, 6}
 

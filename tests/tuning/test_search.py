@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import tests.tuning.strategies  # noqa: F401  its profile: no example has a deadline
 from triton_dist._tuning.search import Exhaustive, Racing
-from triton_dist._tuning.search.racing import FINALISTS, LEAST_ROUNDS
+from triton_dist._tuning.search.racing import FINALISTS, MIN_FINAL_ROUNDS
 from triton_dist._tuning.values import Config, Failure, Measurement, Policy, Request, winner
 
 ROUNDS = (1, 2, 5)
 POLICY = Policy(warmup=0, repeat=10, search="racing")
-FINAL = LEAST_ROUNDS
+FINAL = MIN_FINAL_ROUNDS
 """Laps of a final in which nothing is in doubt."""
 
 
@@ -297,7 +297,7 @@ def test_default_and_incumbent_are_in_the_final(count, data):
     counts = samples_of(played)
     for seeded in {0, incumbent} - failed:
         most = max(taken for n, taken in counts.items() if n not in failed)
-        assert counts[seeded] >= min(most, ROUNDS[-1] + LEAST_ROUNDS)
+        assert counts[seeded] >= min(most, ROUNDS[-1] + MIN_FINAL_ROUNDS)
 
 
 @given(st.integers(1, 15), st.data())

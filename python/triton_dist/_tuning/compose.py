@@ -27,7 +27,7 @@ from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, ProcessFunctions
 from triton_dist._tuning.protocols import RankGroup, Search
-from triton_dist._tuning.search import Brief, Factory, check_search, search_for
+from triton_dist._tuning.search import Factory, ShortRace, check_search, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
 from triton_dist._tuning.source import Snapshot, origin_of, source_of
 from triton_dist._tuning.store import FileLog, MemoryStore
@@ -325,7 +325,7 @@ class _Composer:
             memory_store=self.memory_store,
             search=self.search,
             check_search=functools.partial(check_search, policy),
-            warm_start_search=Brief,
+            warm_start_search=ShortRace,
             fingerprint=functools.partial(self._fingerprint, ranks, policy),
             log=lambda key: FileLog(files.path(key), int(ranks.global_rank(ranks.rank))),
         )

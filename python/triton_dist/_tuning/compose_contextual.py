@@ -17,7 +17,7 @@ from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.parts import NoGroup
 from triton_dist._tuning.protocols import RankGroup
-from triton_dist._tuning.search.steps import InOrder, Race
+from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
 from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store import StepLog
@@ -131,7 +131,7 @@ class _Composer:
         return ContextualParts(
             **vars(common),
             fingerprint=functools.partial(_fingerprint, ranks, policy),
-            plan=Race if self.race else InOrder,
+            plan=RacingPlan if self.race else OrderedPlan,
             log=StepLog(path, prints=common.settings.verbose and ranks.is_leader),
             no_grad=torch.no_grad,
         )

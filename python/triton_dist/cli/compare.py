@@ -12,7 +12,7 @@ from typing import Any
 
 from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.values import StoredRecord
-from triton_dist._tuning.values.analysis import Analysis, Changes, elsewhere
+from triton_dist._tuning.values.analysis import Analysis, Changes, slowdown_of_winner
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted, folder
 
@@ -111,7 +111,7 @@ def _lines(group: Sequence[StoredRecord]) -> list[str]:
         lines.append(f"  [{number}] {each.winner.ms:10.4f} {ratio:>8}  {_place(stored)}")
         lines.append(f"      {each.record.best}")
     heads = ["winner of", *(f"on [{number}]" for number in range(1, len(found) + 1))]
-    ratios = [[elsewhere(one, other) for other in found] for one in found]
+    ratios = [[slowdown_of_winner(one, other) for other in found] for one in found]
     rows = [
         [f"[{number}]", *("-" if ratio is None else f"{ratio:.3f}x" for ratio in row)]
         for number, row in enumerate(ratios, 1)
@@ -136,7 +136,7 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
             }
             for each, stored in zip(found, group, strict=True)
         ],
-        "winner_elsewhere": [[elsewhere(one, other) for other in found] for one in found],
+        "winner_elsewhere": [[slowdown_of_winner(one, other) for other in found] for one in found],
     }
 
 
@@ -173,14 +173,14 @@ def _diff(arguments: argparse.Namespace) -> int:
                 {"config": str(now.trial), "digest": now.trial.digest, "old": was.ms, "new": now.ms}
                 for was, now in changes.common
             ],
-            "only_old": [str(trial) for trial in changes.gone],
-            "only_new": [str(trial) for trial in changes.new],
+            "only_old": [str(trial) for trial in changes.only_before],
+            "only_new": [str(trial) for trial in changes.only_after],
         }
         text.print_json(tree)
     else:
         for line in [f"old  {old.where}", f"new  {new.where}", *lines_of_changes(changes)]:
             print(*text.wrapped(line, indent=4), sep="\n")
-    differ = changes.facts or changes.new or changes.gone or not changes.same_winner
+    differ = changes.facts or changes.only_after or changes.only_before or not changes.same_winner
     return 1 if differ else 0
 
 
@@ -205,7 +205,7 @@ def lines_of_changes(changes: Changes) -> Iterator[str]:
     for old, new in moved[:_MOVED]:
         change = _change(old.ms, new.ms)
         yield f"  {old.ms:10.4f} -> {new.ms:.4f} ms {change:+7.1%}  {new.trial}"
-    for what, trials in (("old", changes.gone), ("new", changes.new)):
+    for what, trials in (("old", changes.only_before), ("new", changes.only_after)):
         if trials:
             yield f"  {counted(len(trials), 'config')} only in {what}, such as {trials[0]}"
 

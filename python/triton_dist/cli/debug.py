@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
 
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 def attach(rank: int, job: str | None, seconds: float) -> int:
@@ -140,7 +140,7 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
                 connection.connect(str(debugger.socket_of(folder, rank)))
             except (NoSuchJob, OSError) as failure:
                 if time.monotonic() < end:
-                    time.sleep(_LOOK_SECONDS)
+                    time.sleep(_POLL_SECONDS)
                     continue
                 if isinstance(failure, NoSuchJob):
                     raise

@@ -11,7 +11,7 @@ from triton_dist import knobs
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted, positive
-from triton_dist.cli.validator import OTHER_FUNCTION, Verdict, imported, is_ours, verdict
+from triton_dist.cli.validator import OTHER_FUNCTION_REASON, Verdict, imported, is_ours, verdict
 from triton_dist.errors import NoSuchFunction
 
 _SHADOWED = "a record of this key that is found first is used"
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     kept = {id(each) for each in cache.matching((each for _, each in records), arguments)}
     records = [pair for pair in records if id(pair[1]) in kept]
     found = _explained(records, module, name, ranks, arguments.imports)
-    found = [each for each in found if OTHER_FUNCTION not in each.verdict.reasons]
+    found = [each for each in found if OTHER_FUNCTION_REASON not in each.verdict.reasons]
     unknown = [each.verdict.reasons[0] for each in found if each.verdict.used is None]
     why = "; ".join(dict.fromkeys(unknown))
     if module and arguments.imports and len(unknown) == len(found) > 0:

@@ -151,7 +151,9 @@ def _configs(subject: Subject) -> dict[str, Any]:
 def _parameters(subject: Subject) -> dict[str, Any]:
     rows = [
         [name, 100 * share,
-         ", ".join(f"{value} {p:+.1%}" for value, p in subject.found.price(name).items())]
+         ", ".join(
+             f"{value} {p:+.1%}" for value, p in subject.found.slowdown_by_value(name).items()
+         )]
         for name, share in subject.found.ranked()
     ]  # fmt: skip
     note = "cost: the time of the fastest config with the value, relative to the winner"

@@ -73,7 +73,7 @@ def _sorted(subject: Subject) -> Figure:
             data.append(_points(x, y, colour, name, among, size, symbol))
     layout = _layout(f"config, of {len(ratios)} measured", "time / winner's time", y=ratios)
     layout["shapes"] = [_line(y0=1.01, y1=1.01, x0=0, x1=1, xref="paper")]
-    near = ", ".join(f"{found.within(p / 100)} within {p} %" for p in (1, 5, 10))
+    near = ", ".join(f"{found.count_within(p / 100)} within {p} %" for p in (1, 5, 10))
     text = f"{len(ratios)} configs, fastest first; {near} of the winner (dashed: 1 %)."
     return Figure("All configs, sorted", text, data, layout)
 
@@ -146,7 +146,7 @@ def _price(subject: Subject) -> Figure:
     prices = [
         (f"{name}={value}", 100 * price)
         for name in found.varying
-        for value, price in found.price(name).items()
+        for value, price in found.slowdown_by_value(name).items()
     ]
     dearest = sorted(prices, key=lambda each: -each[1])[:_BARS]
     free = sum(price <= 1 for _, price in prices)

@@ -85,9 +85,9 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
             {"parameter": name, "value": value, "count": count}
             for name, value, count in found.always_failed()
         ],
-        "within_1_percent": found.within(0.01),
+        "within_1_percent": found.count_within(0.01),
         "importance": dict(found.ranked()),
-        "price": {name: found.price(name) for name in found.varying},
+        "price": {name: found.slowdown_by_value(name) for name in found.varying},
         "fixed": found.fixed,
         "by_rank": {digest: own.to_tree() for digest, own in record.by_rank.items()},
         "dropped": dict(record.dropped),
@@ -122,7 +122,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     if len(found.timed) > top:
         yield f"  {len(found.timed)} were measured; --top N shows more"
     if found.varying:
-        one, *others = (found.within(percent / 100) for percent in (1, 5, 10))
+        one, *others = (found.count_within(percent / 100) for percent in (1, 5, 10))
         yield f"  near the winner: {one} of {len(found.timed)} within 1 %, " + (
             "{} within 5 %, {} within 10 %".format(*others)
         )

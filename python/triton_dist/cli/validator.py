@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SECONDS = 120.0
 """Time limit for importing one module and comparing its records."""
 
-OTHER_FUNCTION = "it is of another function"
+OTHER_FUNCTION_REASON = "it is of another function"
 OURS = {"triton_dist"}
 """Packages that are imported in this process even without --import."""
 
@@ -214,7 +214,7 @@ class Validator:
     def verdict(self, record: TuningRecord) -> Verdict:
         names = (self.origin.function, f"{self.origin.module}.{self.origin.function}")
         if record.key.function not in names:  # the latter in schema 1
-            return Verdict(None, (OTHER_FUNCTION,))
+            return Verdict(None, (OTHER_FUNCTION_REASON,))
         space = self._space(record.key)
         whole = space is self._tuned.config_space
         live = self._whole if whole else self._tuned.fingerprint(space)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import head_of
-from triton_dist._tuning.sizes.neighbours import ASKED, Neighbours
+from triton_dist._tuning.sizes.neighbours import HOOK_NAMES, Neighbours
 from triton_dist._tuning.sizes.size_table import SizeTable
 from triton_dist._tuning.values import (
     Candidates,
@@ -36,7 +36,7 @@ from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import NoValidConfig, RankDisagreement
 
 
-class Answer(NamedTuple):
+class PruneResult(NamedTuple):
     """The configs that ``prune_fn`` keeps and drops; empty if it failed."""
 
     kept: Candidates = ()
@@ -51,18 +51,18 @@ class Answer(NamedTuple):
         return self.kept
 
     @property
-    def raised(self) -> str:
+    def failure_text(self) -> str:
         """The failure as text; empty if there is none."""
         error = self.failure
         return "" if error is None else f"prune_fn raised {error_text(error)}"
 
 
-MOST_LISTED = 1000
+MAX_LISTED = 1000
 """Maximum number of pruned configs that a record lists. Beyond it, it has counts by reason."""
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LeaderResult:
     """The leader's result of ``prune_fn``, with configs given by their place in the space."""
 
     kept: tuple[int, ...] | None = ()
@@ -71,7 +71,7 @@ class _Plan:
     warm_started_from: str = ""
     """The neighbours that chose the candidates; empty if none did."""
     failure: str | None = None
-    raising: str = "prune_fn"
+    failed_hook: str = "prune_fn"
     """Name of the user's function that failed."""
 
 
@@ -122,14 +122,14 @@ class CandidateSet:
 
     def pruned_trials(self) -> list[Trial]:
         """Return a trial for each pruned config; empty if there are too many."""
-        few = self.pruned if len(self.pruned) <= MOST_LISTED else []
+        few = self.pruned if len(self.pruned) <= MAX_LISTED else []
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in few]
 
     def dropped(self) -> dict[str, int]:
         """On the leader, return counts by reason of the pruned configs that are not listed."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
-        many = self.pruned if len(self.pruned) > MOST_LISTED else []
+        many = self.pruned if len(self.pruned) > MAX_LISTED else []
         return dict(Counter(each.reason for each in many))
 
 
@@ -149,28 +149,28 @@ class Selection:
     def __init__(self, parts: Parts, subject: Subject, call: Call, ranks: Channel) -> None:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self.cause: Exception | None = None
-        self._answer: Answer | None = None
+        self._prune_result: PruneResult | None = None
 
     # ``cached_property`` would keep the answer alive in a frame of its ``__get__``.
     @property
-    def answer(self) -> Answer:
+    def prune_result(self) -> PruneResult:
         """The result of ``prune_fn`` on this rank, computed at first use.
 
         Do not store it in a local variable: its failure refers to the frame of the first caller.
         """
-        if self._answer is None:
+        if self._prune_result is None:
             subject, call = self._subject, self._call
             try:
                 with self._ranks.user_code(Step("prune_fn")):
                     kept_and_dropped = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
-                self._answer = Answer(*kept_and_dropped)
+                self._prune_result = PruneResult(*kept_and_dropped)
             except Exception as error:
-                self._answer = Answer(failure=error)
-        return self._answer
+                self._prune_result = PruneResult(failure=error)
+        return self._prune_result
 
     def forget(self) -> None:
         """Drop the errors. They refer to frames that refer to this object."""
-        self.cause = self._answer = None
+        self.cause = self._prune_result = None
 
     def candidate_set(self, warm: bool = True) -> CandidateSet:
         """Return the configs that may be tried. Only the leader calls ``prune_fn``.
@@ -183,22 +183,24 @@ class Selection:
             RankDisagreement: the leader's ``prune_fn``, ``fallback_fn`` or ``waves_fn`` raised. The
                 leader raises the original exception.
         """
-        ranks, space, plan = self._ranks, self._subject.space, _Plan()
-        answer = self.answer if ranks.is_leader else Answer()
+        ranks, space, plan = self._ranks, self._subject.space, _LeaderResult()
+        answer = self.prune_result if ranks.is_leader else PruneResult()
         failure = answer.failure
         if failure is not None:
-            plan = _Plan(failure=answer.raised)
+            plan = _LeaderResult(failure=answer.failure_text)
         elif isinstance(answer.kept, Unlisted):
-            plan = _Plan(kept=None)
+            plan = _LeaderResult(kept=None)
         elif ranks.is_leader:
             try:
                 # Broadcast places instead of configs, because the spaces are equal on all ranks.
                 few, origin = self._warm_started(answer.kept) if warm else (answer.kept, "")
                 dropped = tuple((space.place(each.config), each.reason) for each in answer.dropped)
-                plan = _Plan(tuple(map(space.place, few)), dropped, origin)
+                plan = _LeaderResult(tuple(map(space.place, few)), dropped, origin)
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
-                plan = _Plan(failure=f"{ASKED} raised {error_text(error)}", raising=ASKED)
+                plan = _LeaderResult(
+                    failure=f"{HOOK_NAMES} raised {error_text(error)}", failed_hook=HOOK_NAMES
+                )
         decided = ranks.broadcast(Step("prune_fn"), plan, self._parts.settings.seconds)
         if failure is not None:
             try:
@@ -207,7 +209,7 @@ class Selection:
                 del answer, failure  # the error refers to this frame
         if decided.failure is not None:
             raised = {ranks.global_rank(0): decided.failure}
-            raise RankDisagreement(f"{decided.raising} of {self._subject.name}", raised)
+            raise RankDisagreement(f"{decided.failed_hook} of {self._subject.name}", raised)
         # The kept configs are too many to send, and only the leader's search needs them.
         if decided.kept is None:
             own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
@@ -242,12 +244,12 @@ class Selection:
         record, failure = None, ""
         near = self._neighbours()
         if near is not None and near.all:
-            self.cause, failure = self.answer.failure, self.answer.raised
+            self.cause, failure = self.prune_result.failure, self.prune_result.failure_text
             if self.cause is None:
                 try:
-                    record = near.predict(self.key, self.answer.listed, timestamp())
+                    record = near.predict(self.key, self.prune_result.listed, timestamp())
                 except Exception as error:  # raised by the user's fallback_fn or waves_fn
-                    self.cause, failure = error, f"{ASKED} raised {error_text(error)}"
+                    self.cause, failure = error, f"{HOOK_NAMES} raised {error_text(error)}"
         failure = failure and f"{failure} on rank {self._ranks.global_rank(0)}"
         seconds = self._parts.settings.seconds
         return self._ranks.broadcast(Step("predict"), (record, failure), seconds)
@@ -269,7 +271,7 @@ class Selection:
             # kernel than a size between two multiples.
             special = is_special(near.family.sizes)
             others = [each for each in near.all if is_special(each.sizes) == special]
-            kept = self.answer.listed if record.shipped else space
+            kept = self.prune_result.listed if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             times = near.times(record, usable, others)
         seconds = self._parts.settings.seconds

@@ -79,7 +79,7 @@ class Channel:
 
     Attributes:
         clock: the seconds of each phase.
-        has_met: whether all ranks have sent the first message.
+        all_have_joined: whether all ranks have sent the first message.
         final_error: the error that ended the exchange of messages. Code that catches exceptions of
             the user's function must re-raise it, because no more messages can be sent.
         on_stuck: called with a config in which some rank is stuck. Any thread may call it.
@@ -97,7 +97,7 @@ class Channel:
     ) -> None:
         self._ranks = ranks.channel(function, key, call, hint)
         self._hint = hint
-        self.has_met = False
+        self.all_have_joined = False
         self._is_nested = watchdog.is_inside()
         self._function = function
         self._seconds, self._grace = seconds, grace
@@ -110,17 +110,18 @@ class Channel:
         """Return the global rank, for messages, errors and records."""
         return self._ranks.global_rank(rank)
 
-    def first_all_gather(self, at: Step, value: T, soon: bool = False) -> list[T]:
+    def first_all_gather(self, at: Step, value: T, expected_soon: bool = False) -> list[T]:
         """Gather ``value`` from all ranks as the first message.
 
         Args:
-            soon: all ranks agreed to send this message soon, so wait no longer than for a step.
+            expected_soon: all ranks agreed to send this message soon, so wait no longer than for a
+                step.
         """
         # In a trial of another function, a rank that failed does not join this channel. It reports
         # at the end of the trial's step, so waiting longer than for a step is useless.
-        limit = self._seconds if self._is_nested or soon else None
+        limit = self._seconds if self._is_nested or expected_soon else None
         values = self._exchange(at, lambda: self._ranks.first_all_gather(str(at), value, limit))
-        self.has_met = True
+        self.all_have_joined = True
         return values
 
     def broadcast(self, at: Step, value: T | None, after: float = 0.0) -> T:
@@ -160,7 +161,7 @@ class Channel:
         text = f"{type(error).__name__}: {summary}"
         # All ranks raise these errors by themselves.
         is_known = isinstance(error, (RankTimeout, RankDisagreement))
-        refused = not self.has_met and isinstance(error, Exception) and not is_known
+        refused = not self.all_have_joined and isinstance(error, Exception) and not is_known
         with suppress(RankTimeout):
             self._ranks.abort(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
@@ -230,7 +231,7 @@ class Channel:
             by_rank |= late.refusals
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
         # The hint explains only a missing first message.
-        if not (self.has_met or late.because):
+        if not (self.all_have_joined or late.because):
             at = replace(at, remark=self._hint)
         # Without another reason, the missing rank is stuck in the config.
         blames = bool(late.missing) and not late.because
@@ -255,7 +256,7 @@ class Channel:
             seconds=seconds,
             because=because,
             remark=at.remark,
-            is_first_message=not self.has_met and config is None,
+            is_first_message=not self.all_have_joined and config is None,
         )
         if blames and config is not None:
             self.quarantine(config, Failure("timeout", error.summary, int(missing[0])))

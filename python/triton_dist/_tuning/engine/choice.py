@@ -35,7 +35,7 @@ class NewKeys:
         self._waiting: dict[Hashable, None] = {}
         self._is_over = False
 
-    def hits_later(self, key: Hashable) -> bool:
+    def delays_hit(self, key: Hashable) -> bool:
         """Note a tuned key. Return whether it becomes a hit only at its second call."""
         self._tuned += 1
         if self._tuned <= _IMMEDIATE_HITS or self._is_over:
@@ -87,7 +87,7 @@ def _varying(
 
 
 _logger = logging.getLogger("triton_dist.tuning")
-_UNUSABLE = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
+_CONFIG_ERRORS = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
 """Names of exception classes that blame the config; triton is not imported here. Running out of
 device memory is not included, because other allocations of the program may cause it."""
 _FAILED_PASS = "PassManager::run failed"
@@ -97,7 +97,7 @@ _FAILED_PASS = "PassManager::run failed"
 def is_unusable(error: Exception) -> bool:
     """Return whether the error blames the config, which another compiler build may reject."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    return not names.isdisjoint(_UNUSABLE) or _FAILED_PASS in error_text(error)
+    return not names.isdisjoint(_CONFIG_ERRORS) or _FAILED_PASS in error_text(error)
 
 
 def add_note(error: Exception, text: str) -> None:

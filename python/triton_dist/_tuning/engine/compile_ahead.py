@@ -18,7 +18,7 @@ from triton_dist._tuning.values import Config
 
 
 @dataclass(frozen=True)
-class Needs:
+class MissingKernels:
     """The kernels that one rank lacks."""
 
     cache: str
@@ -61,13 +61,13 @@ class CompileAhead:
         new = [config for config in candidates if config.digest not in self._needed]
         with self._ranks.user_code(at, self._seconds):
             kernels = {c.digest: compiler.missing(functools.partial(prepare, c)) for c in new}
-        own = Needs(compiler.cache, kernels)
+        own = MissingKernels(compiler.cache, kernels)
         everyone = self._ranks.all_gather(at, own, self._seconds)
         for digest in kernels:
             missed = (needs.kernels.get(digest, ()) for needs in everyone)
             self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(missed)))
         sharers = sum(needs.cache == own.cache for needs in everyone)
-        compiler.begin(share(everyone, self._ranks.rank), sharers)
+        compiler.begin(kernels_to_compile(everyone, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
         """Return whether some rank lacks a kernel for ``config``, equally on all ranks."""
@@ -97,7 +97,7 @@ class CompileAhead:
             self._compiler.close()
 
 
-def share(everyone: Sequence[Needs], rank: int) -> list[str]:
+def kernels_to_compile(everyone: Sequence[MissingKernels], rank: int) -> list[str]:
     """Return the kernels that ``rank`` compiles, in the order in which candidates need them.
 
     Each kernel goes to one of the ranks that share a cache and lack it: the rank with the fewest

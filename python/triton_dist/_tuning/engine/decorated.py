@@ -154,17 +154,17 @@ def key_of(
     return (key, f"with {fixed}", fixed.digest) if fixed else key
 
 
-class OnceWarnings:
+class WarnOnce:
     """Warnings of one tuned function, which point at the line that calls an entry point."""
 
     def __init__(self, entry_points: Iterable[Any]) -> None:
         called_by_users(entry_points)
-        self._given: set[object] = set()
+        self._issued: set[object] = set()
 
     def warn(self, text: str, about: object = None) -> None:
         """Warn once per value of ``about``. Without it, warn once per calling line."""
         user = user_frame()
         about = about or (user.f_code, user.f_lineno)
-        if about not in self._given:
-            self._given.add(about)
+        if about not in self._issued:
+            self._issued.add(about)
             warn_at(user, text, TuningWarning)

@@ -24,9 +24,9 @@ from triton_dist._tuning.engine.choice import Choice, Choices
 from triton_dist._tuning.engine.decorated import (
     CALL_KEYWORDS,
     Decorated,
-    OnceWarnings,
     P,
     R_co,
+    WarnOnce,
     key_of,
     reporting_errors,
     signature_error,
@@ -134,10 +134,10 @@ class AutoTuner(Decorated[P, R_co]):
         self._untraced_slow_path = self._process.untraced(self._slow_path)
         self._default_group = self._process.default_group
         self._is_compiled = self._process.is_compiled
-        self._enter_world()
+        self._reset_for_world()
         self._names: frozenset[str] = frozenset()  # empty until the space is evaluated
         kind = type(self)
-        self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
+        self._warnings = WarnOnce([kind.__call__, kind.tune, kind.best_config])
 
     if TYPE_CHECKING:
         # Type checkers do not bind class methods of this type, and bind static methods.
@@ -203,7 +203,7 @@ class AutoTuner(Decorated[P, R_co]):
             world = self._default_group.WORLD
             try:
                 if world is not self._world:
-                    self._enter_world()
+                    self._reset_for_world()
                 hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
                 arguments = hits.get(self.key_fn(*args, **kwargs))
             except Exception:  # The slow path raises this again and reports it to every rank.
@@ -298,7 +298,7 @@ class AutoTuner(Decorated[P, R_co]):
 
     def clear(self) -> None:
         """Drop the choices of this process. Records on disk remain and are looked up again."""
-        self._enter_world()
+        self._reset_for_world()
         self._forget()
 
     def _slow_path(
@@ -321,7 +321,7 @@ class AutoTuner(Decorated[P, R_co]):
             for name in self.omitted_if_untuned:
                 arguments.pop(name, None)
         elif self._process.is_traced((args, kwargs)):
-            self._fixed(kwargs, allow_overwrite)
+            self._tunables_set_by_caller(kwargs, allow_overwrite)
             arguments = self._warn_untuned("while it is traced").arguments()
         else:
             options = (process_group, verbose, allow_overwrite)
@@ -337,7 +337,7 @@ class AutoTuner(Decorated[P, R_co]):
                 arguments = choice.config.arguments()
         return self.fn(*args, **{**arguments, **kwargs})
 
-    def _enter_world(self) -> None:
+    def _reset_for_world(self) -> None:
         """Drop all choices, because the group of all ranks was created or destroyed.
 
         All other groups end with it.
@@ -400,7 +400,7 @@ class AutoTuner(Decorated[P, R_co]):
         choices = self._choices
         with self._reporting(process_group):
             ranks = self._process.ranks(process_group)
-            fixed = self._fixed(kwargs, allow_overwrite)
+            fixed = self._tunables_set_by_caller(kwargs, allow_overwrite)
             space = self.config_space.without(fixed) if fixed else self.config_space
             if fixed and not space.names:  # the caller sets all tunable arguments
                 self._publish_absence(
@@ -460,7 +460,7 @@ class AutoTuner(Decorated[P, R_co]):
                 if not fixed:
                     choices.max_cached_keys = self._process.max_cached_keys()
                     choices.ranges[process_group, key] = kept
-                    if not (will_run and known.tuned and choices.new_keys.hits_later(key)):
+                    if not (will_run and known.tuned and choices.new_keys.delays_hit(key)):
                         self._keep(process_group, exact, known.for_sizes(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
             # The warnings are held back until the lock is released (``deferred_warnings``).
@@ -490,7 +490,7 @@ class AutoTuner(Decorated[P, R_co]):
     def _count_call(self) -> None:
         """Count a call that is not a hit."""
         if self._default_group.WORLD is not self._world:
-            self._enter_world()
+            self._reset_for_world()
         self._calls += 1
 
     def _reporting(self, process_group: Any) -> AbstractContextManager[None]:
@@ -516,7 +516,7 @@ class AutoTuner(Decorated[P, R_co]):
             raise NoValidConfig(self._name, "(any)", {})
         return self.config_space.default
 
-    def _fixed(self, kwargs: dict[str, Any], allowed: bool) -> Config:
+    def _tunables_set_by_caller(self, kwargs: dict[str, Any], allowed: bool) -> Config:
         """Return the tunable arguments that the caller sets. Raise if that is not allowed."""
         self._names = self.config_space.names
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
@@ -537,7 +537,7 @@ class AutoTuner(Decorated[P, R_co]):
         with self._reporting(group):
             if autotune and not self._process.is_off():
                 return None
-            fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
+            fixed, default = self._tunables_set_by_caller(kwargs, allow_overwrite), self._default()
         variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""
         self._publish_absence(group, f"called it with autotune=False{variable}")
         return Config({n: default[n] for n in default if n not in fixed}) if fixed else default

@@ -40,7 +40,7 @@ class Report:
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
         self._parts, self._key, self._clock = parts, key, clock
-        self._aloud = parts.settings.verbose and parts.ranks.is_leader
+        self._prints = parts.settings.verbose and parts.ranks.is_leader
         self._title = f"autotune {key.full_name}, key {key}"
         self._log = parts.log(key)
         self._total = 0
@@ -86,7 +86,7 @@ class Report:
             policy=dict(policy.facts()),
         )
         with suppress(OSError, ValueError):  # standard error is closed
-            if self._aloud and sys.stderr is not None and sys.stderr.isatty():
+            if self._prints and sys.stderr is not None and sys.stderr.isatty():
                 self._bar = _bar()
                 self._task = self._bar.add_task("", total=self._total)
                 self._bar.start()
@@ -196,9 +196,9 @@ class Report:
         with suppress(OSError, ValueError):
             if self._parts.ranks.is_leader:
                 _logger.log(level, "%s", text)
-        if self._aloud and self._bar is None:
+        if self._prints and self._bar is None:
             print_line(text)
-        elif self._aloud:
+        elif self._prints:
             with suppress(OSError, ValueError):
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -209,11 +209,11 @@ class Attempts:
         error, self._error = self._error, None
         return error
 
-    def measured_before(self, config: Config) -> None:
+    def note_earlier_measurement(self, config: Config) -> None:
         """Note that an earlier start measured ``config``. The first one is the reference."""
         self._first_measured = self._first_measured or config
 
-    def undo_the_last(self) -> None:
+    def undo_last_run(self) -> None:
         """Undo the changes of the last run, before the user's call."""
         if self._subject.hooks.reset is None or not self._has_run:
             return

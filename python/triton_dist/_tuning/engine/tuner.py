@@ -286,9 +286,9 @@ class _FirstCall:
         sizes, key = self._subject.sizes, self._call.key
         if sizes is not None and not sizes.family(key).holds(sizes.values(key), record.at):
             yield f"it was measured at {record.at}, which belongs to another range now"
-        if record.shipped and self.selection.answer.failure is not None:
-            yield self.selection.answer.raised
-        elif record.shipped and self._winner(record) not in self.selection.answer.kept:
+        if record.shipped and self.selection.prune_result.failure is not None:
+            yield self.selection.prune_result.failure_text
+        elif record.shipped and self._winner(record) not in self.selection.prune_result.kept:
             yield f"prune_fn drops the winner {record.best}"
 
     def _agree(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
@@ -435,7 +435,7 @@ class _FirstCall:
                         by_rank = attempts.by_rank
                 # An earlier start of this tuning measured the config.
                 elif isinstance(outcome, Measurement):
-                    attempts.measured_before(request.config)
+                    attempts.note_earlier_measurement(request.config)
                 config_outcome = progress.learn(request, outcome, by_rank)
                 report.tried(label, request, outcome, config_outcome)
                 if is_only:
@@ -443,7 +443,7 @@ class _FirstCall:
                 if search is not None:
                     with ranks.clock.phase("search"):
                         search.tell(request, outcome)
-            attempts.undo_the_last()
+            attempts.undo_last_run()
             return attempts.take_error()
 
     def _next(

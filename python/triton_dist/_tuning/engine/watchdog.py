@@ -28,8 +28,8 @@ from typing import Any
 from triton_dist._tuning.protocols import ThreadValue
 from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
-_LOOK_SECONDS = 0.5
-_LATE_SECONDS = 2.0
+_POLL_SECONDS = 0.5
+_STOPPED_DELAY_SECONDS = 2.0
 """Delay of a wake-up that proves that the process was stopped. Load delays a thread by less."""
 _end: Callable[[int], object] = os._exit
 
@@ -69,7 +69,7 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def next(self) -> float:
+    def next_deadline(self) -> float:
         """Return the time at which to report, or, after the report, to end the process.
 
         The watched thread sets ``due`` without a lock, also at the last moment: then ``due`` is
@@ -174,16 +174,16 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             with self._changed:
-                first = min(self._watches, key=Watch.next, default=None)
-                left = math.inf if first is None else first.next() - self._now()
+                first = min(self._watches, key=Watch.next_deadline, default=None)
+                left = math.inf if first is None else first.next_deadline() - self._now()
                 if first is None or left > 0:
                     # ``begin`` of a watch does not notify this thread, so wake up regularly.
-                    seconds = None if first is None else min(left, _LOOK_SECONDS)
+                    seconds = None if first is None else min(left, _POLL_SECONDS)
                     first = None  # it may refer to arguments of a call
                     begin = time.monotonic()
                     self._changed.wait(seconds)
                     late = time.monotonic() - begin - (math.inf if seconds is None else seconds)
-                    if late > _LATE_SECONDS:
+                    if late > _STOPPED_DELAY_SECONDS:
                         self._stopped += late
                     continue
                 reported, first.overdue = first.overdue, True

@@ -1,7 +1,7 @@
 """Searches: they choose which config to measure next."""
 
-from triton_dist._tuning.search.brief import Brief
+from triton_dist._tuning.search.brief import ShortRace
 from triton_dist._tuning.search.choose import Exhaustive, Factory, Search, check_search, search_for
 from triton_dist._tuning.search.racing import Racing
 
-__all__ = ["Brief", "Exhaustive", "Factory", "Racing", "Search", "check_search", "search_for"]
+__all__ = ["ShortRace", "Exhaustive", "Factory", "Racing", "Search", "check_search", "search_for"]

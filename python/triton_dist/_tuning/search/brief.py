@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from triton_dist._tuning.search.racing import Requesting
+from triton_dist._tuning.search.racing import IteratorSearch
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
 ROUNDS = (1, 1, 1, 2)
@@ -20,13 +20,13 @@ ROUNDS = (1, 1, 1, 2)
 _FIRST_MARGIN = 0.2
 """Relative delay that drops a candidate after one sample, while the noise is unknown. (A sample of
 a library algorithm took 909 us instead of 756 us; the second-best algorithm takes 775 us.)"""
-_SEVERAL, _FEW_MARGIN = 3, 0.04
+_MIN_DEGREES_OF_FREEDOM, _MARGIN_FEW_DEGREES = 3, 0.04
 """With fewer degrees of freedom (over all candidates), the spread of the samples does not measure
 the noise. A candidate that is slower by less than the margin then stays."""
 _STANDARD_ERRORS = 2.0
 
 
-class Brief(Requesting):
+class ShortRace(IteratorSearch):
     """Deterministic search that races ``candidates`` in their order.
 
     Args:
@@ -63,16 +63,16 @@ class Brief(Requesting):
             if place >= 2 and self._spent * (place + 1) / place > self._milliseconds:
                 break
             yield Request(config, ROUNDS[0])
-        left = self._close(self._candidate_set)
+        remaining = self._possible_winners(self._candidate_set)
         for samples in ROUNDS[1:]:
-            left = self._affordable(left, samples)[::-1]
-            if len(left) < 2:
+            remaining = self._affordable(remaining, samples)[::-1]
+            if len(remaining) < 2:
                 return
-            for config in left:
+            for config in remaining:
                 yield Request(config, samples)
-            left = self._close(left)
+            remaining = self._possible_winners(remaining)
 
-    def _close(self, candidates: Sequence[Config]) -> list[Config]:
+    def _possible_winners(self, candidates: Sequence[Config]) -> list[Config]:
         """Return the candidates that may be the fastest, beyond the indifference zone, in order."""
         medians = {
             config: self._median(config) for config in candidates if config.digest in self._samples
@@ -103,14 +103,14 @@ class Brief(Requesting):
         Args:
             last: the samples of each candidate of the last round.
         """
-        several = [own for own in self._samples.values() if len(own) > 1]
-        if not several:
+        repeated = [own for own in self._samples.values() if len(own) > 1]
+        if not repeated:
             return _FIRST_MARGIN
-        freedom = sum(len(own) - 1 for own in several)
+        freedom = sum(len(own) - 1 for own in repeated)
         squares = sum(
-            (statistics.stdev(o) / (statistics.fmean(o) or 1)) ** 2 * (len(o) - 1) for o in several
+            (statistics.stdev(o) / (statistics.fmean(o) or 1)) ** 2 * (len(o) - 1) for o in repeated
         )
         error = _STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / min(map(len, last), default=1))
-        if freedom < _SEVERAL:
-            return max(error, _FEW_MARGIN)
+        if freedom < _MIN_DEGREES_OF_FREEDOM:
+            return max(error, _MARGIN_FEW_DEGREES)
         return error if error > self._policy.indifference else 0.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search.racing import Racing, Requesting
+from triton_dist._tuning.search.racing import IteratorSearch, Racing
 from triton_dist._tuning.values import (
     Candidates,
     Config,
@@ -47,7 +47,7 @@ class Proposer(Protocol):
         """Return configs to compile in advance. :meth:`ask` may return them next."""
 
 
-class Exploring(Requesting):
+class Exploring(IteratorSearch):
     """Search that takes one sample of each proposed config, then races the fastest configs.
 
     Args:
@@ -192,7 +192,7 @@ class UserProposer:
         return self._known.get(config.digest)
 
 
-class Exhaustive(Requesting):
+class Exhaustive(IteratorSearch):
     """Search that takes all samples of every candidate."""
 
     def __init__(

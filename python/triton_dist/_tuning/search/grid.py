@@ -34,7 +34,9 @@ class Grid(ABC):
 
     @staticmethod
     def of(candidates: Candidates) -> Grid:
-        return Unseen(candidates) if isinstance(candidates, Unlisted) else Listed(candidates)
+        return (
+            UnlistedGrid(candidates) if isinstance(candidates, Unlisted) else ListedGrid(candidates)
+        )
 
     @abstractmethod
     def has(self, point: Point) -> bool:
@@ -49,33 +51,33 @@ class Grid(ABC):
         """Return the point of ``config``, or ``None`` if it is not a candidate."""
 
     @abstractmethod
-    def drawn(self, draw: np.random.Generator, count: int) -> list[Point]:
+    def random_points(self, generator: np.random.Generator, count: int) -> list[Point]:
         """Return up to ``count`` random points, possibly with duplicates."""
 
-    def changed(
-        self, points: Sequence[Point], number: int, draw: np.random.Generator, count: int
+    def randomly_changed(
+        self, points: Sequence[Point], number: int, generator: np.random.Generator, count: int
     ) -> list[Point]:
         """Return up to ``count`` possible candidates that differ from one of ``points`` in at most
         ``number`` parameters."""
         if not points or not self.sizes:
             return []
-        rows = np.array(points)[draw.integers(len(points), size=count)]
+        rows = np.array(points)[generator.integers(len(points), size=count)]
         for _ in range(number):
-            axes = draw.integers(len(self.sizes), size=count)
-            rows[np.arange(count), axes] = draw.integers(np.array(self.sizes)[axes])
+            axes = generator.integers(len(self.sizes), size=count)
+            rows[np.arange(count), axes] = generator.integers(np.array(self.sizes)[axes])
         return [point for point in map(tuple, rows.tolist()) if self.has(point)]
 
     def neighbours(self, point: Point, reach: int) -> Iterator[Point]:
         """Yield the points that differ in one parameter, by at most ``reach`` steps if ordered."""
-        for axis, place in enumerate(point):
+        for axis, index in enumerate(point):
             far = reach if self.ordered[axis] else self.sizes[axis]
-            for other in range(max(0, place - far), min(self.sizes[axis], place + far + 1)):
+            for other in range(max(0, index - far), min(self.sizes[axis], index + far + 1)):
                 near = (*point[:axis], other, *point[axis + 1 :])
-                if other != place and self.has(near):
+                if other != index and self.has(near):
                     yield near
 
 
-class Listed(Grid):
+class ListedGrid(Grid):
     """Grid of a list of configs. Its parameters are the names in the configs."""
 
     def __init__(self, candidates: Sequence[Config]) -> None:
@@ -94,7 +96,7 @@ class Listed(Grid):
         points = points or [()] * len(candidates)
         if len(set(points)) < len(points):  # some have equal texts: add the index as a parameter
             self.sizes, self.ordered = (*self.sizes, len(points)), (*self.ordered, False)
-            points = [(*point, place) for place, point in enumerate(points)]
+            points = [(*point, index) for index, point in enumerate(points)]
         self._configs = dict(zip(points, candidates, strict=True))
         self._points = {c.digest: p for p, c in zip(points, candidates, strict=True)}
         self._all = list(self._configs)
@@ -108,19 +110,19 @@ class Listed(Grid):
     def point(self, config: Config) -> Point | None:
         return self._points.get(config.digest)
 
-    def drawn(self, draw: np.random.Generator, count: int) -> list[Point]:
-        return [self._all[index] for index in draw.integers(len(self._all), size=count)]
+    def random_points(self, generator: np.random.Generator, count: int) -> list[Point]:
+        return [self._all[index] for index in generator.integers(len(self._all), size=count)]
 
 
-class Unseen(Grid):
+class UnlistedGrid(Grid):
     """Grid of a ``Product``, whose candidates are not listed."""
 
     def __init__(self, candidates: Unlisted) -> None:
         self._candidates, self._product = candidates, candidates.product
-        self._several = [name for name, each in self._product.values.items() if len(each) > 1]
+        self._varying_names = [name for name, each in self._product.values.items() if len(each) > 1]
         self._ranks: list[list[int]] = []
         ordered = []
-        for name in self._several:
+        for name in self._varying_names:
             texts = list(map(repr, self._product.values[name]))
             rank, is_ordered = _ranks(texts)
             self._ranks.append([rank[text] for text in texts])
@@ -130,10 +132,10 @@ class Unseen(Grid):
         self.ordered = tuple(ordered)
 
     def has(self, point: Point) -> bool:
-        return self._product.has(self._whole(point))
+        return self._product.has(self._full_point(point))
 
     def config(self, point: Point) -> Config | None:
-        return self._candidates.config(self._whole(point))
+        return self._candidates.config(self._full_point(point))
 
     def point(self, config: Config) -> Point | None:
         if config not in self._candidates:
@@ -141,24 +143,24 @@ class Unseen(Grid):
         whole = self._product.point(config)
         assert whole is not None
         places = (
-            place
-            for place, values in zip(whole, self._product.values.values(), strict=True)
+            index
+            for index, values in zip(whole, self._product.values.values(), strict=True)
             if len(values) > 1
         )
-        return tuple(ranks[place] for ranks, place in zip(self._ranks, places, strict=True))
+        return tuple(ranks[index] for ranks, index in zip(self._ranks, places, strict=True))
 
-    def drawn(self, draw: np.random.Generator, count: int) -> list[Point]:
+    def random_points(self, generator: np.random.Generator, count: int) -> list[Point]:
         found: list[Point] = []
         for _ in range(_DRAWS):
             if len(found) >= count:
                 break
-            rows = draw.integers(self.sizes, size=(count, len(self.sizes)))
+            rows = generator.integers(self.sizes, size=(count, len(self.sizes)))
             found += filter(self.has, map(tuple, rows.tolist()))
         return found[:count]
 
-    def _whole(self, point: Point) -> Point:
-        places = dict(zip(self._several, point, strict=True))
-        own = dict(zip(self._several, self._places, strict=True))
+    def _full_point(self, point: Point) -> Point:
+        places = dict(zip(self._varying_names, point, strict=True))
+        own = dict(zip(self._varying_names, self._places, strict=True))
         return tuple(own[name][places[name]] if name in own else 0 for name in self._product.values)
 
 
@@ -167,5 +169,5 @@ def _ranks(texts: Sequence[str]) -> tuple[dict[str, int], bool]:
     try:
         ordered = sorted(texts, key=float)
     except ValueError:
-        return {text: place for place, text in enumerate(texts)}, False
-    return {text: place for place, text in enumerate(ordered)}, True
+        return {text: index for index, text in enumerate(texts)}, False
+    return {text: index for index, text in enumerate(ordered)}, True

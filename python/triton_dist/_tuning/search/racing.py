@@ -51,9 +51,9 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 from triton_dist._tuning.values.winner import levels, typical
 
-_BLOCK = 16
-_PASSES = 10
-_LATE = 0.1
+_BLOCK_SAMPLES = 16
+_FIT_ITERATIONS = 10
+_MAX_CLOCK_DEVIATION = 0.1
 """A sample whose relative deviation from the level of its candidate is larger is late for another
 reason than the clocks, and is ignored."""
 
@@ -68,7 +68,7 @@ class Drift:
     def __init__(self) -> None:
         self._times: defaultdict[str, list[float]] = defaultdict(list)
         self._blocks: defaultdict[str, list[int]] = defaultdict(list)
-        self._taken = 0
+        self._num_samples = 0
         self._speed: dict[int, float] = {}
         """By block, the factor by which runs took longer, about 1."""
 
@@ -76,8 +76,8 @@ class Drift:
         """Add consecutive ``samples`` in milliseconds, taken now."""
         for time in samples:
             self._times[digest].append(time)
-            self._blocks[digest].append(self._taken // _BLOCK)
-            self._taken += 1
+            self._blocks[digest].append(self._num_samples // _BLOCK_SAMPLES)
+            self._num_samples += 1
 
     def first_block(self, digest: str) -> int:
         """Return the block of the first sample."""
@@ -87,13 +87,13 @@ class Drift:
         """Fit the levels of these candidates and the speeds of the blocks alternately, starting at
         the last fit."""
         several = [digest for digest in digests if len(self._times[digest]) > 1]
-        for _ in range(_PASSES):
+        for _ in range(_FIT_ITERATIONS):
             ratios: defaultdict[int, list[float]] = defaultdict(list)
             for digest in several:
-                steady = self.steadied(digest)
+                steady = self.without_drift(digest)
                 level = statistics.median(steady) or 1.0
                 for time, block in zip(steady, self._blocks[digest], strict=True):
-                    if abs(time / level - 1) < _LATE:
+                    if abs(time / level - 1) < _MAX_CLOCK_DEVIATION:
                         ratios[block].append(time / level)
             # Means, not medians: if the clock steps in the middle of a block, a median follows one
             # of the two halves and the fit does not converge.
@@ -103,7 +103,7 @@ class Drift:
             mean = statistics.fmean(self._speed.values()) if self._speed else 1.0
             self._speed = {block: speed / mean for block, speed in self._speed.items()}
 
-    def steadied(self, digest: str) -> list[float]:
+    def without_drift(self, digest: str) -> list[float]:
         """Return the samples of a candidate without the known drift."""
         times, blocks = self._times[digest], self._blocks[digest]
         return [
@@ -121,24 +121,24 @@ CLOCK_JUMP = 0.06
 SECOND_SAMPLE_SHARE = 1 / 6
 """Share of the time of stage 1 that is always spent on second samples, because one late sample can
 make a good config look slow."""
-REFERENCES = 3
+CLOCK_REFERENCES = 3
 """Candidates of each block of stage 1 whose second sample measures the clock of that block."""
 STANDARD_ERRORS = 4.0
 FEW_CANDIDATES = 3.0
 """Number of candidates for which the margin is doubled, because few candidates measure the noise
 badly."""
 FINALISTS = 16
-LEAST_ROUNDS = 6
+MIN_FINAL_ROUNDS = 6
 """Rounds of the final before a candidate is dropped. The number exceeds the samples before the
 final, so most samples of a finalist were taken next to samples of the other finalists."""
 STANDARD_ERRORS_IN_FINAL = 3.0
-SETTLED = 0.25
+FINAL_PRECISION = 0.25
 """Fraction of the indifference zone; the final ends when two standard errors are below it."""
-_FEW = 5
+_MIN_SAMPLES_FOR_MEAN = 5
 """Minimum number of samples with a meaningful interquartile mean."""
 
 
-class Requesting:
+class IteratorSearch:
     """Base of searches that yield their requests from the iterator ``_requests``."""
 
     runs_user_code = False
@@ -153,7 +153,7 @@ class Requesting:
         return named
 
 
-class Racing(Requesting):
+class Racing(IteratorSearch):
     """Search that races the candidates in stages.
 
     Deterministic: equal outcomes lead to equal requests. Each request is answered before the next
@@ -209,24 +209,24 @@ class Racing(Requesting):
     def _run(self) -> Iterator[Request]:
         """Yield the requests of all stages; candidates with samples get only the missing ones."""
         first, *later = self._policy.rounds
-        left: Sequence[Config] = self._candidate_set
+        remaining: Sequence[Config] = self._candidate_set
         if first == 1:
-            left = self._not_clearly_slower(left)
+            remaining = self._not_clearly_slower(remaining)
             if later:
-                left = yield from self._second_samples(left)
-        left = self._still_racing(left)
-        while left and later and self._fewest_samples(left) < later[-1]:
-            yield from self._round(left, later[-1])
-            left = self._still_racing(left)
-        left = [
+                remaining = yield from self._second_samples(remaining)
+        remaining = self._still_racing(remaining)
+        while remaining and later and self._fewest_samples(remaining) < later[-1]:
+            yield from self._round(remaining, later[-1])
+            remaining = self._still_racing(remaining)
+        remaining = [
             config
-            for place, config in enumerate(left)
+            for place, config in enumerate(remaining)
             if place < FINALISTS or config.digest in self._protected
         ]
         most = self._policy.rounds[-1] + self._policy.repeat + self._policy.tie_break
-        while len(left) > 1 and self._fewest_samples(left) < most:
-            yield from self._round(left, most)
-            left = self._possible_winners(left)
+        while len(remaining) > 1 and self._fewest_samples(remaining) < most:
+            yield from self._round(remaining, most)
+            remaining = self._possible_winners(remaining)
 
     def _second_samples(
         self, candidates: Sequence[Config]
@@ -236,7 +236,7 @@ class Racing(Requesting):
         for config in candidates:
             blocks.setdefault(self._drift.first_block(config.digest), []).append(config)
         # Interleave, so that each block of stage 2 contains candidates of many blocks of stage 1.
-        columns = itertools.zip_longest(*(block[:REFERENCES] for block in blocks.values()))
+        columns = itertools.zip_longest(*(block[:CLOCK_REFERENCES] for block in blocks.values()))
         seen = [config for column in columns for config in column if config is not None]
         known = {config.digest for config in seen}
         others = [config for config in candidates if config.digest not in known]
@@ -251,18 +251,18 @@ class Racing(Requesting):
             others = [
                 config
                 for config, before in zip(ranked, spent, strict=False)
-                if before <= affordable or self._stays(config, limit)
+                if before <= affordable or self._is_within(config, limit)
             ]
             now, others = others[: len(seen)], others[len(seen) :]
             yield from self._sample(now, 2)
             seen += now
         return seen
 
-    def _round(self, left: Sequence[Config], most: int) -> Iterator[Request]:
+    def _round(self, remaining: Sequence[Config], most: int) -> Iterator[Request]:
         """Take one more sample of each, up to ``most``; candidates with fewer samples catch up."""
         yield from self._sample(
-            left[:: self._direction],
-            min(self._fewest_samples(left) + self._samples_per_request, most),
+            remaining[:: self._direction],
+            min(self._fewest_samples(remaining) + self._samples_per_request, most),
         )
         self._direction = -self._direction
 
@@ -279,7 +279,7 @@ class Racing(Requesting):
             return []
         fastest = self._optimistic_ms(ranked[0])
         limit = max(CLEARLY_SLOWER * fastest, fastest + LATE_MS)
-        return [config for config in ranked if self._stays(config, limit)]
+        return [config for config in ranked if self._is_within(config, limit)]
 
     def _still_racing(self, candidates: Sequence[Config]) -> Sequence[Config]:
         """Return the candidates that may be the fastest, given the noise.
@@ -291,21 +291,21 @@ class Racing(Requesting):
         if not ranked:
             return []
         limit = self._limit(ranked, self._fewest_samples(ranked))
-        return [config for config in ranked if self._stays(config, limit)]
+        return [config for config in ranked if self._is_within(config, limit)]
 
     def _possible_winners(self, finalists: Sequence[Config]) -> Sequence[Config]:
         """Return the finalists that may be the fastest, or nothing if their order is certain enough
         to end the final."""
-        left = [config for config in finalists if config.digest in self._samples]
-        taken = self._fewest_samples(left)
-        if taken < self._policy.rounds[-1] + LEAST_ROUNDS or not left:
-            return left
-        found = levels([self._samples[config.digest] for config in left])
+        remaining = [config for config in finalists if config.digest in self._samples]
+        taken = self._fewest_samples(remaining)
+        if taken < self._policy.rounds[-1] + MIN_FINAL_ROUNDS or not remaining:
+            return remaining
+        found = levels([self._samples[config.digest] for config in remaining])
         fastest, error = min(found.level), found.standard_error(taken, taken)
-        if 2 * error <= SETTLED * self._policy.indifference * abs(fastest):
+        if 2 * error <= FINAL_PRECISION * self._policy.indifference * abs(fastest):
             return []
         limit = fastest + STANDARD_ERRORS_IN_FINAL * error
-        return [c for c, level in zip(left, found.level, strict=True) if level <= limit]
+        return [c for c, level in zip(remaining, found.level, strict=True) if level <= limit]
 
     def _digests(self, candidates: Iterable[Config]) -> list[str]:
         """Return the digests of the candidates that did not fail."""
@@ -326,30 +326,38 @@ class Racing(Requesting):
         valid = [config for config in candidates if config.digest in self._samples]
         return sorted(valid, key=self._optimistic_ms)
 
-    def _stays(self, config: Config, limit: float) -> bool:
+    def _is_within(self, config: Config, limit: float) -> bool:
         return config.digest in self._protected or self._optimistic_ms(config) <= limit
 
     def _optimistic_ms(self, config: Config) -> float:
         """Return the time of a run; with few samples, assume that the slower ones were late."""
-        steady = self._drift.steadied(config.digest)
-        return typical(steady) if len(steady) >= _FEW else statistics.median_low(steady)
+        steady = self._drift.without_drift(config.digest)
+        return (
+            typical(steady)
+            if len(steady) >= _MIN_SAMPLES_FOR_MEAN
+            else statistics.median_low(steady)
+        )
 
     def _pessimistic_ms(self, digest: str) -> float:
         """Return the time of a run; with few samples, assume that the faster ones were lucky."""
-        steady = self._drift.steadied(digest)
-        return typical(steady) if len(steady) >= _FEW else statistics.median_high(steady)
+        steady = self._drift.without_drift(digest)
+        return (
+            typical(steady)
+            if len(steady) >= _MIN_SAMPLES_FOR_MEAN
+            else statistics.median_high(steady)
+        )
 
-    def _limit(self, candidates: Sequence[Config], samples: int, least: float = 0.0) -> float:
+    def _limit(self, candidates: Sequence[Config], samples: int, min_margin: float = 0.0) -> float:
         """Return the milliseconds above which a candidate with this number of samples is dropped.
-        ``least``: smallest relative margin over the fastest of ``candidates``."""
+        ``min_margin``: smallest relative margin over the fastest of ``candidates``."""
         digests = self._digests(candidates)
         noise = sorted(
             statistics.stdev(own) / (statistics.fmean(own) or 1.0)
-            for own in map(self._drift.steadied, digests)
+            for own in map(self._drift.without_drift, digests)
             if len(own) > 1
         )
         third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
         caution = 1 + FEW_CANDIDATES / max(len(noise), 1)
         margin = STANDARD_ERRORS * caution * third_quartile * math.sqrt(2 / max(samples, 1))
         fastest = min(map(self._pessimistic_ms, digests), default=math.inf)
-        return fastest * (1 + max(margin, self._policy.indifference, least))
+        return fastest * (1 + max(margin, self._policy.indifference, min_margin))

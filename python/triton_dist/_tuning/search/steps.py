@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from triton_dist._tuning.values import Config, LaunchStep
 
 
-class InOrder:
+class OrderedPlan:
     """Plan that launches each config ``warmup`` times untimed, then ``repeat`` times timed.
 
     Failed configs are left out. ``current`` is the next step, or ``None`` at the end.
@@ -52,7 +52,7 @@ class InOrder:
             yield LaunchStep(config, timed=launch >= warmup)
 
 
-class Race(InOrder):
+class RacingPlan(OrderedPlan):
     """Plan that drops clear losers early.
 
     =====  ==================================================  ================================
@@ -74,23 +74,23 @@ class Race(InOrder):
     _CLEARLY_SLOWER = (2.0, 1.5)
 
     def _plan(self) -> Iterator[LaunchStep]:
-        field = list(self._candidates)
-        two_thirds, third = math.ceil(2 * len(field) / 3), math.ceil(len(field) / 3)
-        for config in field:
+        candidates = list(self._candidates)
+        two_thirds, third = math.ceil(2 * len(candidates) / 3), math.ceil(len(candidates) / 3)
+        for config in candidates:
             yield from self._launches(config, min(self._warmup, 1), 1)
         if self._repeat > 1:
-            field = self._fastest(field, self._CLEARLY_SLOWER[0], two_thirds)
-            for config in field:
+            candidates = self._fastest(candidates, self._CLEARLY_SLOWER[0], two_thirds)
+            for config in candidates:
                 yield LaunchStep(config, timed=True)
-            field = self._fastest(field, self._CLEARLY_SLOWER[1], third)
-        for _ in range(self._repeat - 2 if len(field) > 1 else 0):
-            for config in field:
+            candidates = self._fastest(candidates, self._CLEARLY_SLOWER[1], third)
+        for _ in range(self._repeat - 2 if len(candidates) > 1 else 0):
+            for config in candidates:
                 yield LaunchStep(config, timed=True)
-            field.reverse()
+            candidates.reverse()
 
-    def _fastest(self, field: Sequence[Config], slower: float, most: int) -> list[Config]:
+    def _fastest(self, candidates: Sequence[Config], slower: float, most: int) -> list[Config]:
         ranked = sorted(
-            (config for config in field if config.digest in self.samples), key=self._level
+            (config for config in candidates if config.digest in self.samples), key=self._level
         )
         return [
             config

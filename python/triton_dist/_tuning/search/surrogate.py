@@ -222,7 +222,9 @@ class Surrogate:
 
     def _propose_first(self) -> None:
         self._turn = 1
-        draws = (self._grid.drawn(self._generator, NUM_RANDOM_FIRST) for _ in range(_MAX_DRAWS))
+        draws = (
+            self._grid.random_points(self._generator, NUM_RANDOM_FIRST) for _ in range(_MAX_DRAWS)
+        )
         for point in itertools.chain.from_iterable(draws):
             self._next_batch += self._take(point)
             if len(self._next_batch) >= NUM_RANDOM_FIRST:
@@ -257,8 +259,10 @@ class Surrogate:
             pool = pool or self._untried_neighbours(fastest[:5], 2)
         if not pool:
             pool = self._untried_neighbours(fastest[:NUM_FASTEST], MAX_NEIGHBOUR_STEPS)
-            others = self._grid.changed(fastest[:NUM_FASTEST], 2, self._generator, NUM_PAIRS)
-            others += self._grid.drawn(self._generator, NUM_RANDOM)
+            others = self._grid.randomly_changed(
+                fastest[:NUM_FASTEST], 2, self._generator, NUM_PAIRS
+            )
+            others += self._grid.random_points(self._generator, NUM_RANDOM)
             pool += [point for point in others if point not in self._used]
         pool = list(dict.fromkeys(pool))
         if not pool or not fastest:

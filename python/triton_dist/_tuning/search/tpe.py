@@ -151,7 +151,7 @@ class Tpe:
 
     def _random_candidates(self) -> Iterator[Config]:
         for _ in range(_MAX_DRAWS):
-            points = self._grid.drawn(self._generator, NUM_RANDOM_FIRST)
+            points = self._grid.random_points(self._generator, NUM_RANDOM_FIRST)
             yield from self._new_candidates(points)
 
     def _new_candidates(self, points: Iterable[Point]) -> Iterator[Config]:

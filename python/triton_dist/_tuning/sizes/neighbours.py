@@ -32,7 +32,7 @@ from triton_dist.errors import InvalidArgument
 
 MAX_DISTANCE = 1.0
 """Maximum distance of neighbours, in doublings of a size."""
-ASKED = "fallback_fn or waves_fn"
+HOOK_NAMES = "fallback_fn or waves_fn"
 """User functions that are called with configs of neighbours, for messages."""
 _MAX_CANDIDATES, _MAX_CANDIDATES_WITH_WAVES = 6, 4
 """Maximum number of neighbours' configs that race: without and with known waves."""
@@ -51,7 +51,7 @@ _MAX_ONE_SIDED_DISTANCE = 0.3
 """Distance (doublings) of a single neighbour above which its winner is not used unmeasured."""
 
 _ROUNDS = 8
-"""Iterations of :func:`on_one_scale`."""
+"""Iterations of :func:`aligned_means`."""
 
 
 def slowdowns(record: TuningRecord) -> dict[str, float]:
@@ -65,7 +65,7 @@ def slowdowns(record: TuningRecord) -> dict[str, float]:
     return {digest: math.log(median / best) for digest, median in medians.items()}
 
 
-def on_one_scale(
+def aligned_means(
     delays: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
     """Return, by name, the weighted mean of several lists of delays.
@@ -76,12 +76,12 @@ def on_one_scale(
     scores = means(delays, weights)
     for _ in range(_ROUNDS):
         zeros = (
-            sum(scores[name] - delay for name, delay in there.items()) / max(1, len(there))
-            for there in delays
+            sum(scores[name] - delay for name, delay in each.items()) / max(1, len(each))
+            for each in delays
         )
         moved = [
-            {name: delay + zero for name, delay in there.items()}
-            for there, zero in zip(delays, zeros, strict=True)
+            {name: delay + zero for name, delay in each.items()}
+            for each, zero in zip(delays, zeros, strict=True)
         ]
         scores = means(moved, weights)
     return scores
@@ -130,10 +130,10 @@ class Neighbours:
         find it, and each warm start would see less of the space. Shipped records contain only the
         best configs and count as having tried all.
         """
-        full = [each.record for each in self.all if not each.record.warm_started_from]
-        if any(record.shipped for record in full):
+        fully_tuned = [each.record for each in self.all if not each.record.warm_started_from]
+        if any(record.shipped for record in fully_tuned):
             return True
-        trials = (trial for record in full for trial in record.trials)
+        trials = (trial for record in fully_tuned for trial in record.trials)
         tried = {each.digest for each in trials if getattr(each.outcome, "kind", "") != "pruned"}
         kinds = {_kind(config) for config in kept if config.digest in tried}
         return all(_kind(config) in kinds or self.fallback_fn(config) for config in kept)
@@ -157,8 +157,8 @@ class Neighbours:
         for record in records:
             at = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
             if at not in (None, family.sizes) and family.holds(at, record.at):
-                far = distance(at, family.sizes)
-                relatives += [(far, at, record)] if far <= MAX_DISTANCE else []
+                doublings = distance(at, family.sizes)
+                relatives += [(doublings, at, record)] if doublings <= MAX_DISTANCE else []
         waves = functools.partial(sizes.waves, value)
         return cls(family, nearest(relatives, is_valid), fallback_fn, waves)
 
@@ -195,7 +195,7 @@ class Neighbours:
         little with size, so every neighbour that measured two of them is used."""
         fallback = [config for config in kept if self.fallback_fn(config)]
         delays = [self._delays(each, fallback) for each in self.all]
-        scores = on_one_scale(delays, [each.weight for each in self.all])
+        scores = aligned_means(delays, [each.weight for each in self.all])
         kinds: dict[object, Config] = {}
         for config in sorted(fallback, key=lambda config: scores.get(config.digest, math.inf)):
             kind = self.fallback_fn(config)
@@ -254,23 +254,25 @@ class Neighbours:
             at=(),
         )
 
-    def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
+    def _delays(self, neighbour: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
         """Return, by digest, the delays of ``kept`` at a neighbour, extrapolated to the sizes here,
         relative to the fastest config there."""
-        known = [config for config in kept if config.digest in there.slowdowns]
+        known = [config for config in kept if config.digest in neighbour.slowdowns]
         if not known:
             return {}
-        fastest = min(known, key=lambda config: there.slowdowns[config.digest])
-        own = self._growth(fastest, there)
+        fastest = min(known, key=lambda config: neighbour.slowdowns[config.digest])
+        own = self._growth(fastest, neighbour)
         return {
-            config.digest: there.slowdowns[config.digest] + self._growth(config, there) - own
+            config.digest: neighbour.slowdowns[config.digest]
+            + self._growth(config, neighbour)
+            - own
             for config in known
         }
 
-    def _growth(self, config: Config, there: Neighbour) -> float:
+    def _growth(self, config: Config, neighbour: Neighbour) -> float:
         """Return the log of the expected ratio of the time here to the time at the neighbour, from
         the number of waves if known, else from the sizes."""
-        measured, ours = there.record.at or there.sizes, self.family.sizes
+        measured, ours = neighbour.record.at or neighbour.sizes, self.family.sizes
         waves, others = self.waves(config, ours), self.waves(config, measured)
         if waves is None or others is None:
             return sum(math.log(max(a, 1) / max(b, 1)) for a, b in zip(ours, measured, strict=True))
@@ -284,14 +286,14 @@ def nearest(
     """Return the nearest six of ``relatives`` (distance, sizes, record), or more until three of
     them are fully tuned."""
     found: dict[tuple[int, ...], Neighbour] = {}
-    full = 0
-    for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
+    num_fully_tuned = 0
+    for doublings, sizes, record in sorted(relatives, key=lambda each: each[:2]):
         if sizes in found or (len(found) >= _MIN_NEIGHBOURS and record.warm_started_from):
             continue
         if is_valid(record):
-            found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
-            full += not record.warm_started_from
-        if full >= _MIN_FULLY_TUNED and len(found) >= _MIN_NEIGHBOURS:
+            found[sizes] = Neighbour(sizes, doublings, record, slowdowns(record))
+            num_fully_tuned += not record.warm_started_from
+        if num_fully_tuned >= _MIN_FULLY_TUNED and len(found) >= _MIN_NEIGHBOURS:
             break
     return list(found.values())
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningRecord
 
-_REPLACE_BELOW = 0.99
+_MAX_SHARE_TO_REPLACE_WINNER = 0.99
 """Near the measured size, another config replaces the winner only below this share of its time.
 Elsewhere both times are predictions, and the faster one is chosen."""
-_TILED_BELOW = 0.98
+_MAX_SHARE_OF_FIXED_TILES = 0.98
 """At other sizes, a config with fixed tiles is used only below this share of the fastest fallback's
 time: some take longer for fewer rows of a tile (99 us for 33 rows, 92 us for 48)."""
-_MEASURED_WITHIN = 1 / 64
+_MAX_DISTANCE_OF_MEASURED = 1 / 64
 """Relative distance from the measured size within which measured times hold."""
 _MAX_SLOPE_RATIO = 15 / 16
 """Largest ratio of two sizes from which a slope is extrapolated. Between closer sizes, a change of
@@ -39,12 +39,12 @@ class LatencyCurve(NamedTuple):
     size: int
     """The measured size."""
     ms: float
-    down: float
-    up: float
+    slope_down: float
+    slope_up: float
     """Fraction of the time that is proportional to the size, for smaller and for larger sizes."""
 
     def at(self, size: int) -> float:
-        growth = self.up if size > self.size else self.down
+        growth = self.slope_up if size > self.size else self.slope_down
         return self.ms * (1 + growth * (size / max(1, self.size) - 1))
 
 
@@ -79,12 +79,18 @@ class SizeTable:
         """Return the config that is expected to be the fastest; in doubt, a fallback config."""
         curves, fixed = self.times.curves, self.times.fixed
         estimates = {curve.digest: curve.at(size) for curve in curves}
-        known = not curves or abs(size - curves[0].size) <= _MEASURED_WITHIN * size
-        if fixed is not None and (known or fixed[1] < _TILED_BELOW * min(estimates.values())):
+        known = not curves or abs(size - curves[0].size) <= _MAX_DISTANCE_OF_MEASURED * size
+        if fixed is not None and (
+            known or fixed[1] < _MAX_SHARE_OF_FIXED_TILES * min(estimates.values())
+        ):
             estimates[fixed[0]] = fixed[1]
         winner = self.times.winner
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
-        if known and winner in estimates and estimates[chosen] > _REPLACE_BELOW * estimates[winner]:
+        if (
+            known
+            and winner in estimates
+            and estimates[chosen] > _MAX_SHARE_TO_REPLACE_WINNER * estimates[winner]
+        ):
             chosen = winner
         return self.configs[chosen if chosen in self.configs else winner]
 
@@ -104,18 +110,20 @@ def size_times(
     medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_fallback}
     nearest = sorted(others, key=lambda each: abs(each[0] - at))
     elsewhere = [(size, _medians(each)) for size, each in nearest if size != at]
-    growths = {}
+    slopes = {}
     for digest in filter(is_fallback.__getitem__, medians):
         there = [(size, known[digest]) for size, known in elsewhere if digest in known]
-        growths[digest] = _growths(at, medians[digest], there)
+        slopes[digest] = _slopes(at, medians[digest], there)
     # For configs measured at only one size, use the median growth of the others.
-    usual = [
+    median_slopes = [
         statistics.median([each for each in side if each is not None] or [0.0])
-        for side in zip(*growths.values(), strict=True)
+        for side in zip(*slopes.values(), strict=True)
     ]
     curves = []
-    for digest, sides in growths.items():
-        down, up = (u if each is None else each for each, u in zip(sides, usual, strict=True))
+    for digest, sides in slopes.items():
+        down, up = (
+            u if each is None else each for each, u in zip(sides, median_slopes, strict=True)
+        )
         curves.append(LatencyCurve(digest, at, medians[digest], down, up))
     winner = record.best.digest
     tiled = {digest: ms for digest, ms in medians.items() if not is_fallback[digest]}
@@ -124,10 +132,10 @@ def size_times(
     return SizeTimes(winner, fixed, tuple(curves))
 
 
-def _growths(
+def _slopes(
     at: int, ms: float, there: Sequence[tuple[int, float]]
 ) -> tuple[float | None, float | None]:
-    """Return ``LatencyCurve.down`` and ``up`` from the times at other sizes (nearest first)."""
+    """Return the slopes of a ``LatencyCurve`` from the times at other sizes (nearest first)."""
 
     def slope(size: int, other: float) -> float:
         share = (ms - other) / ms * at / (at - size) if ms > 0 else 0.0

@@ -58,6 +58,6 @@ def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
         return origin
     file = file_at(inner.__code__.co_filename, inner.__globals__)
     if file is None or not file.has(inner.__code__):  # without source, the bytecode identifies it
-        return origin.of_several(f"code {digest([bytecode(inner.__code__)])[:8]}")
+        return origin.with_distinction(f"code {digest([bytecode(inner.__code__)])[:8]}")
     ordinal = file.ordinal(inner.__code__)
-    return origin.of_several(f"definition {ordinal + 1}") if ordinal else origin
+    return origin.with_distinction(f"definition {ordinal + 1}") if ordinal else origin

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib import metadata
 
 _OWN = "triton_dist"
-_WITHOUT_EFFECT = (
+_IRRELEVANT_MODULES = (
     "triton_dist._tuning",
     "triton_dist.packs",
     "triton_dist._archive",
@@ -39,8 +39,8 @@ class Libraries:
         names = [name or "" for name in own]
         # ``python -m package.module`` names the module "__main__".
         spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-        started = getattr(spec, "name", "") if "__main__" in names else ""
-        self._own = {_OWN} | {name.partition(".")[0] for name in (*names, started)}
+        main_module = getattr(spec, "name", "") if "__main__" in names else ""
+        self._own = {_OWN} | {name.partition(".")[0] for name in (*names, main_module)}
         self._own_files = {_file_of(name) for name in names} - {""}
         self.has_module = functools.cache(self._has_module)
         self._has_file = functools.cache(self._is_installed)
@@ -56,7 +56,7 @@ class Libraries:
 
     def _has_module(self, name: str) -> bool:
         top, file = name.partition(".")[0], _file_of(name)
-        if top in _LIBRARIES or name.startswith(_WITHOUT_EFFECT):
+        if top in _LIBRARIES or name.startswith(_IRRELEVANT_MODULES):
             return True
         if top in sys.stdlib_module_names and (not file or file.startswith(_STDLIB)):
             return True  # a module of this name in another place belongs to the program

@@ -57,12 +57,12 @@ class Statement:
     Attributes:
         binds: names that it binds when the module is imported.
         changes: places that it assigns or calls a method of at import, such as ``A[0] = 1``.
-        given: names in an expression statement, whose call may change them: ``fill(A)``.
-        runs: functions that it calls at import, and base classes.
-        stored: names that functions in it change when they run.
+        call_arguments: names in an expression statement, whose call may change them: ``fill(A)``.
+        called: functions that it calls at import, and base classes.
+        assigned_later: names that functions in it change when they run.
         reads: names that it reads, in functions too; ``a.b*``: attributes of ``a`` that begin so.
         imports, inner_imports: imported names, of the module and of functions in it.
-        same: names that may refer to one object.
+        aliases: names that may refer to one object.
         values: expressions that it binds names to.
     """
 
@@ -80,8 +80,10 @@ class Statement:
         self.defines: str = getattr(node, "name", "")
         self.is_function = isinstance(node, _FUNCTIONS)
         self.is_conditional = bool(headers) or isinstance(node, ast.AugAssign)
-        self.binds, self.changes, self.given, self.runs = (set[str]() for _ in range(4))
-        self.stored, self.nonlocals, self.reads, self.same = (set[str]() for _ in range(4))
+        self.binds, self.changes, self.call_arguments, self.called = (set[str]() for _ in range(4))
+        self.assigned_later, self.nonlocals, self.reads, self.aliases = (
+            set[str]() for _ in range(4)
+        )
         self.imports: dict[str, Import] = {}
         self.inner_imports: dict[str, Import] = {}
         self.registers_subclasses = False
@@ -113,7 +115,7 @@ class Statement:
                 tokens.append(part)
         names = names | self.inner_imports.keys()
         self.reads |= {each for each in inner_reads if _root(each) in names}
-        self.stored = {each for each in self.stored if _root(each) in names}
+        self.assigned_later = {each for each in self.assigned_later if _root(each) in names}
         self.binds &= file.names  # without the variables of comprehensions
         read = sorted(roots(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
@@ -126,7 +128,7 @@ class Statement:
         value = getattr(node, "value", None)
         parts = [*targets, value or getattr(node, "iter", None)]
         parts += [element for each in parts for element in getattr(each, "elts", ())]
-        self.same = {each.id for each in parts if isinstance(each, ast.Name)}
+        self.aliases = {each.id for each in parts if isinstance(each, ast.Name)}
         for target in targets if value else ():
             elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
             pairs: Any = zip(elements, values, strict=False) if elements else [(target, value)]
@@ -134,7 +136,7 @@ class Statement:
 
     def _scan(self, node: Any, later: bool, reads: set[str]) -> None:
         """Collect the names in one node of the syntax tree."""
-        kind, stores = node.__class__, self.stored if later else self.changes
+        kind, stores = node.__class__, self.assigned_later if later else self.changes
         if kind is ast.Name:
             if isinstance(node.ctx, ast.Load):
                 reads.add(node.id)
@@ -151,7 +153,7 @@ class Statement:
             self._call(node, later, reads)
         elif kind is ast.Expr:
             if not later and getattr(getattr(node.value, "func", None), "attr", "") not in _USES:
-                self.given |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+                self.call_arguments |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         elif kind is ast.Import or kind is ast.ImportFrom:
             found = _imports_of(node)
             (self.inner_imports if later else self.imports).update(found)
@@ -159,16 +161,16 @@ class Statement:
                 self.inner_imports |= {f"import {x.name}": Import(x.name) for x in node.names}
             self.binds |= set() if later else found.keys()
         elif kind is ast.Global or kind is ast.Nonlocal:
-            (self.stored if kind is ast.Global else self.nonlocals).update(node.names)
+            (self.assigned_later if kind is ast.Global else self.nonlocals).update(node.names)
         elif kind in _DEFINITIONS and kind is not ast.Lambda:
             if kind is ast.ClassDef:
-                self.runs.update(map(dotted, node.bases))
+                self.called.update(map(dotted, node.bases))
                 self.registers_subclasses |= any(x.arg == "metaclass" for x in node.keywords)
             self.registers_subclasses |= node.name == "__init_subclass__"
             if not later:
                 self.binds.add(node.name)
                 callees = [getattr(each, "func", each) for each in node.decorator_list]
-                self.runs.update(map(dotted, callees))
+                self.called.update(map(dotted, callees))
                 self.changes |= {_root(dotted(x)) for x in callees if isinstance(x, ast.Attribute)}
 
     def _call(self, node: ast.Call, later: bool, reads: set[str]) -> None:
@@ -177,9 +179,9 @@ class Statement:
             getattr(node.func, "attr", ""),
             [*node.args, None][0],
         )
-        stores = self.stored if later else self.changes
+        stores = self.assigned_later if later else self.changes
         if not later:
-            self.runs.add(name)
+            self.called.add(name)
         if method in _MUTATORS or (method and not later and method not in _USES):
             stores.add(place_of(node.func.value))  # type: ignore[attr-defined]
         if name in ("getattr", "setattr") and len(node.args) > 1 and dotted(first):
@@ -264,8 +266,8 @@ class File:
                 self.imports.setdefault(name, set()).add(found)
         self.stars = self.imports.pop("*", set())
         self.statements = [self._statement(*each) for each in leaves]
-        self.stored = {place for each in self.statements for place in each.stored}
-        places = ((x, each) for each in self.statements for x in each.changes | each.stored)
+        self.assigned_later = {place for each in self.statements for place in each.assigned_later}
+        places = ((x, each) for each in self.statements for x in each.changes | each.assigned_later)
         self._dotted = [(place, each) for place, each in places if "." in place]
         self._by_name = self._index()
 
@@ -288,19 +290,19 @@ class File:
         changes, by_name = dict[str, list[Statement]](), dict[str, list[Statement]]()
         for each in self.statements:
             # Passing a function to a call, calling it or constructing an object does not change it.
-            changed = each.given - functions - (each.runs & defined.keys())
+            changed = each.call_arguments - functions - (each.called & defined.keys())
             for name in (
-                each.runs & defined.keys()
+                each.called & defined.keys()
             ):  # ``set_up()`` changes what the function changes
-                changed |= roots(defined[name].stored)
+                changed |= roots(defined[name].assigned_later)
                 if each.defines and defined[name].registers_subclasses:
                     changed.add(name)
-            changed |= roots(each.changes) | roots(each.stored) & bound - {each.defines}
+            changed |= roots(each.changes) | roots(each.assigned_later) & bound - {each.defines}
             for name in changed:
                 changes.setdefault(name, []).append(each)
             for name in each.binds | changed:
                 by_name.setdefault(name, []).append(each)
-        for group in (sorted(each.same) for each in self.statements if len(each.same) > 1):
+        for group in (sorted(each.aliases) for each in self.statements if len(each.aliases) > 1):
             found = [each for name in group for each in changes.get(name, ())]
             for name in group:
                 by_name[name] = [*dict.fromkeys([*by_name.get(name, ()), *found])]

@@ -27,13 +27,13 @@ CONTAINERS = (list, set, dict)
 COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
 PLAIN = (types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, types.NoneType)
 """Types of values that contain no code to follow."""
-_NO_WRAPPERS = (*PLAIN, *COLLECTIONS, type, types.FunctionType)
-_WRAPPED = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
+_NEVER_WRAPPERS = (*PLAIN, *COLLECTIONS, type, types.FunctionType)
+_WRAPPED_ATTRIBUTES = ("__func__", "fn", "__wrapped__", "fget", "fset", "func", "_init_fn")
 """Attributes that hold the function inside a wrapper: methods; Triton's kernels and tuned
 functions; functools.cache and torch.compile; properties; partials; torch.library.custom_op."""
-_MOST_ITEMS = 10_000
-_DEEPEST = 5
-_LONGEST_TEXT = 100
+_MAX_ITEMS = 10_000
+_MAX_DEPTH = 5
+_MAX_TEXT_LENGTH = 100
 
 
 def constant(value: T) -> T:
@@ -62,9 +62,9 @@ def text_of(value: Any) -> str | None:
         text = None if _holds_code(value) else show(codec.encode(value))
     except TypeError:
         return None
-    if text is None or len(text) <= _LONGEST_TEXT:
+    if text is None or len(text) <= _MAX_TEXT_LENGTH:
         return text
-    return f"{text[:_LONGEST_TEXT]}... ({codec.digest(text)[:8]})"
+    return f"{text[:_MAX_TEXT_LENGTH]}... ({codec.digest(text)[:8]})"
 
 
 def _holds_code(value: Any) -> bool:
@@ -106,19 +106,19 @@ class Snapshot:
             dataclass = getattr(type(value), "__dataclass_params__", None)
             if isinstance(value, tuple):
                 self._keep(value)
-            elif isinstance(value, CONTAINERS) and len(value) <= _MOST_ITEMS:
-                self._texts[id(value)] = value, _data_of(value)
+            elif isinstance(value, CONTAINERS) and len(value) <= _MAX_ITEMS:
+                self._texts[id(value)] = value, _container_text(value)
             elif dataclass is not None and not dataclass.frozen:
-                self._texts[id(value)] = value, _data_of(items_of(value))
+                self._texts[id(value)] = value, _container_text(items_of(value))
 
 
-def _data_of(value: Any, depth: int = 0) -> str:
+def _container_text(value: Any, depth: int = 0) -> str:
     """Return the text of a container; a part without a text is replaced by its type."""
     text, name = text_of(value), type(value).__name__
-    if text is not None or depth > _DEEPEST or not isinstance(value, (*CONTAINERS, tuple)):
+    if text is not None or depth > _MAX_DEPTH or not isinstance(value, (*CONTAINERS, tuple)):
         return text or name
     items = value.items() if isinstance(value, dict) else value
-    texts = [_data_of(item, depth + 1) for item in items]
+    texts = [_container_text(item, depth + 1) for item in items]
     return f"{name} {sorted(texts) if isinstance(value, set) else texts}"
 
 
@@ -198,9 +198,9 @@ def _has_own(value: object, name: str) -> bool:
 
 def wrapped_objects(value: Any) -> Iterator[Any]:
     """Yield the function or kernel inside a wrapper, then other values that it binds."""
-    if isinstance(value, _NO_WRAPPERS):
+    if isinstance(value, _NEVER_WRAPPERS):
         return
-    for name in _WRAPPED:
+    for name in _WRAPPED_ATTRIBUTES:
         if _has_own(value, name) and is_code(inner := attribute(value, name)):
             yield inner
     if isinstance(value, functools.partial):
@@ -211,7 +211,7 @@ def wrapped_objects(value: Any) -> Iterator[Any]:
 
 def function_in(value: Any) -> types.FunctionType | None:
     """Return a function, also from inside wrappers; ``None`` for other values."""
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         if value is None or isinstance(value, types.FunctionType):
             return value
         value = next(wrapped_objects(value), None)

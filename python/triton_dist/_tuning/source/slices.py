@@ -22,9 +22,9 @@ from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_n
 Globals = dict[str, Any]
 """Globals of a module. After a module is imported anew, its functions have other globals."""
 _EMPTY: dict[str, Any] = {}
-_MOST_VISITS = 10_000
+_MAX_VISITS = 10_000
 """Maximum number of values of one global that are followed."""
-_LOOK_UPS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension)
+_RUN_TIME_EXPRESSIONS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension)
 """Parts of expressions whose value may differ by process."""
 
 
@@ -77,8 +77,8 @@ class Slice:
         file, line = _file_of(function), function.__code__.co_firstlineno if function else 0
         # The first root in a statement is the tuned function; later roots are its hooks. Its tuner
         # decorators are omitted, because their arguments are compared by value.
-        if file and (around := file.statement_at(line)) and around not in self._undecorated:
-            self._undecorated[around] = file.without_tuner(line)
+        if file and (enclosing := file.statement_at(line)) and enclosing not in self._undecorated:
+            self._undecorated[enclosing] = file.without_tuner(line)
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
@@ -90,10 +90,10 @@ class Slice:
         scope, code = function.__globals__, function.__code__
         name, file = getattr(code, "co_qualname", function.__qualname__), _file_of(function)
         label, top, found = self.label(scope, name), name.partition(".")[0], None
-        around = (
+        enclosing = (
             file.statement_at(code.co_firstlineno) if file and file is self._file(scope) else None
         )
-        if around and around.defines == top and "<locals>" not in name:
+        if enclosing and enclosing.defines == top and "<locals>" not in name:
             self.follow_global(scope, top)
             return
         if file is not None:  # an inner function, or a function in another cell of a notebook
@@ -170,7 +170,7 @@ class Slice:
                 followed already. Follow only code that other modules registered or replaced.
         """
         seen, ahead = set[int](), [value]
-        while ahead and len(seen) < _MOST_VISITS:
+        while ahead and len(seen) < _MAX_VISITS:
             item = ahead.pop()
             if id(item) in seen or isinstance(item, runtime_values.PLAIN):
                 continue
@@ -178,7 +178,7 @@ class Slice:
             if home is None and not self._is_new("value", item):
                 continue
             if isinstance(item, types.FunctionType):
-                ahead += self._of_function(item, home)
+                ahead += self._follow_function_value(item, home)
             elif isinstance(item, type):
                 if home is None or item.__module__ != home.get("__name__"):
                     self.follow_class(item)
@@ -201,7 +201,9 @@ class Slice:
         key = kind, id(value)
         return key not in self._followed and self._followed.setdefault(key, value) is value
 
-    def _of_function(self, function: types.FunctionType, home: Globals | None) -> list[Any]:
+    def _follow_function_value(
+        self, function: types.FunctionType, home: Globals | None
+    ) -> list[Any]:
         """Follow a function; return functions that it wraps or dispatches to."""
         inner = [attribute(function, "__wrapped__"), attribute(function, "registry")]
         if self._library.has_function(function):
@@ -318,7 +320,7 @@ class Slice:
                 if path and file is not None and (found := file.statements_of(chain)):
                     # This module sets ``module.name`` of another module.
                     self._add_statements(self.label(scope, chain), found, scope)
-                    if chain in file.stored:
+                    if chain in file.assigned_later:
                         holder = functools.reduce(attribute, path[:-1], value)
                         self._set_at_run_time.add((id(attribute(holder, "__dict__")), path[-1]))
                 self._attribute(value, path)
@@ -398,12 +400,12 @@ class Slice:
         if text is None:
             return
         parts = [x for node in nodes if node is not None for x in ast.walk(node)]
-        unique, is_stored = self._unique(name, scope), name in modules.roots(file.stored)
+        unique, is_stored = self._unique(name, scope), name in modules.roots(file.assigned_later)
         if (id(scope), name) in self._set_at_run_time:
             self.source.uncounted[unique] = "it changes as the program runs"
         elif is_marked:
             self.source.literal[unique] = text
-        elif is_stored or None in nodes or any(isinstance(x, _LOOK_UPS) for x in parts):
+        elif is_stored or None in nodes or any(isinstance(x, _RUN_TIME_EXPRESSIONS) for x in parts):
             if isinstance(value, (bool, int, float, complex, str, bytes, tuple, types.NoneType)):
                 self.source.uncounted[unique] = "it is computed when the program runs"
         elif any(isinstance(each, ast.Name) for each in parts):

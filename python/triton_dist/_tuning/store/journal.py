@@ -28,7 +28,7 @@ from triton_dist._tuning.store.disk import make_folder, open_regular, read_bytes
 from triton_dist._tuning.values import Entry, Failure, codec
 from triton_dist._tuning.values.outcome import UNREADABLE, outcome_tree, read_outcome
 
-_CRASHES = 2
+_MAX_CRASHES = 2
 """Number of starts that must crash in a config before it is quarantined."""
 
 
@@ -38,7 +38,7 @@ _journals: weakref.WeakSet[FileJournal] = weakref.WeakSet()
 def _close_inherited() -> None:
     """In a forked child, close the journals, whose locks it would hold after its parent's end."""
     for journal in list(_journals):
-        journal.leave()
+        journal.close_without_flush()
 
 
 os.register_at_fork(after_in_child=_close_inherited)
@@ -54,8 +54,8 @@ class FileJournal:
         self.path, self._module = path, module
         self._file: int | None = None
         """Descriptor of the locked file while this process leads the tuning."""
-        self._disk: ThreadPoolExecutor | None = None
-        self._syncing: Future[None] | None = None
+        self._sync_thread: ThreadPoolExecutor | None = None
+        self._pending_sync: Future[None] | None = None
         _journals.add(self)
 
     def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
@@ -121,9 +121,9 @@ class FileJournal:
         in a second thread, which does not delay measurements.
         """
         self._add(entry.to_tree())
-        if self._file is not None and (self._syncing is None or self._syncing.done()):
-            self._disk = self._disk or ThreadPoolExecutor(1, "triton_dist-journal")
-            self._syncing = self._disk.submit(os.fsync, self._file)
+        if self._file is not None and (self._pending_sync is None or self._pending_sync.done()):
+            self._sync_thread = self._sync_thread or ThreadPoolExecutor(1, "triton_dist-journal")
+            self._pending_sync = self._sync_thread.submit(os.fsync, self._file)
 
     def finish(self, record: str) -> None:
         self._add({"finished": record})
@@ -148,11 +148,11 @@ class FileJournal:
             os.close(self._file)
             self._file = None
 
-    def leave(self) -> None:
+    def close_without_flush(self) -> None:
         """Close the journal without flushing, in a process that does not lead the tuning."""
         if self._file is not None:
             os.close(self._file)
-        self._file = self._disk = self._syncing = None
+        self._file = self._sync_thread = self._pending_sync = None
 
     def _add(self, line: codec.Tree) -> None:
         if self._file is None:
@@ -163,9 +163,9 @@ class FileJournal:
             self.close()
 
     def _sync(self) -> None:
-        if self._disk is not None:
-            self._disk.shutdown()
-            self._disk = self._syncing = None
+        if self._sync_thread is not None:
+            self._sync_thread.shutdown()
+            self._sync_thread = self._pending_sync = None
         if self._file is not None:
             with suppress(OSError):
                 os.fsync(self._file)
@@ -185,7 +185,7 @@ class FileJournal:
         return {
             config: Failure("crashed", reason.format(ended))
             for config, ended in times.items()
-            if ended >= _CRASHES
+            if ended >= _MAX_CRASHES
         }
 
     def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:

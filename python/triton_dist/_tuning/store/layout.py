@@ -14,8 +14,8 @@ from triton_dist._tuning.values import SCHEMA, TuningRecord, codec
 from triton_dist._tuning.values.outcome import UNREADABLE
 
 _INDENT = 2
-_TRIALS, _END = b'\n  "trials": [\n', b"\n  ],\n"
-_TRIAL = b"\n    {"
+_TRIALS_BEGIN, _TRIALS_END = b'\n  "trials": [\n', b"\n  ],\n"
+_TRIAL_BEGIN = b"\n    {"
 _CHECKSUM = b',\n  "checksum": "'
 _NAME = re.compile(r"[0-9a-f]{32}(-[^.]*)?\..*")
 
@@ -47,7 +47,7 @@ def read_record(content: bytes) -> TuningRecord:
     cut = _trials(text) if is_whole else None
     if cut is not None:
         tree = codec.loads(cut[0])
-        return TuningRecord.unread(tree, _winner(tree, cut[1]), cut[1])
+        return TuningRecord.with_unread_trials(tree, _winner(tree, cut[1]), cut[1])
     tree = codec.loads(content)
     if not _is_as_written(tree):
         raise ValueError("its checksum does not match: it was edited or is damaged")
@@ -72,12 +72,12 @@ def _is_as_written(tree: Any) -> bool:
 
 def _trials(content: bytes) -> tuple[bytes, bytes] | None:
     """Return the text without trials, and the text of the trials; ``None`` for other layouts."""
-    begin = content.find(_TRIALS)
-    end = content.find(_END, begin)
+    begin = content.find(_TRIALS_BEGIN)
+    end = content.find(_TRIALS_END, begin)
     if not 0 <= begin < end:
         return None
-    rest = content[:begin] + b'\n  "trials": [],\n' + content[end + len(_END) :]
-    return rest, b"[\n" + content[begin + len(_TRIALS) : end] + b"\n]"
+    rest = content[:begin] + b'\n  "trials": [],\n' + content[end + len(_TRIALS_END) :]
+    return rest, b"[\n" + content[begin + len(_TRIALS_BEGIN) : end] + b"\n]"
 
 
 def _winner(tree: Any, trials: bytes) -> Any:
@@ -87,7 +87,7 @@ def _winner(tree: Any, trials: bytes) -> Any:
     except UNREADABLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     at = trials.index(f'"digest": "{digest}"'.encode())
-    begin, end = trials.rfind(_TRIAL, 0, at), trials.find(_TRIAL, at)
+    begin, end = trials.rfind(_TRIAL_BEGIN, 0, at), trials.find(_TRIAL_BEGIN, at)
     text = trials[begin : end if end > 0 else -1]
     return codec.loads(text.strip().rstrip(b","))
 

@@ -26,7 +26,7 @@ from triton_dist._tuning.values import SCHEMA, Key, StoredRecord, TuningRecord, 
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
 
-_LONGEST_NAME = 255
+_MAX_NAME_LENGTH = 255
 """Maximum length of a file or folder name in bytes on Linux."""
 
 
@@ -52,8 +52,8 @@ class ReadOnlyStore:
     def folder(self, function: str) -> Path:
         """Return the folder of the records of all functions with this name."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", function)
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[: _LONGEST_NAME - 9]}-{codec.digest(function)[:8]}"
+        if len(name) > _MAX_NAME_LENGTH:
+            name = f"{name[: _MAX_NAME_LENGTH - 9]}-{codec.digest(function)[:8]}"
         return self.root / name
 
     def find(self, key: Key) -> Iterator[StoredRecord]:

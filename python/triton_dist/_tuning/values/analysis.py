@@ -100,9 +100,9 @@ class Analysis:
 
     def ratio(self, ms: float) -> float:
         """Return ``ms`` divided by the median of the winner."""
-        return ms / max(self.winner.ms, _LEAST)
+        return ms / max(self.winner.ms, _MIN_MS)
 
-    def within(self, share: float) -> int:
+    def count_within(self, share: float) -> int:
         """Return how many configs are at most ``share`` slower than the winner.
 
         A flat space has many such configs.
@@ -117,7 +117,7 @@ class Analysis:
         that random configs would have is subtracted. The results add up to one, or are all zero.
         """
         total = len(self.timed)
-        fastest = self.timed[: max(1, math.ceil(total / 10), min(_FASTEST, total // 2))]
+        fastest = self.timed[: max(1, math.ceil(total / 10), min(_MIN_NUM_FASTEST, total // 2))]
         found = {}
         for name in self.varying:
             every, best = (
@@ -135,7 +135,7 @@ class Analysis:
             ((name, each / whole) for name, each in found.items()), key=lambda each: -each[1]
         )
 
-    def price(self, name: str) -> dict[str, float]:
+    def slowdown_by_value(self, name: str) -> dict[str, float]:
         """Return the slowdown caused by fixing a parameter at each of its values.
 
         The slowdown is the time of the fastest config with the value, divided by the time of the
@@ -192,12 +192,12 @@ class Changes:
         )
 
     @property
-    def gone(self) -> list[Trial]:
+    def only_before(self) -> list[Trial]:
         """Configs that only the older record tried."""
         return _only_in_first(self.before.record, self.after.record)
 
     @property
-    def new(self) -> list[Trial]:
+    def only_after(self) -> list[Trial]:
         """Configs that only the newer record tried."""
         return _only_in_first(self.after.record, self.before.record)
 
@@ -213,7 +213,7 @@ class Changes:
     @property
     def older_winner_now(self) -> float | None:
         """Time of the older winner in the newer record, divided by the time of its winner."""
-        return elsewhere(self.before, self.after)
+        return slowdown_of_winner(self.before, self.after)
 
     @property
     def correlation(self) -> float | None:
@@ -229,7 +229,7 @@ class Changes:
         return statistics.correlation(*ranks)
 
 
-def elsewhere(of: Analysis, at: Analysis) -> float | None:
+def slowdown_of_winner(of: Analysis, at: Analysis) -> float | None:
     """Return the slowdown of the winner of ``of`` in ``at``, relative to the winner of ``at``.
 
     ``None`` if ``at`` did not measure that config.
@@ -261,9 +261,9 @@ def shown(values: Mapping[str, str], names: Iterable[str]) -> str:
     return " ".join(f"{name}={values[name]}" for name in names if name in values)
 
 
-_FASTEST = 8
+_MIN_NUM_FASTEST = 8
 """The fastest configs are a tenth of all, but at least this number or half of all."""
-_LEAST = 1e-9
+_MIN_MS = 1e-9
 """Milliseconds used for a time that is not positive because a clock was set back."""
 
 

@@ -41,7 +41,7 @@ class Origin(NamedTuple):
         module = _module_name(original(function).__module__)
         return cls(qualified_name(function), module, signature)
 
-    def of_several(self, which: str) -> Origin:
+    def with_distinction(self, which: str) -> Origin:
         """Return the origin of one of several functions of this name, identified by ``which``."""
         return self._replace(signature=f"{self.signature}, {which}")
 

@@ -23,8 +23,8 @@ from triton_dist.errors import NewerSchema
 
 PACK_FORMAT = 1
 _DIGITS = 8
-_ABOUT = ("function", "module", "version", "gpu")
-_NEAR, _NEAR_BEST = 8, 1.25
+_PACK_FIELDS = ("function", "module", "version", "gpu")
+_MAX_RUNNERS_UP, _MAX_RUNNER_UP_RATIO = 8, 1.25
 """Number of other configs that are kept, and their largest latency relative to the winner."""
 
 
@@ -32,8 +32,8 @@ def pack(records: Sequence[TuningRecord]) -> codec.Tree:
     """Return the tree of ``records``: at least one, of one function, version and GPU model."""
     key, found = records[0].key, records[0].fingerprint
     facts = key.function, key.module, found.version, found.hardware.get("gpu")
-    about = dict(zip(_ABOUT, facts, strict=True))
-    return _assembled(about, [_Result.of(record) for record in records])
+    pack_fields = dict(zip(_PACK_FIELDS, facts, strict=True))
+    return _assembled(pack_fields, [_Result.of(record) for record in records])
 
 
 def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
@@ -42,11 +42,11 @@ def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
     The order of ``trees`` has no effect. If a key is in several trees, the latest result is kept;
     among results of one day, the result with the largest digest.
     """
-    about = {name: trees[0][name] for name in _ABOUT}
+    pack_fields = {name: trees[0][name] for name in _PACK_FIELDS}
     found: dict[tuple[str, str], _Result] = {}
     for result in sorted((each for tree in trees for each in _results(tree)), key=_Result.age):
         found[result.common["hardware_group"], codec.text(result.result["key"])] = result
-    return _assembled(about, found.values())
+    return _assembled(pack_fields, found.values())
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,19 @@ class _Result:
 
     @classmethod
     def of(cls, record: TuningRecord) -> _Result:
-        best, near = record.best, _near(record)
+        best, runners_up = record.best, _runners_up(record)
         result = {
             "key": json.loads(record.key.text),
             "config": best.digest[:_DIGITS],
             "ms": _median(best),
             "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
-            **({"near": {t.digest[:_DIGITS]: _median(t) for t in near}} if near else {}),
+            **(
+                {"near": {t.digest[:_DIGITS]: _median(t) for t in runners_up}} if runners_up else {}
+            ),
             **({"warm_started_from": record.warm_started_from} if record.warm_started_from else {}),
             **({"at": list(record.at)} if record.at else {}),
         }
-        configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *near)}
+        configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *runners_up)}
         found = record.fingerprint
         driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
         shared = {
@@ -99,7 +101,7 @@ def _results(tree: codec.Tree) -> Iterator[_Result]:
             yield _Result(common, result, {name: tree["configs"][name] for name in names})
 
 
-def _assembled(about: Mapping[str, codec.Tree], results: Iterable[_Result]) -> codec.Tree:
+def _assembled(pack_fields: Mapping[str, codec.Tree], results: Iterable[_Result]) -> codec.Tree:
     configs: dict[str, codec.Tree] = {}
     groups: dict[str, codec.Tree] = {}
     for each in sorted(results, key=_Result.place):
@@ -108,7 +110,7 @@ def _assembled(about: Mapping[str, codec.Tree], results: Iterable[_Result]) -> c
         group["results"].append(each.result)
     tree = {
         "pack": PACK_FORMAT,
-        **about,
+        **pack_fields,
         "configs": dict(sorted(configs.items())),
         "groups": list(groups.values()),
     }
@@ -190,7 +192,7 @@ def _record(
     )
 
 
-def _near(record: TuningRecord) -> list[Trial]:
+def _runners_up(record: TuningRecord) -> list[Trial]:
     """Return the trials of other configs that are nearly as fast as the winner, fastest first."""
     best = record.best
     others = [
@@ -198,9 +200,9 @@ def _near(record: TuningRecord) -> list[Trial]:
         for trial in record.trials
         if isinstance(trial.outcome, Measurement)
         and trial.digest != best.digest
-        and _median(trial) <= _NEAR_BEST * _median(best)
+        and _median(trial) <= _MAX_RUNNER_UP_RATIO * _median(best)
     ]
-    return sorted(others, key=_median)[:_NEAR]
+    return sorted(others, key=_median)[:_MAX_RUNNERS_UP]
 
 
 def _median(trial: Trial) -> float:

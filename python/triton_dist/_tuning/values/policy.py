@@ -13,7 +13,7 @@ LISTING = ("racing", "exhaustive")
 """Searches that try every candidate."""
 MODELS = ("surrogate", "optuna")
 """Searches that try the candidates that a model selects."""
-_RACED = 1.5
+_MAX_RACED_PER_TRY = 1.5
 """``search="auto"`` races up to this multiple of ``tries``; a model selects from more."""
 
 
@@ -57,7 +57,9 @@ class Policy:
 
     def is_model_based(self, candidates: Candidates) -> bool:
         """Return whether a model of the measurements selects the candidates to try."""
-        many = isinstance(candidates, Unlisted) or len(candidates) > _RACED * (self.tries or 0)
+        many = isinstance(candidates, Unlisted) or len(candidates) > _MAX_RACED_PER_TRY * (
+            self.tries or 0
+        )
         return self.search in MODELS or (self.search == "auto" and many)
 
     def max_tried(self, number: int) -> int:

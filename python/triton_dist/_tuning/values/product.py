@@ -26,7 +26,7 @@ Point = tuple[int, ...]
 """Index of the value of each parameter among its values."""
 _LISTED = 2000
 """Maximum number of combinations of a product that is listed like any other space."""
-_MOST_CHECKED = 1_000_000
+_MAX_CHECKED = 1_000_000
 """Maximum number of combinations checked to find the default."""
 
 
@@ -123,10 +123,10 @@ class Product(ConfigSpace):
 
     @functools.cached_property
     def default(self) -> Config:
-        for values in itertools.islice(self._raw(), _MOST_CHECKED):
+        for values in itertools.islice(self._raw(), _MAX_CHECKED):
             if self.where is None or self.where(values):
                 return Config(values)
-        checked = min(len(self), _MOST_CHECKED)
+        checked = min(len(self), _MAX_CHECKED)
         expected = f"a function that keeps at least one of the first {checked} combinations"
         raise InvalidArgument("Product", "where", self.where, expected)
 
@@ -155,7 +155,7 @@ class Product(ConfigSpace):
         left = {name: values for name, values in self.values.items() if name not in fixed}
         if not left:
             return ConfigSpace([{}])
-        rest = _Rest(left, complete_where)
+        rest = _RemainingProduct(left, complete_where)
         rest.fixed = fixed
         return rest
 
@@ -184,7 +184,7 @@ class Product(ConfigSpace):
         )
 
 
-class _Rest(FixedSpace, Product):
+class _RemainingProduct(FixedSpace, Product):
     """A product without the names that the caller passes."""
 
 

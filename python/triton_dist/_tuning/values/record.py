@@ -75,7 +75,7 @@ class TuningRecord:
     """Times per rank of the configs with the most samples, by digest of the config."""
 
     def __getattr__(self, name: str) -> Any:
-        """Read the trials of a record from :meth:`unread` at first use."""
+        """Read the trials of a record from :meth:`with_unread_trials` at first use."""
         unread = self.__dict__.get("_unread")
         if name != "trials" or unread is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -181,14 +181,16 @@ class TuningRecord:
         """
         tree = _upgraded(tree)
         try:
-            record = cls(trials=tuple(map(_read_trial, tree["trials"])), **_but_trials(tree))
+            record = cls(
+                trials=tuple(map(_read_trial, tree["trials"])), **_from_tree_without_trials(tree)
+            )
             record.__dict__["best"] = record._chosen(tree["best"]["digest"])
         except (*UNREADABLE, NoValidConfig) as error:
-            raise _wrong(error) from error
+            raise _malformed(error) from error
         return record
 
     @classmethod
-    def unread(cls, tree: codec.Tree, best: codec.Tree, trials: bytes) -> TuningRecord:
+    def with_unread_trials(cls, tree: codec.Tree, best: codec.Tree, trials: bytes) -> TuningRecord:
         """Return a record whose trials are parsed at first use. Raises like :meth:`from_tree`.
 
         ``trials`` is JSON text with a verified checksum; ``tree`` lacks them; ``best`` is the
@@ -196,9 +198,13 @@ class TuningRecord:
         """
         tree, record = _upgraded(tree), object.__new__(cls)
         try:
-            parts = {**_but_trials(tree), "best": _read_trial(best), "_unread": trials}
+            parts = {
+                **_from_tree_without_trials(tree),
+                "best": _read_trial(best),
+                "_unread": trials,
+            }
         except UNREADABLE as error:
-            raise _wrong(error) from error
+            raise _malformed(error) from error
         record.__dict__.update(parts)
         return record
 
@@ -239,7 +245,7 @@ def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
     return {**tree, "module": "", "signature": "", "trials": trials, "best": best}
 
 
-def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
+def _from_tree_without_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
     key = Key(
         function=str(tree["function"]),
         text=codec.text(tree["key"]),
@@ -262,7 +268,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
     }
 
 
-def _wrong(error: Exception) -> ValueError:
+def _malformed(error: Exception) -> ValueError:
     return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
 
 

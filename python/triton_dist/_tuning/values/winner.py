@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 from triton_dist._tuning.values.outcome import Measurement, Outcome
 
-_PASSES = 4
-_DEVIATIONS = 1.4826  # standard deviation of a normal distribution / median absolute deviation
+_FIT_ITERATIONS = 4
+_DEVIATIONS_PER_MAD = (
+    1.4826  # standard deviation of a normal distribution / median absolute deviation
+)
 
 
 class Levels(NamedTuple):
@@ -52,36 +54,36 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
         samples: milliseconds of candidates of similar speed, at least one sample per candidate. The
             n-th sample was taken in round n.
     """
-    common = [0.0] * max(map(len, samples))
-    for _ in range(_PASSES):
+    round_drift = [0.0] * max(map(len, samples))
+    for _ in range(_FIT_ITERATIONS):
         level = [
-            typical([time - drift for time, drift in zip(own, common, strict=False)])
+            typical([time - drift for time, drift in zip(own, round_drift, strict=False)])
             for own in samples
         ]
         if len(samples) == 1:
             break
         pairs = list(zip(samples, level, strict=True))
-        common = [
+        round_drift = [
             statistics.median(
                 own[place] - own_level for own, own_level in pairs if place < len(own)
             )
-            for place in range(len(common))
+            for place in range(len(round_drift))
         ]
-    left = [
+    residuals = [
         abs(time - drift - own_level)
         for own, own_level in zip(samples, level, strict=True)
-        for time, drift in zip(own, common, strict=False)
+        for time, drift in zip(own, round_drift, strict=False)
     ]
     # The round deviations absorb a share of the noise: half of it with two candidates.
     absorbed = len(samples) / max(len(samples) - 1, 1)
-    return Levels(level, _DEVIATIONS * statistics.median(left) * math.sqrt(absorbed))
+    return Levels(level, _DEVIATIONS_PER_MAD * statistics.median(residuals) * math.sqrt(absorbed))
 
 
 _MAX_DRIFT = 0.1
 """Relative difference of medians that clock drift alone can cause."""
 _MAX_COMPARED = 16
 """Maximum number of fastest candidates that are compared round by round."""
-_WIDTH = 0.5
+_ZONE_WIDTH = 0.5
 """Width of the indifference zone, in standard errors of the difference of two candidates."""
 
 
@@ -113,9 +115,11 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     samples = [outcomes[index].samples for index in near]  # type: ignore[union-attr]
     found = levels(samples)
     first = min(range(len(near)), key=found.level.__getitem__)
-    fastest, most = found.level[first], indifference * abs(found.level[first])
+    fastest, max_zone = found.level[first], indifference * abs(found.level[first])
     for place, index in enumerate(near):
-        zone = min(most, _WIDTH * found.standard_error(len(samples[first]), len(samples[place])))
+        zone = min(
+            max_zone, _ZONE_WIDTH * found.standard_error(len(samples[first]), len(samples[place]))
+        )
         if found.level[place] <= fastest + zone:
             return index
     raise AssertionError("the fastest is near itself")
@@ -137,9 +141,11 @@ def _well_sampled(outcomes: Sequence[Outcome], indifference: float) -> dict[int,
     """Return the medians of the outcomes with enough samples, by index."""
     if not 0 <= indifference < 1:
         raise ValueError(f"indifference is {indifference}, expected a number in [0, 1)")
-    most = max((len(each.samples) for each in outcomes if isinstance(each, Measurement)), default=0)
+    max_zone = max(
+        (len(each.samples) for each in outcomes if isinstance(each, Measurement)), default=0
+    )
     return {
         index: each.median
         for index, each in enumerate(outcomes)
-        if isinstance(each, Measurement) and 2 * len(each.samples) >= most
+        if isinstance(each, Measurement) and 2 * len(each.samples) >= max_zone
     }

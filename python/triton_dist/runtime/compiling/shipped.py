@@ -36,7 +36,7 @@ from triton_dist.runtime.compiling.recorder import (
     record_module,
 )
 
-_LONGEST_NAME = 150
+_MAX_NAME_LENGTH = 150
 """Triton truncates a kernel's name to this length in file names."""
 
 _previous_class: Any = None
@@ -211,7 +211,7 @@ def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
         (differences(entry.facts, here), digest, pack)
         for pack in packs_in(pack_places())
         for digest, entry in pack.kernels.items()
-        if entry.name[:_LONGEST_NAME] == name and entry.is_module == is_module
+        if entry.name[:_MAX_NAME_LENGTH] == name and entry.is_module == is_module
     ]
     if not candidates:
         return KernelNotShipped(name, known, "", (), reason)

@@ -354,7 +354,7 @@ class Messages(Channel):
         """Return the values of all ranks, which may take ``after`` seconds, default ``limit``."""
         with watchdog.paused():  # pause the watch of the call
             at = replace(at, phase=f"{self._function}, {at.phase}")
-            if not self.has_met:
+            if not self.all_have_joined:
                 return self.first_all_gather(at, value)
             return super().all_gather(at, value, after or self.limit)
 

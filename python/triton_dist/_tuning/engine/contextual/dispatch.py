@@ -19,8 +19,8 @@ from triton_dist._tuning.engine.contextual.context import ContextualParts, trito
 from triton_dist._tuning.engine.contextual.interception import (
     NOT_KNOWN,
     Call,
-    Defaults,
     Interception,
+    UntunedSession,
     Watch,
 )
 from triton_dist._tuning.engine.contextual.launch import Launch
@@ -33,16 +33,16 @@ from triton_dist.errors import TritonDistError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_all: weakref.WeakSet[ContextualAutoTuner[..., Any]] = weakref.WeakSet()
+_instances: weakref.WeakSet[ContextualAutoTuner[..., Any]] = weakref.WeakSet()
 
 
-def _release_all() -> None:
+def _release_instances() -> None:
     """Replace all locks in the child of a fork: a thread of the parent may hold them."""
-    for tuner in list(_all):
+    for tuner in list(_instances):
         tuner._tuning = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_release_all)
+os.register_at_fork(after_in_child=_release_instances)
 
 # Differs from every world, ``None`` included.
 _UNSETTLED = object()
@@ -77,16 +77,16 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
         self._default_group, self._is_off_now = default_group, is_off
-        self._torch_state, self._draws = torch_state, False
+        self._torch_state, self._uses_random_numbers = torch_state, False
         self._contexts: Contexts = {}
-        self._chosen_in: object = None
+        self._chosen_for_world: object = None
         """The world in which the configs of ``_contexts`` were chosen."""
-        self._settled_in: object = _UNSETTLED
+        self._settled_for_world: object = _UNSETTLED
         """The world in which the last call left nothing to tune."""
         # Not re-entrant, because a tuning may begin on a thread of autograd and end on the caller's
         # thread.
         self._tuning = threading.Lock()
-        _all.add(self)
+        _instances.add(self)
 
     if TYPE_CHECKING:
         # Type checkers do not bind class methods of this type, and bind static methods.
@@ -120,24 +120,26 @@ class ContextualAutoTuner(Decorated[P, R_co]):
                 rank.
             NoValidConfig: every config of some kernel failed.
         """
-        if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
+        if self._settled_for_world is not self._default_group.WORLD or self._interception.sessions:
             return self._call_unsettled(args, kwargs)  # type: ignore[no-any-return]
         return self._watched(args, kwargs)  # type: ignore[no-any-return]
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the settled function, and detect new kernels and keys."""
         interception, watch = self._interception, (self, get_ident())
-        before = self._torch_state((args, kwargs)) if self._draws else None
+        before = self._torch_state((args, kwargs)) if self._uses_random_numbers else None
         interception.watch(watch)
         try:
             result = self.fn(*args, **kwargs)
         except BaseException as error:
-            if interception.late:
+            if interception.late_sessions:
                 self._abandon(watch, error)
             raise
         finally:
             interception.unwatch(watch)
-        return self._continue(watch, args, kwargs, result, before) if interception.late else result
+        if interception.late_sessions:
+            return self._continue(watch, args, kwargs, result, before)
+        return result
 
     def choices(self) -> dict[str, Any]:
         """Return the ``triton.Config`` of each kernel and key that this function has launched."""
@@ -149,7 +151,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         for context in self._contexts.values():
             context.unbind()
         self._contexts.clear()
-        self._settled_in = _UNSETTLED
+        self._settled_for_world = _UNSETTLED
 
     def _call_unsettled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that must tune, or that may be part of a call that tunes."""
@@ -160,20 +162,20 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         # A recursive call belongs to the same tuning.
         if own is not None and own.session is not None:
             return self._run(Call(self, outer, own.session), args, kwargs)
-        if self._settled_in is not self._default_group.WORLD:
+        if self._settled_for_world is not self._default_group.WORLD:
             if self._is_off():
                 with self._untuned() as session:
                     return self._run(Call(self, outer, session), args, kwargs)
             with self._tuning:
                 # Another thread may have tuned the function while this thread waited.
-                if self._settled_in is not self._default_group.WORLD:
+                if self._settled_for_world is not self._default_group.WORLD:
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
-    def _untuned(self) -> Defaults:
+    def _untuned(self) -> UntunedSession:
         with suppress(TritonDistError):  # the reason is shown on ranks that wait for this rank
             self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
-        return Defaults(self._interception)
+        return UntunedSession(self._interception)
 
     @deferred_warnings()
     def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,9 +198,10 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _session(self, values: Any = ()) -> Session:
         world = self._default_group.WORLD
-        if world is not self._chosen_in:  # the configs were agreed on by the ranks of another world
+        # The ranks of another world agreed on the configs.
+        if world is not self._chosen_for_world:
             self.clear()
-            self._chosen_in = world
+            self._chosen_for_world = world
         with reporting_errors(self._name, self._ranks):
             parts = self._compose()
         random_state = parts.random_state(values)
@@ -209,14 +212,16 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         with reporting_errors(self._name, self._ranks):
             return self._is_off_now()
 
-    def _update_settled(self, session: Session | Defaults) -> None:
+    def _update_settled(self, session: Session | UntunedSession) -> None:
         self.tuning_calls += session.calls - 1
         settled = all(context.winner is not None for context in self._contexts.values())
-        self._settled_in = self._chosen_in if settled else _UNSETTLED
+        self._settled_for_world = self._chosen_for_world if settled else _UNSETTLED
         state = session.random_state
-        self._draws = self._draws or (state is not None and state.has_moved())
+        self._uses_random_numbers = self._uses_random_numbers or (
+            state is not None and state.has_moved()
+        )
 
-    def begin_session(self) -> Session | Defaults:
+    def begin_session(self) -> Session | UntunedSession:
         """Start to tune in the middle of a settled function's call, at a new kernel or key."""
         self._tuning.acquire()  # released by ``_continue`` or ``_abandon``
         try:
@@ -243,7 +248,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         before: RandomState | None,
     ) -> Any:
         """Finish the tuning, if any, that began in the call that returned ``result``."""
-        session: Session | Defaults | None = self._interception.late.pop(watch, None)
+        session: Session | UntunedSession | None = self._interception.late_sessions.pop(watch, None)
         if session is None:  # the session belongs to another thread
             return result
         try:
@@ -260,7 +265,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _abandon(self, watch: Watch, error: BaseException) -> None:
         """End the tuning, if any, that began in the call that raised ``error``."""
-        session = self._interception.late.pop(watch, None)
+        session = self._interception.late_sessions.pop(watch, None)
         if session is None:
             return
         try:

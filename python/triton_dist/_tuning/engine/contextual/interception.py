@@ -88,7 +88,7 @@ class Interception:
         self._intercepting_prune = self._prune_replacement()
         self._lock = threading.Lock()
         self.sessions: list[Session] = []
-        self.late: dict[Watch, Any] = {}
+        self.late_sessions: dict[Watch, Any] = {}
         self._watches: list[Watch] = []
 
     def current_call(self) -> Call | None:
@@ -150,7 +150,9 @@ class Interception:
         self._lock = threading.Lock()
         self.sessions = [session for session in self.sessions if session in own]
         self._watches = [watch for watch in self._watches if watch[1] == thread]
-        self.late = {watch: late for watch, late in self.late.items() if watch in self._watches}
+        self.late_sessions = {
+            watch: late for watch, late in self.late_sessions.items() if watch in self._watches
+        }
         if was_tuning and not self.sessions:
             Autotuner.run = self._run
         if was_watching and not self._watches:
@@ -199,7 +201,7 @@ class Interception:
             if session is not None:
                 return session.launch(tuner, args, kwargs)
             assert watch is not None
-            if watch not in self.late:
+            if watch not in self.late_sessions:
                 result = watch[0].launch_known(tuner, args, kwargs)
                 if result is not NOT_KNOWN:
                     return result
@@ -208,9 +210,9 @@ class Interception:
         return run
 
     def _late_session(self, watch: Watch) -> Session:
-        session: Session | None = self.late.get(watch)
+        session: Session | None = self.late_sessions.get(watch)
         if session is None:
-            session = self.late[watch] = watch[0].begin_session()
+            session = self.late_sessions[watch] = watch[0].begin_session()
         return session
 
     def _prune_replacement(self) -> Callable[..., Any]:
@@ -228,7 +230,7 @@ class Interception:
                 return list(self._prune(tuner, kwargs))
             session = self._late_session(watch)
             tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
-            _Detour(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
+            _RunRedirection(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
             # Triton's ``run`` takes this single config as the winner and launches it through the
             # detour.
             return [_TO_BE_CHOSEN]
@@ -257,7 +259,7 @@ class _ToBeChosen(Config):
 _TO_BE_CHOSEN = _ToBeChosen({})
 
 
-class _Detour:
+class _RunRedirection:
     """Redirection of a running ``Autotuner.run``, which has no config for its key, to ``launch``.
 
     Triton's ``run`` has no hook at which another function could return the result, but it uses
@@ -289,7 +291,7 @@ class _Detour:
             raise
 
 
-class Defaults:
+class UntunedSession:
     """Replacement of a session if tuning is off: nothing is looked up, measured or kept."""
 
     calls = 1
@@ -298,7 +300,7 @@ class Defaults:
     def __init__(self, interception: Interception) -> None:
         self._interception = interception
 
-    def __enter__(self) -> Defaults:
+    def __enter__(self) -> UntunedSession:
         self._interception.begin(self)
         return self
 

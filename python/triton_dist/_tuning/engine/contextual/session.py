@@ -129,7 +129,7 @@ class Session:
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
             parts, messages, number = self._parts, self._messages, self._current_call.number
             context = open_context(tuner, key, prune, parts, messages, number)
-            why = self._current_call.unusable(context, launch) if context.recorded else ""
+            why = self._current_call.why_unusable(context, launch) if context.recorded else ""
             if why:  # some rank cannot use the recorded winner
                 if parts.ranks.is_leader:
                     warn(
@@ -207,7 +207,7 @@ class Session:
             with suppress(Exception):
                 self.end_call()
             return
-        if not self._messages.has_met:  # ``__exit__`` reports the error
+        if not self._messages.all_have_joined:  # ``__exit__`` reports the error
             self._messages.record_final_error(error)
             return
         ending = Step(f"end of call {self._current_call.number}, which raised {text_of(error)}")

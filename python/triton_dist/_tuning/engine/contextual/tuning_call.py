@@ -26,7 +26,7 @@ from triton_dist._tuning.values import Config, Failure
 from triton_dist._tuning.values.show import error_text
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
 
-_OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
+_ERRORS_OF_OTHER_RANKS = (RankTimeout, RankDisagreement, WaitTimeout)
 """Errors that do not blame the config that is being launched."""
 
 
@@ -88,7 +88,7 @@ class TuningCall:
             context.live[config.digest], device, device.timer(), timed=False
         )
 
-    def unusable(self, context: Context, launch: Launch) -> str:
+    def why_unusable(self, context: Context, launch: Launch) -> str:
         """Compile a recorded winner. Return, on all ranks, why some rank cannot use it.
 
         The result is empty if all ranks can. Interpreted kernels need no compilation.
@@ -155,18 +155,18 @@ class TuningCall:
             failure = None
             if ahead.is_needed(config):
                 wait = functools.partial(ahead.wait, config)
-                failure = self._compiled("wait for", context, config, wait)
+                failure = self._compile_on_all_ranks("wait for", context, config, wait)
             if failure is None:
                 ahead.is_done(config)
                 compile_own = functools.partial(launch.compile, context.live[digest])
-                failure = self._compiled("compile", context, config, compile_own)
+                failure = self._compile_on_all_ranks("compile", context, config, compile_own)
             if failure is None:
                 context.compiled.add(digest)
                 return
             self._parts.log.line(f"{context.name} config {shown(context.live[digest])}: {failure}")
             context.fail(digest, failure)
 
-    def _compiled(
+    def _compile_on_all_ranks(
         self, what: str, context: Context, config: Config, step: Callable[[], object]
     ) -> Failure | None:
         """Take ``step`` on all ranks. Return the failure of the lowest failed rank, or ``None``."""
@@ -203,7 +203,7 @@ class TuningCall:
                 try:
                     live = context.live[config.digest]
                     result = launch.run_candidate(live, device, timer, step.timed)
-                except _OUT_OF_STEP:
+                except _ERRORS_OF_OTHER_RANKS:
                     raise
                 except Exception as error:
                     last, timer = error, device.timer()
