@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.compiler.errors import CompilationError
 
 from tests.compile.scattered import TMA_LOAD, compile_launch
@@ -83,12 +84,30 @@ def test_a_kernel_that_makes_no_marks_is_the_one_without_them(sm90, marks, sourc
     assert without.kernel.asm["cubin"] == plain.kernel.asm["cubin"]
     assert "globaltimer" not in plain.ptx
 
-    # A wait, and of own and of gathered tiles the product and the store, each with begin and end.
-    assert marked.ptx.count("%globaltimer") == 2 * 5
-    assert marked.ptx.count(f"mov.u64 at, {marks.address};") == 5
+    # A wait, and of own and of gathered tiles the product and the store, each with begin and end;
+    # and the flag that is awaited.
+    assert marked.ptx.count("%globaltimer") == 2 * 6
+    assert marked.ptx.count(f"mov.u64 at, {marks.address};") == 6
     assert marked.stack_bytes == 0
     assert marked.shared_memory_bytes == plain.shared_memory_bytes
     assert len(TMA_LOAD.findall(marked.ptx)) == len(TMA_LOAD.findall(plain.ptx))
+
+
+@jit
+def kernel_set_and_await_flags(flags_ptr):
+    peers = tl.arange(0, 4)
+    dl.notify(flags_ptr + peers, 1, mask=peers < 3)
+    dl.notify(flags_ptr, 1, "add")
+    dl.wait(flags_ptr + peers, 3, 2)
+
+
+def test_each_flag_of_a_block_is_recorded_next_to_the_mark(sm90, marks):
+    flags = torch.empty(4, dtype=torch.int32, device="meta")
+    plain = compile_kernel(kernel_set_and_await_flags, flags).ptx
+    with marks.on():
+        marked = compile_kernel(kernel_set_and_await_flags, flags).ptx
+    assert marked.count(f"mov.u64 at, {marks.address};") == (1 + 4) + (1 + 1) + (1 + 4)
+    assert "globaltimer" not in plain
 
 
 @jit

@@ -50,7 +50,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(
         calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
         for call, more in zip(calls, (set(), {"push"}), strict=True):
             assert call["on_device"]
-            assert set(call["marks"]) - {"load"} == {"wait", "mma", "store"} | more
+            assert set(call["marks"]) - {"load"} == {"wait", "mma", "store", "notify"} | more
         slack = 20  # microseconds, of the driver's clock beside the device's
         for event in made:
             assert any(

@@ -12,7 +12,7 @@ from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime import marking
-from triton_dist.runtime.marking import Mark, Marks
+from triton_dist.runtime.marking import Flag, Mark, Marks
 from triton_dist.timelines import trace
 from triton_dist.timelines.marks import shares
 
@@ -99,11 +99,12 @@ def test_what_compiled_kernels_write_is_taken_apart():
     marks = Marks(torch.device("cpu"))
     memory = marking._buffer(torch.device("cpu"))
     word = 300 << 32 | 2 << 8 | marking.MARK_NAMES.index("store")
-    memory[0] = 1
-    memory[marking.HEADER_WORDS : marking.HEADER_WORDS + marking.WORDS_PER_MARK] = torch.tensor(
-        [7, 9, word]
-    )
-    assert marks.read() == ([Mark("store", 300, 2, 7, 9)], 1)
+    flag = 300 << 32 | marking.FLAG_SET
+    words = torch.tensor([7, 9, word, 0, 8, 2**47, flag, 5 << 20])
+    memory[0] = 2
+    memory[marking.HEADER_WORDS : marking.HEADER_WORDS + 2 * marking.WORDS_PER_MARK] = words
+    mark = Mark("store", 300, 2, 7, 9)
+    assert marks.read() == ([mark, Flag(True, 300, 0, 8, 2**47, 5 << 20)], 2)
     assert (
         Marks(torch.device("cpu")).address == marks.address
     )  # kernels that are compiled stay good
@@ -113,7 +114,7 @@ def test_what_compiled_kernels_write_is_taken_apart():
 def test_shares_are_of_the_time_of_all_programs():
     made = [
         Mark("wait", 0, 0, 100, 130), Mark("mma", 0, 0, 130, 190), Mark("store", 0, 0, 195, 200),
-        Mark("load", 0, 1, 100, 150), Mark("load", 1, 0, 100, 150),
+        Mark("load", 0, 1, 100, 150), Mark("load", 1, 0, 100, 150), Mark("push", -7, 0, 0, 999, 4),
     ]  # fmt: skip
     assert shares(made) == {"wait": 0.15, "load": 0.5, "mma": 0.3, "store": 0.025}
     assert shares([]) == {}

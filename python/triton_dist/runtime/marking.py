@@ -16,15 +16,18 @@ from typing import NamedTuple
 import torch
 import triton
 
-MARK_NAMES = ("wait", "load", "mma", "store", "push")
+MARK_NAMES = ("wait", "load", "mma", "store", "push", "notify")
 """Names of marks; compiled kernels store the index in this tuple."""
+FLAG_AWAITED, FLAG_SET = len(MARK_NAMES), len(MARK_NAMES) + 1
+"""Indices that compiled kernels store for a flag that a wait has seen, and for a flag that is
+set."""
 MAX_MARKS = 1 << 18
 """Maximum number of stored marks; further marks are only counted."""
-HEADER_WORDS, WORDS_PER_MARK = 4, 3
-"""Number of int64 words before the first mark (word 0 counts marks), and per mark: begin, end,
-and a packed word that ``Mark.of_words`` decodes."""
+HEADER_WORDS, WORDS_PER_MARK = 4, 4
+"""Number of int64 words before the first mark (word 0 counts marks), and per mark: begin, end, a
+packed word that ``_of_words`` decodes, and nothing; for a flag: time, address, packed, value."""
 _PREFIX = "triton_dist-marks-"
-_CODE_VERSION = 1
+_CODE_VERSION = 2
 """Version of the code that kernels run at a mark; a change invalidates cached kernels."""
 
 
@@ -37,10 +40,28 @@ class Mark(NamedTuple):
     """Index of the group of four warps."""
     begin_ns: int
     end_ns: int
+    nbytes: int = 0
+    """Size of a copy by a copy stream of CPU ranks, whose ``program`` is negative."""
 
-    @classmethod
-    def of_words(cls, begin_ns: int, end_ns: int, what: int) -> Mark:
-        return cls(MARK_NAMES[what & 0xFF], what >> 32, what >> 8 & 0xFF, begin_ns, end_ns)
+
+class Flag(NamedTuple):
+    """A flag that a program has set, or has seen at the end of a wait."""
+
+    is_set: bool
+    program: int
+    group: int
+    at_ns: int
+    """Time within the mark "notify" or "push", or "wait"; before the flag is set."""
+    address: int
+    value: int
+    """Value that the flag gets, or the awaited value."""
+
+
+def _of_words(first: int, second: int, what: int, value: int) -> Mark | Flag:
+    kind, group, program = what & 0xFF, what >> 8 & 0xFF, what >> 32
+    if kind < len(MARK_NAMES):
+        return Mark(MARK_NAMES[kind], program, group, first, second)
+    return Flag(kind == FLAG_SET, program, group, first, second, value)
 
 
 class Marks:
@@ -51,7 +72,7 @@ class Marks:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._listed: list[Mark] = []
+        self._listed: list[Mark | Flag] = []
         self._count = 0
         self._buffer = None if device is None else _buffer(device)
         if self._buffer is not None:
@@ -61,8 +82,8 @@ class Marks:
     def address(self) -> int:
         return 0 if self._buffer is None else self._buffer.data_ptr()
 
-    def add(self, mark: Mark) -> None:
-        """Add a mark of an interpreted kernel."""
+    def add(self, mark: Mark | Flag) -> None:
+        """Add a mark or flag of an interpreted kernel, or of a copy stream of CPU ranks."""
         self._count += 1
         if len(self._listed) < MAX_MARKS:
             self._listed.append(mark)
@@ -76,7 +97,7 @@ class Marks:
         finally:
             _state.change(self, wanted=-1)
 
-    def read(self) -> tuple[list[Mark], int]:
+    def read(self) -> tuple[list[Mark | Flag], int]:
         """Wait for the device; return the stored marks and the number of marks that were made."""
         if self._buffer is None:
             return list(self._listed), self._count
@@ -84,7 +105,7 @@ class Marks:
         words = self._buffer[
             HEADER_WORDS : HEADER_WORDS + WORDS_PER_MARK * min(count, MAX_MARKS)
         ].view(-1, WORDS_PER_MARK)
-        return [Mark.of_words(*each) for each in words.tolist()], count
+        return [_of_words(*each) for each in words.tolist()], count
 
 
 class _State:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from triton_dist.language._marks import ClockReading
+from triton_dist.runtime import addresses
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.marking import MARK_NAMES, Mark, Marks
+from triton_dist.runtime.marking import MARK_NAMES, Flag, Mark, Marks
 from triton_dist.timelines import trace
 
 PROCESS = "marks in kernels"
 _CLOCK = "triton_dist: clock of marks"
+_PRECISION_NS = 4
+"""Times in a trace are floats of microseconds."""
 _READINGS = 5
 """Number of clock readings at the start and at the end; preemption may disturb a single reading."""
 
@@ -63,21 +67,33 @@ class KernelMarks:
 
     def add_to(self, content: trace.Trace) -> None:
         """Add the marks to this rank's timeline, and their shares to the facts of its calls."""
-        marks, made = self._marks.read()
+        read, made = self._marks.read()
+        marks = [each for each in read if isinstance(each, Mark)]
+        flags = [each for each in read if isinstance(each, Flag)]
         # Offset of the marks' clock to the timeline, from the reading with the shortest scope.
         spans = trace.spans(content, self._readings)
         name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
         middle = (spans[name].begin + spans[name].end) / 2
         trace_start_ns = self._readings[name].nanoseconds() - int(middle * 1e3)
-        marks_in_us = [
-            (mark, (mark.begin_ns - trace_start_ns) / 1e3, (mark.end_ns - mark.begin_ns) / 1e3)
-            for mark in marks
-        ]
         for facts in trace.calls_of(content):
-            begin, end = facts["begin_us"], facts["begin_us"] + facts["ms"] * 1e3
-            facts["marks"] = shares([m for m, at, _ in marks_in_us if begin <= at <= end])
-        content["traceEvents"] += _trace_events(marks_in_us)
-        content[trace.METADATA_KEY]["marks"] = {"kept": len(marks), "made": made}
+            begin_ns = trace_start_ns + facts["begin_us"] * 1e3
+            end_ns = begin_ns + facts["ms"] * 1e6
+            facts["marks"] = shares([m for m in marks if begin_ns <= m.begin_ns <= end_ns])
+        rows = _rows(marks)
+        content["traceEvents"] += _trace_events(rows, trace_start_ns)
+        content[trace.METADATA_KEY]["marks"] = {"kept": len(read), "made": made}
+        content[trace.METADATA_KEY]["flags"] = [*_flags_in_marks(flags, rows, trace_start_ns)]
+
+
+_Rows: TypeAlias = dict[tuple[int, int], list[Mark]]
+"""Marks by program and group, sorted by begin; outer marks before inner marks."""
+
+
+def _rows(marks: Iterable[Mark]) -> _Rows:
+    rows: _Rows = {}
+    for mark in sorted(marks, key=lambda each: (each.program, each.begin_ns, -each.end_ns)):
+        rows.setdefault((mark.program, mark.group), []).append(mark)
+    return dict(sorted(rows.items()))
 
 
 def shares(marks: list[Mark]) -> dict[str, float]:
@@ -88,6 +104,8 @@ def shares(marks: list[Mark]) -> dict[str, float]:
     rows: dict[tuple[int, int], tuple[int, int]] = {}
     ns_by_name = dict.fromkeys(MARK_NAMES, 0)
     for mark in marks:
+        if mark.program < 0:  # a copy stream
+            continue
         row = mark.program, mark.group
         begin, end = rows.get(row, (mark.begin_ns, mark.end_ns))
         rows[row] = min(begin, mark.begin_ns), max(end, mark.end_ns)
@@ -96,25 +114,43 @@ def shares(marks: list[Mark]) -> dict[str, float]:
     return {name: ns / whole for name, ns in ns_by_name.items() if ns and whole}
 
 
-def _trace_events(marks_in_us: list[tuple[Mark, float, float]]) -> Iterator[trace.Event]:
-    rows: Mapping[tuple[int, int], int] = {
-        row: number
-        for number, row in enumerate(
-            sorted({(mark.program, mark.group) for mark, _, _ in marks_in_us})
-        )
-    }
-    for (program, group), number in rows.items():
-        warps = f", warps {4 * group} to {4 * group + 3}" if group else ""
-        yield _name_event("thread_name", number, f"program {program}{warps}")
+def _trace_events(rows: _Rows, trace_start_ns: int) -> Iterator[trace.Event]:
     if rows:
         yield _name_event("process_name", 0, PROCESS)
-    for mark, begin_us, us in marks_in_us:
-        about: dict[str, Any] = {"program": mark.program, "group": mark.group}
-        number = rows[mark.program, mark.group]
-        yield {
-            "ph": "X", "cat": "mark", "name": mark.name, "pid": PROCESS, "tid": number,
-            "ts": begin_us, "dur": us, "args": about,
-        }  # fmt: skip
+    for number, ((program, group), marks) in enumerate(rows.items()):
+        warps = f", warps {4 * group} to {4 * group + 3}" if group else ""
+        name = f"program {program}{warps}" if program >= 0 else f"copy stream {number}"
+        yield _name_event("thread_name", number, name)
+        for mark in marks:
+            about: dict[str, Any] = {"program": program, "group": group}
+            about |= {trace.COPIED_BYTES: mark.nbytes} if mark.nbytes else {}
+            yield {
+                "ph": "X", "cat": "mark", "name": mark.name, "pid": PROCESS, "tid": number,
+                "ts": (mark.begin_ns - trace_start_ns) / 1e3,
+                "dur": (mark.end_ns - mark.begin_ns) / 1e3, "args": about,
+            }  # fmt: skip
+
+
+def _flags_in_marks(
+    flags: Iterable[Flag], rows: _Rows, trace_start_ns: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what ``trace.arrows`` needs of each flag in memory that still exists."""
+    numbers = {row: number for number, row in enumerate(rows)}
+    begins = {row: [mark.begin_ns for mark in marks] for row, marks in rows.items()}
+    for flag in flags:
+        row, identity = (flag.program, flag.group), addresses.identify(flag.address)
+        first = bisect_right(begins.get(row, ()), flag.at_ns)
+        around = (mark for mark in reversed(rows.get(row, ())[:first]) if mark.end_ns >= flag.at_ns)
+        mark = next(around, None)
+        if mark is not None and identity is not None:
+            # Times of set flags are in the slice of their mark, which excludes its end.
+            at_ns = min(flag.at_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
+            yield {
+                "flag": identity, "is_set": flag.is_set, "value": flag.value,
+                "pid": PROCESS, "tid": numbers[row],
+                "begin": (mark.begin_ns - trace_start_ns) / 1e3,
+                "ts": (max(at_ns, mark.begin_ns) - trace_start_ns) / 1e3,
+            }  # fmt: skip
 
 
 def _name_event(what: str, number: int, name: str) -> trace.Event:

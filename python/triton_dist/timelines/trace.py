@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,8 +17,11 @@ Event: TypeAlias = dict[str, Any]
 METADATA_KEY = "triton_dist"
 """Key of what this package adds. In ``args`` of an event: the facts of the call (op, shape, times).
 In a trace: the facts of the rank (such as ``clock_ns``)."""
+COPIED_BYTES = "bytes"
+"""Key in ``args`` of a copy, as in the profiler's events."""
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_COPY_CATEGORY = "gpu_memcpy"
+_DEVICE_CATEGORIES = ("kernel", _COPY_CATEGORY, "gpu_memset")
 _SCOPE_CATEGORY, _DEVICE_SCOPE_CATEGORY = "user_annotation", "gpu_user_annotation"
 
 
@@ -128,17 +131,22 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
 
     Add the ``clock_ns`` in the facts of each rank to the times of the rank. Prefix its process ids
     with ``rank-<r>``. If a rank has run several programs one after another, the calls of the second
-    program have ``run`` 1, and so on.
+    program have ``run`` 1, and so on. Add the arrows of flags and counters of transfers.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []
+    flags: list[dict[str, Any]] = []
     first = traces[0][1]
     base = first.get("baseTimeNanoseconds", 0)
     for rank, trace in traces:
         run = sum(each["rank"] == rank for each in ranks)
-        facts = trace.get(METADATA_KEY, {})
+        facts = dict(trace.get(METADATA_KEY, {}))
         shift = (trace.get("baseTimeNanoseconds", 0) - base + facts.get("clock_ns", 0)) / 1e3
+        for event in facts.pop("flags", ()):
+            pid = f"rank-{rank} {event['pid']}"
+            flags.append({**event, "pid": pid, "ts": event["ts"] + shift})
         ranks.append({"rank": rank, **facts})
+        first_event = len(events)
         for event in trace["traceEvents"]:
             moved = dict(event)
             if "pid" in event:
@@ -153,10 +161,84 @@ def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
                     METADATA_KEY: {**call, **begin, "rank": rank, "run": run},
                 }
             events.append(moved)
+        events += _counters(f"rank-{rank} transfers", events[first_event:])
+    events += _arrows(flags)
     rest = {
         name: value for name, value in first.items() if name not in ("traceEvents", METADATA_KEY)
     }
     return {**rest, METADATA_KEY: {"format": 1, "ranks": ranks}, "traceEvents": events}
+
+
+def _arrows(flags: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+    """Yield a flow from the set of a flag to each wait for its value, in another row.
+
+    Flags count up: the first set to the awaited value or above ends a wait. Perfetto directs a flow
+    by the begins of its two slices, and a wait may begin before the set. The flows of a wait
+    therefore end in a slice "flag seen", from the last set to the end of the wait. A wait that ends
+    before the set, by an error of the clocks, has no flow.
+    """
+    sets: dict[str, list[Mapping[str, Any]]] = {}
+    waits: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for flag in sorted(flags, key=lambda each: float(each["ts"])):
+        if flag["is_set"]:
+            sets.setdefault(flag["flag"], []).append(flag)
+        else:
+            waits.setdefault((flag["pid"], flag["tid"], flag["ts"]), []).append(flag)
+    number, ends = 0, dict[tuple[Any, ...], float]()
+    for (pid, tid, end), awaited in waits.items():
+        arrows = []
+        for flag in awaited:
+            enough = (each for each in sets.get(flag["flag"], ()) if each["value"] >= flag["value"])
+            begin = next(enough, None)
+            if begin and begin["ts"] < end and (begin["pid"], begin["tid"]) != (pid, tid):
+                arrows.append(begin)
+        if not arrows:
+            continue
+        last = max(awaited[0]["begin"], ends.get((pid, tid), 0.0), *(each["ts"] for each in arrows))
+        ends[pid, tid] = end
+        row = {"cat": "flag", "pid": pid, "tid": tid}
+        seen = [each["flag"] for each in arrows]
+        yield {
+            "ph": "X", "name": "flag seen", "ts": last, "dur": end - last, **row,
+            "args": {"flags": seen},
+        }  # fmt: skip
+        for begin in arrows:
+            number += 1
+            about = {"cat": "flag", "name": begin["flag"], "id": number}
+            yield {"ph": "s", **about, **{key: begin[key] for key in ("pid", "tid", "ts")}}
+            yield {"ph": "f", "bp": "e", **about, **row, "ts": (last + end) / 2}
+
+
+def _counters(process: str, events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the GB/s of copies, and the mean GB/s to other ranks during each call, over time.
+
+    Transfers of the same name that overlap add up.
+    """
+    changes: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        args = event.get("args", {})
+        transfers = []
+        if COPIED_BYTES in args and event.get("cat") in (_COPY_CATEGORY, "mark"):
+            name = event["name"] if event["cat"] == _COPY_CATEGORY else "copy stream"
+            transfers.append((name, event["ts"], event["dur"], args[COPIED_BYTES]))
+        call = args.get(METADATA_KEY, {})
+        if call.get("link_bytes"):
+            name = f"{call['op']} to other ranks, mean"
+            transfers.append((name, call["begin_us"], call["ms"] * 1e3, call["link_bytes"]))
+        for name, begin, us, nbytes in transfers:
+            if begin < begin + us:
+                rate = nbytes / us / 1e3
+                changes.setdefault(name, []).extend([(begin, rate), (begin + us, -rate)])
+    for name, steps in changes.items():
+        active: list[float] = []
+        for at, rate in sorted(steps):
+            active.append(rate) if rate > 0 else active.remove(-rate)
+            # Perfetto 52 misreads numbers of more than 18 decimals.
+            total = float(f"{sum(active):.6g}")
+            yield {
+                "ph": "C", "cat": "transfer", "name": name, "pid": process, "ts": at,
+                "args": {"GB/s": total},
+            }  # fmt: skip
 
 
 def calls_of(trace: Trace) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 
 from triton_dist import knobs
 from triton_dist.errors import WaitTimeout
-from triton_dist.runtime import waits
+from triton_dist.runtime import marking, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.deadlines import is_overdue
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, Step
@@ -25,6 +25,7 @@ from triton_dist.runtime.triton_compat import is_interpreting
 _HOPPER_SHARED_MEMORY = 232_448
 _GPU_CLOCK_HZ = 1.7e9
 _SPIN_SECONDS = 200e-6
+_MAX_COPIED_FLAGS = 64
 
 
 class CpuDevice:
@@ -175,13 +176,38 @@ class CpuCopyStream:
         self._end_thread()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self._queue(lambda: destination.copy_(source))
+        # A transfer sets the flags of its data by a copy, too.
+        is_flag = not destination.is_floating_point() and destination.numel() <= _MAX_COPIED_FLAGS
+        flags = destination if is_flag else destination[:0]
+        self._queue(
+            lambda: _marked(
+                "push", lambda: destination.copy_(source), flags, nbytes=destination.nbytes
+            )
+        )
 
     def write_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
-        self._queue(lambda: flags[index].fill_(value))
+        flag = flags[index]
+        self._queue(lambda: _marked("notify", lambda: flag.fill_(value), flag))
 
     def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
-        self._queue(lambda: _spin_until_equal(flags, index, value, self._abandoned))
+        def step() -> None:
+            _spin_until_equal(flags, index, value, self._abandoned)
+
+        self._queue(lambda: _marked("wait", step, flags[index]))
+
+
+def _marked(name: str, step: Callable[[], object], flags: torch.Tensor, nbytes: int = 0) -> None:
+    """Run a step of a copy stream, and record it and the flags that it sets or awaits."""
+    begin_ns = time.time_ns()
+    step()
+    marks, program = marking.current(), -threading.get_native_id()
+    if marks is not None:
+        end_ns = time.time_ns()
+        is_set, at = (False, end_ns) if name == "wait" else (True, begin_ns)
+        for index, value in enumerate(flags.flatten().tolist()):
+            address = flags.data_ptr() + index * flags.element_size()
+            marks.add(marking.Flag(is_set, program, 0, at, address, value))
+        marks.add(marking.Mark(name, program, 0, begin_ns, end_ns, nbytes))
 
 
 def _run_steps(steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:

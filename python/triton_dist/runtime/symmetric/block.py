@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from triton_dist.runtime import addresses
 # different regions never share a cache line.
 T = TypeVar("T")
 _ALIGNMENT = 512
+_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
+"""By name and global ranks: numbers of allocations, equal on all ranks of the group."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,15 @@ class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
     """Named regions over the raw bytes of every rank. Use as a context manager, or call
     ``free``."""
 
-    def __init__(self, layout: Layout, rank: int, blocks: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        blocks: Sequence[torch.Tensor],
+        global_rank: Callable[[int], int] = int,
+    ) -> None:
+        ranks = tuple(map(global_rank, range(len(blocks))))
+        number = next(_numbers.setdefault((layout.name, ranks), itertools.count()))
         self.name = layout.name
         self.rank = rank
         self._regions: dict[str, Region] = {}
@@ -102,8 +113,9 @@ class SymmetricMemory(AbstractContextManager["SymmetricMemory"]):
             for peer, view in enumerate(peers):
                 owner = "" if peer == rank else f" of rank {peer}"
                 addresses.register(
-                    view.data_ptr(), nbytes, dtype.itemsize, f"{layout.name}.{name}{owner}", shape
-                )
+                    view.data_ptr(), nbytes, dtype.itemsize, f"{layout.name}.{name}{owner}", shape,
+                    f"{layout.name}.{name} #{number} of rank {ranks[peer]} in {ranks}",
+                )  # fmt: skip
 
     def __getitem__(self, region: str) -> Region:
         return self._regions[region]

@@ -45,7 +45,7 @@ class CudaSymmetricMemory(SymmetricMemory):
             else self._handle.get_buffer(peer, (layout.nbytes,), torch.uint8)
             for peer in range(ranks.size)
         ]
-        super().__init__(layout, ranks.rank, blocks)
+        super().__init__(layout, ranks.rank, blocks, ranks.global_rank)
         block.zero_()
         torch.cuda.synchronize(device)
         ranks.barrier("symmetric memory is zeroed")

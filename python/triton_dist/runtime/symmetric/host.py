@@ -40,7 +40,7 @@ class HostSymmetricMemory(SymmetricMemory):
             self._ranks.barrier("symmetric memory is mapped")
         finally:
             os.close(own)
-        super().__init__(layout, self._ranks.rank, blocks)
+        super().__init__(layout, self._ranks.rank, blocks, self._ranks.global_rank)
 
     def barrier(self) -> None:
         self._ranks.barrier(f"barrier of {self.name}")

@@ -68,7 +68,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
             self._release = weakref.finalize(self, _release, cleanup.pop_all(), os.getpid())
         self._release.atexit = False  # the driver frees memory of a process that ends or is killed
         blocks = [_tensor(address, layout.nbytes, device) for address in addresses]
-        super().__init__(layout, self._ranks.rank, blocks)
+        super().__init__(layout, self._ranks.rank, blocks, self._ranks.global_rank)
 
     def _offer(self, nbytes: int, cleanup: ExitStack) -> _Offer:
         """Allocate this rank's block and return what other ranks need to map it."""

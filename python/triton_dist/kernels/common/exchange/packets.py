@@ -60,6 +60,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     block_begin,
 )
 from triton_dist.kernels.common.peers import target_at
+from triton_dist.language._marks import FLAG_AWAITED, FLAG_SET, flag_clock, note_flags
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 from triton_dist.language.signals import DISAGREED, note_disagreement, sized
 
@@ -131,8 +132,12 @@ def send_lines(targets, offset, payload, line, mask, tag):
     words = low | (tag.to(tl.int64) << 32)
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
     with dl.mark("push"):
+        at = flag_clock()
         for peer in tl.static_range(len(targets)):
             tl.store(targets[peer] + offset + word, words, mask=mask[:, None])
+            if at is not None:  # the first line stands for all
+                first_ptr = targets[peer] + offset + tl.min(line) * LINE_WORDS
+                note_flags(FLAG_SET, at, first_ptr, tag, None)
 
 
 @jit
@@ -153,6 +158,11 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
             payloads = _poll_interpreted(lines, tag, mask, packets.timeout_words)
         else:
             payloads = _poll_together(lines, tag, mask, packets.timeout_words)
+        at = flag_clock()
+        if at is not None:
+            for peer in tl.static_range(NUM_RANKS - 1):
+                first_ptr = tl.min(lines[peer].to(tl.int64)).to(tl.pointer_type(tl.int64))
+                note_flags(FLAG_AWAITED, at, first_ptr, tag, None)
     return payloads
 
 

@@ -186,14 +186,10 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
     One thread per rank: releases in sequence would each wait until the previous one has crossed the
     link.
     """
-    tl.debug_barrier()  # The release is issued by one thread: wait for the stores of all threads.
     valid = tl.arange(0, plan.LANES) < plan.NUM_RANKS
     values = tl.full((plan.LANES,), 0, tl.int64) + value
     with dl.mark("push"):
-        tl.atomic_xchg(
-            call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=valid,
-            sem="release", scope="sys",
-        )  # fmt: skip
+        dl.notify(call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=valid)
 
 
 @jit
