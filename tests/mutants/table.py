@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "release: an exchange tells with release",
         _PROTOCOL,
-        'mask=valid,\n            sem="release", scope="sys",',
-        'mask=valid,\n            sem="relaxed", scope="sys",',
+        "dl.notify(call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=valid)",
+        "tl.store(call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=valid)",
         ("tests/compile/test_exchange_kernels.py",),
     ),
     Mutant(
