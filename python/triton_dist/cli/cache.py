@@ -127,9 +127,9 @@ def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
         return found[0]
     some = "".join(
         f"\n  {each.record.key}\n    on {made_on(each.record)}\n    {each.where}"
-        for each in found[:_SOME]
+        for each in found[:_MAX_SUGGESTIONS]
     )
-    more = f"\n  and {len(found) - _SOME} more" if len(found) > _SOME else ""
+    more = f"\n  and {len(found) - _MAX_SUGGESTIONS} more" if len(found) > _MAX_SUGGESTIONS else ""
     raise NoSuchRecord(
         name,
         f"{len(found)} records match, but exactly one is required:{some}{more}",
@@ -137,7 +137,7 @@ def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
     )
 
 
-_SOME = 5
+_MAX_SUGGESTIONS = 5
 
 
 def print_no_record(function: str, arguments: argparse.Namespace) -> int:

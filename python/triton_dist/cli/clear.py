@@ -13,7 +13,7 @@ from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 from triton_dist.cli.validator import imported, is_ours, verdict
 
-_THINGS = {"record": "record", "journal": "interrupted tuning", "log": "log"}
+_NAMES_BY_KIND = {"record": "record", "journal": "interrupted tuning", "log": "log"}
 
 
 def add_to(subcommands: Any) -> None:
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     kinds = {"log"} if arguments.logs else set()
     kinds |= {"journal"} if arguments.interrupted else set()
     if not (kinds or arguments.stale):
-        kinds = set(_THINGS)
+        kinds = set(_NAMES_BY_KIND)
     gone = {path: kind for path, kind in removable(known).items() if kind in kinds}
     if arguments.stale:
         stale, unknown = _stale(records, arguments.imports)
@@ -123,8 +123,10 @@ def _print(
     for path in (path for path, kind in gone.items() if kind != "log"):
         under = settings.get(path)
         text.print_lines(f"{path}, tuned under {under}" if under else str(path))
-    counts = {kind: list(gone.values()).count(kind) for kind in _THINGS}
-    parts = [counted(n, _THINGS[kind]) for kind, n in counts.items() if n or kind != "journal"]
+    counts = {kind: list(gone.values()).count(kind) for kind in _NAMES_BY_KIND}
+    parts = [
+        counted(n, _NAMES_BY_KIND[kind]) for kind, n in counts.items() if n or kind != "journal"
+    ]
     done = "would remove" if arguments.dry_run else "removed"
     print(f"{done} {', '.join(parts)} of {arguments.function or 'all functions'}")
 

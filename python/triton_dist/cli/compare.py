@@ -16,7 +16,7 @@ from triton_dist._tuning.values.analysis import Analysis, Changes, slowdown_of_w
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_subcommand, counted, folder
 
-_MOVED = 5
+_MAX_CHANGED_CONFIGS = 5
 
 
 def add_to(subcommands: Any) -> None:
@@ -202,7 +202,7 @@ def lines_of_changes(changes: Changes) -> Iterator[str]:
     alike = "" if order is None else f", rank correlation of their times {order:.2f}"
     yield f"  {counted(len(changes.common), 'config')} in both{alike}"
     moved = sorted(changes.common, key=lambda pair: -abs(_change(pair[0].ms, pair[1].ms)))
-    for old, new in moved[:_MOVED]:
+    for old, new in moved[:_MAX_CHANGED_CONFIGS]:
         change = _change(old.ms, new.ms)
         yield f"  {old.ms:10.4f} -> {new.ms:.4f} ms {change:+7.1%}  {new.trial}"
     for what, trials in (("old", changes.only_before), ("new", changes.only_after)):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from triton_dist import knobs
 from triton_dist.cli.subcommand import add_command, add_subcommand
 
-_SLOWER = 50.0  # factor on timeouts under compute-sanitizer
+_SANITIZER_SLOWDOWN = 50.0  # factor on timeouts under compute-sanitizer
 
 
 def add_to(subcommands: Any) -> None:
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor
         for limit in (knobs.autotune_timeout, knobs.compile_timeout):
-            variables[limit.variable] = str(_SLOWER * limit.get())
+            variables[limit.variable] = str(_SANITIZER_SLOWDOWN * limit.get())
         reports = arguments.reports or Path(tempfile.mkdtemp(prefix="triton_dist-debug-"))
         reports.mkdir(parents=True, exist_ok=True)
         if sanitizer.starts_ranks(arguments.command):

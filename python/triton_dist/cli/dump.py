@@ -97,8 +97,8 @@ def _row(side: Path, with_sass: bool) -> list[str]:
     return [side.parent.name, f"sm_{artefact.about.arch}", *map(str, (*launched, *used))]
 
 
-_MOST = 12
-_COUNTED = ("num_warps", "num_stages")
+_MAX_LINES = 12
+_COUNTED_OPTIONS = ("num_warps", "num_stages")
 
 
 def diff(old: Path, new: Path, as_json: bool) -> int:
@@ -162,7 +162,7 @@ def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
     about = artefact.about
     found: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
     found |= {name: str(value) for name, value in artefact.constants().items()}
-    found |= {name: about.options.get(name) for name in _COUNTED}
+    found |= {name: about.options.get(name) for name in _COUNTED_OPTIONS}
     try:
         found["registers"], found["stack B"] = facts.resource_usage(artefact.data)
     except RuntimeError as failure:  # cuobjdump is not installed
@@ -206,10 +206,10 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
             yield from (f"  - {line}" for line in part["only_old"])
             yield from (f"  + {line}" for line in part["only_new"])
             changed = list(part["operations"].items()) if name != "layouts" else []
-            for operation, (old, new) in changed[:_MOST]:
+            for operation, (old, new) in changed[:_MAX_LINES]:
                 yield f"  {old:5} -> {new:<5} {operation}"
-            if len(changed) > _MOST:
-                yield f"  and {len(changed) - _MOST} more; --json has all"
+            if len(changed) > _MAX_LINES:
+                yield f"  and {len(changed) - _MAX_LINES} more; --json has all"
     yield from (f"{level}: not compared: {why}" for level, why in tree["missing"].items())
 
 

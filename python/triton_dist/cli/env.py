@@ -25,8 +25,8 @@ _DISTRIBUTION = "triton-dist-tuner"
 _PACKAGES = ("torch", "triton", "numpy", "filelock", "rich")
 _PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
-_OURS = "TRITON_DIST_"
-_SECONDS = 20
+_OUR_PREFIX = "TRITON_DIST_"
+_TIMEOUT_SECONDS = 20
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 known[name].get()
             except knobs.InvalidKnob as error:
                 shown[name] += f"  (wrong: {error})"
-        elif name.startswith(_OURS):
+        elif name.startswith(_OUR_PREFIX):
             shown[name] += "  (unknown variable: it has no effect)"
     facts = {
         "versions": {
@@ -144,7 +144,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments],
-            capture_output=True, text=True, timeout=_SECONDS, check=False,
+            capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except FileNotFoundError:
         return []

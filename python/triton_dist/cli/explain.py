@@ -14,7 +14,7 @@ from triton_dist.cli.subcommand import add_subcommand, counted, positive
 from triton_dist.cli.validator import OTHER_FUNCTION_REASON, Verdict, imported, is_ours, verdict
 from triton_dist.errors import NoSuchFunction
 
-_SHADOWED = "a record of this key that is found first is used"
+_SHADOWED_REASON = "a record of this key that is found first is used"
 
 
 def add_to(subcommands: Any) -> None:
@@ -151,7 +151,7 @@ def _with_first(same: Sequence[_Explained]) -> Iterator[_Explained]:
     taken = ""
     for each in same:
         if each.verdict.used and taken:
-            each = replace(each, verdict=Verdict(False, (f"{_SHADOWED}: {taken}",)))
+            each = replace(each, verdict=Verdict(False, (f"{_SHADOWED_REASON}: {taken}",)))
         elif each.verdict.used:
             taken = each.stored.where
         yield each
@@ -191,7 +191,9 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -
 def _group(each: _Explained) -> object:
     """Return equal values for records of one function with equal verdicts."""
     verdict = each.verdict
-    reasons = tuple(_SHADOWED if r.startswith(_SHADOWED) else r for r in verdict.reasons)
+    reasons = tuple(
+        _SHADOWED_REASON if r.startswith(_SHADOWED_REASON) else r for r in verdict.reasons
+    )
     name = each.stored.record.key.full_name
     return name, verdict.used, reasons, verdict.accepted, verdict.may_be_dropped
 

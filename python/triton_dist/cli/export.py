@@ -73,9 +73,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _csv(found: Sequence[StoredRecord]) -> str:
     rows = [_row(stored.record, trial) for stored in found for trial in stored.record.trials]
-    names = dict.fromkeys(name for row in rows for name in row if name not in _LAST)
+    names = dict.fromkeys(name for row in rows for name in row if name not in _LAST_COLUMNS)
     text = io.StringIO()
-    table = csv.DictWriter(text, [*names, *_LAST], lineterminator="\n")
+    table = csv.DictWriter(text, [*names, *_LAST_COLUMNS], lineterminator="\n")
     table.writeheader()
     for row in rows:
         texts = {n: printable(value) for n, value in row.items() if isinstance(value, str)}
@@ -83,13 +83,16 @@ def _csv(found: Sequence[StoredRecord]) -> str:
     return text.getvalue()
 
 
-_LAST = ("ms", "samples", "failure", "message")
+_LAST_COLUMNS = ("ms", "samples", "failure", "message")
 
 
 def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
     key, outcome = record.key, trial.outcome
     row = {"function": key.full_name, "key": str(key), "hardware": cache.made_on(record)}
-    row |= {f"{n}'" if n in (*row, *_LAST) else n: v for n, v in parameters(trial.config).items()}
+    row |= {
+        f"{n}'" if n in (*row, *_LAST_COLUMNS) else n: v
+        for n, v in parameters(trial.config).items()
+    }
     if isinstance(outcome, Failure):
         failed = {"failure": outcome.kind, "message": outcome.message}
         return {**row, "ms": "", "samples": 0, **failed}

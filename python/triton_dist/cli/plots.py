@@ -13,14 +13,14 @@ from triton_dist.cli.report_data import Subject
 _FAINT, _MAIN, _WINNER, _DEFAULT = "#8fa9c4", "#3b7dd8", "#d9542b", "#8a5cc2"
 _GRID = "rgba(128,128,128,.25)"
 _PHASES = ("compile", "measure", "agree", "search", "other")
-_BARS, _FINALISTS, _LONGEST = 12, 8, 28
-_NEAR = 1.25
+_MAX_BARS, _FINALISTS, _MAX_LABEL_LENGTH = 12, 8, 28
+_MAX_PLOTTED_RATIO = 1.25
 """Largest ratio to the winner in the plot of the fastest configs, if three are below it."""
-_WIDE = 4
+_MIN_LOGARITHMIC_RATIO = 4
 """An axis is logarithmic if its largest value exceeds its smallest by this factor."""
-_MANY = 2000
+_MIN_WEBGL_POINTS = 2000
 """More points than this are drawn with WebGL."""
-_FEW = 2
+_FEW_SAMPLES = 2
 """Configs with at most this number of samples were eliminated early and are drawn faint."""
 
 
@@ -61,8 +61,8 @@ def _sorted(subject: Subject) -> Figure:
     ratios = [found.ratio(each.ms) for each in found.timed]
     data = []
     groups: list[tuple[str, str, str, int, Callable[[Timed], bool]]] = [
-        (f"{_FEW} samples or fewer", _FAINT, "circle", 6, _is_rough),
-        ("more samples", _MAIN, "circle", 6, lambda each: not _is_rough(each)),
+        (f"{_FEW_SAMPLES} samples or fewer", _FAINT, "circle", 6, _has_few_samples),
+        ("more samples", _MAIN, "circle", 6, lambda each: not _has_few_samples(each)),
         ("default", _DEFAULT, "diamond", 12, lambda each: each is subject.default),
         ("winner", _WINNER, "star", 14, lambda each: each is found.winner),
     ]
@@ -95,11 +95,11 @@ def _convergence(subject: Subject) -> Figure:
 
 def _fastest(subject: Subject) -> Figure:
     found = subject.found
-    near = [each for each in found.timed if found.ratio(each.ms) <= _NEAR]
+    near = [each for each in found.timed if found.ratio(each.ms) <= _MAX_PLOTTED_RATIO]
     best = (near if len(near) > 2 else list(found.timed[:3]))[:_FINALISTS]
     data: list[dict[str, Any]] = []
     for place, each in enumerate(best, 1):
-        colour = _WINNER if each is found.winner else _FAINT if _is_rough(each) else _MAIN
+        colour = _WINNER if each is found.winner else _FAINT if _has_few_samples(each) else _MAIN
         data.append({
             "type": "box", "name": f"#{place} {_beside_winner(subject, each)}",
             "x": [round(found.ratio(sample), 5) for sample in each.samples], "boxpoints": "all",
@@ -118,8 +118,8 @@ def _fastest(subject: Subject) -> Figure:
     return Figure("The fastest: all samples", text, data, layout)
 
 
-def _is_rough(each: Timed) -> bool:
-    return len(each.samples) <= _FEW
+def _has_few_samples(each: Timed) -> bool:
+    return len(each.samples) <= _FEW_SAMPLES
 
 
 def _beside_winner(subject: Subject, each: Timed) -> str:
@@ -130,7 +130,7 @@ def _beside_winner(subject: Subject, each: Timed) -> str:
 
 
 def _importance(subject: Subject) -> Figure:
-    ranked = subject.found.ranked()[:_BARS]
+    ranked = subject.found.ranked()[:_MAX_BARS]
     title = "% of the divergences of all parameters"
     figure = _bars([name for name, _ in ranked], [100 * share for _, share in ranked], title)
     first = f"{ranked[0][0]} matters most." if ranked[0][1] else "No parameter stands out."
@@ -148,7 +148,7 @@ def _price(subject: Subject) -> Figure:
         for name in found.varying
         for value, price in found.slowdown_by_value(name).items()
     ]
-    dearest = sorted(prices, key=lambda each: -each[1])[:_BARS]
+    dearest = sorted(prices, key=lambda each: -each[1])[:_MAX_BARS]
     free = sum(price <= 1 for _, price in prices)
     text = (
         f"How far the fastest config with a value is behind the winner. {free} of {len(prices)} "
@@ -210,7 +210,7 @@ def _points(
     size: int = 6, symbol: str = "circle",
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "type": "scattergl" if len(x) > _MANY else "scatter", "mode": "markers", "name": name,
+        "type": "scattergl" if len(x) > _MIN_WEBGL_POINTS else "scatter", "mode": "markers", "name": name,
         "x": [round(each, 5) for each in x], "y": [round(each, 5) for each in y],
         "marker": {"color": colour, "size": size, "symbol": symbol},
         "unselected": {"marker": {"opacity": 0.05}}, "customdata": rows,
@@ -236,20 +236,20 @@ def _layout(
 ) -> dict[str, Any]:
     """Return a layout; an axis is logarithmic if its values, if given, differ widely."""
     layout: dict[str, Any] = {
-        "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40}, "paper_bgcolor": _CLEAR,
-        "plot_bgcolor": _CLEAR, "legend": {"orientation": "h", "y": -0.27},
-        "modebar": {"bgcolor": _CLEAR, "color": "#8d8d8d", "activecolor": _MAIN},
+        "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40}, "paper_bgcolor": _TRANSPARENT,
+        "plot_bgcolor": _TRANSPARENT, "legend": {"orientation": "h", "y": -0.27},
+        "modebar": {"bgcolor": _TRANSPARENT, "color": "#8d8d8d", "activecolor": _MAIN},
     }  # fmt: skip
     for name, title, values in (("xaxis", x_title, x), ("yaxis", y_title, y)):
         # Times and ratios are positive, and margins of an axis must not suggest otherwise.
         layout[name] = {"title": {"text": title}, "gridcolor": _GRID, "zerolinecolor": _GRID,
                         "rangemode": "nonnegative", "automargin": True}  # fmt: skip
-        if values and min(values) > 0 and max(values) > _WIDE * min(values):
+        if values and min(values) > 0 and max(values) > _MIN_LOGARITHMIC_RATIO * min(values):
             layout[name] |= {"type": "log", "dtick": "D2", "tickformat": "~g"}
     return layout
 
 
-_CLEAR = "rgba(0,0,0,0)"
+_TRANSPARENT = "rgba(0,0,0,0)"
 
 
 def _line(**ends: Any) -> dict[str, Any]:
@@ -258,4 +258,7 @@ def _line(**ends: Any) -> dict[str, Any]:
 
 def _cut(text: str) -> str:
     """Return the start of a text from a record, without the tags that plotly would interpret."""
-    return escape(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}...", quote=False)
+    return escape(
+        text if len(text) <= _MAX_LABEL_LENGTH else f"{text[: _MAX_LABEL_LENGTH - 3]}...",
+        quote=False,
+    )

@@ -13,7 +13,7 @@ from triton_dist.timelines.summary import OpSummary
 
 _COLOURS = {"arithmetic": "#c0392b", "memory": "#1f5f99", "link": "#3c7a3c"}
 _BAR, _LIMIT = "#c9d3de", "#404040"
-_WIDTH, _ROW, _MOST = 9.0, 0.62, 16
+_WIDTH, _ROW_HEIGHT, _MAX_OPS = 9.0, 0.62, 16
 
 
 def png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str) -> bytes:
@@ -22,11 +22,11 @@ def png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str) -> bytes:
     A line marks the time that each resource would take at its peak. The rightmost line is the
     limit of the op.
     """
-    drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]
+    drawn = [each for each in found if each.ms and each.bounds_ms][:_MAX_OPS]
     with matplotlib.rc_context(
         {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     ):
-        figure = Figure(figsize=(_WIDTH, 1.9 + _ROW * max(len(drawn), 1)), dpi=110)
+        figure = Figure(figsize=(_WIDTH, 1.9 + _ROW_HEIGHT * max(len(drawn), 1)), dpi=110)
         figure.set_layout_engine("constrained")
         axes = figure.subplots()
         _roofs(axes, drawn)

@@ -23,7 +23,7 @@ _AS_BITS = {
     "fp8e4b8": torch.float8_e4m3fnuz,
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
-_MOST_POINTERS = 4
+_MAX_POINTERS = 4
 _HEX: Any = {"int": hex}
 
 
@@ -53,8 +53,8 @@ def _describe_handle(handle: Any, shape: list[int]) -> str:
     name = f"{element}{shape or ''}"
     if element.is_ptr():
         flat = np.ravel(handle.data)
-        shown = [describe_address(int(address)) for address in flat[:_MOST_POINTERS]]
-        if flat.size > _MOST_POINTERS:
+        shown = [describe_address(int(address)) for address in flat[:_MAX_POINTERS]]
+        if flat.size > _MAX_POINTERS:
             shown.append(f"... {describe_address(int(flat[-1]))}")
         return f"{name} {', '.join(shown)}"
     numbers = _numbers(np.asarray(handle.data), str(element))

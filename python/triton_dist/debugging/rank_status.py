@@ -33,8 +33,8 @@ from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.job import create_job_folder, is_running, job_folders
 
-_MOST_LAUNCHES, _MOST_FRAMES = 4, 12
-_launches: deque[str] = deque(maxlen=_MOST_LAUNCHES)
+_MAX_LAUNCHES, _MAX_FRAMES = 4, 12
+_launches: deque[str] = deque(maxlen=_MAX_LAUNCHES)
 _is_on = False
 
 
@@ -178,7 +178,7 @@ def answer_request(folder: Path, answered: str, state: dict[str, Any]) -> str:
         # Frames of the main thread without Python's own and its libraries' frames.
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines: list[str] = []
-        while frame is not None and len(lines) < _MOST_FRAMES:
+        while frame is not None and len(lines) < _MAX_FRAMES:
             if is_of_program(frame):
                 lines.append(
                     f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -158,7 +158,7 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
 """By operator name: numpy's operation, and the types for which upstream does no more than this
 operation, each with its numpy dtype."""
 
-_MOST_CONSTANTS = 4096
+_MAX_CONSTANTS = 4096
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -260,7 +260,7 @@ class Operators:
             return None
         known = self._constants.get((dtype.name, value))
         if known is None and _is_plain(value):
-            if len(self._constants) >= _MOST_CONSTANTS:
+            if len(self._constants) >= _MAX_CONSTANTS:
                 self._constants.clear()
             known = self._semantic.scalar_constant(value, dtype).handle.data
             self._constants[dtype.name, value] = known

@@ -67,9 +67,9 @@ class StoreRanks:
         self._numbers = itertools.count(1)
         self._topic = self._function = self._key = self._hint = ""
         self._call = self._step = 0
-        self._written: list[str] = []
-        self._last: StoreRanks = self
-        self._noted: dict[str, str] = {}
+        self._written_names: list[str] = []
+        self._last_channel: StoreRanks = self
+        self._published_notes: dict[str, str] = {}
         self._reminded = False
 
     def global_rank(self, rank: int) -> int:
@@ -119,11 +119,13 @@ class StoreRanks:
             hint: possible reason why other ranks do not join, for the reminder message.
         """
         new = copy.copy(self)
-        new._written = list(self._last._written) if self._last is not self else []
+        new._written_names = (
+            list(self._last_channel._written_names) if self._last_channel is not self else []
+        )
         new._function, new._key, new._call, new._hint = function, key, call, hint
         new._step, new._reminded = 0, False
         new._next_topic()
-        self._last = new
+        self._last_channel = new
         return new
 
     def abort(self, reason: str, refused: bool = False) -> None:
@@ -133,30 +135,29 @@ class StoreRanks:
         with self._reporting_lost_store(f"leaving ({reason})"):
             while not self._mailbox.put_first(f"{self._topic}left", last):
                 left = self._mailbox.find(f"{self._topic}left")
-                if self._step or self._is_of_this_call(
-                    left
-                ):  # the first rank that left has the cause
+                # The first rank that left has the cause.
+                if self._step or self._is_of_this_call(left):
                     return
                 self._next_topic()  # the channel that the remaining ranks join
-            self._written.append(f"{self._topic}left")
+            self._written_names.append(f"{self._topic}left")
 
     def note(self, function: str, text: str) -> None:
         """Store a note that may explain why this rank does not join a channel of ``function``.
         Equal notes are stored once. Does not block."""
-        if self._noted.get(function) != text:
-            self._noted[function] = text
+        if self._published_notes.get(function) != text:
+            self._published_notes[function] = text
             with suppress(RankTimeout), self._reporting_lost_store("note"):
                 self._mailbox.put(f"note/{function}/{self.rank}", text)
 
     def first_all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``all_gather`` as the first message of a channel.
+        """Gather ``value`` from all ranks as the first message of a channel.
 
         Raises:
             RankTimeout: a rank does not join within ``seconds`` (default: ``agreement_seconds``),
                 or left a channel of the same function and does not return within 0.5 s.
             RankDisagreement: as ``all_gather``.
         """
-        begin, before = time.monotonic(), len(self._written)
+        begin, before = time.monotonic(), len(self._written_names)
         end = begin + (self.agreement_seconds() if seconds is None else seconds)
         return_deadline = end
         left_ranks: dict[int, LeaveNotice] = {}
@@ -176,20 +177,18 @@ class StoreRanks:
                 except MissingRanks as error:
                     absent, left = error, error.left
                 if left is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
-                    left_ranks, return_deadline = (
-                        {},
-                        end,
-                    )  # these ranks have returned; others are late
+                    # These ranks have returned; others are late.
+                    left_ranks, return_deadline = {}, end
                     if not absent.because and time.monotonic() < end:
                         continue
-            same = left is not None and left.function == self._function
-            has_returned = left_ranks and same and absent.missing
+            is_same_function = left is not None and left.function == self._function
+            has_returned = left_ranks and is_same_function and absent.missing
             if left is None or self._is_of_this_call(left) or has_returned:
                 self._step = 1
                 missing = absent.missing or ([left.rank] if left else [])
                 absent = MissingRanks(missing, left, absent.because, time.monotonic() - begin)
                 raise self._timeout(phase, absent, left_ranks)
-            if same:
+            if is_same_function:
                 left_ranks[left.rank] = left
                 return_deadline = min(end, time.monotonic() + _RETURN_SECONDS)
             self._next_topic()
@@ -198,7 +197,7 @@ class StoreRanks:
         step = self._next_step()
         if self.is_leader:
             self._put(step, phase, value)
-            return value  # type: ignore[return-value]  # the leader always brings a value
+            return value  # type: ignore[return-value]  # the leader always passes a value
         ((leaders_phase, decided),) = self._receive_all(step, phase, [0], seconds)
         if leaders_phase != phase:
             by_rank = {self.global_rank(0): leaders_phase, self.global_rank(self.rank): phase}
@@ -207,7 +206,7 @@ class StoreRanks:
 
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         step = self._next_step()
-        before = len(self._written)
+        before = len(self._written_names)
         self._put(step, phase, value)
         entries = self._receive_all(step, phase, range(self.size), seconds)
         return self._checked_values(step, phase, entries, before)
@@ -224,7 +223,7 @@ class StoreRanks:
         seconds: float | None = None,
         queue_work: Callable[[], object] | None = None,
     ) -> None:
-        """Wait at a barrier, call ``queue_work``, which queues work, then :meth:`align_devices`."""
+        """Wait at a barrier, call ``queue_work``, then align the devices."""
         self.barrier(phase, seconds)
         if queue_work is not None:
             queue_work()
@@ -246,22 +245,22 @@ class StoreRanks:
         return values, why
 
     def align_devices(self) -> None:
-        """Nothing: these ranks queue no work."""
+        """Do nothing: these ranks queue no work."""
 
     def _checked_values(
         self, step: int, phase: str, entries: list[tuple[str, T]], before: int
     ) -> list[T]:
-        """The values, if all ranks are in ``phase``."""
+        """Return the values if all ranks are in ``phase``, else raise ``RankDisagreement``."""
         if any(other != phase for other, _ in entries):
             by_rank = {self.global_rank(rank): other for rank, (other, _) in enumerate(entries)}
             raise RankDisagreement(f"step {step} of the tuning", by_rank)
         # All ranks are here, so all have read the earlier entries, also of the last channel.
-        self._mailbox.delete(self._written[:before])
-        del self._written[:before]
+        self._mailbox.delete(self._written_names[:before])
+        del self._written_names[:before]
         return [value for _, value in entries]
 
     def _is_of_this_call(self, left: LeaveNotice) -> bool:
-        """True if a rank left because this very call was refused there."""
+        """Return whether a rank left because it refused this call."""
         return left.refused and (left.function, left.call) == (self._function, self._call)
 
     def _next_topic(self) -> None:
@@ -274,7 +273,7 @@ class StoreRanks:
     def _put(self, step: int, phase: str, value: Any) -> None:
         with self._reporting_lost_store(phase):
             self._mailbox.put(self._name(step, self.rank), (phase, value))
-        self._written.append(self._name(step, self.rank))
+        self._written_names.append(self._name(step, self.rank))
 
     def _receive_all(
         self, step: int, phase: str, ranks: Sequence[int], seconds: float | None
@@ -305,14 +304,14 @@ class StoreRanks:
             )
 
     def _remind(self, phase: str, missing: Sequence[int], waited: float) -> None:
-        about = f"{self._function}, " if self._function else ""
+        subject = f"{self._function}, " if self._function else ""
         key = f" {self._key}" if self._key else ""
         awaited = ", ".join(str(self.global_rank(rank)) for rank in missing)
         known = "".join(f" Rank {r} {text}." for r, text in self._notes(missing).items())
         known = known or f" {self._hint}".rstrip()
         with suppress(OSError, ValueError):  # a handler of the user whose stream is closed
             _log.warning(
-                f"rank {self.global_rank(self.rank)}: {about}{phase}{key}: waiting for rank(s) "
+                f"rank {self.global_rank(self.rank)}: {subject}{phase}{key}: waiting for rank(s) "
                 f"{awaited} for {waited:.0f} s.{known}"
             )
 
@@ -324,12 +323,12 @@ class StoreRanks:
         self, phase: str, absent: MissingRanks, left_ranks: Mapping[int, LeaveNotice] | None = None
     ) -> RankTimeout:
         """Build the error of this rank, with the known reasons why ranks are missing."""
-        lefts = dict(left_ranks or {})
+        notices = dict(left_ranks or {})
         if absent.left is not None:
             if self._is_of_this_call(absent.left):
-                lefts.clear()  # these reports are about earlier calls
-            lefts[absent.left.rank] = absent.left
-        known = {rank: f"left: {left.reason}" for rank, left in lefts.items()}
+                notices.clear()  # these reports are about earlier calls
+            notices[absent.left.rank] = absent.left
+        known = {rank: f"left: {left.reason}" for rank, left in notices.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
         because = {self.global_rank(r): text for r, text in {**absent.because, **known}.items()}
         if not because:
@@ -342,7 +341,7 @@ class StoreRanks:
             seconds=absent.seconds,
             because=because,
             refusals={
-                self.global_rank(r): left.reason for r, left in lefts.items() if left.refused
+                self.global_rank(r): left.reason for r, left in notices.items() if left.refused
             },
         )
 
@@ -401,7 +400,7 @@ class ProcessGroupRanks(StoreRanks):
         return self._process_group() in distributed_c10d._world.pg_map
 
     def agreement_seconds(self) -> float:
-        """Return the knob, else the timeout of the group's own collectives, else 30 minutes."""
+        """Return the knob's value, else the timeout of the group's collectives, else 30 minutes."""
         limit = knobs.autotune_meeting_timeout.get()
         if limit is not None:
             return limit

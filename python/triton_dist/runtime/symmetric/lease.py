@@ -25,7 +25,7 @@ class LeaseOwner:
     """The file of this process's memory; ``release`` is called when the lease ends."""
 
     def __init__(self, release: Callable[[], object]) -> None:
-        self._give_back = release
+        self._release = release
         self._fd = os.memfd_create("triton_dist-lease", os.MFD_CLOEXEC)
         self.offer = LeaseOffer(os.getpid(), self._fd)
 
@@ -38,7 +38,7 @@ class LeaseOwner:
         except BlockingIOError:
             return False
         os.close(self._fd)
-        self._give_back()
+        self._release()
         return True
 
 
