@@ -210,7 +210,8 @@ def _points(
     size: int = 6, symbol: str = "circle",
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "type": "scattergl" if len(x) > _MIN_WEBGL_POINTS else "scatter", "mode": "markers", "name": name,
+        "type": "scattergl" if len(x) > _MIN_WEBGL_POINTS else "scatter",
+        "mode": "markers", "name": name,
         "x": [round(each, 5) for each in x], "y": [round(each, 5) for each in y],
         "marker": {"color": colour, "size": size, "symbol": symbol},
         "unselected": {"marker": {"opacity": 0.05}}, "customdata": rows,
@@ -236,8 +237,8 @@ def _layout(
 ) -> dict[str, Any]:
     """Return a layout; an axis is logarithmic if its values, if given, differ widely."""
     layout: dict[str, Any] = {
-        "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40}, "paper_bgcolor": _TRANSPARENT,
-        "plot_bgcolor": _TRANSPARENT, "legend": {"orientation": "h", "y": -0.27},
+        "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40},
+        "paper_bgcolor": _TRANSPARENT, "plot_bgcolor": _TRANSPARENT, "legend": {"orientation": "h", "y": -0.27},
         "modebar": {"bgcolor": _TRANSPARENT, "color": "#8d8d8d", "activecolor": _MAIN},
     }  # fmt: skip
     for name, title, values in (("xaxis", x_title, x), ("yaxis", y_title, y)):
