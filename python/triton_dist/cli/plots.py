@@ -238,7 +238,8 @@ def _layout(
     """Return a layout; an axis is logarithmic if its values, if given, differ widely."""
     layout: dict[str, Any] = {
         "height": 370, "margin": {"l": 50, "r": 10, "t": 30, "b": 40},
-        "paper_bgcolor": _TRANSPARENT, "plot_bgcolor": _TRANSPARENT, "legend": {"orientation": "h", "y": -0.27},
+        "paper_bgcolor": _TRANSPARENT, "plot_bgcolor": _TRANSPARENT,
+        "legend": {"orientation": "h", "y": -0.27},
         "modebar": {"bgcolor": _TRANSPARENT, "color": "#8d8d8d", "activecolor": _MAIN},
     }  # fmt: skip
     for name, title, values in (("xaxis", x_title, x), ("yaxis", y_title, y)):
