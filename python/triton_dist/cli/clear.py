@@ -134,5 +134,4 @@ def _print(
 def _print_json(arguments: argparse.Namespace, gone: dict[Path, Any], left: dict[str, str]) -> None:
     removed = [{"file": str(path), "kind": kind} for path, kind in gone.items()]
     kept = [{"file": file, "why": why} for file, why in left.items()]
-    tree = {"dry_run": arguments.dry_run, "removed": removed, "left_alone": kept}
-    text.print_json(tree)
+    text.print_json({"dry_run": arguments.dry_run, "removed": removed, "left_alone": kept})

@@ -104,8 +104,7 @@ def t4(found: Sequence[StoredRecord]) -> str:
     """Return the first record in the T4 format."""
     results = [_result(trial) for trial in found[0].record.trials]
     metadata = {"timeunit": "milliseconds", "function": found[0].record.key.full_name}
-    tree = {"schema_version": "1.0.0", "metadata": metadata, "results": results}
-    return json.dumps(tree) + "\n"
+    return json.dumps({"schema_version": "1.0.0", "metadata": metadata, "results": results}) + "\n"
 
 
 def _result(trial: Trial) -> dict[str, Any]:

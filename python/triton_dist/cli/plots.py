@@ -155,8 +155,7 @@ def _price(subject: Subject) -> Figure:
         f"values cost 1 % or less; the {len(dearest)} dearest are shown."
     )
     names, values = [name for name, _ in dearest], [price for _, price in dearest]
-    figure = _bars(names, values, "% behind the winner")
-    return Figure("Cost of fixing a value", text, *figure)
+    return Figure("Cost of fixing a value", text, *_bars(names, values, "% behind the winner"))
 
 
 def _phases(subject: Subject) -> Figure:

@@ -122,8 +122,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
             raise MissingExtra("triton-dist profile show --png", "matplotlib", "bench") from error
         _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
     if as_json:
-        tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}
-        print_json(tree)
+        print_json({"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]})
     else:
         print_lines(*_lines(found, ranks))
     return 0 if found else 1

@@ -66,8 +66,7 @@ class _CompiledMark:
 
     def __init__(self, name: Any, pipelined: Any = False, *, _semantic: Any) -> None:
         self._number, self._semantic = _number_of(name), _semantic
-        marks = marking.current()
-        self._marks = None if getattr(pipelined, "value", pipelined) else marks
+        self._marks = None if getattr(pipelined, "value", pipelined) else marking.current()
 
     def __enter__(self) -> None:
         if self._marks is not None:

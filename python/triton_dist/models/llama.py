@@ -51,8 +51,7 @@ class LlamaConfig:
         path = Path(model, "config.json")
         if path.exists():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            heads = found["num_attention_heads"]
-            found.setdefault("head_dim", found["hidden_size"] // heads)
+            found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
             found = {**found.get("rope_parameters", {}), **found}  # transformers 5 nests rope_theta
             found.setdefault("qk_norm", found.get("model_type", "").startswith("qwen3"))
             names = {field.name for field in fields(cls)}

@@ -185,8 +185,7 @@ def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: An
             raise InterpreterError(f"program {program}: {error!r}") from error
 
     builder.set_grid_dim(x, y, z)
-    residents = knobs.resident_programs.get()
-    CooperativeGrid(x * y * z, run_program, vars(builder), residents).run()
+    CooperativeGrid(x * y * z, run_program, vars(builder), knobs.resident_programs.get()).run()
 
 
 @workaround(">=3.6,<3.10")

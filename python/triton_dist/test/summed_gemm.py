@@ -63,5 +63,4 @@ class SummedScript(Script):
         self.check(data)
         self.report_tuning(data)
         (M, K), N, size = data["A"].shape, data["B"].shape[1], dist.get_world_size()
-        title = f"{M}x{N}x{K * size}"
-        self.perf(data, title, max(2, self.args.iters), self.args.warmup)
+        self.perf(data, f"{M}x{N}x{K * size}", max(2, self.args.iters), self.args.warmup)

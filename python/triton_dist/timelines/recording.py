@@ -75,8 +75,7 @@ def group_profile(
         yield
         return
     if tool not in TOOLS:
-        expected = " or ".join(map(repr, TOOLS))
-        raise InvalidArgument("group_profile", "tool", tool, expected)
+        raise InvalidArgument("group_profile", "tool", tool, " or ".join(map(repr, TOOLS)))
     if marks and tool != "torch":
         raise InvalidArgument("group_profile", "tool", tool, "'torch', with marks=True")
     ranks, parts = group_for(group), Path(folder) / name

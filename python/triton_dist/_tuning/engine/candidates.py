@@ -274,8 +274,7 @@ class Selection:
             kept = self.prune_result.listed if record.shipped else space
             usable = [*kept] if winner in kept else [winner, *kept]
             times = near.times(record, usable, others)
-        seconds = self._parts.settings.seconds
-        (times,) = self._ranks.broadcast(Step("sizes"), (times,), seconds)
+        (times,) = self._ranks.broadcast(Step("sizes"), (times,), self._parts.settings.seconds)
         return None if times is None else SizeTable.of(times, space)
 
     def _neighbours(self) -> Neighbours | None:

@@ -149,8 +149,7 @@ def key_of(
     try:
         hash(key)
     except TypeError as error:
-        expected = "a hashable value"
-        raise InvalidArgument(function, "the result of key_fn", key, expected) from error
+        raise InvalidArgument(function, "the result of key_fn", key, "a hashable value") from error
     return (key, f"with {fixed}", fixed.digest) if fixed else key
 
 

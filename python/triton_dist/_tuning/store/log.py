@@ -75,8 +75,7 @@ class FileLog:
 
     def event(self, name: str, **facts: Any) -> None:
         """Append an event as one line of JSON."""
-        event = {"event": name, "time": _now(), **facts}
-        self._events.add(json.dumps(event, default=str))
+        self._events.add(json.dumps({"event": name, "time": _now(), **facts}, default=str))
 
     def line(self, text: str) -> None:
         """Append a line of text that describes the current step of this rank."""

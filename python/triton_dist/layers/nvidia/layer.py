@@ -210,8 +210,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         rows = x.reshape(-1, x.shape[-1])
         ranks = self._ranks_for(rows, ranks, sequence_parallel)
         if sequence_parallel:
-            keeps = self.keep_gathered
-            product = functional.ag_gemm(rows, first.T, ranks, keep_gathered=keeps)
+            product = functional.ag_gemm(rows, first.T, ranks, keep_gathered=self.keep_gathered)
         else:
             product = functional.gemm(rows, first.T, ranks)
         multiply = functional.gemm_rs if sequence_parallel else functional.gemm_ar
@@ -251,8 +250,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     def _check_members(self, name: str, module: torch.nn.Module, *members: str) -> None:
         if not all(hasattr(module, member) for member in members):
-            expected = f"one with {', '.join(members)}"
-            raise self._invalid(name, type(module), expected)
+            raise self._invalid(name, type(module), f"one with {', '.join(members)}")
 
     def _checked_weight(
         self,

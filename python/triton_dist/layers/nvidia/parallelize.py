@@ -169,8 +169,7 @@ def _check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _unsupported_output(function: str, argument: str) -> InvalidArgument:
-    expected = "False: the layers return only their result"
-    return InvalidArgument(function, argument, True, expected)
+    return InvalidArgument(function, argument, True, "False: the layers return only their result")
 
 
 def _family_of(module: torch.nn.Module) -> str:

@@ -25,8 +25,7 @@ class HostSymmetricMemory(SymmetricMemory):
         self._ranks = group_for(group)
         own = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
-            shortage = _reserve(own, layout.nbytes)
-            requests = layout.agreed(self._ranks, (os.getpid(), own, shortage))
+            requests = layout.agreed(self._ranks, (os.getpid(), own, _reserve(own, layout.nbytes)))
             for rank, (_, _, available) in enumerate(requests):
                 if available is not None:
                     raise SymmetricMemoryFull(

@@ -106,8 +106,7 @@ def check_sum(x: torch.Tensor, output: torch.Tensor) -> None:
 
 def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     sizes = random.Random(args.seed)  # equal on all ranks
-    dtype = dtype_named(args.dtype)
-    most = max(1, args.max_nbytes // dtype.itemsize // args.alignment)
+    most = max(1, args.max_nbytes // dtype_named(args.dtype).itemsize // args.alignment)
     for _ in range(args.iters):
         inputs = [
             make_data(args, args.alignment * sizes.randint(1, most))

@@ -74,8 +74,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     ) -> Operands:
         b = uniform((shape.E, shape.K, shape.N // num_ranks), dtype, generator)
         ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=b.device)
-        a = b.new_empty(shape.M // num_ranks, shape.K)
-        return {"a": a, "b": b, "full_topk_ids": ids}
+        return {"a": b.new_empty(shape.M // num_ranks, shape.K), "b": b, "full_topk_ids": ids}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
         (E, K, columns), (M, topk) = operands["b"].shape, operands["full_topk_ids"].shape

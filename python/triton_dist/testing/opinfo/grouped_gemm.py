@@ -162,8 +162,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
             for layout in LAYOUTS:
                 for order in ("route", "sorted"):
                     for activation in (None, "silu_mul"):
-                        shape = GroupedShape(rows, 1536, 4096, 128, 8)
-                        key = self.key(shape, torch.bfloat16)
+                        key = self.key(GroupedShape(rows, 1536, 4096, 128, 8), torch.bfloat16)
                         yield key._replace(layout=layout, order=order, activation=activation)
 
     def recover(self, ctx: Any) -> None:
