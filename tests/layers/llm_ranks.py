@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,8 @@ def mistakes(folder: Path) -> list[str]:
     if dist.get_rank() == 0:
         Path(path, "model.safetensors").touch()
     dist.barrier()
-    refused(lambda: LLM(config), MissingExtra)
+    with mock.patch.dict("sys.modules", transformers=None):  # whether it is installed or not
+        refused(lambda: LLM(config), MissingExtra)
     return seen
 
 
