@@ -84,6 +84,31 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "triton_dist"))
 
 
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Any]]:
+    """Ranks that serve many tests, by their number."""
+    pools: dict[int, Any] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools: dict[int, Any]) -> Callable[[int], Callable[..., list[Any]]]:
+    """``on_ranks(num_ranks)``: ``run(fn, *args, env={})`` that returns the results by rank.
+
+    ``fn`` must leave no state behind: the ranks serve other tests too.
+    """
+    from triton_dist.testing.rank_pool import RankPool
+
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, env: Any = None) -> list[Any]:
+        pool = _pools.setdefault(num_ranks, RankPool(num_ranks))
+        pool.env = env or {}
+        return pool.run(fn, *args, timeout=200.0)
+
+    return lambda num_ranks: functools.partial(run, num_ranks)
+
+
 @pytest.fixture
 def spawn_ranks() -> Callable[..., list[Any]]:
     """:func:`triton_dist.testing.spawn_ranks`, with time for a machine that does much else."""

@@ -2,13 +2,195 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
 
-from tests.distributed import failing_ranks
+import triton_dist
+from tests.distributed.gemm_calls import AllGatherGEMM, default_tiles
+from triton_dist import tune
+from triton_dist._tuning.values import Failure
 from triton_dist.errors import RanksFailed
-from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.kernels.common.gemm import sharded as sharded_gemm
+from triton_dist.kernels.common.gemm import work_items
+from triton_dist.kernels.common.slots import epochs
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.runtime.device.cpu import CpuCopyStream
+
+LATE_SECONDS = 0.12
+VERY_LATE_SECONDS = 0.5  # longer than a product takes where other processes have the cores
+
+
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_epoch_stands_still(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
+    tl.store(epoch_ptr, tl.load(epoch_ptr))
+
+
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_consumption_is_not_told(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
+    tl.store(epoch_ptr, tl.load(epoch_ptr) + (1 << 20))  # the next epoch, of the same rows
+
+
+def _flag_before_data() -> None:
+    """The producer sets a chunk's flag, and copies the chunk some time later."""
+    copy = CpuCopyStream.copy
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def flag_first(stream: CpuCopyStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if destination.ndim == 2:
+            held.append((destination, source))
+            return
+        copy(stream, destination, source)
+        stream._queue(lambda: time.sleep(LATE_SECONDS))
+        while held:
+            copy(stream, *held.pop())
+
+    CpuCopyStream.copy = flag_first  # type: ignore[method-assign]
+
+
+def _data_without_flag() -> None:
+    """The producer of rank 1 never sets the flag of a shard's second chunk."""
+    copy = CpuCopyStream.copy
+
+    def no_flag(stream: CpuCopyStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        is_second_flag = destination.ndim == 1 and destination.storage_offset() % 8 == 1
+        if dist.get_rank() != 1 or not is_second_flag:
+            copy(stream, destination, source)
+
+    CpuCopyStream.copy = no_flag  # type: ignore[method-assign]
+
+
+def _consumer_does_not_wait() -> None:
+    sharded_gemm.wait_for_rows = work_items.wait_for_chunk = lambda *_: 0
+
+
+def _epoch_stands_still() -> None:
+    epochs.kernel_finish_epoch = kernel_epoch_stands_still
+
+
+def _waits_for_the_first_shard_only() -> None:
+    wait = sharded_gemm.wait_for_rows
+
+    def wait_for_first(shards: Any, shard: Any, *rest: Any) -> Any:
+        first = (dist.get_rank() + 1) % dist.get_world_size()
+        return wait(shards, shard * 0 + first, *rest)
+
+    sharded_gemm.wait_for_rows = wait_for_first
+
+
+def _consumption_is_not_told() -> None:
+    """``finish`` says nothing to the peers, and each call has to look, as in CUDA graphs."""
+    finish = AllGatherBuffer.finish
+    epochs.kernel_finish_epoch = kernel_consumption_is_not_told
+    AllGatherBuffer.finish = lambda buffer, _=False: finish(buffer)  # type: ignore[method-assign]
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    function.__name__.strip("_").replace("_", " "): function
+    for function in (
+        _flag_before_data,
+        _data_without_flag,
+        _consumer_does_not_wait,
+        _epoch_stands_still,
+        _waits_for_the_first_shard_only,
+        _consumption_is_not_told,
+    )
+}
+
+
+def calls_with(mutation: str | None, method: AllGatherMethod, persistent: bool) -> int:
+    """Four calls, rank 1 late in each, very late in the last one, with one piece broken; ``None``:
+    with none."""
+    if mutation is not None:
+        MUTATIONS[mutation]()
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
+    for late in (*[LATE_SECONDS / 2] * 3, VERY_LATE_SECONDS):
+        if dist.get_rank() == 1:
+            time.sleep(late)
+        calls(20, method=method, num_chunks=2, persistent=persistent)
+    return calls.check()
+
+
+def shared_memory_mappings() -> list[str]:
+    """Lines of this process's mappings that lie in /dev/shm."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+
+
+def end_before_call(how: str, ending_rank: int) -> float | None:
+    """One rank ends after a good call; seconds that the others' next call took to give up."""
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
+    calls(20)
+    calls.check()
+    names = os.listdir("/dev/shm")
+    mappings = shared_memory_mappings()
+    assert len(mappings) >= dist.get_world_size()
+    assert all(line.endswith("(deleted)") for line in mappings), mappings
+    assert not any("triton_dist" in name for name in names), names
+    if dist.get_rank() == ending_rank:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("this rank fails")
+    begin = time.monotonic()
+    try:
+        calls(20)
+    finally:
+        assert time.monotonic() - begin < 18, "gave up too late"
+    return None
+
+
+def one_rank_calls_alone() -> None:
+    """Rank 0 calls once more than the others, which stay alive."""
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
+    calls(20, persistent=False)
+    if dist.get_rank() == 0:
+        calls(20, persistent=False, num_chunks=2)
+    else:
+        time.sleep(2)
+
+
+def one_rank_leaves_out_a_trial(method: AllGatherMethod, left_out: str) -> list[str]:
+    """A tuning of two candidates; rank 1 does not take part in a run of the first. What came of
+    each."""
+    calls = AllGatherGEMM(max_rows=20, columns=40, K=72)
+    runs = itertools.count()
+
+    @tune.autotune(
+        config_space=[{"leaves_out": True}, {"leaves_out": False}],
+        key_fn=lambda *_, **__: "one",
+        recover_fn=lambda A, B, ctx, **_: ctx.reset(),
+    )
+    def op(
+        A: torch.Tensor,
+        B: torch.Tensor,
+        ctx: Any,
+        leaves_out: bool,
+        gathered: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        skipped = leaves_out and next(runs) == (0 if left_out == "the first run" else 2)
+        if skipped and ctx.rank == 1:
+            return A.new_empty(A.shape[0] * ctx.num_ranks, B.shape[1])
+        return ag_gemm.fn(A, B, ctx, default_tiles(), method=method, gathered=gathered)
+
+    calls(20, op=op)
+    calls(11, op=op)
+    calls.check()
+    record = op.tune(A=None, B=None, ctx=calls.ctx)
+    calls.ctx.finalize()
+    return [
+        each.outcome.kind if isinstance(each.outcome, Failure) else "measured"
+        for each in record.trials
+    ]
+
 
 PUSH, RING, FUSED, SERIAL = AllGatherMethod
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "1", "TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}
@@ -24,7 +206,7 @@ def failures(spawn_ranks, world_size, function, *args, limits=LIMITS):
 
 @pytest.mark.parametrize("method", [PUSH, RING, FUSED])
 def test_the_unbroken_pieces_pass(spawn_ranks, method):
-    counts = spawn_ranks(2, failing_ranks.calls_with, None, method, True)
+    counts = spawn_ranks(2, calls_with, None, method, True)
     assert counts == [4, 4]
 
 
@@ -47,7 +229,7 @@ def test_the_unbroken_pieces_pass(spawn_ranks, method):
 )
 def test_a_broken_piece_is_caught(spawn_ranks, mutation, method, world_size, persistent, expected):
     failed = failures(
-        spawn_ranks, world_size, failing_ranks.calls_with, mutation, method, persistent,
+        spawn_ranks, world_size, calls_with, mutation, method, persistent,
         limits=LIMITS if expected == OVERDUE else {},  # a slow machine must not pass for overdue
     )  # fmt: skip
     # Where TRITON_DIST_DEBUG looks for races, it may find one before there is a wrong result.
@@ -56,9 +238,7 @@ def test_a_broken_piece_is_caught(spawn_ranks, mutation, method, world_size, per
 
 
 def test_an_overdue_flag_is_named(spawn_ranks):
-    failed = failures(
-        spawn_ranks, 2, failing_ranks.calls_with, "consumption is not told", PUSH, True
-    )
+    failed = failures(spawn_ranks, 2, calls_with, "consumption is not told", PUSH, True)
     for rank, failure in failed.items():
         assert failure.message.startswith(f"rank {rank}, program (0, 0, 0): waited 1.0 s for flag")
         # The first slot to be used again is the second one.
@@ -71,7 +251,7 @@ def test_an_overdue_flag_is_named(spawn_ranks):
 )
 def test_a_lost_rank_ends_the_others(spawn_ranks, how, world_size, ending_rank):
     before = set(os.listdir("/dev/shm"))
-    failed = failures(spawn_ranks, world_size, failing_ranks.end_before_call, how, ending_rank)
+    failed = failures(spawn_ranks, world_size, end_before_call, how, ending_rank)
     ended = failed.pop(ending_rank)
     assert ended.exception == ("KeyError" if how == "raise" else "Died")
     assert sorted(failed) == [rank for rank in range(world_size) if rank != ending_rank]
@@ -85,7 +265,7 @@ def test_a_lost_rank_ends_the_others(spawn_ranks, how, world_size, ending_rank):
 
 
 def test_a_rank_that_calls_alone_ends(spawn_ranks):
-    (failure,) = failures(spawn_ranks, 2, failing_ranks.one_rank_calls_alone).values()
+    (failure,) = failures(spawn_ranks, 2, one_rank_calls_alone).values()
     assert failure.exception == "WaitTimeout"
     # The second call has the first slot; rank 1's flags follow the 8 of rank 0.
     assert "flag ag_gemm.arrivals0[8] to reach 1, it is 0" in failure.message
@@ -104,7 +284,7 @@ def test_a_rank_that_leaves_out_a_trial_costs_only_that_candidate(
     spawn_ranks, method, left_out, world_size
 ):
     trials = spawn_ranks(
-        world_size, failing_ranks.one_rank_leaves_out_a_trial, method, left_out,
+        world_size, one_rank_leaves_out_a_trial, method, left_out,
         env={"TRITON_DIST_AUTOTUNE_TIMEOUT": "4"}, timeout=60,
     )  # fmt: skip
     assert trials == [["timeout", "measured"]] * world_size

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import pytest
-
-from triton_dist.testing.rank_pool import RankPool
 
 # Which config multiplies is not what layers are about: tests of ops try them all.
 FIRST_CONFIG = {"TRITON_DIST_AUTOTUNE": "0"}
 
 
-@pytest.fixture(scope="package")
-def _pools():
-    with contextlib.ExitStack() as pools:
-        start = functools.cache(lambda size: pools.enter_context(RankPool(size, FIRST_CONFIG)))
-        yield start
-
-
 @pytest.fixture
-def on_two_ranks(_pools):
+def on_two_ranks(on_ranks):
     """``on_two_ranks(fn, *args)``: what ``fn`` returns, by rank."""
-    return functools.partial(_pools(2).run, timeout=200)
+    return functools.partial(on_ranks(2), env=FIRST_CONFIG)
 
 
 @pytest.fixture
-def on_four_ranks(_pools):
+def on_four_ranks(on_ranks):
     """``on_four_ranks(fn, *args)``: what ``fn`` returns, by rank."""
-    return functools.partial(_pools(4).run, timeout=300)
+    return functools.partial(on_ranks(4), env=FIRST_CONFIG)
