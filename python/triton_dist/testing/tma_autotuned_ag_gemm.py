@@ -72,12 +72,14 @@ class TmaAutotunedAgGemm:
             tiles_n = triton.cdiv(N, META["BLOCK_SIZE_N"])
             return (min(num_sms, num_ranks * tiles_m * tiles_n),)
 
-        shards = Shards(gathered.rows, gathered.arrivals, gathered.epoch, None, None, None, None)
+        shards = Shards(
+            gathered.rows, gathered.arrivals, gathered.epoch, *(None,) * (len(Shards._fields) - 3)
+        )
         plan = GEMMPlan(
             GATHERED=num_ranks > 1, B_COLUMN_MAJOR=B.stride(0) == 1,
             PRECISION=dot_precision(A.dtype), FLAGS_PER_RANK=gathered.flags_per_rank,
             NUM_SMS=num_sms, NUM_COMM_SMS=0, NUM_CHUNKS=1, NUM_WARPS=0, NUM_STAGES=0,
-            INT64_OFFSETS=False,
+            INT64_OFFSETS=False, SCALING="",
         )  # fmt: skip
         sizes = (rows * num_ranks, N, K, max(B.stride()))
         arguments = (A, shards, B, C, *sizes, buffer.rank, num_ranks, gathered.chunk_rows)

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.scales import Scales
+from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
@@ -220,7 +220,7 @@ def sharded_gemm(
     num_ranks: int = 1,
     gathered: GatheredShards | None = None,
     split: SplitWorkspace | None = None,
-    scales: Scales | None = None,
+    scales: tuple[Scales, str] = (NO_SCALES, ""),
 ) -> Launch:
     """Return the launch that computes ``C = concat(shards) @ B``.
 
@@ -240,7 +240,7 @@ def sharded_gemm(
         rank, num_ranks: this rank and the number of shards.
         gathered: shards of the other ranks.
         split: workspace, required for SPLIT_K above 1.
-        scales: scales of fp8 operands, and a bias.
+        scales: result of ``Scaling.kernel_argument``.
 
     Raises:
         InvalidArgument: SPLIT_K is above 1 and the workspace is missing or too small.
@@ -252,7 +252,7 @@ def sharded_gemm(
     source = gathered or GatheredShards(local_shard, local_shard, local_shard, 1, 1)
     push = source.push
     senders = 0 if push is None else push.num_comm_sms
-    shards = Shards(source.rows, source.arrivals, source.epoch, None, None, None, scales)
+    shards = Shards(source.rows, source.arrivals, source.epoch, None, None, None, *scales[0])
     if push is not None:
         shards = shards._replace(
             rows_table=push.shards, arrivals_table=push.arrivals, consumed=push.consumed
@@ -263,11 +263,12 @@ def sharded_gemm(
         PRECISION=dot_precision(local_shard.dtype), FLAGS_PER_RANK=source.flags_per_rank,
         NUM_SMS=num_sms, NUM_COMM_SMS=senders, NUM_CHUNKS=1 if push is None else push.num_chunks,
         NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False,
+        SCALING=scales[1],
     )  # fmt: skip
     options = config_for(config, local_shard.dtype, C.dtype).all_kwargs()
     # Only the ordinary kernel can send the shard.
     specialized = options.pop("WARP_SPECIALIZED", False) and push is None
-    specialized = specialized and can_specialize_warps(local_shard.dtype)
+    specialized = specialized and can_specialize_warps(local_shard.dtype) and C.itemsize == 2
     by_descriptor = persistent and plan.PRECISION != "ieee" and local_shard.is_contiguous()
     if by_descriptor and fits_descriptor(local_shard, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)

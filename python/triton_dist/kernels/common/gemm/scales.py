@@ -51,102 +51,107 @@ class Recipe(enum.Enum):
 
 
 class Scales(NamedTuple):
-    """Kernel argument: fp32 scales of A and B and a bias, each ``None`` if absent.
+    """Kernel argument: fp32 scales of A and B and a bias; ``None`` if absent.
 
-    Strides are in elements. ``stride_ak`` is ``None`` unless the recipe is BLOCK; ``stride_am`` and
-    ``stride_bn`` are 0 for a single scale. ``gathered`` has the scales of all shards of A,
-    ``stride_shard`` apart. ``promotes`` is ``None`` for fast accumulation.
+    Strides are in elements: 0 for a single scale. ``gathered_scales`` has the scales of all shards
+    of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used:
+
+    * ``""``: none. Triton 3.6 cannot compare a tuple with ``None``, nor nest it in another tuple.
+    * ``"bias"``: the bias.
+    * ``"fast"``: TENSOR or ROW scales with fast accumulation, and the bias.
+    * ``"promoted"``: TENSOR or ROW scales with partial sums in fp32, and the bias.
+    * ``"block"``: BLOCK scales, and the bias.
     """
 
-    a: Any
-    b: Any
+    a_scale: Any
+    b_scale: Any
     bias: Any
     stride_am: Any
     stride_ak: Any
     stride_bk: Any
     stride_bn: Any
-    promotes: Any
-    gathered: Any
+    gathered_scales: Any
     stride_shard: Any
 
 
 @jit
 def scaled_dot(
-    accumulator, a, b, k, column, scales, a_scale_ptr, row, rows, N, INPUT_PRECISION: tl.constexpr
-):
+    accumulator, a, b, k, column, scales, a_scale_ptr, row, rows, N,
+    INPUT_PRECISION: tl.constexpr, SCALING: tl.constexpr,
+):  # fmt: skip
     """Add ``a @ b`` at ``k`` to a tile's accumulator; apply BLOCK scales.
 
     Args:
-        scales: ``Scales`` or ``None``.
         a_scale_ptr: result of ``scales_of_shard``.
         row, rows: first row of the tile in its shard, and rows of the shard.
     """
     BLOCK_SIZE_M: tl.constexpr = accumulator.shape[0]
     BLOCK_SIZE_N: tl.constexpr = accumulator.shape[1]
     BLOCK_SIZE_K: tl.constexpr = a.shape[1]
-    if scales is None:
-        return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
-    elif scales.stride_ak is not None:
+    if SCALING == "block":
         # Load the scales before the product, to overlap with it.
         k_block = k // _BLOCK
-        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, k_block, BLOCK_SIZE_M)
+        a_scale_ptr += k_block * scales.stride_ak
+        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M)
         if BLOCK_SIZE_N <= _BLOCK:
             # Tiles do not straddle blocks, because both sizes are powers of two.
-            b_ptr = scales.b + k_block * scales.stride_bk + column // _BLOCK * scales.stride_bn
+            b_ptr = (
+                scales.b_scale + k_block * scales.stride_bk + column // _BLOCK * scales.stride_bn
+            )
             factor = (a_scale * tl.load(b_ptr))[:, None]
         else:
             columns = column + tl.arange(0, BLOCK_SIZE_N)
-            b_ptr = scales.b + k_block * scales.stride_bk + columns // _BLOCK * scales.stride_bn
+            b_ptr = (
+                scales.b_scale + k_block * scales.stride_bk + columns // _BLOCK * scales.stride_bn
+            )
             factor = a_scale[:, None] * tl.load(b_ptr, mask=columns < N, other=0.0)[None, :]
         zeros = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
         return accumulator + tl.dot(a, b, zeros) * factor
-    elif scales.promotes is not None:
+    elif SCALING == "promoted":
         return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(BLOCK_SIZE_K, _BLOCK))
     else:
-        return tl.dot(a, b, accumulator)
+        return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
 
 
 @jit
-def scales_of_shard(scales, shard):
+def scales_of_shard(scales, shard, SCALING: tl.constexpr):
     """Return the address of the scales of a gathered shard of A, or of A if ``shard`` is ``None``.
 
     Return 0 if there are no scales.
     """
-    if scales is None or scales.a is None:
+    if SCALING == "" or SCALING == "bias":  # Triton has no ``in``
         return 0
     elif shard is None:
-        return scales.a
+        return scales.a_scale
     else:
-        return scales.gathered + shard.to(tl.int64) * scales.stride_shard
+        return scales.gathered_scales + shard.to(tl.int64) * scales.stride_shard
 
 
 @jit
-def load_row_scales(scales, a_scale_ptr, row, rows, k_block, BLOCK_SIZE_M: tl.constexpr):
-    """Return the scales [BLOCK_SIZE_M] of rows of A, in one block of K."""
-    if scales.stride_ak is not None:
-        a_scale_ptr += k_block * scales.stride_ak
+def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
+    """Return the scales [BLOCK_SIZE_M] of rows of A, past L1, which may hold an earlier shard's."""
     row_index = row + tl.arange(0, BLOCK_SIZE_M)
-    return tl.load(a_scale_ptr + row_index * scales.stride_am, mask=row_index < rows, other=0.0)
+    return tl.load(
+        a_scale_ptr + row_index * scales.stride_am,
+        mask=row_index < rows, other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
 
 
 @jit
-def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N):
+def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr):
     """Return a tile's accumulator after TENSOR and ROW scales."""
-    if scales is not None:  # noqa: SIM102  # constexpr conditions stay apart
-        if scales.stride_ak is None:  # noqa: SIM102
-            if scales.a is not None:
-                columns = column + tl.arange(0, accumulator.shape[1])
-                b_ptr = scales.b + columns * scales.stride_bn
-                b_scale = tl.load(b_ptr, mask=columns < N, other=0.0)
-                a_scale = load_row_scales(scales, a_scale_ptr, row, rows, 0, accumulator.shape[0])
-                accumulator = accumulator * a_scale[:, None] * b_scale[None, :]
+    if SCALING == "fast" or SCALING == "promoted":  # Triton has no ``in``
+        columns = column + tl.arange(0, accumulator.shape[1])
+        b_scale = tl.load(scales.b_scale + columns * scales.stride_bn, mask=columns < N, other=0.0)
+        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
+        accumulator = accumulator * a_scale[:, None] * b_scale[None, :]
     return accumulator
 
 
 @jit
-def add_bias(accumulator, scales, column, N):
+def add_bias(accumulator, scales, column, N, SCALING: tl.constexpr):
     """Return a tile plus the bias, if there is one."""
-    if scales is not None:  # noqa: SIM102  # constexpr conditions stay apart
+    if SCALING != "":  # noqa: SIM102  # constexpr conditions stay apart
         if scales.bias is not None:
             columns = column + tl.arange(0, accumulator.shape[1])
             bias = tl.load(scales.bias + columns, mask=columns < N, other=0.0)
@@ -186,7 +191,7 @@ def recipe_of(
     return Recipe.BLOCK if has_blocks else None
 
 
-_NO_SCALES = (None,) * 10
+NO_SCALES = Scales(*(None,) * 9)
 
 
 class Scaling(NamedTuple):
@@ -236,20 +241,19 @@ class Scaling(NamedTuple):
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
-    ) -> Scales | None:
-        """Return the kernels' ``scales`` for a checked call.
+    ) -> tuple[Scales, str]:
+        """Return the kernels' ``scales`` and SCALING for a checked call.
 
         ``gathered`` has the scales of all shards of A, each in the layout of ``A_scale``.
         """
         A_scale, B_scale, bias, _, use_fast_accum = self
         if A_scale is None or B_scale is None:
-            return None if bias is None else Scales(*_NO_SCALES)._replace(bias=bias)
+            return NO_SCALES._replace(bias=bias), "" if bias is None else "bias"
+        name = "fast" if use_fast_accum else "promoted"
+        strides = (int(A_scale.numel() > 1), 0, 0, int(B_scale.numel() > 1))
         if self.recipe(A, B) is Recipe.BLOCK:
-            strides: tuple[Any, Any, Any, Any] = (1, A.shape[0], 1, blocks(A.shape[1]))
-        else:
-            strides = (int(A_scale.numel() > 1), None, None, int(B_scale.numel() > 1))
-        promotes = None if use_fast_accum else 1
-        return Scales(A_scale, B_scale, bias, *strides, promotes, gathered, A_scale.numel())
+            name, strides = "block", (1, A.shape[0], 1, blocks(A.shape[1]))
+        return Scales(A_scale, B_scale, bias, *strides, gathered, A_scale.numel()), name
 
     def torch_scales(
         self, A: torch.Tensor, B: torch.Tensor

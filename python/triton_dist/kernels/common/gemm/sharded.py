@@ -93,6 +93,7 @@ def finish_tile(
     num_splits,
     scales,
     N,
+    SCALING: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -111,7 +112,7 @@ def finish_tile(
                     accumulator, partials, split_tile, split, SPLIT_K, NUM_WARPS
                 )
     if is_complete:
-        accumulator = add_bias(accumulator, scales, column, N)
+        accumulator = add_bias(accumulator, scales, column, N, SCALING)
         store_tile(
             c_desc, accumulator, shard, row, column, EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N
         )
@@ -152,6 +153,7 @@ def kernel_gemm_persistent(
     B_COLUMN_MAJOR: tl.constexpr = gemm_plan.B_COLUMN_MAJOR
     NUM_SMS: tl.constexpr = gemm_plan.NUM_SMS
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
+    SCALING: tl.constexpr = gemm_plan.SCALING
     NUM_WARPS: tl.constexpr = gemm_plan.NUM_WARPS
     rows = M // num_ranks
     program = tl.program_id(0)
@@ -191,11 +193,12 @@ def kernel_gemm_persistent(
         accumulator = multiply_tile(
             local_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, split, num_splits,
             B_COLUMN_MAJOR, PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-            shards.scales, scales_of_shard(shards.scales, None), m * BLOCK_SIZE_M, rows, N,
+            shards, scales_of_shard(shards, None, SCALING), m * BLOCK_SIZE_M, rows,
+            N, SCALING,
         )  # fmt: skip
         finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            partials, tile - unsplit_tiles, split, num_splits, shards.scales, N,
+            partials, tile - unsplit_tiles, split, num_splits, shards, N, SCALING,
             EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
@@ -229,12 +232,12 @@ def kernel_gemm_persistent(
                     dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, K, split,
                     num_splits, B_COLUMN_MAJOR, PRECISION,
                     BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-                    shards.scales, scales_of_shard(shards.scales, shard),
-                    dl.consume_token(row, token), rows, N,
+                    shards, scales_of_shard(shards, shard, SCALING),
+                    dl.consume_token(row, token), rows, N, SCALING,
                 )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                partials, tile - unsplit_tiles, split, num_splits, shards.scales, N,
+                partials, tile - unsplit_tiles, split, num_splits, shards, N, SCALING,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 
@@ -265,6 +268,7 @@ def kernel_gemm_non_persistent(
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
+    SCALING: tl.constexpr = gemm_plan.SCALING
     rows = M // num_ranks
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
@@ -281,7 +285,7 @@ def kernel_gemm_non_persistent(
 
     row = m * BLOCK_SIZE_M
     a_ptr = local_ptr
-    a_scale_ptr = scales_of_shard(shards.scales, None)
+    a_scale_ptr = scales_of_shard(shards, None, SCALING)
     a_row = row
     if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if shard != rank:
@@ -297,7 +301,7 @@ def kernel_gemm_non_persistent(
                     shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
             a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
-            a_scale_ptr = scales_of_shard(shards.scales, shard)
+            a_scale_ptr = scales_of_shard(shards, shard, SCALING)
             # Consume the token on the row, because the pointer would lose its known alignment.
             a_row = dl.consume_token(row, token)
 
@@ -305,9 +309,9 @@ def kernel_gemm_non_persistent(
         a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,
         strides.am, strides.ak, strides.bk, strides.bn,
         PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, gemm_plan.INT64_OFFSETS,
-        shards.scales, a_scale_ptr, a_row,
+        shards, a_scale_ptr, a_row, SCALING,
     )  # fmt: skip
-    accumulator = add_bias(accumulator, shards.scales, n * BLOCK_SIZE_N, N)
+    accumulator = add_bias(accumulator, shards, n * BLOCK_SIZE_N, N, SCALING)
 
     row_index = row + tl.arange(0, BLOCK_SIZE_M)
     column_index = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)

@@ -53,9 +53,9 @@ def config_for(
 
 
 def can_specialize_warps(dtype: torch.dtype) -> bool:
-    """Return whether this device can run ``kernel_gemm_warp_specialized``: 16-bit operands,
+    """Return whether this device can run ``kernel_gemm_warp_specialized``: 16-bit or fp8 operands,
     compiled, sm_90."""
-    return dtype.itemsize == 2 and compiles_for_hopper() and has_gluon_for_hopper()
+    return dtype.itemsize <= 2 and compiles_for_hopper() and has_gluon_for_hopper()
 
 
 def tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
@@ -276,6 +276,10 @@ def fits_promotion(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: 
         return True
     block_n = tiles.kwargs["BLOCK_SIZE_N"]
     accumulator = tiles.kwargs["BLOCK_SIZE_M"] * block_n // (32 * tiles.num_warps)
+    if tiles.kwargs.get("WARP_SPECIALIZED"):
+        # A group multiplies one half of its columns at a time, and cannot split K.
+        fits = accumulator + block_n // 4 <= _MAX_PROMOTED_REGISTERS
+        return bool(fits and "SPLIT_K" not in tiles.kwargs)
     # Without scales per block, the partial sum of one instruction of 64 rows is promoted at a time.
     partial = accumulator if recipe is Recipe.BLOCK else min(accumulator, block_n // 2)
     return bool(accumulator + partial <= _MAX_PROMOTED_REGISTERS)
@@ -297,7 +301,8 @@ def fits_gemm(
         can_specialize_warps(A.dtype)
         and A.is_contiguous()
         and fits_descriptor(A, B)
-        and B.shape[1] * B.element_size() % 16 == 0  # rows of C
+        and B.shape[1] * 2 % 16 == 0  # rows of C
+        and scaling_of(**kwargs).output_dtype(A).itemsize == 2
     ):
         return False
     launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}

@@ -57,6 +57,7 @@ def multiply_steps(
     scale_row=0,
     rows=0,
     N=0,
+    SCALING: tl.constexpr = "",
 ):
     """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``.
 
@@ -72,18 +73,9 @@ def multiply_steps(
                 else:
                     b = b_desc.load([k, column])
             accumulator = scaled_dot(
-                accumulator,
-                a,
-                b,
-                k,
-                column,
-                scales,
-                a_scale_ptr,
-                scale_row,
-                rows,
-                N,
-                INPUT_PRECISION,
-            )
+                accumulator, a, b, k, column, scales, a_scale_ptr, scale_row, rows, N,
+                INPUT_PRECISION, SCALING,
+            )  # fmt: skip
     return accumulator
 
 
@@ -106,6 +98,7 @@ def multiply_tile(
     scale_row=0,
     rows=0,
     N=0,
+    SCALING: tl.constexpr = "",
 ):
     """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] over split ``split`` of ``num_splits``
     splits of K, multiplied by the scales (see ``scaled_dot``)."""
@@ -114,8 +107,9 @@ def multiply_tile(
         tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32), a_desc, b_desc, row, column,
         steps * split // num_splits, steps * (split + 1) // num_splits,
         B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K, scales, a_scale_ptr, scale_row, rows, N,
+        SCALING,
     )  # fmt: skip
-    return finish_scales(product, scales, a_scale_ptr, scale_row, rows, column, N)
+    return finish_scales(product, scales, a_scale_ptr, scale_row, rows, column, N, SCALING)
 
 
 @jit
@@ -139,6 +133,7 @@ def multiply_tile_by_pointers(
     scales=None,
     a_scale_ptr=0,
     scale_row=0,
+    SCALING: tl.constexpr = "",
 ):
     """Multiply a tile like ``multiply_tile``, for any strides of A and B.
 
@@ -165,12 +160,12 @@ def multiply_tile_by_pointers(
                 b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
             accumulator = scaled_dot(
                 accumulator, a, b, step * BLOCK_SIZE_K, column, scales, a_scale_ptr, scale_row,
-                scale_row + rows_left, N, INPUT_PRECISION,
+                scale_row + rows_left, N, INPUT_PRECISION, SCALING,
             )  # fmt: skip
             a_block += BLOCK_SIZE_K * stride_ak
             b_block += BLOCK_SIZE_K * stride_bk
     return finish_scales(
-        accumulator, scales, a_scale_ptr, scale_row, scale_row + rows_left, column, N
+        accumulator, scales, a_scale_ptr, scale_row, scale_row + rows_left, column, N, SCALING
     )
 
 
@@ -225,19 +220,20 @@ def multiply_operands(
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     scales=None,
+    SCALING: tl.constexpr = "",
 ):
     """Return the fp32 tile at ``row`` and ``column``; a and b are results of ``operands_at``."""
     if DESCRIPTORS:
         product = multiply_tile(
             a, b, row, column, K, 0, 1,
             B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-            scales, scales_of_shard(scales, None), row, M, N,
+            scales, scales_of_shard(scales, None, SCALING), row, M, N, SCALING,
         )  # fmt: skip
     else:
         product = multiply_tile_by_pointers(
             a, b, row, M - row, column, N, K, stride_am, stride_ak, stride_bk, stride_bn,
             INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, INT64_OFFSETS,
-            scales, scales_of_shard(scales, None), row,
+            scales, scales_of_shard(scales, None, SCALING), row, SCALING,
         )  # fmt: skip
     return product
 

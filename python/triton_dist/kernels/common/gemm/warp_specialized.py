@@ -11,6 +11,9 @@ and store it by TMA. Benefits:
 Ring: ``full[s]`` completes when stage s has been loaded, ``empty[s]`` when both groups have read
 it. Stage and phase continue from tile to tile.
 
+fp8 with promotion (``gemm/scales.py``): a group multiplies one half of its columns at a time, for
+128 elements of K, and adds the product in fp32 while the other group multiplies.
+
 Registers: 12 warps (the producer warp takes the slots of four) start with 168 registers per thread.
 The producer's group drops to 24, so a consumer gets 240, of which a 64 x 256 accumulator uses 128.
 Gluon cannot be interpreted; CPU ranks run the ordinary kernel.
@@ -30,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from triton_dist import language as dl
+from triton_dist.kernels.common.gemm.scales import scales_of_shard
 from triton_dist.kernels.common.gemm.sharded import gathered_tile, wait_for_rows
 from triton_dist.kernels.common.gemm.tile import (
     shard_in_arrival_order,
@@ -210,6 +214,79 @@ def _multiply_half(
 
 
 @gluon.jit
+def _multiply_promoted(
+    GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps, scales, a_scale_ptr,
+    row, rows, column, N, LAYOUT: gl.constexpr, SCALING: gl.constexpr,
+):  # fmt: skip
+    """Multiply fp8 like ``_multiply_half``; add the product of each step in fp32.
+
+    Return the left and the right half of the columns separately: the products of both would not fit
+    in registers.
+    """
+    NUM_STAGES: gl.constexpr = a_ring.shape[0]
+    HALF_M: gl.constexpr = a_ring.shape[1] // 2
+    HALF_N: gl.constexpr = b_ring.shape[1] // 2
+    zeros = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
+    left = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
+    right = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
+    if SCALING == "block":
+        # Clamp indices instead of masking the loads: registers are scarce.
+        row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
+        row_index = gl.minimum(row_index, rows - 1)
+        a_scale_ptr += row_index * scales.stride_am
+        b_ptr = scales.b_scale + column // 128 * scales.stride_bn
+        to_right = (min(column + HALF_N, N - 1) // 128 - column // 128) * scales.stride_bn
+    for _ in range(num_steps):
+        mbarrier.wait(full.index(stage), phase)
+        a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
+        b = b_ring.index(stage).slice(0, HALF_N, dim=0).permute((1, 0))
+        product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+        if SCALING == "block":  # Load the scales while the product is computed.
+            a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")
+            b_left, b_right = gl.load(b_ptr), gl.load(b_ptr + to_right)
+            a_scale_ptr += scales.stride_ak
+            b_ptr += scales.stride_bk
+        product = warpgroup_mma_wait(0, deps=(product,))
+        if SCALING == "block":
+            left += product * (a_scale * b_left)[:, None]
+        else:
+            left += product
+        # Finish these additions before the next product, which needs the registers.
+        left = warpgroup_mma_wait(0, deps=(left,))
+        b = b_ring.index(stage).slice(HALF_N, HALF_N, dim=0).permute((1, 0))
+        product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(empty.index(stage))
+        if SCALING == "block":
+            right += product * (a_scale * b_right)[:, None]
+        else:
+            right += product
+        right = warpgroup_mma_wait(0, deps=(right,))
+        stage, phase = _next_stage(stage, phase, NUM_STAGES)
+    return left, right, stage, phase
+
+
+@gluon.jit
+def _finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: gl.constexpr):
+    """Apply TENSOR and ROW scales and the bias, like ``scales.finish_scales`` and ``add_bias``."""
+    LAYOUT: gl.constexpr = accumulator.type.layout
+    columns = column + gl.arange(0, accumulator.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    if SCALING == "fast" or SCALING == "promoted":  # Triton has no ``in``
+        row_index = row + gl.arange(0, accumulator.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        a_scale = gl.load(
+            a_scale_ptr + row_index * scales.stride_am,
+            mask=row_index < rows, other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        b_scale = gl.load(scales.b_scale + columns * scales.stride_bn, mask=columns < N, other=0.0)
+        accumulator = accumulator * a_scale[:, None] * b_scale[None, :]
+    if SCALING != "":  # noqa: SIM102  # constexpr conditions stay apart
+        if scales.bias is not None:
+            bias = gl.load(scales.bias + columns, mask=columns < N, other=0.0)
+            accumulator += bias.to(gl.float32)[None, :]
+    return accumulator
+
+
+@gluon.jit
 def _finish_split(GROUP: gl.constexpr, accumulator, partials, tile, split, SPLIT_K: gl.constexpr):
     """Publish this group's half of a partial, as ``work_items.publish_partial`` does.
 
@@ -263,17 +340,25 @@ def _store_half(c_desc, accumulator, staging, shard, row, column, EPILOGUE_SUBTI
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, c_ptr, partials, a_ring, b_ring, staging, full, empty, M, N, K, rank,
-    num_ranks, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
-    EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
+    GROUP: gl.constexpr, c_ptr, partials, scales, a_ring, b_ring, staging, full, empty, M, N, K,
+    rank, num_ranks, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """Run consumer group ``GROUP`` on the same work items in the same order as the producer."""
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
+    SCALING: gl.constexpr = gemm_plan.SCALING
+    PROMOTES: gl.constexpr = SCALING == "promoted" or SCALING == "block"
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_SIZE_N, 16]
-    )
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[
+            16, BLOCK_SIZE_N // 2 if PROMOTES else BLOCK_SIZE_N,
+            256 // a_ring.dtype.primitive_bitwidth,
+        ],
+    )  # fmt: skip
     NUM_SMS: gl.constexpr = gemm_plan.NUM_SMS
     rows = M // num_ranks
     tiles_m = gl.cdiv(rows, BLOCK_SIZE_M)
@@ -305,23 +390,46 @@ def _consume(
             GROUP_SIZE_SHARDS,
         )
         first_step, end_step = _steps_of_split(K, split, num_splits, BLOCK_SIZE_K)
-        with dl.mark("mma"):
-            accumulator, stage, phase = _multiply_half(
-                GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
-                gemm_plan.B_COLUMN_MAJOR, LAYOUT,
-            )  # fmt: skip
-        is_complete = True
-        if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
-            if num_splits > 1:
-                is_complete, accumulator = _finish_split(
-                    GROUP, accumulator, partials, tile - unsplit_tiles, split, SPLIT_K
-                )
-        if is_complete:
-            with dl.mark("store"):
-                _store_half(
-                    c_desc, accumulator, staging.index(GROUP), shard,
-                    m * BLOCK_SIZE_M + GROUP * HALF_M, n * BLOCK_SIZE_N, EPILOGUE_SUBTILE,
+        row, column = m * BLOCK_SIZE_M + GROUP * HALF_M, n * BLOCK_SIZE_N
+        a_scale_ptr = scales_of_shard(scales, None, SCALING)
+        if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
+            if shard != rank:
+                a_scale_ptr = scales_of_shard(scales, shard, SCALING)
+        if PROMOTES:
+            with dl.mark("mma"):
+                left, right, stage, phase = _multiply_promoted(
+                    GROUP, a_ring, b_ring, full, empty, stage, phase, end_step, scales,
+                    a_scale_ptr, row, rows, column, N, LAYOUT, SCALING,
                 )  # fmt: skip
+            with dl.mark("store"):
+                left = _finish_scales(left, scales, a_scale_ptr, row, rows, column, N, SCALING)
+                left = left.to(c_desc.dtype)
+                _store_block(c_desc, left, staging.index(GROUP), shard, row, column)
+                column += BLOCK_SIZE_N // 2
+                right = _finish_scales(right, scales, a_scale_ptr, row, rows, column, N, SCALING)
+                right = right.to(c_desc.dtype)
+                _store_block(c_desc, right, staging.index(GROUP), shard, row, column)
+        else:
+            with dl.mark("mma"):
+                accumulator, stage, phase = _multiply_half(
+                    GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
+                    gemm_plan.B_COLUMN_MAJOR, LAYOUT,
+                )  # fmt: skip
+            is_complete = True
+            if SPLIT_K > 1:  # noqa: SIM102  # constexpr and runtime conditions stay apart
+                if num_splits > 1:
+                    is_complete, accumulator = _finish_split(
+                        GROUP, accumulator, partials, tile - unsplit_tiles, split, SPLIT_K
+                    )
+            if is_complete:
+                with dl.mark("store"):
+                    accumulator = _finish_scales(
+                        accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING
+                    )
+                    _store_half(
+                        c_desc, accumulator, staging.index(GROUP), shard, row, column,
+                        EPILOGUE_SUBTILE,
+                    )  # fmt: skip
     tma.store_wait(0)  # Shared memory must stay valid until TMA has read it.
 
 
@@ -348,21 +456,32 @@ def kernel_gemm_warp_specialized(
     SPLIT_K: gl.constexpr = 1,
     partials=None,
 ):
-    """Multiply like ``kernel_gemm_persistent``, for 16-bit operands. Launch with 4 warps.
+    """Multiply like ``kernel_gemm_persistent``, for 16-bit outputs of 16-bit operands or of fp8
+    operands with a column-major B. Launch with 4 warps.
 
     BLOCK_SIZE_M is 128 or 256, because each group needs at least 64 rows. Rows of a tile in shared
     memory must be multiples of 128 bytes.
     """
     NUM_STAGES: gl.constexpr = gemm_plan.NUM_STAGES
     dtype: gl.constexpr = c_ptr.dtype.element_ty
-    STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
-    operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    a_dtype: gl.constexpr = local_ptr.dtype.element_ty
+    b_dtype: gl.constexpr = b_ptr.dtype.element_ty
+    SCALING: gl.constexpr = gemm_plan.SCALING
+    PROMOTES: gl.constexpr = SCALING == "promoted" or SCALING == "block"
+    STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE or PROMOTES else BLOCK_SIZE_N
+    operand: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=a_dtype.primitive_bitwidth
+    )
     output: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    a_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_M, BLOCK_SIZE_K], operand)
+    a_ring = gl.allocate_shared_memory(a_dtype, [NUM_STAGES, BLOCK_SIZE_M, BLOCK_SIZE_K], operand)
     if gemm_plan.B_COLUMN_MAJOR:
-        b_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_N, BLOCK_SIZE_K], operand)
+        b_ring = gl.allocate_shared_memory(
+            b_dtype, [NUM_STAGES, BLOCK_SIZE_N, BLOCK_SIZE_K], operand
+        )
     else:
-        b_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_K, BLOCK_SIZE_N], operand)
+        b_ring = gl.allocate_shared_memory(
+            b_dtype, [NUM_STAGES, BLOCK_SIZE_K, BLOCK_SIZE_N], operand
+        )
     staging = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_SIZE_M // 2, STORE_N], output)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -373,12 +492,14 @@ def kernel_gemm_warp_specialized(
     gl.warp_specialize(
         [
             (_consume, (
-                0, c_ptr, partials, a_ring, b_ring, staging, full, empty, M, N, K, rank, num_ranks,
-                gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
+                0, c_ptr, partials, shards, a_ring, b_ring, staging, full, empty, M, N, K, rank,
+                num_ranks, gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE,
+                GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_consume, (
-                1, c_ptr, partials, a_ring, b_ring, staging, full, empty, M, N, K, rank, num_ranks,
-                gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
+                1, c_ptr, partials, shards, a_ring, b_ring, staging, full, empty, M, N, K, rank,
+                num_ranks, gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE,
+                GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_produce, (
                 local_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank,

@@ -43,7 +43,8 @@ class Shards(NamedTuple):
 
     ``rows_table`` and ``arrivals_table`` have the addresses of each rank's rows and flags,
     ``consumed`` the last epoch that each peer has consumed. They are ``None`` unless the kernel
-    sends this rank's shard. ``scales`` are ``gemm.scales.Scales`` or ``None``.
+    sends this rank's shard. The members from ``a_scale`` on are those of
+    ``gemm.scales.Scales``.
     """
 
     rows: Any
@@ -52,7 +53,15 @@ class Shards(NamedTuple):
     rows_table: Any
     arrivals_table: Any
     consumed: Any
-    scales: Any
+    a_scale: Any
+    b_scale: Any
+    bias: Any
+    stride_am: Any
+    stride_ak: Any
+    stride_bk: Any
+    stride_bn: Any
+    gathered_scales: Any
+    stride_shard: Any
 
 
 class Partials(NamedTuple):
@@ -70,6 +79,7 @@ class GEMMPlan(NamedTuple):
         NUM_WARPS: warps that multiply.
         NUM_STAGES: pipeline stages of the warp-specialized kernel, else 0.
         INT64_OFFSETS: see ``multiply_tile_by_pointers``.
+        SCALING: see ``gemm.scales.Scales``.
     """
 
     GATHERED: Any
@@ -82,6 +92,7 @@ class GEMMPlan(NamedTuple):
     NUM_WARPS: Any
     NUM_STAGES: Any
     INT64_OFFSETS: Any
+    SCALING: Any
 
 
 # A sending program reads a block of this size once and stores it to every peer. Its rows are 256

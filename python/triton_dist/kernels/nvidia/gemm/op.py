@@ -135,10 +135,10 @@ def _launch(
     dtype = A.dtype if scaling is NO_SCALING else scaling.output_dtype(A)
     C = torch.empty(A.shape[0], B.shape[1], dtype=dtype, device=A.device)
     check_tiles("matmul", config)
-    scales = None if scaling is NO_SCALING else scaling.kernel_argument(A, B)
     return C, sharded_gemm(
         A, B, C, config,
-        num_sms=current_device().num_sms, persistent=persistent, scales=scales,
+        num_sms=current_device().num_sms, persistent=persistent,
+        scales=scaling.kernel_argument(A, B),
     )  # fmt: skip
 
 
