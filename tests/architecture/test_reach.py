@@ -12,13 +12,13 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
-    "allgather_gemm": (19, 3990),
-    "gemm_reduce_scatter": (22, 3800),
-    "gemm_allreduce": (24, 4320),
-    "gemm": (12, 2560),
+    "allgather_gemm": (19, 4150),
+    "gemm_reduce_scatter": (22, 3860),
+    "gemm_allreduce": (24, 4380),
+    "gemm": (12, 2680),
     "grouped_gemm": (13, 2320),
     "allgather_group_gemm": (22, 3860),
-    "moe_reduce": (29, 4840),
+    "moe_reduce": (29, 4900),
     "shard_collectives": (14, 2060),
     "allreduce": (12, 2010),
 }

@@ -79,7 +79,7 @@ class TmaAutotunedAgGemm:
             GATHERED=num_ranks > 1, B_COLUMN_MAJOR=B.stride(0) == 1,
             PRECISION=dot_precision(A.dtype), FLAGS_PER_RANK=gathered.flags_per_rank,
             NUM_SMS=num_sms, NUM_COMM_SMS=0, NUM_CHUNKS=1, NUM_WARPS=0, NUM_STAGES=0,
-            INT64_OFFSETS=False, SCALING="",
+            INT64_OFFSETS=False, SCALING=0,
         )  # fmt: skip
         sizes = (rows * num_ranks, N, K, max(B.stride()))
         arguments = (A, shards, B, C, *sizes, buffer.rank, num_ranks, gathered.chunk_rows)

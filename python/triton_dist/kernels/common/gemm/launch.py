@@ -220,7 +220,7 @@ def sharded_gemm(
     num_ranks: int = 1,
     gathered: GatheredShards | None = None,
     split: SplitWorkspace | None = None,
-    scales: tuple[Scales, str] = (NO_SCALES, ""),
+    scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
     """Return the launch that computes ``C = concat(shards) @ B``.
 

@@ -50,17 +50,24 @@ class Recipe(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
+# Values of SCALING, ordered. They are ints because Triton 3.6 rejects a str as a default.
+UNSCALED = tl.constexpr(0)
+"""Neither scales nor a bias."""
+BIAS_ONLY = tl.constexpr(1)
+FAST = tl.constexpr(2)
+"""TENSOR or ROW scales, fast accumulation; like the following, with or without a bias."""
+PROMOTED = tl.constexpr(3)
+"""TENSOR or ROW scales, partial sums in fp32."""
+BLOCKWISE = tl.constexpr(4)
+"""BLOCK scales."""
+
+
 class Scales(NamedTuple):
     """Kernel argument: fp32 scales of A and B and a bias; ``None`` if absent.
 
     Strides are in elements: 0 for a single scale. ``gathered_scales`` has the scales of all shards
-    of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used:
-
-    * ``""``: none. Triton 3.6 cannot compare a tuple with ``None``, nor nest it in another tuple.
-    * ``"bias"``: the bias.
-    * ``"fast"``: TENSOR or ROW scales with fast accumulation, and the bias.
-    * ``"promoted"``: TENSOR or ROW scales with partial sums in fp32, and the bias.
-    * ``"block"``: BLOCK scales, and the bias.
+    of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used, because
+    Triton 3.6 can neither compare a tuple with ``None`` nor nest it in another tuple.
     """
 
     a_scale: Any
@@ -88,7 +95,7 @@ def scaled_dot(
     BLOCK_SIZE_M: tl.constexpr = accumulator.shape[0]
     BLOCK_SIZE_N: tl.constexpr = accumulator.shape[1]
     BLOCK_SIZE_K: tl.constexpr = a.shape[1]
-    if SCALING == "block":
+    if SCALING == BLOCKWISE:
         # Load the scales before the product, to overlap with it.
         k_block = k // _BLOCK
         a_scale_ptr += k_block * scales.stride_ak
@@ -107,7 +114,7 @@ def scaled_dot(
             factor = a_scale[:, None] * tl.load(b_ptr, mask=columns < N, other=0.0)[None, :]
         zeros = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
         return accumulator + tl.dot(a, b, zeros) * factor
-    elif SCALING == "promoted":
+    elif SCALING == PROMOTED:
         return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(BLOCK_SIZE_K, _BLOCK))
     else:
         return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
@@ -119,7 +126,7 @@ def scales_of_shard(scales, shard, SCALING: tl.constexpr):
 
     Return 0 if there are no scales.
     """
-    if SCALING == "" or SCALING == "bias":  # Triton has no ``in``
+    if SCALING < FAST:
         return 0
     elif shard is None:
         return scales.a_scale
@@ -140,7 +147,7 @@ def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
 @jit
 def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr):
     """Return a tile's accumulator after TENSOR and ROW scales."""
-    if SCALING == "fast" or SCALING == "promoted":  # Triton has no ``in``
+    if SCALING >= FAST and SCALING != BLOCKWISE:
         columns = column + tl.arange(0, accumulator.shape[1])
         b_scale = tl.load(scales.b_scale + columns * scales.stride_bn, mask=columns < N, other=0.0)
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
@@ -151,7 +158,7 @@ def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALIN
 @jit
 def add_bias(accumulator, scales, column, N, SCALING: tl.constexpr):
     """Return a tile plus the bias, if there is one."""
-    if SCALING != "":  # noqa: SIM102  # constexpr conditions stay apart
+    if SCALING != UNSCALED:  # noqa: SIM102  # constexpr conditions stay apart
         if scales.bias is not None:
             columns = column + tl.arange(0, accumulator.shape[1])
             bias = tl.load(scales.bias + columns, mask=columns < N, other=0.0)
@@ -241,19 +248,19 @@ class Scaling(NamedTuple):
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
-    ) -> tuple[Scales, str]:
+    ) -> tuple[Scales, int]:
         """Return the kernels' ``scales`` and SCALING for a checked call.
 
         ``gathered`` has the scales of all shards of A, each in the layout of ``A_scale``.
         """
         A_scale, B_scale, bias, _, use_fast_accum = self
         if A_scale is None or B_scale is None:
-            return NO_SCALES._replace(bias=bias), "" if bias is None else "bias"
-        name = "fast" if use_fast_accum else "promoted"
+            return NO_SCALES._replace(bias=bias), (UNSCALED if bias is None else BIAS_ONLY).value
+        scaling = FAST if use_fast_accum else PROMOTED
         strides = (int(A_scale.numel() > 1), 0, 0, int(B_scale.numel() > 1))
         if self.recipe(A, B) is Recipe.BLOCK:
-            name, strides = "block", (1, A.shape[0], 1, blocks(A.shape[1]))
-        return Scales(A_scale, B_scale, bias, *strides, gathered, A_scale.numel()), name
+            scaling, strides = BLOCKWISE, (1, A.shape[0], 1, blocks(A.shape[1]))
+        return Scales(A_scale, B_scale, bias, *strides, gathered, A_scale.numel()), scaling.value
 
     def torch_scales(
         self, A: torch.Tensor, B: torch.Tensor

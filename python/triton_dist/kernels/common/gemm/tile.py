@@ -57,7 +57,7 @@ def multiply_steps(
     scale_row=0,
     rows=0,
     N=0,
-    SCALING: tl.constexpr = "",
+    SCALING: tl.constexpr = 0,
 ):
     """Add the product over steps ``first_step`` to ``end`` along K to ``accumulator``.
 
@@ -98,7 +98,7 @@ def multiply_tile(
     scale_row=0,
     rows=0,
     N=0,
-    SCALING: tl.constexpr = "",
+    SCALING: tl.constexpr = 0,
 ):
     """Return the fp32 product [BLOCK_SIZE_M, BLOCK_SIZE_N] over split ``split`` of ``num_splits``
     splits of K, multiplied by the scales (see ``scaled_dot``)."""
@@ -133,7 +133,7 @@ def multiply_tile_by_pointers(
     scales=None,
     a_scale_ptr=0,
     scale_row=0,
-    SCALING: tl.constexpr = "",
+    SCALING: tl.constexpr = 0,
 ):
     """Multiply a tile like ``multiply_tile``, for any strides of A and B.
 
@@ -220,7 +220,7 @@ def multiply_operands(
     BLOCK_SIZE_K: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     scales=None,
-    SCALING: tl.constexpr = "",
+    SCALING: tl.constexpr = 0,
 ):
     """Return the fp32 tile at ``row`` and ``column``; a and b are results of ``operands_at``."""
     if DESCRIPTORS:

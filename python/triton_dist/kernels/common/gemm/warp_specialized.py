@@ -33,7 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from triton_dist import language as dl
-from triton_dist.kernels.common.gemm.scales import scales_of_shard
+from triton_dist.kernels.common.gemm.scales import (
+    BLOCKWISE,
+    FAST,
+    PROMOTED,
+    UNSCALED,
+    scales_of_shard,
+)
 from triton_dist.kernels.common.gemm.sharded import gathered_tile, wait_for_rows
 from triton_dist.kernels.common.gemm.tile import (
     shard_in_arrival_order,
@@ -229,7 +235,7 @@ def _multiply_promoted(
     zeros = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     left = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     right = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
-    if SCALING == "block":
+    if SCALING == BLOCKWISE:
         # Clamp indices instead of masking the loads: registers are scarce.
         row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
         row_index = gl.minimum(row_index, rows - 1)
@@ -241,13 +247,13 @@ def _multiply_promoted(
         a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
         b = b_ring.index(stage).slice(0, HALF_N, dim=0).permute((1, 0))
         product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-        if SCALING == "block":  # Load the scales while the product is computed.
+        if SCALING == BLOCKWISE:  # Load the scales while the product is computed.
             a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")
             b_left, b_right = gl.load(b_ptr), gl.load(b_ptr + to_right)
             a_scale_ptr += scales.stride_ak
             b_ptr += scales.stride_bk
         product = warpgroup_mma_wait(0, deps=(product,))
-        if SCALING == "block":
+        if SCALING == BLOCKWISE:
             left += product * (a_scale * b_left)[:, None]
         else:
             left += product
@@ -257,7 +263,7 @@ def _multiply_promoted(
         product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage))
-        if SCALING == "block":
+        if SCALING == BLOCKWISE:
             right += product * (a_scale * b_right)[:, None]
         else:
             right += product
@@ -271,7 +277,7 @@ def _finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALI
     """Apply TENSOR and ROW scales and the bias, like ``scales.finish_scales`` and ``add_bias``."""
     LAYOUT: gl.constexpr = accumulator.type.layout
     columns = column + gl.arange(0, accumulator.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    if SCALING == "fast" or SCALING == "promoted":  # Triton has no ``in``
+    if SCALING >= FAST and SCALING != BLOCKWISE:
         row_index = row + gl.arange(0, accumulator.shape[0], layout=gl.SliceLayout(1, LAYOUT))
         a_scale = gl.load(
             a_scale_ptr + row_index * scales.stride_am,
@@ -279,7 +285,7 @@ def _finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALI
         )  # fmt: skip
         b_scale = gl.load(scales.b_scale + columns * scales.stride_bn, mask=columns < N, other=0.0)
         accumulator = accumulator * a_scale[:, None] * b_scale[None, :]
-    if SCALING != "":  # noqa: SIM102  # constexpr conditions stay apart
+    if SCALING != UNSCALED:  # noqa: SIM102  # constexpr conditions stay apart
         if scales.bias is not None:
             bias = gl.load(scales.bias + columns, mask=columns < N, other=0.0)
             accumulator += bias.to(gl.float32)[None, :]
@@ -350,7 +356,7 @@ def _consume(
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
     SCALING: gl.constexpr = gemm_plan.SCALING
-    PROMOTES: gl.constexpr = SCALING == "promoted" or SCALING == "block"
+    PROMOTES: gl.constexpr = SCALING >= PROMOTED
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
         warps_per_cta=[4, 1],
@@ -467,7 +473,7 @@ def kernel_gemm_warp_specialized(
     a_dtype: gl.constexpr = local_ptr.dtype.element_ty
     b_dtype: gl.constexpr = b_ptr.dtype.element_ty
     SCALING: gl.constexpr = gemm_plan.SCALING
-    PROMOTES: gl.constexpr = SCALING == "promoted" or SCALING == "block"
+    PROMOTES: gl.constexpr = SCALING >= PROMOTED
     STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE or PROMOTES else BLOCK_SIZE_N
     operand: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=a_dtype.primitive_bitwidth
