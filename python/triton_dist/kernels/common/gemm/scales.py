@@ -66,7 +66,7 @@ class Scales(NamedTuple):
     """Kernel argument: fp32 scales of A and B and a bias; ``None`` if absent.
 
     Strides are in elements: 0 for a single scale. ``gathered_scales`` has the scales of all shards
-    of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used, because
+    of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used:
     Triton 3.6 can neither compare a tuple with ``None`` nor nest it in another tuple.
     """
 
