@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "fp8: long sums are promoted to fp32",
         _SCALES,
-        "promotes = None if use_fast_accum else 1",
-        "promotes = None",
+        "scaling = FAST if use_fast_accum else PROMOTED",
+        "scaling = FAST",
         ("tests/compile/test_scaled_gemm_kernels.py",),
     ),
     Mutant(
