@@ -43,8 +43,8 @@ class Shards(NamedTuple):
 
     ``rows_table`` and ``arrivals_table`` have the addresses of each rank's rows and flags,
     ``consumed`` the last epoch that each peer has consumed. They are ``None`` unless the kernel
-    sends this rank's shard. The members from ``a_scale`` on are those of
-    ``gemm.scales.Scales``.
+    sends this rank's shard. ``gemm.scales.Scales`` documents the
+    members from ``a_scale`` on.
     """
 
     rows: Any
