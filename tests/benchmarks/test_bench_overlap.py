@@ -233,7 +233,7 @@ def test_a_picture_is_at_most_twice_as_wide_as_high_and_says_what_is_missing(tre
     failed = copy.deepcopy(tree)
     shape = failed["shapes"][0]
     shape["rows"] = [row for row in shape["rows"] if row["name"] != "tuned"]
-    for number, report in enumerate([tree, failed, {**tree, "shapes": tree["shapes"] * 8}]):
+    for number, report in enumerate([failed, {**tree, "shapes": tree["shapes"] * 8}]):
         path = tmp_path / f"{number}.png"
         plot.draw(report, path)
         width, height = struct.unpack(">II", path.read_bytes()[16:24])

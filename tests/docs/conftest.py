@@ -16,13 +16,13 @@ MATPLOTLIB = Path.home() / ".cache" / "matplotlib"
 """The list of fonts, which takes seconds to make in each home."""
 
 
-def environment_of_scripts_python(home: Path, **variables: str) -> dict[str, str]:
-    """Return the environment of a program by `scripts/python`, in a shell with ``variables``."""
+def environment_of_scripts_python(home: Path) -> dict[str, str]:
+    """Return the environment of a program that `scripts/python` runs."""
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     shell = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHON": sys.executable}
     ran = subprocess.run(
-        ["scripts/python", "-c", program], cwd=ROOT, env=shell | variables, capture_output=True,
-        text=True, timeout=100, check=True,
+        ["scripts/python", "-c", program], cwd=ROOT, env=shell, capture_output=True, text=True,
+        timeout=100, check=True,
     )  # fmt: skip
     return json.loads(ran.stdout)
 

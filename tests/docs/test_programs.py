@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.docs.conftest import environment_of_scripts_python
-from tests.docs.forked import printed_by
 from tests.docs.markdown import ROOT, Block, all_blocks, name, prose
 from tests.docs.outputs import check_output
 from tests.docs.run_blocks import run_program
@@ -88,29 +87,17 @@ def test_program(block: Block, process: RankPool, tmp_path: Path, monkeypatch) -
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """The process that forks compiled programs, in the environment that their pages ask for."""
-    home = tmp_path_factory.mktemp("home")
-    environment = environment_of_scripts_python(home, TRITON_INTERPRET="0")
-    path = os.pathsep.join((str(ROOT), str(ROOT / "python")))
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.docs.forked"],
-        env=environment | {"PYTHONPATH": path}, cwd=ROOT, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        yield process
+def compiling() -> Iterator[RankPool]:
+    """Return the process of programs whose kernels are compiled."""
+    env = {"TRITON_INTERPRET": "0"}
+    with RankPool(1, env, init=False, poison_empty=False) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)
-def test_program_compiled(block: Block, forks: subprocess.Popen[str], tmp_path: Path) -> None:
-    program = Path(file_of(block, tmp_path))
-    assert forks.stdin is not None
-    assert forks.stdout is not None
-    print(program, file=forks.stdin, flush=True)
-    status, printed = forks.stdout.readline(), printed_by(program).read_text(encoding="utf-8")
-    if status != "0\n":
-        pytest.fail(f"{block.id} ended with status {status}:\n{printed}")
-    check_output(block, printed)
+def test_program_compiled(block: Block, compiling: RankPool, tmp_path: Path) -> None:
+    program = file_of(block, tmp_path)
+    check_output(block, *compiling.run(run_program, program, timeout=200))
 
 
 def test_ranks_of_tests_have_the_environment_of_scripts_python(spawn_ranks, tmp_path: Path) -> None:
