@@ -10,7 +10,6 @@ import linecache
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 
@@ -19,6 +18,7 @@ import torch
 import triton
 
 from tests.architecture.source import ROOT
+from tests.commands import python
 from triton_dist._tuning.source import libraries, source_of
 from triton_dist._tuning.source.stale import changes
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
@@ -82,27 +82,21 @@ def test_functions_that_call_one_another_end():
     assert set(all_of([even])) == {"even", "odd"}
 
 
-def test_every_process_finds_the_same_whatever_its_hash_seed():
-    """The real op: interpreted here with another seed, compiled in the other process."""
-    environment = os.environ | {
-        "PYTHONHASHSEED": "1",
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-    }
+def test_processes_that_interpret_or_compile_find_the_same_whatever_their_hash_seed():
+    """This process interprets the kernels of the op, and has another hash seed."""
+    path = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
     report = f"import {__name__} as here; print(here.sources_of_an_op())"
-    done = subprocess.run(
-        [sys.executable, "-c", report], env=environment, capture_output=True, text=True
-    )
+    done = python("-c", report, PYTHONPATH=path, PYTHONHASHSEED="1", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
     digests = sources_of_an_op()
-    assert digests == done.stdout.strip()
+    assert done.stdout.strip() == digests
     for name in ("kernel_gemm_persistent", "multiply_tile", "wait", "sharded_gemm"):
         assert f":{name}" in digests
 
 
 def sources_of_an_op():
     def choose(x):
-        return x in {"push", "pull", "both"}
+        return x in {"push", "pull", "both", "tree", "ring", "none"}
 
     return json.dumps(source_of([ag_gemm.fn, choose])._asdict(), sort_keys=True)
 

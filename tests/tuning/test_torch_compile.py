@@ -3,13 +3,13 @@ graph once."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.tuning import eager_then_compiled
+import triton_dist.kernels.nvidia
+from triton_dist.testing import spawn_ranks
 from triton_dist.tune import autotune, to_hashable
 
 pytestmark = pytest.mark.filterwarnings(
@@ -132,6 +132,22 @@ def test_clearing_is_seen_by_what_was_compiled():
     assert len(scaled._hits) == 1
 
 
-def test_what_compiles_is_imported_by_who_compiles():
-    program = [sys.executable, eager_then_compiled.__file__]
-    assert subprocess.run(program, check=True, capture_output=True, text=True).stdout == "2 1\n"
+def graphs_after_an_eager_call() -> list[int]:
+    """Tune before anything is compiled, then inside; graphs of a first call, and of a hit."""
+    assert hasattr(triton_dist.kernels.nvidia, "gemm_rs")
+    scaled = make()
+    scaled(A, B)
+    assert scaled.tuning_count == 1
+    assert "torch._dynamo" not in sys.modules
+    counts = []
+    for size in (4, 3):
+        torch.compiler.reset()
+        a, b, graphs = torch.arange(float(size)), torch.ones(size), graph_counter()
+        result = torch.compile(lambda a, b: scaled(a.sin(), b).cos(), backend=graphs)(a, b)
+        torch.testing.assert_close(result, (a.sin() * 3 + b).cos())
+        counts.append(graphs.frame_count)
+    return counts
+
+
+def test_tuning_does_not_import_the_compiler():
+    assert spawn_ranks(1, graphs_after_an_eager_call, init=False) == [[2, 1]]
