@@ -19,10 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = "none"
@@ -35,34 +34,34 @@ ENVIRONMENT = {
     "TRITON_DIST_DEVICE": "cpu",
     "OMP_NUM_THREADS": "1",
     "RES_OPTIONS": "timeout:1 attempts:1",  # as scripts/test.sh
+    "CI": "1",  # pytest then prints whole reasons
 }
 _PR_SET_CHILD_SUBREAPER = 36
-_BAD = ("failure", "error")
 _COMPARED_FROM = 8.0  # seconds in the first mode: what takes less imports torch, and little else
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Tests of a file under a mode. said: how they ended, in a few words. failed: what failed, and
-    the first line of each reason. seconds: of processors; 0: it did not end."""
+class Outcome(NamedTuple):
+    """How the tests of a file ended under a mode."""
 
-    said: str
-    failed: tuple[str, ...] = ()
+    summary: str
+    """pytest's last line."""
+    failed: Sequence[str] = ()
+    """Name and first line of the reason of each failed test. Ranks name the failed check there."""
     seconds: float = 0.0
+    """Processor time; 0 if the tests did not end."""
 
 
 def run(file: str, mode: str, seconds: float) -> Outcome:
-    """Run the tests of ``file`` under ``mode``, for as long as ``seconds``."""
+    """Run the tests of ``file`` under ``mode`` for at most ``seconds``."""
     environment = {**os.environ, **ENVIRONMENT}
     if mode != PLAIN:
         environment["TRITON_DIST_DEBUG"] = mode
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        words = [sys.executable, "-m", "pytest", "-q", "-m", "not chaos and not stress"]
-        before = _processor_seconds()
+    words = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no"]
+    before = _processor_seconds()
+    with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*words, f"--junitxml={report}", file], cwd=ROOT, env=environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            [*words, "-m", "not chaos and not stress", file], cwd=ROOT, env=environment,
+            stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
             process.wait(seconds)
@@ -70,10 +69,12 @@ def run(file: str, mode: str, seconds: float) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         _await_orphans()
-        if not report.exists():
-            return Outcome(f"did not end in {seconds:.0f} s")
-        said, failed = outcome_of(report.read_text(encoding="utf-8"))
-        return Outcome(said, failed, _processor_seconds() - before)
+        output.seek(0)
+        lines = output.read().splitlines()
+    if process.returncode < 0:
+        return Outcome(f"did not end in {seconds:.0f} s")
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return Outcome(lines[-1] if lines else "no output", failed, _processor_seconds() - before)
 
 
 def _adopt_orphans() -> None:
@@ -98,26 +99,6 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def outcome_of(report: str) -> tuple[str, tuple[str, ...]]:
-    """From what pytest writes of a file: how the tests ended; name and reason of those that
-    failed."""
-    tests = list(ElementTree.fromstring(report).iter("testcase"))
-    failed = [_reason(test, each) for test in tests for each in test if each.tag in _BAD]
-    skipped = sum(test.find("skipped") is not None for test in tests)
-    passed = len(tests) - len(failed) - skipped
-    counts = {"failed": len(failed), "passed": passed, "skipped": skipped}
-    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return said or "no tests", tuple(failed)
-
-
-def _reason(test: ElementTree.Element, failure: ElementTree.Element) -> str:
-    """Of ranks that failed, the first that did for a reason of its own."""
-    lines = (failure.get("message") or "").splitlines() or [""]
-    of_ranks = [line for line in lines if line.startswith("--- rank")]
-    of_checks = [line for line in of_ranks if ", program (" in line]
-    return f"{test.get('name')}: {[*of_checks, *of_ranks, lines[0]][0]}"
-
-
 def files_of(paths: Iterable[str]) -> list[str]:
     """Test files of ``paths``, in this order."""
     files: list[Path] = []
@@ -140,7 +121,7 @@ def main() -> int:
         first = 0.0
         for mode in modes:
             outcome = run(file, mode, options.seconds)
-            line = f"{mode} {file}: {outcome.said}, {outcome.seconds:.1f} s"
+            line = f"{mode} {file}: {outcome.summary}, {outcome.seconds:.1f} s"
             if mode not in times:
                 first = outcome.seconds
             elif first >= _COMPARED_FROM and outcome.seconds:
@@ -148,7 +129,7 @@ def main() -> int:
                 line += f", {times[mode][-1]:.2f} x"
             print(line, flush=True)
             for name in outcome.failed:
-                print(f"    failed: {name}", flush=True)
+                print(f"    {name}", flush=True)
             bad += bool(outcome.failed) or not outcome.seconds
     for mode, ratios in times.items():
         if ratios:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -36,30 +35,6 @@ def two_tunables(x, block, stages):
     return x * block
 
 
-@autotune(
-    [{"config": triton.Config({"BLOCK": block}, num_warps=4)} for block in (32, 64)],
-    key_fn=lambda x: (to_hashable(x), "pull"),
-    version="1",
-)
-def with_a_triton_config(x, config):
-    time.sleep(config.kwargs["BLOCK"] * 1e-4)
-    return x
-
-
-class Layer:
-    @autotune([{"chunks": 2}, {"chunks": 1}], key_fn=lambda self, x: x)
-    def forward(self, x, chunks):
-        time.sleep(chunks * 2e-3)
-        return x
-
-
-@autotune([{"n": 3}, {"n": 1}], key_fn=lambda x: x)
-def collective(x, n):
-    dist.barrier()
-    time.sleep(n * 4e-3)
-    return n
-
-
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (64, 128)], key=["n"])
 @triton_dist.jit
 def double_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
@@ -80,11 +55,4 @@ def tune_alone() -> None:
     plain(7)
     two_tunables(torch.ones(2, 3))
     two_tunables(torch.ones(2, 3), stages=2, autotune_allow_arg_overwrite=True)
-    with_a_triton_config(torch.ones(4))
-    Layer().forward(5)
     doubled(torch.ones(100))
-
-
-def tune_together() -> int:
-    """What was called in each of two ranks."""
-    return collective(7)

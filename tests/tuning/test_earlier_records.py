@@ -16,13 +16,12 @@ import torch
 
 from tests.tuning import earlier
 from triton_dist import knobs
-from triton_dist._tuning import compose, shared
+from triton_dist._tuning import shared
 from triton_dist._tuning.store import FileStore
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.errors import TuningFrozen, TuningWarning
 from triton_dist.runtime.device import detect
 from triton_dist.runtime.device.cpu import CpuDevice
-from triton_dist.runtime.ranks.solo import SoloRank
 
 DATA = Path(__file__).parent / "data" / "cache_of_schema_2"
 
@@ -34,24 +33,15 @@ def given() -> TuningRecord:
         )
 
 
-# By function and key, as they are shown, with the number of ranks. A contextual function says
-# nothing of where it has its choice from.
-RECORDS: dict[str, tuple[Callable[[], Any], int]] = {
-    "plain 7": (lambda: earlier.plain.tune(7), 1),
-    "two_tunables ((2, 3), (3, 1), torch.float32)": (
-        lambda: earlier.two_tunables.tune(torch.ones(2, 3)),
-        1,
+# By function and key, as they are shown.
+RECORDS: dict[str, Callable[[], Any]] = {
+    "plain 7": lambda: earlier.plain.tune(7),
+    "two_tunables ((2, 3), (3, 1), torch.float32)": lambda: earlier.two_tunables.tune(
+        torch.ones(2, 3)
     ),
-    "two_tunables ((2, 3), (3, 1), torch.float32) with {'stages': 2}": (given, 1),
-    "with_a_triton_config (((4,), (1,), torch.float32), 'pull')": (
-        lambda: earlier.with_a_triton_config.tune(torch.ones(4)),
-        1,
-    ),
-    "Layer.forward 5": (lambda: earlier.Layer.forward.tune(earlier.Layer(), 5), 1),
-    "collective 7": (lambda: earlier.collective.tune(7), 2),
+    "two_tunables ((2, 3), (3, 1), torch.float32) with {'stages': 2}": given,
     "tests.tuning.earlier.double_kernel (100, 'torch.float32', 'torch.float32')": (
-        lambda: earlier.doubled(torch.ones(100)),
-        1,
+        lambda: earlier.doubled(torch.ones(100))
     ),
 }
 
@@ -71,16 +61,6 @@ class ThatHost(CpuDevice):
         return self._facts
 
 
-class ThoseRanks(SoloRank):
-    """The first of several, which say what it says."""
-
-    def __init__(self, topology: Mapping[str, str]) -> None:
-        self._topology = topology
-
-    def facts(self) -> Mapping[str, str]:
-        return self._topology
-
-
 @pytest.fixture
 def there(monkeypatch) -> Callable[[TuningRecord], None]:
     """Puts this process where a record was made, with a copy of the folder, and forbids to tune."""
@@ -88,38 +68,24 @@ def there(monkeypatch) -> Callable[[TuningRecord], None]:
     shutil.copytree(DATA, cache)
     monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
-    functions = (
-        earlier.plain,
-        earlier.two_tunables,
-        earlier.with_a_triton_config,
-        earlier.Layer.forward,
-        earlier.collective,
-        earlier.doubled,
-    )
-    for function in functions:
+    for function in (earlier.plain, earlier.two_tunables, earlier.doubled):
         function.clear()
 
     def put(record: TuningRecord) -> None:
         device = ThatHost(record.fingerprint.hardware)
         monkeypatch.setattr(detect, "_cpu", lambda: device)
         monkeypatch.setattr(shared, "software_versions", lambda: dict(record.fingerprint.software))
-        if record.fingerprint.topology["world_size"] != "1":
-            ranks = ThoseRanks(record.fingerprint.topology)
-            monkeypatch.setattr(compose, "group_for", lambda *_: ranks)
 
     return put
 
 
 def test_the_table_has_every_record_of_the_folder():
-    records = stored()
-    assert records.keys() == RECORDS.keys()
-    assert len(records) == len(list(DATA.rglob("*.json")))
-    for name, record in records.items():
-        assert record.fingerprint.topology["world_size"] == str(RECORDS[name][1])
+    assert stored().keys() == RECORDS.keys()
+    assert len(RECORDS) == len(list(DATA.rglob("*.json")))
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_one_sentence_says_why_it_is_not_used(name, there):
     there(stored()[name])
     with pytest.raises(TuningFrozen, match="source: not comparable, because an older version"):
-        RECORDS[name][0]()
+        RECORDS[name]()
