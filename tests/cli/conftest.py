@@ -13,7 +13,7 @@ from triton_dist.cli.main import main
 @pytest.fixture(autouse=True)
 def _import_tests_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge functions of test modules in this process, which takes no seconds."""
-    monkeypatch.setattr(validator, "OURS", {"triton_dist", "tests"})
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"triton_dist", "tests"})
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
     assert file == str(scripts[0])
     assert pid != str(os.getpid())
 
-    monkeypatch.setattr(validator, "SECONDS", 0.1)
+    monkeypatch.setattr(validator, "IMPORT_SECONDS", 0.1)
     status, _, err = run("explain", "work", "--module", str(scripts[0]), "--import")
     assert status == 2
     assert f"{scripts[0]}: its process did not end within" in err
@@ -128,7 +128,7 @@ def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
 
 def test_a_module_that_calls_what_it_tunes_tunes_nothing_for_a_command(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(validator, "OURS", {"calling_script"})
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"calling_script"})
     script = tmp_path / "calling_script.py"
     script.write_text(
         "from triton_dist.tune import autotune\n\n"
@@ -159,7 +159,7 @@ def test_explain_says_key_winner_date_file_and_that_it_is_used(run):
 
 
 def test_without_import_versions_and_files_are_compared(run, monkeypatch):
-    monkeypatch.setattr(validator, "OURS", {"triton_dist"})
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"triton_dist"})
     ops.matmul(A, B)
     for name in ("matmul", f"{OPS}:matmul"):
         status, out, _ = run("explain", name)
@@ -191,7 +191,7 @@ def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, name):
     ],
 )
 def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, monkeypatch, name, said):
-    monkeypatch.setattr(validator, "OURS", {"tests", "no"})
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"tests", "no"})
     ops.matmul(A, B)
     status, out, err = run("explain", name, "--import")
     assert (status, out) == (2, "")
@@ -273,7 +273,7 @@ def test_explain_uses_what_a_tuner_would_from_read_only_folders(run, monkeypatch
     ops.matmul(A, B)
     (own,) = cache().rglob("*.json")
     status, out, _ = run("explain", f"{OPS}:matmul")
-    assert f"not used: a record of this key that is found first is used: {own}" in out
+    assert f"not used: another record of this key is found first and is used: {own}" in out
     assert "2 records of matmul, 1 used" in out
     assert "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" in out
 

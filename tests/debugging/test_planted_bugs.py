@@ -84,15 +84,15 @@ def test_a_wait_is_told_as_itself_and_not_as_the_one_before(monkeypatch):
                 bugs.kernel_either[(1,)](memory["flag"].local, bug == "first")
             assert f"{bugs.__file__}:{bugs.line_of(bug)}: waits for" in str(raised.value)
             assert f"{bugs.__file__}:{bugs.line_of(other)}: " not in str(raised.value)
-            since.append(notes._state()["stands_since"])
+            since.append(notes._state()["unchanged_since"])
     assert sorted(set(since)) == since, "each began anew, though the last two are at one line"
 
 
 @pytest.mark.parametrize(("as_of", "ends"), [(9.0, False), (11.0, False), (12.0, True)])
 def test_a_wait_ends_by_what_others_told_since_it_began(as_of, ends, monkeypatch):
     monkeypatch.setattr(bugs.deadlock_check, "QUIET_SECONDS", 2.0)
-    this = {"pid": os.getpid(), "stands_since": 10.0, "as_of": 20.0}
-    other = {"pid": os.getpid(), "stands_since": 1.0, "as_of": as_of}
+    this = {"pid": os.getpid(), "unchanged_since": 10.0, "as_of": 20.0}
+    other = {"pid": os.getpid(), "unchanged_since": 1.0, "as_of": as_of}
     assert bugs.deadlock_check._is_deadlocked({0: this, 1: other}) is ends
 
 

@@ -115,7 +115,7 @@ class Package:
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(validator, "OURS", {"edited_op"})  # imported in this process
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"edited_op"})  # imported in this process
     yield Package(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "edited_op"]:
         del sys.modules[name]

@@ -129,7 +129,7 @@ def test_ranks_that_share_a_gpu_join_without_nccl(spawn_ranks):
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("visible", "rank 0 and rank 1 see different GPUs, .* same CUDA_VISIBLE_DEVICES"),
+        ("visible", "rank 0 and rank 1 see different GPUs: .* same CUDA_VISIBLE_DEVICES"),
         ("memory", "rank 1 cannot use its shared GPU: CUDA out of memory.. Start fewer"),
     ],
 )

@@ -227,12 +227,12 @@ def test_ranks_that_share_a_gpu_may():
         ),
         (
             [ONE, replace(ONE, visible=("gpu 0",))],
-            "rank 10 and rank 11 see different GPUs, .* 2, the latter 1 .* CUDA_VISIBLE_DEVICES",
+            "rank 10 and rank 11 see different GPUs: 2 and 1. .* CUDA_VISIBLE_DEVICES",
         ),
         ([ONE, ONE, ONE], "rank 10 is not alone on its GPU, .* launch.sh --share-gpus"),
         (
             [replace(ONE, ranks_per_gpu=1)] * 2,
-            "sharing was not asked for. .* TRITON_DIST_SHARE_GPUS=1",
+            "sharing was not requested. .* TRITON_DIST_SHARE_GPUS=1",
         ),
         (
             [BESIDE, ONE, replace(ONE, is_exclusive=True)],

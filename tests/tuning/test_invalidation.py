@@ -253,7 +253,7 @@ class Package:
         """What it says when it imports nothing."""
         self.forget()
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(validator, "OURS", set())
+            patched.setattr(validator, "OWN_PACKAGES", set())
             result = self._explain(function=function)
         assert f"{self.name}.{self.module}" not in sys.modules
         return result
@@ -266,7 +266,7 @@ class Package:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch, capsys) -> Package:
-    monkeypatch.setattr(validator, "OURS", {"edited", "moved"})  # imported in this process
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"edited", "moved"})  # imported in this process
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits come within a file's time stamp
     monkeypatch.syspath_prepend(str(tmp_path))
     made = Package(tmp_path, capsys)

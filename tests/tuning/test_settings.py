@@ -121,7 +121,7 @@ def test_a_relative_folder_is_that_of_its_first_read(monkeypatch, tmp_path):
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The files of a run, under "", and of one that blocks at each launch."""
-    monkeypatch.setattr(validator, "OURS", {"tests"})  # imported in this process
+    monkeypatch.setattr(validator, "OWN_PACKAGES", {"tests"})  # imported in this process
     in_a_new_process()
     monkeypatch.setenv(BLOCKING, "1")
     in_a_new_process()

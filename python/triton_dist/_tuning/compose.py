@@ -299,7 +299,7 @@ class _Composer:
 
     scope: str
     policy: Callable[..., Policy]
-    """Returns the policy for a device name and for whether ranks share the device."""
+    """Returns the policy. The arguments are the device name and whether ranks share the device."""
     search: Callable[..., Search]
     validators: tuple[Callable[..., object], ...]
     """User functions that decide which configs can win and what is timed."""
@@ -344,7 +344,7 @@ class _Composer:
 def _without_gradients(bounded: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Context manager for trials: disable gradients and bound the waits in kernels.
 
-    A candidate that deadlocks in a kernel then fails, and the vote drops it on all ranks. No
+    A candidate that deadlocks in a kernel then fails, and all ranks drop it. No
     process has to be ended.
     """
     with torch.no_grad(), bounded():

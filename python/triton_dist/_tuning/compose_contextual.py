@@ -138,8 +138,8 @@ class _Composer:
 
 
 def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
-    # Take the hooks from the tuner: of a hook whose source cannot be identified, the space contains
-    # only the name.
+    # Take the hooks from the tuner: the space contains only the name of a hook whose source
+    # cannot be identified.
     hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):

@@ -140,9 +140,9 @@ class RankGroup(Protocol):
     def align_devices(self) -> None:
         """Make the devices of all ranks start the next queued work together.
 
-        Requires a completed ``all_gather``. Does not block the host. Work that was queued to hold
-        the device is included: without this, a spin of 0.5 ms ends at times that differ by 10 us
-        and more, because the clocks of GPUs differ by a few percent.
+        Requires a completed ``all_gather``. Does not block the host. Devices first finish
+        the work that keeps them busy (``delay_stream``). A spin of 0.5 ms ends at times that
+        differ by 10 us or more, because the clocks of GPUs differ by a few percent.
         """
 
 

@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         found += [each for each in cache.matching(more, arguments) if each.where not in known]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:
-        keys.setdefault(_text(stored, arguments.ranks), []).append(stored)
+        keys.setdefault(_group_text(stored, arguments.ranks), []).append(stored)
     several = [sorted(group, key=_order) for _, group in sorted(keys.items()) if len(group) > 1]
     if arguments.json:
         text.print_json({"keys": [_tree(group) for group in several]})
@@ -87,11 +87,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if several else 1
 
 
-def _text(stored: StoredRecord, but_ranks: bool) -> str:
+def _group_text(stored: StoredRecord, ignores_ranks: bool) -> str:
     """Return the text by which records are grouped for comparison."""
     key, ranks = stored.record.key, stored.record.fingerprint.topology.get("world_size", "")
     text = key.text
-    if but_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
+    if ignores_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
         text = f"{text[: found[-1].start()]}RANKS{text[found[-1].end() :]}"
     return f"{key.function} {text}"
 
@@ -108,7 +108,7 @@ def _lines(group: Sequence[StoredRecord]) -> list[str]:
     lines.append("       time (ms)  to best  on")
     for number, (each, stored) in enumerate(zip(found, group, strict=True), 1):
         ratio = f"{each.winner.ms / fastest:.3f}x" if fastest > 0 else "-"
-        lines.append(f"  [{number}] {each.winner.ms:10.4f} {ratio:>8}  {_place(stored)}")
+        lines.append(f"  [{number}] {each.winner.ms:10.4f} {ratio:>8}  {_conditions(stored)}")
         lines.append(f"      {each.record.best}")
     heads = ["winner of", *(f"on [{number}]" for number in range(1, len(found) + 1))]
     ratios = [[slowdown_of_winner(one, other) for other in found] for one in found]
@@ -140,7 +140,7 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
     }
 
 
-def _place(stored: StoredRecord) -> str:
+def _conditions(stored: StoredRecord) -> str:
     record = stored.record
     triton = record.fingerprint.software.get("triton")
     parts = [cache.made_on(record), *([f"triton {triton}"] if triton else [])]

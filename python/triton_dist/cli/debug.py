@@ -158,7 +158,7 @@ def _talk(connection: socket.socket, typed: BinaryIO, shown: BinaryIO) -> None:
     """Forward input to the rank and its output to the user until the rank continues."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        with suppress(OSError):  # epoll refuses regular files; they are read in one go below
+        with suppress(OSError):  # epoll refuses regular files; the code below reads them completely
             selector.register(typed, selectors.EVENT_READ)
         if len(selector.get_map()) == 1:
             connection.sendall(typed.read())

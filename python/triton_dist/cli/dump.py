@@ -17,7 +17,7 @@ from triton_dist.cli.subcommand import add_command, add_subcommand, counted
 from triton_dist.errors import InvalidArgument
 
 _SASS = "sass"
-_HEAD = ("kernel", "arch", "warps", "stages", "registers", "stack B", "shared B")
+_COLUMNS = ("kernel", "arch", "warps", "stages", "registers", "stack B", "shared B")
 
 
 def add_to(subcommands: Any) -> None:
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sides = sorted(folder.glob("*/*.json"))
     rows = [_row(side, _SASS in wanted) for side in sides]
     if rows:
-        print(*text.table(_HEAD, rows, left=("kernel",)), sep="\n", file=sys.stderr)
+        print(*text.table(_COLUMNS, rows, left=("kernel",)), sep="\n", file=sys.stderr)
     new = len(set(sides) - before)
     print(f"{folder}: {counted(len(sides), 'kernel')}, {new} new", file=sys.stderr)
     return 128 - status if status < 0 else status or int(not sides)

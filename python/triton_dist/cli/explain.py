@@ -14,7 +14,7 @@ from triton_dist.cli.subcommand import add_subcommand, counted, positive
 from triton_dist.cli.validator import OTHER_FUNCTION_REASON, Verdict, imported, is_ours, verdict
 from triton_dist.errors import NoSuchFunction
 
-_SHADOWED_REASON = "a record of this key that is found first is used"
+_NOT_FIRST_REASON = "another record of this key is found first and is used"
 
 
 def add_to(subcommands: Any) -> None:
@@ -142,16 +142,16 @@ def _explained(
             keys.setdefault(stored.record.key, []).append((layer, _Explained(stored, each)))
         for same in keys.values():
             same.sort(key=lambda pair: (pair[0], not pair[1].verdict.is_own))
-            explained += _with_first([each for _, each in same])
+            explained += _mark_first_used([each for _, each in same])
     return explained
 
 
-def _with_first(same: Sequence[_Explained]) -> Iterator[_Explained]:
+def _mark_first_used(same: Sequence[_Explained]) -> Iterator[_Explained]:
     """Mark only the first usable record of one key as used."""
     taken = ""
     for each in same:
         if each.verdict.used and taken:
-            each = replace(each, verdict=Verdict(False, (f"{_SHADOWED_REASON}: {taken}",)))
+            each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST_REASON}: {taken}",)))
         elif each.verdict.used:
             taken = each.stored.where
         yield each
@@ -161,7 +161,7 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -
     """Print one record of each group with equal verdicts, and the group's size; or every record."""
     groups: dict[object, list[_Explained]] = {}
     for number, each in enumerate(found):
-        groups.setdefault(number if every else _group(each), []).append(each)
+        groups.setdefault(number if every else _group_key(each), []).append(each)
     order = list(groups.values())
     if not every:
         order.sort(key=lambda group: (not group[0].verdict.used, -len(group)))
@@ -188,11 +188,11 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str], every: bool) -
     )
 
 
-def _group(each: _Explained) -> object:
+def _group_key(each: _Explained) -> object:
     """Return equal values for records of one function with equal verdicts."""
     verdict = each.verdict
     reasons = tuple(
-        _SHADOWED_REASON if r.startswith(_SHADOWED_REASON) else r for r in verdict.reasons
+        _NOT_FIRST_REASON if r.startswith(_NOT_FIRST_REASON) else r for r in verdict.reasons
     )
     name = each.stored.record.key.full_name
     return name, verdict.used, reasons, verdict.accepted, verdict.may_be_dropped

@@ -19,7 +19,7 @@ from triton_dist._warn import printable
 from triton_dist.cli import cache, show
 from triton_dist.cli.subcommand import add_subcommand, counted
 
-_INVALID = {
+_T4_INVALIDITY = {
     "pruned": "constraints",
     "resources": "constraints",
     "compile": "compile",
@@ -110,7 +110,7 @@ def t4(found: Sequence[StoredRecord]) -> str:
 def _result(trial: Trial) -> dict[str, Any]:
     outcome, configuration = trial.outcome, _typed(parameters(trial.config))
     if isinstance(outcome, Failure):
-        invalidity, runtimes, measurements = _INVALID[outcome.kind], [], []
+        invalidity, runtimes, measurements = _T4_INVALIDITY[outcome.kind], [], []
     else:
         invalidity, runtimes = "correct", list(outcome.samples)
         measurements = [{"name": "time", "value": outcome.median, "unit": "ms"}]

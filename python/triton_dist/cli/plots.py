@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from triton_dist._tuning.values.analysis import Timed, shown
 from triton_dist.cli.report_data import Subject
 
+# Colours.
 _FAINT, _MAIN, _WINNER, _DEFAULT = "#8fa9c4", "#3b7dd8", "#d9542b", "#8a5cc2"
 _GRID = "rgba(128,128,128,.25)"
 _PHASES = ("compile", "measure", "agree", "search", "other")
@@ -42,13 +43,13 @@ def figures(subject: Subject) -> Iterator[Figure]:
     found = subject.found
     several = len(found.timed) > 1
     for draw, wanted in (
-        (_sorted, several),
-        (_convergence, subject.answers),
-        (_fastest, several),
+        (_sorted_times, several),
+        (_convergence, subject.measurements),
+        (_fastest_configs, several),
         (_importance, found.varying),
-        (_price, found.varying),
+        (_cost_of_values, found.varying),
         (_phases, sum(subject.phases.values()) > 0),
-        (_since, subject.changes and subject.changes.common),
+        (_changes_since_older, subject.changes and subject.changes.common),
     ):
         if wanted:
             yield draw(subject)
@@ -56,7 +57,7 @@ def figures(subject: Subject) -> Iterator[Figure]:
         yield history([subject])
 
 
-def _sorted(subject: Subject) -> Figure:
+def _sorted_times(subject: Subject) -> Figure:
     found = subject.found
     ratios = [found.ratio(each.ms) for each in found.timed]
     data = []
@@ -79,21 +80,23 @@ def _sorted(subject: Subject) -> Figure:
 
 
 def _convergence(subject: Subject) -> Figure:
-    answers = subject.answers
+    measurements = subject.measurements
     row_of = {each.trial.digest: row for row, each in enumerate(subject.found.timed)}
-    seconds, times = [each.seconds for each in answers], [each.ms for each in answers]
-    rows = [row_of.get(each.config, -1) for each in answers]
+    seconds, times = [each.seconds for each in measurements], [each.ms for each in measurements]
+    rows = [row_of.get(each.config, -1) for each in measurements]
     lowest = list(accumulate(times, min))
     line = {"type": "scatter", "mode": "lines", "name": "lowest so far", "x": seconds, "y": lowest,
             "line": {"shape": "hv", "color": _WINNER}, "hoverinfo": "skip"}  # fmt: skip
     last = seconds[lowest.index(lowest[-1])]
-    text = f"{len(answers)} measurements in {seconds[-1]:.3g} s; the lowest after {last:.3g} s."
+    text = (
+        f"{len(measurements)} measurements in {seconds[-1]:.3g} s; the lowest after {last:.3g} s."
+    )
     layout = _layout("seconds since the tuning began", "ms", y=times)
     data = [_points(seconds, times, _MAIN, "measurement", rows, 5), line]
     return Figure("Convergence", text, data, layout)
 
 
-def _fastest(subject: Subject) -> Figure:
+def _fastest_configs(subject: Subject) -> Figure:
     found = subject.found
     near = [each for each in found.timed if found.ratio(each.ms) <= _MAX_PLOTTED_RATIO]
     best = (near if len(near) > 2 else list(found.timed[:3]))[:_FINALISTS]
@@ -101,7 +104,7 @@ def _fastest(subject: Subject) -> Figure:
     for place, each in enumerate(best, 1):
         colour = _WINNER if each is found.winner else _FAINT if _has_few_samples(each) else _MAIN
         data.append({
-            "type": "box", "name": f"#{place} {_beside_winner(subject, each)}",
+            "type": "box", "name": f"#{place} {_differences_from_winner(subject, each)}",
             "x": [round(found.ratio(sample), 5) for sample in each.samples], "boxpoints": "all",
             "jitter": 0.5, "pointpos": 0, "orientation": "h", "line": {"width": 1},
             "marker": {"size": 5, "color": colour}, "hoverinfo": "x",
@@ -122,11 +125,11 @@ def _has_few_samples(each: Timed) -> bool:
     return len(each.samples) <= _FEW_SAMPLES
 
 
-def _beside_winner(subject: Subject, each: Timed) -> str:
+def _differences_from_winner(subject: Subject, each: Timed) -> str:
     """Return the parameters in which a config differs from the winner."""
     winner = subject.found.winner
     differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
-    return "winner" if each is winner else _cut(shown(each.parameters, differ))
+    return "winner" if each is winner else _label(shown(each.parameters, differ))
 
 
 def _importance(subject: Subject) -> Figure:
@@ -141,20 +144,21 @@ def _importance(subject: Subject) -> Figure:
     return Figure("Importance of parameters (PED-ANOVA)", text, *figure)
 
 
-def _price(subject: Subject) -> Figure:
+def _cost_of_values(subject: Subject) -> Figure:
     found = subject.found
-    prices = [
-        (f"{name}={value}", 100 * price)
+    costs = [
+        (f"{name}={value}", 100 * cost)
         for name in found.varying
-        for value, price in found.slowdown_by_value(name).items()
+        for value, cost in found.slowdown_by_value(name).items()
     ]
-    dearest = sorted(prices, key=lambda each: -each[1])[:_MAX_BARS]
-    free = sum(price <= 1 for _, price in prices)
+    most_expensive = sorted(costs, key=lambda each: -each[1])[:_MAX_BARS]
+    negligible = sum(cost <= 1 for _, cost in costs)
     text = (
-        f"How far the fastest config with a value is behind the winner. {free} of {len(prices)} "
-        f"values cost 1 % or less; the {len(dearest)} dearest are shown."
+        "How far the fastest config with a value is behind the winner. "
+        f"{negligible} of {len(costs)} values cost 1 % or less; "
+        f"the {len(most_expensive)} most expensive are shown."
     )
-    names, values = [name for name, _ in dearest], [price for _, price in dearest]
+    names, values = [name for name, _ in most_expensive], [cost for _, cost in most_expensive]
     return Figure("Cost of fixing a value", text, *_bars(names, values, "% behind the winner"))
 
 
@@ -164,7 +168,7 @@ def _phases(subject: Subject) -> Figure:
     return Figure("Time spent", text, *_bars([*spent], [*spent.values()], "seconds"))
 
 
-def _since(subject: Subject) -> Figure:
+def _changes_since_older(subject: Subject) -> Figure:
     changes = subject.changes
     assert changes is not None
     row_of = {each.trial.digest: row for row, each in enumerate(subject.found.timed)}
@@ -192,7 +196,8 @@ def history(subjects: Sequence[Subject]) -> Figure:
         past, key = subject.history, subject.stored.record.key
         first = max(past[0].ms, 1e-9)
         data.append({
-            "type": "scatter", "mode": "lines+markers", "name": _cut(f"{key.function_name} {key}"),
+            "type": "scatter", "mode": "lines+markers",
+            "name": _label(f"{key.function_name} {key}"),
             "x": [each.time for each in past], "y": [each.ms / first for each in past],
             "text": [f"{each.ms:.5g} ms {escape(each.winner)}" for each in past],
             "hovertemplate": "%{text}<br>%{y:.3f}x",
@@ -221,7 +226,7 @@ def _bars(
     names: Sequence[str], values: Sequence[float], title: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return data and layout of horizontal bars, the first at the top."""
-    bars = {"type": "bar", "orientation": "h", "y": [_cut(name) for name in names], "x": values,
+    bars = {"type": "bar", "orientation": "h", "y": [_label(name) for name in names], "x": values,
             "marker": {"color": _MAIN}, "text": [f"{value:.3g}" for value in values],
             "textposition": "outside", "cliponaxis": False,
             "hovertemplate": "%{y}: %{x:.4g}<extra></extra>"}  # fmt: skip
@@ -257,7 +262,7 @@ def _line(**ends: Any) -> dict[str, Any]:
     return {"type": "line", "line": {"color": _WINNER, "width": 1, "dash": "dash"}, **ends}
 
 
-def _cut(text: str) -> str:
+def _label(text: str) -> str:
     """Return the start of a text from a record, without the tags that plotly would interpret."""
     return escape(
         text if len(text) <= _MAX_LABEL_LENGTH else f"{text[: _MAX_LABEL_LENGTH - 3]}...",

@@ -19,8 +19,8 @@ from triton_dist.errors import InvalidArgument, MissingExtra
 if TYPE_CHECKING:
     from triton_dist.timelines.summary import OpSummary
 
-_OUT = Path("profile.json.gz")
-_HEAD = ("op", "calls", "ms", "skew us", "TFLOP/s", "GB/s", "link", "bound by", "share")
+_DEFAULT_FILE = Path("profile.json.gz")
+_COLUMNS = ("op", "calls", "ms", "skew us", "TFLOP/s", "GB/s", "link", "bound by", "share")
 
 
 def add_to(subcommands: Any) -> None:
@@ -46,7 +46,11 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument("show", nargs="?", choices=["show"], help="print the ops of a timeline")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="show: the timeline")
     parser.add_argument(
-        "--out", type=Path, default=_OUT, metavar="FILE", help=f"output file (default: {_OUT})"
+        "--out",
+        type=Path,
+        default=_DEFAULT_FILE,
+        metavar="FILE",
+        help=f"output file (default: {_DEFAULT_FILE})",
     )
     parser.add_argument(
         "--calls", metavar="FIRST:LAST",
@@ -85,8 +89,10 @@ def _run(arguments: argparse.Namespace) -> int:
         status = site.run(arguments.command, variables)
         from triton_dist.timelines import recording
 
-        files = recording.files_of_ranks(Path(folder), recording.ENDING)
-        failed = [each.read_text() for each in sorted(Path(folder).glob(f"*{recording.FAILED}"))]
+        files = recording.files_of_ranks(Path(folder), recording.FILE_ENDING)
+        failed = [
+            each.read_text() for each in sorted(Path(folder).glob(f"*{recording.FAILURE_SUFFIX}"))
+        ]
         if not files:
             first = calls.partition(":")[0]
             what = f"no process reached call {first} of a tuned function and then exited"
@@ -136,7 +142,7 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
         lines += wrapped("shares refer to the peaks of an H200 and are meaningless on CPU ranks", 0)
     if not found:
         return [*lines, "no call of a tuned function was recorded"]
-    head, *rows = table(_HEAD, [*map(_row, found)], left=("op",))
+    head, *rows = table(_COLUMNS, [*map(_row, found)], left=("op",))
     lines.append(head)
     for each, row in zip(found, rows, strict=True):
         lines.append(row)

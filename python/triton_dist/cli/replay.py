@@ -14,8 +14,8 @@ from triton_dist.errors import NoSuchRecord
 if TYPE_CHECKING:
     from triton_dist.testing.replay import RecordedSpace
 
-_DEFAULT = ("racing", "exhaustive", "surrogate")
-_SEARCHES = (*_DEFAULT, "optuna")
+_DEFAULT_SEARCHES = ("racing", "exhaustive", "surrogate")
+_SEARCHES = (*_DEFAULT_SEARCHES, "optuna")
 
 
 def add_to(subcommands: Any) -> None:
@@ -37,9 +37,9 @@ def add_to(subcommands: Any) -> None:
     parser.add_argument(
         "--search",
         type=_searches,
-        default=_DEFAULT,
+        default=_DEFAULT_SEARCHES,
         metavar="NAME,...",
-        help=f"of {', '.join(_SEARCHES)}; default: {','.join(_DEFAULT)}",
+        help=f"of {', '.join(_SEARCHES)}; default: {','.join(_DEFAULT_SEARCHES)}",
     )
     parser.add_argument(
         "--tries", type=positive, default=200, metavar="N", help="configs to try; default: 200"

@@ -16,7 +16,7 @@ from triton_dist._tuning.values import StoredRecord, codec
 from triton_dist._tuning.values.analysis import Analysis, Changes, Timed
 
 
-class Answer(NamedTuple):
+class LoggedMeasurement(NamedTuple):
     """One measurement of a tuning."""
 
     seconds: float
@@ -77,14 +77,16 @@ class Subject:
         return self.default and self.found.ratio(self.default.ms)
 
     @cached_property
-    def answers(self) -> Sequence[Answer]:
+    def measurements(self) -> Sequence[LoggedMeasurement]:
         """The measurements in order; empty if the log is missing or the record is shipped."""
-        found: list[Answer] = []
+        found: list[LoggedMeasurement] = []
         for event in self._events:
             with suppress(KeyError, TypeError, ValueError):
                 if event["event"] == "outcome" and "samples" in event:
                     passed = (_time(event) - _time(self._events[0])).total_seconds()
-                    found.append(Answer(passed, float(event["ms"]), str(event.get("config"))))
+                    found.append(
+                        LoggedMeasurement(passed, float(event["ms"]), str(event.get("config")))
+                    )
         return found
 
     @property

@@ -12,7 +12,7 @@ from triton_dist._tuning.values.show import spread
 from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
-_TOP = 8
+_DEFAULT_ROWS = 8
 
 
 def add_to(subcommands: Any) -> None:
@@ -34,7 +34,11 @@ def add_to(subcommands: Any) -> None:
     )
     cache.add_choice(parser, "FUNCTION|FILE", "function name, or a record's file")
     parser.add_argument(
-        "--top", type=int, default=_TOP, metavar="N", help=f"rows to print; default: {_TOP}"
+        "--top",
+        type=int,
+        default=_DEFAULT_ROWS,
+        metavar="N",
+        help=f"rows to print; default: {_DEFAULT_ROWS}",
     )
     parser.add_argument("--code", action="store_true", help="print only the winners, as code")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

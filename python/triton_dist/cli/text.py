@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from triton_dist._warn import printable
 
-_SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+_SECONDS_BY_UNIT = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def print_lines(*lines: str) -> None:
@@ -73,7 +73,7 @@ def age(timestamp: str) -> str:
         seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
     except (ValueError, TypeError):
         return "unknown"
-    for unit, size in _SECONDS.items():
+    for unit, size in _SECONDS_BY_UNIT.items():
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return "0 s"

@@ -41,11 +41,11 @@ from triton_dist.errors import NoSuchFunction
 if TYPE_CHECKING:
     from triton_dist.tune import AutoTuner
 
-SECONDS = 120.0
+IMPORT_SECONDS = 120.0
 """Time limit for importing one module and comparing its records."""
 
 OTHER_FUNCTION_REASON = "it is of another function"
-OURS = {"triton_dist"}
+OWN_PACKAGES = {"triton_dist"}
 """Packages that are imported in this process even without --import."""
 
 
@@ -113,7 +113,7 @@ def _changes(record: TuningRecord, module: str) -> tuple[tuple[str, ...], list[s
 
 def is_ours(module: str) -> bool:
     """Return whether importing ``module`` runs no user code."""
-    return module.partition(".")[0] in OURS
+    return module.partition(".")[0] in OWN_PACKAGES
 
 
 def imported(
@@ -124,8 +124,8 @@ def imported(
 ) -> list[Verdict]:
     """Return the verdicts of records, given the name of each record's function in ``module``.
 
-    A user's module is imported in a new process, which is killed after ``SECONDS``. The other
-    arguments are described at :func:`verdict`.
+    A user's module is imported in a new process, which is killed after ``IMPORT_SECONDS``. The
+    other arguments are described at :func:`verdict`.
     """
     if is_ours(module):
         return _verdicts(module, pairs, ranks, any_settings)
@@ -140,9 +140,9 @@ def imported(
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
             try:
-                why = f"its process ended with status {process.wait(SECONDS)}"
+                why = f"its process ended with status {process.wait(IMPORT_SECONDS)}"
             except subprocess.TimeoutExpired:
-                why = f"its process did not end within {SECONDS:.0f} s"
+                why = f"its process did not end within {IMPORT_SECONDS:.0f} s"
             finally:
                 with suppress(ProcessLookupError):  # kill the children of the process too
                     os.killpg(process.pid, signal.SIGKILL)

@@ -156,7 +156,7 @@ class DeadlockCheck:
             "waits": list(self._waits.values()),
             "told": dict(self._set_flags),
             "host": line,
-            "stands_since": self._last_change
+            "unchanged_since": self._last_change
             if in_kernel
             else self._host_since
             if collective
@@ -210,9 +210,9 @@ def _is_deadlocked(states: dict[int, dict[str, Any] | None]) -> bool:
         if state is None:
             return False
         if is_running(state["pid"]):
-            if state["stands_since"] is None:
+            if state["unchanged_since"] is None:
                 return False
-            since.append(state["stands_since"])
+            since.append(state["unchanged_since"])
             until.append(state["as_of"])
     return min(until) - max(since) >= QUIET_SECONDS
 

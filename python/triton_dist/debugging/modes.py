@@ -50,9 +50,9 @@ class Mode:
     works_on: tuple[str, ...] = (GPU,)
 
 
-_UNKNOWN = "Triton {} does not support it and would ignore it"
-_FAILS = "in Triton {} it fails to compile every pipelined loop"
-_FOREIGN = (
+_UNSUPPORTED_REASON = "Triton {} does not support it and would ignore it"
+_COMPILE_ERROR_REASON = "in Triton {} it fails to compile every pipelined loop"
+_SANITIZER_REASON = (
     "it only checks memory of its own allocator, and neither symmetric memory nor the inline "
     "assembly of packets"
 )
@@ -85,22 +85,26 @@ MODES: Mapping[str, Mode] = {
         "races on shared memory, barriers, asynchronous copies",
         "consan",
         "racecheck",
-        _unsupported(_FAILS, "3.7", "3.8"),
+        _unsupported(_COMPILE_ERROR_REASON, "3.7", "3.8"),
     ),
     "iisan": _instrumented(
         "TMA arguments that cause an illegal instruction",
         "iisan",
         "interp:bounds",
-        _unsupported(_UNKNOWN, "3.6"),
+        _unsupported(_UNSUPPORTED_REASON, "3.6"),
     ),
     "fpsan": _instrumented(
-        "wrong operands, as exact integers", "fpsan", "interp", _unsupported(_UNKNOWN, "3.6", "3.7")
+        "wrong operands, as exact integers",
+        "fpsan",
+        "interp",
+        _unsupported(_UNSUPPORTED_REASON, "3.6", "3.7"),
     ),
     "gsan": _instrumented(
         "races on global memory",
         "gsan",
         "interp:race",
-        _unsupported(_UNKNOWN, "3.6", "3.7") | _unsupported(_FOREIGN, "3.8", "3.9"),
+        _unsupported(_UNSUPPORTED_REASON, "3.6", "3.7")
+        | _unsupported(_SANITIZER_REASON, "3.8", "3.9"),
     ),
     "memcheck": Mode("accesses outside of allocations", "interp:bounds", tool=True),
     "initcheck": Mode("reads of memory that was never written", "interp:init", tool=True),
@@ -199,8 +203,8 @@ def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
         if mode.tool and environment.tool != word:
             command = f"`triton-dist debug {word} -- COMMAND`"
             raise DebugModeRefused(word, "compute-sanitizer starts the process", command)
-    exclusive = [word for word in words if _INSTRUMENTATION in MODES.get(word, _NONE).variables]
-    exclusive = exclusive or [word for word in words if MODES.get(word, _NONE).tool]
+    exclusive = [word for word in words if _INSTRUMENTATION in MODES.get(word, _NO_MODE).variables]
+    exclusive = exclusive or [word for word in words if MODES.get(word, _NO_MODE).tool]
     if len(exclusive) > 1:
         raise DebugModeRefused(
             exclusive[1], f"it cannot be combined with {exclusive[0]}", "two runs"
@@ -208,7 +212,7 @@ def check(words: Iterable[str], environment: Environment) -> tuple[str, ...]:
     return checks
 
 
-_NONE = Mode("", "")
+_NO_MODE = Mode("", "")
 
 
 def nearest_of(word: str, runs: str) -> str:

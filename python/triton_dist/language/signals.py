@@ -35,7 +35,7 @@ _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = (
     tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
 )  # fmt: skip
 DISAGREED = tl.constexpr(2)
-"""Value of the second timeout word if a flag came with a different size."""
+"""Value of the second timeout word if a flag has a different size."""
 
 
 @jit

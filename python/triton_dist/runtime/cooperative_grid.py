@@ -92,8 +92,8 @@ class CooperativeGrid:
         self._count, self._body, self._state = count, body, state
         self._residents = count if residents is None else residents
         self._next = 0
-        self._starter = _ProgramThread()  # the only seat that starts programs
-        self._ready: deque[_ProgramThread] = deque()  # every seat except the running one
+        self._starter = _ProgramThread()  # the only thread that starts programs
+        self._ready: deque[_ProgramThread] = deque()  # every thread except the running one
         self._pauses = 0  # since a program last started or ended
         self._threads: list[threading.Thread] = []
         self._all_done = _ProgramThread()
@@ -147,7 +147,7 @@ class CooperativeGrid:
         return True
 
     def _alternate(self, worker: _ProgramThread) -> None:
-        """Start programs in order until this seat's program pauses and another seat takes over."""
+        """Start programs in order until this thread's program pauses and another continues."""
         _local.grid, _local.worker = self, worker
         try:
             while self._starts_next(worker) and self._error is None:

@@ -66,7 +66,7 @@ def interleaved(
     if not isinstance(rounds, int) or rounds < 1:
         raise InvalidArgument("interleaved", "rounds", rounds, "an int, 1 or more")
     device, ranks = current_device(), group_for(group)
-    device.flush_cache()  # allocate its memory before ranks wait for one another
+    device.flush_cache()  # allocate its memory before ranks wait for each other
     milliseconds: dict[str, list[float]] = {name: [] for name in candidates}
     queueing = 0.0  # longest host time of a call, in seconds
 

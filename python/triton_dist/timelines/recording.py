@@ -222,8 +222,8 @@ def _clock_offset(ranks: ProcessGroupRanks | SoloRank) -> int:
     return trace.clock_offsets(everyone)[ranks.rank]
 
 
-ENDING = "json.gz"
-FAILED = ".failed"
+FILE_ENDING = "json.gz"
+FAILURE_SUFFIX = ".failed"
 """Suffix of the file with the reason why a timeline is missing."""
 
 
@@ -236,7 +236,7 @@ class ProgramRecording:
 
     def __init__(self, file: Path, first: int, last: int, marks: bool) -> None:
         self._file, self._first, self._last, self._marks = file, first, last, marks
-        self._failed = file.with_name(f"{file.name}{FAILED}")
+        self._failed = file.with_name(f"{file.name}{FAILURE_SUFFIX}")
         self._count = 0
         self._recording: Recording | None = None
         self._inside = threading.local()
@@ -313,7 +313,7 @@ def install() -> None:
     folder = knobs.profile_dir.get()
     if folder is not None:
         first, last = knobs.profile_calls.get()
-        file = folder / f"rank-{knobs.rank.get()}.{os.getpid()}.{ENDING}"
+        file = folder / f"rank-{knobs.rank.get()}.{os.getpid()}.{FILE_ENDING}"
         program = ProgramRecording(file, first, last, knobs.profile_marks.get())
         until_the_end = ExitStack()
         until_the_end.callback(program.stop)

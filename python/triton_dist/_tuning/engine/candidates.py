@@ -58,7 +58,7 @@ class PruneResult(NamedTuple):
 
 
 MAX_LISTED = 1000
-"""Maximum number of pruned configs that a record lists. Beyond it, it has counts by reason."""
+"""Maximum number of pruned configs that a record lists. If there are more, it has counts."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class CandidateSet:
 class Selection:
     """Selects the candidates of one call, and predicts configs from records of other sizes.
 
-    All ranks call every method except ``answer``. Only the leader's records are used.
+    All ranks call every method except ``prune_result``. Only the leader's records are used.
 
     Attributes:
         cause: the error of a prediction on this rank.
@@ -151,7 +151,7 @@ class Selection:
         self.cause: Exception | None = None
         self._prune_result: PruneResult | None = None
 
-    # ``cached_property`` would keep the answer alive in a frame of its ``__get__``.
+    # ``cached_property`` would keep the result alive in a frame of its ``__get__``.
     @property
     def prune_result(self) -> PruneResult:
         """The result of ``prune_fn`` on this rank, computed at first use.
@@ -184,17 +184,17 @@ class Selection:
                 leader raises the original exception.
         """
         ranks, space, plan = self._ranks, self._subject.space, _LeaderResult()
-        answer = self.prune_result if ranks.is_leader else PruneResult()
-        failure = answer.failure
+        result = self.prune_result if ranks.is_leader else PruneResult()
+        failure = result.failure
         if failure is not None:
-            plan = _LeaderResult(failure=answer.failure_text)
-        elif isinstance(answer.kept, Unlisted):
+            plan = _LeaderResult(failure=result.failure_text)
+        elif isinstance(result.kept, Unlisted):
             plan = _LeaderResult(kept=None)
         elif ranks.is_leader:
             try:
                 # Broadcast places instead of configs, because the spaces are equal on all ranks.
-                few, origin = self._warm_started(answer.kept) if warm else (answer.kept, "")
-                dropped = tuple((space.place(each.config), each.reason) for each in answer.dropped)
+                few, origin = self._warm_started(result.kept) if warm else (result.kept, "")
+                dropped = tuple((space.place(each.config), each.reason) for each in result.dropped)
                 plan = _LeaderResult(tuple(map(space.place, few)), dropped, origin)
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
@@ -206,13 +206,13 @@ class Selection:
             try:
                 raise failure
             finally:
-                del answer, failure  # the error refers to this frame
+                del result, failure  # the error refers to this frame
         if decided.failure is not None:
             raised = {ranks.global_rank(0): decided.failure}
             raise RankDisagreement(f"{decided.failed_hook} of {self._subject.name}", raised)
         # The kept configs are too many to send, and only the leader's search needs them.
         if decided.kept is None:
-            own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
+            own = result.kept if ranks.is_leader else space.prune(None, (), {})[0]
             return CandidateSet(space, own)
         candidates = [space[place] for place in decided.kept]
         pruned = [Pruned(space[place], reason) for place, reason in decided.pruned]

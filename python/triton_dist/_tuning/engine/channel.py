@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a tuning, as errors name it."""
+    """A step of a tuning, with the names that errors contain."""
 
     phase: str
     config: Config | None = None

@@ -83,9 +83,9 @@ class BoundTuner(Protocol[P, R_co]):
 class AutoTuner(Decorated[P, R_co]):
     """A function whose tunable arguments are chosen by measuring, once per key.
 
-    For type checkers, ``P`` are the parameters of a call and ``R_co`` is its result. A parameter
-    list with variable types cannot have keywords between its positional and its other arguments.
-    The overloads therefore check the arguments of a call only if it has no keyword of the tuner.
+    For type checkers, ``P`` are the parameters of a call and ``R_co`` is its result. No keyword
+    may stand between ``*args: P.args`` and ``**kwargs: P.kwargs``. The overloads therefore check
+    the arguments of a call only if it has no keyword of the tuner.
 
     Attributes:
         fn: the function without tuning.
@@ -347,7 +347,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
         self._published_absences: set[tuple[int, str]] = set()
         self._calls = 0
-        """Calls since all ranks last met. Ranks tell by it which call of another rank raised."""
+        """Calls since all ranks last met. It identifies the call of a rank that raised an error."""
         self._world = world
 
     def _from_tuned_range(
@@ -505,7 +505,7 @@ class AutoTuner(Decorated[P, R_co]):
         return reporting_errors(self._name, ranks, self._calls)
 
     def _publish_absence(self, process_group: Any, why: str) -> None:
-        """Tell other ranks why this rank may not join their tuning. Publish each reason once."""
+        """Publish, once per reason, why this rank may not join the tuning of other ranks."""
         if (id(process_group), why) not in self._published_absences:
             self._published_absences.add((id(process_group), why))
             with suppress(TritonDistError):

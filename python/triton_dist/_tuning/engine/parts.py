@@ -184,7 +184,7 @@ class Call:
     """The result of ``key_fn``."""
     number: int = 0
     """Calls of the function since all ranks last tuned or looked up a record together, with this
-    call. The number tells which call of a rank raised an error."""
+    call. The number identifies a call of the rank in error messages."""
     traced: bool = False
     """The call is traced and computes nothing, so nothing can be measured."""
     sizes: tuple[int, ...] = ()

@@ -229,7 +229,7 @@ def _ms(outcome: Outcome) -> str:
     return f"{outcome.median:.4f} ms"
 
 
-_TOP = 5
+_ROWS = 5
 _PRUNED = 20
 """Number of pruned configs to list."""
 _LEGEND = (
@@ -252,7 +252,7 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
     lines = [f"  {'ms':>10} {'spread':>7} {'to best':>8} {'to default':>10} {'samples':>7}  config"]
     for place, (trial, outcome) in enumerate(measured):
         marks = [name for name, d in (("winner", best), ("default", default)) if d == trial.digest]
-        if place >= _TOP and not marks:
+        if place >= _ROWS and not marks:
             continue
         to_default = _ratio(outcome.median, medians.get(default))
         note = f"  <- {', '.join(marks)}" if marks else ""

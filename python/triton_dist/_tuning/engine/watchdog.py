@@ -36,7 +36,7 @@ _end: Callable[[int], object] = os._exit
 
 @dataclass(eq=False)
 class Watch:
-    """One stay in user code."""
+    """A period in which a thread runs user code."""
 
     seconds: float
     grace: float
@@ -72,8 +72,8 @@ class Watch:
     def next_deadline(self) -> float:
         """Return the time at which to report, or, after the report, to end the process.
 
-        The watched thread sets ``due`` without a lock, also at the last moment: then ``due`` is
-        infinite and nothing is reported.
+        The watched thread may end the limit without a lock while the watchdog decides. Then the
+        deadline is infinite and nothing is reported.
         """
         return self.due + self.grace if self.overdue else self.due
 

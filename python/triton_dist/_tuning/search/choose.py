@@ -41,7 +41,7 @@ class Proposer(Protocol):
         """
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """Record the time of ``config`` in ms, ``inf`` if it failed. It may not be a proposal."""
+        """Record the time of a config in ms, ``inf`` if it failed, also of one not proposed."""
 
     def ahead(self) -> Sequence[Config]:
         """Return configs to compile in advance. :meth:`ask` may return them next."""

@@ -223,9 +223,9 @@ class Racing(IteratorSearch):
             for place, config in enumerate(remaining)
             if place < FINALISTS or config.digest in self._protected
         ]
-        most = self._policy.rounds[-1] + self._policy.repeat + self._policy.tie_break
-        while len(remaining) > 1 and self._fewest_samples(remaining) < most:
-            yield from self._round(remaining, most)
+        max_samples = self._policy.rounds[-1] + self._policy.repeat + self._policy.tie_break
+        while len(remaining) > 1 and self._fewest_samples(remaining) < max_samples:
+            yield from self._round(remaining, max_samples)
             remaining = self._possible_winners(remaining)
 
     def _second_samples(
@@ -258,11 +258,11 @@ class Racing(IteratorSearch):
             seen += now
         return seen
 
-    def _round(self, remaining: Sequence[Config], most: int) -> Iterator[Request]:
-        """Take one more sample of each, up to ``most``; candidates with fewer samples catch up."""
+    def _round(self, remaining: Sequence[Config], max_samples: int) -> Iterator[Request]:
+        """Take one more sample of each, up to ``max_samples``; those with fewer catch up."""
         yield from self._sample(
             remaining[:: self._direction],
-            min(self._fewest_samples(remaining) + self._samples_per_request, most),
+            min(self._fewest_samples(remaining) + self._samples_per_request, max_samples),
         )
         self._direction = -self._direction
 

@@ -66,9 +66,9 @@ class RacingPlan(OrderedPlan):
            backward, so clock drift affects all alike
     =====  ==================================================  ================================
 
-    With the default 3 + 5 launches a race takes less than half the launches of :class:`InOrder`.
-    Configs are ranked by the lower median of their samples: noise is mostly delay, and one hiccup
-    must not drop a config.
+    With the default 3 + 5 launches a race takes less than half of :class:`OrderedPlan`'s launches.
+    Configs are ranked by the lower median of their samples: noise is mostly delay, and one late
+    launch must not drop a config.
     """
 
     _CLEARLY_SLOWER = (2.0, 1.5)

@@ -83,7 +83,7 @@ class Libraries:
 
 @functools.cache
 def version_of(package: str) -> str:
-    """Return distribution and version of a top-level package; ``""`` if it is not a distribution's.
+    """Return distribution and version of a top-level package; ``""`` if no distribution has it.
 
     Also ``""`` for the standard library, NumPy, torch and Triton. The versions of torch and Triton
     are in every record.

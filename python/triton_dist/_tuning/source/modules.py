@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 from triton_dist.runtime.garbage import no_garbage_collection
 
-_FUTURE = __future__.annotations.compiler_flag
+_FUTURE_ANNOTATIONS_FLAG = __future__.annotations.compiler_flag
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-_MUTATORS = frozenset({"add", "append", "extend", "insert", "setdefault", "update"})
+_CONTAINER_MUTATORS = frozenset({"add", "append", "extend", "insert", "setdefault", "update"})
 """Methods that put a value into a container."""
-_TUNER = re.compile(r"triton_dist\b.*\.(contextual_)?autotune")
+_TUNER_DECORATOR = re.compile(r"triton_dist\b.*\.(contextual_)?autotune")
 """Full names of the tuner's decorators."""
-_USES = frozenset({"tune", "best_config"})
+_HARMLESS_METHODS = frozenset({"tune", "best_config"})
 """Methods of a tuned function that do not change its code."""
 
 
@@ -56,12 +56,12 @@ class Statement:
 
     Attributes:
         binds: names that it binds when the module is imported.
-        changes: places that it assigns or calls a method of at import, such as ``A[0] = 1``.
+        changes: places that it assigns at import, such as ``A[0] = 1``, or whose methods it calls.
         call_arguments: names in an expression statement, whose call may change them: ``fill(A)``.
         called: functions that it calls at import, and base classes.
         assigned_later: names that functions in it change when they run.
-        reads: names that it reads, in functions too; ``a.b*``: attributes of ``a`` that begin so.
-        imports, inner_imports: imported names, of the module and of functions in it.
+        reads: names that it reads, in functions too; ``a.b*``: ``b`` is the start of an attribute.
+        imports, inner_imports: names that are imported at the top level, and in functions.
         aliases: names that may refer to one object.
         values: expressions that it binds names to.
     """
@@ -152,7 +152,10 @@ class Statement:
         elif kind is ast.Call:
             self._call(node, later, reads)
         elif kind is ast.Expr:
-            if not later and getattr(getattr(node.value, "func", None), "attr", "") not in _USES:
+            if (
+                not later
+                and getattr(getattr(node.value, "func", None), "attr", "") not in _HARMLESS_METHODS
+            ):
                 self.call_arguments |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         elif kind is ast.Import or kind is ast.ImportFrom:
             found = _imports_of(node)
@@ -182,7 +185,9 @@ class Statement:
         stores = self.assigned_later if later else self.changes
         if not later:
             self.called.add(name)
-        if method in _MUTATORS or (method and not later and method not in _USES):
+        if method in _CONTAINER_MUTATORS or (
+            method and not later and method not in _HARMLESS_METHODS
+        ):
             stores.add(place_of(node.func.value))  # type: ignore[attr-defined]
         if name in ("getattr", "setattr") and len(node.args) > 1 and dotted(first):
             known = str(getattr(node.args[1], "value", "*"))
@@ -281,7 +286,7 @@ class File:
         """Return whether a decorator is the tuner's, whose arguments are compared by value."""
         root, *path = dotted(getattr(decorator, "func", decorator)).split(".")
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
-        return any(map(_TUNER.fullmatch, full))
+        return any(map(_TUNER_DECORATOR.fullmatch, full))
 
     def _index(self) -> dict[str, list[Statement]]:
         defined = {each.defines: each for each in self.statements if each.defines}
@@ -329,7 +334,10 @@ class File:
         if code not in self._set_of_codes and (around := self.statement_at(code.co_firstlineno)):
             # A notebook compiles each statement by itself. Without the imports before it, calls of
             # functions in modules have other instructions.
-            nodes, flags = [x for x, _ in self._trees(around.line)], code.co_flags & _FUTURE
+            nodes, flags = (
+                [x for x, _ in self._trees(around.line)],
+                code.co_flags & _FUTURE_ANNOTATIONS_FLAG,
+            )
             alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
             self._set_of_codes |= {each for _, each in with_inner(alone)}
         return code in self._set_of_codes
@@ -343,7 +351,7 @@ class File:
         return same.index(max(same))
 
     def definition(self, code: types.CodeType) -> Statement:
-        """Return the definition of ``code``, without the statement that contains the function."""
+        """Return the definition of ``code`` alone, without the statement around it."""
         line, name = code.co_firstlineno, code.co_name
         found = self.definitions(name, line)
         codes = [x for _, x in self._codes if (x.co_firstlineno, x.co_name) == (line, name)]
@@ -352,7 +360,7 @@ class File:
         return found[index]
 
     def definitions(self, name: str, line: int = 0) -> list[Statement]:
-        """Return functions, lambdas and classes, without their statements, in file order.
+        """Return functions, lambdas and classes in file order, without the statements around them.
 
         Args:
             name: end of the qualified name.

@@ -20,7 +20,7 @@ from triton_dist._tuning.source.runtime_values import CONTAINERS, attribute, fun
 from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
 
 Globals = dict[str, Any]
-"""Globals of a module. After a module is imported anew, its functions have other globals."""
+"""Globals of a module. Functions of a module that is imported again have new globals."""
 _EMPTY: dict[str, Any] = {}
 _MAX_VISITS = 10_000
 """Maximum number of values of one global that are followed."""

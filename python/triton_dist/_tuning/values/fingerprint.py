@@ -24,7 +24,7 @@ DIFFERS = "differs by rank"
 """Reason recorded for a bound constant that is not compared."""
 
 _OWN_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
-"""Setting that triton_dist makes wherever it compiles kernels; the default of Triton."""
+"""Setting that triton_dist makes in each process that compiles; Triton's default."""
 
 _CONSTANTS = ("literal", "bound", "uncounted")
 

@@ -18,11 +18,11 @@ from typing import Any
 _NAME = "sitecustomize"
 
 
-class _After(MetaPathFinder):
-    """A finder that calls ``then(module)`` after the module ``name`` has been imported."""
+class _ImportHook(MetaPathFinder):
+    """A finder that calls ``on_import(module)`` after the module ``name`` has been imported."""
 
-    def __init__(self, name: str, then: Callable[[Any], object]) -> None:
-        self._name, self._then = name, then
+    def __init__(self, name: str, on_import: Callable[[Any], object]) -> None:
+        self._name, self._on_import = name, on_import
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._name:
@@ -34,7 +34,7 @@ class _After(MetaPathFinder):
         def exec_module(module: Any) -> None:
             execute(module)
             try:
-                self._then(module)
+                self._on_import(module)
             except Exception as error:  # an error of the hook must not end the program
                 print(f"triton_dist: nothing is recorded: {error!r}", file=sys.stderr)
 
@@ -61,7 +61,7 @@ def _record(_: Any) -> None:
     install()
 
 
-def _import_the_other() -> None:
+def _import_hidden_sitecustomize() -> None:
     """Import the environment's own ``sitecustomize``, which this module hides."""
     own = sys.modules.pop(_NAME, None)
     here = str(Path(__file__).parent)
@@ -73,6 +73,6 @@ def _import_the_other() -> None:
 
 
 if __name__ == _NAME:
-    sys.meta_path.insert(0, _After("triton.knobs", _dump_of))
-    sys.meta_path.insert(0, _After("triton_dist.tune", _record))
-    _import_the_other()
+    sys.meta_path.insert(0, _ImportHook("triton.knobs", _dump_of))
+    sys.meta_path.insert(0, _ImportHook("triton_dist.tune", _record))
+    _import_hidden_sitecustomize()

@@ -106,7 +106,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     @abstractmethod
     def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
-        """Return the stock weights of which parameter ``name`` has shards, as views of ``tensor``.
+        """Return the stock weights whose shards parameter ``name`` has, as views of ``tensor``.
 
         ``tensor`` has the parameter's shape.
         """

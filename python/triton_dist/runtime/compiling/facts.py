@@ -47,7 +47,7 @@ def compilation_facts(compilation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main_facts(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return arguments, ``num_warps`` and ``num_stages``, which usually tell kernels apart."""
+    """Return arguments, ``num_warps`` and ``num_stages``, which usually identify a kernel."""
     usual = ("option num_warps", "option num_stages")
     return {
         name.removeprefix("argument ").removeprefix("option "): text

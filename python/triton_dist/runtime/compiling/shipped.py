@@ -162,7 +162,7 @@ def _extract(pack: Pack, digest: str) -> dict[str, str] | None:
 
 @functools.cache
 def _folder(process: int) -> Path:
-    """Return this process's temporary folder. A fork needs another: each deletes its folder."""
+    """Return the temporary folder of a process, which deletes it at exit."""
     folder = Path(tempfile.mkdtemp(prefix="triton_dist-kernels-"))
 
     def remove() -> None:

@@ -104,13 +104,13 @@ def primary_context(ordinal: int) -> int:
     """Return the primary context, which torch uses, of the GPU with this CUDA ordinal."""
     context = ctypes.c_void_p()
     retain = function("cuDevicePrimaryCtxRetain")
-    check(retain(ctypes.byref(context), device(ordinal)), f"give the context of GPU {ordinal}")
+    check(retain(ctypes.byref(context), device(ordinal)), f"return the context of GPU {ordinal}")
     return context.value or 0
 
 
 def use_context(context: int) -> None:
     """Make ``context`` current on this thread if it has none, such as a new thread."""
     current = ctypes.c_void_p()
-    check(function("cuCtxGetCurrent")(ctypes.byref(current)), "name the current context")
+    check(function("cuCtxGetCurrent")(ctypes.byref(current)), "return the current context")
     if current.value is None:
         check(function("cuCtxSetCurrent")(context), "use a context on another thread")

@@ -39,7 +39,7 @@ def free_bytes() -> int:
     """Return the free memory of the current GPU."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     status = cuda_driver.function("cuMemGetInfo_v2")(ctypes.byref(free), ctypes.byref(total))
-    cuda_driver.check(status, "tell how much memory is free")
+    cuda_driver.check(status, "return the size of free memory")
     return free.value
 
 

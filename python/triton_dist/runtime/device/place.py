@@ -51,7 +51,7 @@ class Place:
         visible = tuple(_uuid(each) for each in range(count.value))
         bus = ctypes.create_string_buffer(32)
         status = cuda_driver.function("cuDeviceGetPCIBusId")(bus, 32, cuda_driver.device(ordinal))
-        cuda_driver.check(status, f"tell where GPU {ordinal} is")
+        cuda_driver.check(status, f"return the location of GPU {ordinal}")
         machine = ""
         with suppress(OSError):
             machine = _BOOT.read_text().strip()
@@ -91,13 +91,13 @@ def sharing_error(
         reasons = (
             (
                 place.machine != first.machine,
-                f"{pair} are on different hosts, {first.host} and {place.host}, and ranks that "
-                "share GPUs have to be on one",
+                f"{pair} are on different hosts, {first.host} and {place.host}, but ranks that "
+                "share GPUs must be on one host",
                 "Start all ranks on one host, or one rank per GPU.",
             ),
             (
                 place.namespaces != first.namespaces,
-                f"{pair} are in containers that do not see one another's processes and memory",
+                f"{pair} are in containers that do not see each other's processes and memory",
                 "Start all ranks in one container, or these with --ipc=host --pid=host.",
             ),
             (
@@ -107,26 +107,25 @@ def sharing_error(
             ),
             (
                 place.visible != first.visible,
-                f"{pair} see different GPUs, the former {len(first.visible)}, the latter "
-                f"{len(place.visible)} of them",
+                f"{pair} see different GPUs: {len(first.visible)} and {len(place.visible)}",
                 "Give all ranks of the host the same CUDA_VISIBLE_DEVICES.",
             ),
             (
                 on_gpu[place.machine, place.bus] > place.ranks_per_gpu,
-                f"rank {global_rank(rank)} is not alone on its GPU, and sharing was not asked for",
-                "Start one rank per GPU; or let ranks share the GPUs that there are: launch.sh "
+                f"rank {global_rank(rank)} is not alone on its GPU, and sharing was not requested",
+                "Start one rank per GPU; or let ranks share GPUs: launch.sh "
                 "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",
             ),
             (
                 place.is_exclusive,
-                f"the GPU of rank {global_rank(rank)} takes one process only: its compute mode is "
-                "not 'Default'",
-                "Let it take several: nvidia-smi --compute-mode=DEFAULT.",
+                f"the GPU of rank {global_rank(rank)} accepts only one process: its compute mode "
+                "is not 'Default'",
+                "Allow several processes: nvidia-smi --compute-mode=DEFAULT.",
             ),
             (
                 place.is_mps,
-                f"rank {global_rank(rank)} uses its GPU through MPS, where kernels that wait for "
-                "one another may take each other's multiprocessors forever",
+                f"rank {global_rank(rank)} uses its GPU through MPS, where a waiting kernel "
+                "may occupy the multiprocessors that the awaited kernel needs",
                 "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
             ),
         )

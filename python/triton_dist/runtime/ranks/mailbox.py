@@ -153,7 +153,7 @@ class Mailbox:
             if process is not None and process.has_ended():
                 gone[rank] = f"ended: there is no process {process.pid} any more"
             elif process is not None and process.is_stopped():
-                stopped[rank] = f"is stopped: process {process.pid} waits for a signal to go on"
+                stopped[rank] = f"is stopped: process {process.pid} waits for a signal to continue"
         return gone, stopped
 
     def _client(self) -> dist.Store:

@@ -8,8 +8,9 @@ override it is replaced too (see ``launch``).
   without a config. So kernels with a known config run Triton's own path, and a new key is still
   tuned on all ranks together. Other callers receive the configs.
 
-The replacement applies to the process. The running thread, and autograd threads that work for it,
-decide whose launch it is. Launches of other threads go to Triton directly.
+The replaced methods are used by all threads of the process. A launch belongs to the decorated
+function that its thread runs, or for which its autograd thread works. Other launches go to Triton
+directly.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class Interception:
             tuner.nargs = nargs  # another thread may have tuned this kernel meanwhile
             _RunRedirection(tuner, lambda: session.launch(tuner, args, kwargs)).begin()
             # Triton's ``run`` takes this single config as the winner and launches it through the
-            # detour.
+            # redirection.
             return [_TO_BE_CHOSEN]
 
         return prune_configs
