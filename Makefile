@@ -58,9 +58,11 @@ debug-suite:
 docs:
 	bash scripts/test.sh tests/docs tests/examples
 
-# Build the documentation in site/, with the API reference from docstrings.
+# Build the documentation in site/, with the API reference from docstrings. Warnings are errors. Then
+# test the site, with a browser if Chromium is installed.
 site:
-	PYTHONPATH=python $(python) -m mkdocs build --strict --quiet
+	PYTHONPATH=python $(python) -m mkdocs build --strict
+	SITE=site $(python) -m pytest -q tests/docs/test_site.py
 
 bench:
 	for benchmark in $(wildcard benchmarks/bench_*.py); do bash scripts/launch.sh "$$benchmark" || exit; done

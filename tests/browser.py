@@ -78,7 +78,8 @@ def chromium(profile: Path, *options: str) -> Iterator[Page]:
     read_answers, write_answers = os.pipe()
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
-        "--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={profile}", *options,
+        "--no-first-run", "--disable-dev-shm-usage", "--window-size=1280,900",
+        f"--user-data-dir={profile}", *options,
     ]  # fmt: skip
     # The shell moves the pipes to the numbers that Chromium expects.
     moved = f'exec "$@" {_COMMANDS_FD}<&{read_commands} {_ANSWERS_FD}>&{write_answers}'

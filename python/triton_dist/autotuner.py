@@ -1,11 +1,13 @@
 """Tuning of functions that launch ``triton.autotune`` kernels.
 
-@contextual_autotune(is_dist=True)
-def step(x):              # launches kernels that are decorated with triton.autotune
-    ...
+The first call of a key tunes all kernels that the function launches.
 
-step(x)    # calls the function until every kernel has a config, which is equal on all ranks
-step(x)    # calls the function once
+    @contextual_autotune(is_dist=True)
+    def step(x):              # launches kernels that are decorated with triton.autotune
+        ...
+
+    step(x)    # calls the function until every kernel has a config, which is equal on all ranks
+    step(x)    # calls the function once
 """
 
 from triton_dist._tuning.compose_contextual import contextual_autotune

@@ -1,10 +1,12 @@
 """Record, save and use packs: tuning records and compiled kernels in one file.
 
-with packs.recording() as used:          # in a new process that finds its records
-    step(x)
-used.save("step.tdpack", [step])
+A pack is recorded in one process and used in others.
 
-packs.use("step.tdpack")                 # on another host, before the first call
+    with packs.recording() as used:          # in a new process that finds its records
+        step(x)
+    used.save("step.tdpack", [step])
+
+    packs.use("step.tdpack")                 # on another host, before the first call
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Function-level tuning: ``@triton_dist.tune.autotune(config_space, key_fn, prune_fn)``.
 
-@autotune(config_space=[{"gemm_config": c} for c in configs], key_fn=lambda A, B: to_hashable(A))
-def matmul(A, B, gemm_config): ...
+The first call of a key tunes; later calls look up the config.
 
-matmul(A, B)                    # first call of a key: tunes; later calls: look up the config
-matmul(A, B, autotune=False)    # uses the first config
+    @autotune(config_space=[{"config": c} for c in configs], key_fn=lambda A, B: to_hashable(A))
+    def matmul(A, B, config): ...
+
+    matmul(A, B)
+    matmul(A, B, autotune=False)    # uses the first config
 """
 
 from triton_dist._tuning.compose import autotune

@@ -3,18 +3,16 @@
 They are plain ``tl`` atomics with ``sem`` and ``scope``. The three pieces of inline assembly are
 no-ops in the interpreter and below the compute capability that they need.
 
-===================  ====================================================================
-``symm_at``          address of a region on a peer
-``notify``           set or add to a flag after all stores of the program (release)
-``wait``             spin until flags reach a value (acquire); returns a token
-``consume_token``    order a load after the ``wait`` that returned the token
-``give_turn``        yield before polling the results of other programs of the grid
-``only_rows``        declare which rows of a descriptor's load are used, for debug checks
-``breakpoint``       stop for ``triton-dist debug attach``; interpreter only
-``dump``             print values; in the interpreter with rank, program and line
-``publish_tile``     make TMA stores visible before a ``notify``
-``mark``             ``with mark("wait")``: record the time of a block for timelines
-===================  ====================================================================
+    symm_at        address of a region on a peer
+    notify         set or add to a flag after all stores of the program (release)
+    wait           spin until flags reach a value (acquire); returns a token
+    consume_token  order a load after the wait that returned the token
+    give_turn      yield before polling the results of other programs of the grid
+    only_rows      declare which rows of a descriptor's load are used, for debug checks
+    breakpoint     stop for triton-dist debug attach; interpreter only
+    dump           print values; in the interpreter with rank, program and line
+    publish_tile   make TMA stores visible before a notify
+    mark           with mark("wait"): record the time of a block for timelines
 """
 
 from triton_dist.language._checked import breakpoint, dump  # the first: Python's word for it

@@ -1,13 +1,15 @@
 """Run a kernel from any compilation level: ``ttir``, ``ttgir``, ``llir``, ``ptx``, ``cubin``.
 
-from triton_dist import runner
+A compiled kernel is exported to a folder; a later launch runs an artefact of the folder.
 
-@runner.jit
-def kernel(x_ptr, n, BLOCK: tl.constexpr): ...
+    from triton_dist import runner
 
-compiled = kernel[(1,)](x, n, BLOCK=64)
-runner.export(compiled, "folder")              # folder/kernel.ttir ... folder/kernel.cubin, .json
-kernel[(1,)](x, n, cubin_dir="folder")         # BLOCK is the artefact's
+    @runner.jit
+    def kernel(x_ptr, n, BLOCK: tl.constexpr): ...
+
+    compiled = kernel[(1,)](x, n, BLOCK=64)
+    runner.export(compiled, "folder")          # folder/kernel.ttir ... folder/kernel.cubin, .json
+    kernel[(1,)](x, n, cubin_dir="folder")     # BLOCK is the artefact's
 """
 
 from triton_dist.runner import (

@@ -1,11 +1,11 @@
 """Functions that store values of blocks during a launch, for inspection after the launch.
 
-@runner.jit
-def kernel(x_ptr, n, BLOCK: tl.constexpr):
-    ...
-    language.dump(x, grid=(3, 0))
+    @runner.jit
+    def kernel(x_ptr, n, BLOCK: tl.constexpr):
+        ...
+        language.dump(x, grid=(3, 0))
 
-kernel[grid](x, n, BLOCK=64, dump_tensor=torch.empty(64, device="cuda"))
+    kernel[grid](x, n, BLOCK=64, dump_tensor=torch.empty(64, device="cuda"))
 
 A launch with ``dump_tensor`` compiles the kernel with an additional argument. In other launches the
 functions generate no code. Call them in the kernel itself: functions that it calls do not have the

@@ -87,7 +87,7 @@ def sort_topk_ids_align_block_size(
 
         * gather_index: see ``calc_gather_scatter_index_triton``;
         * for each tile in order of arrival: its expert, its index among the row tiles, the first
-          and the last rank whose tokens it contains;
+            and the last rank whose tokens it contains;
         * the number of tiles in use, [1].
 
     Raises:

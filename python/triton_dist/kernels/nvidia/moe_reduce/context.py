@@ -214,8 +214,9 @@ def create_moe_ar_context(
 
     Args:
         max_token_num: largest number of *routes* (tokens times ``topk``), for any number of tokens.
-        rank, world_size, local_world_size, hidden_dim, num_experts, topk, input_dtype,
-            n_chunks_max, tp_group: see ``create_moe_rs_context``.
+        rank, world_size, local_world_size: see ``create_moe_rs_context``.
+        hidden_dim, num_experts, topk, input_dtype: see ``create_moe_rs_context``.
+        n_chunks_max, tp_group: see ``create_moe_rs_context``.
 
     Returns:
         The context. Call ``finalize()`` or use ``with`` to free it.

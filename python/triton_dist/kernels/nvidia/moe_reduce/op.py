@@ -179,8 +179,8 @@ def run_moe_reduce_ar(
         ctx: context of ``create_moe_ar_context``.
         reduction: all-reduce of ``"serial"`` and ``"library"``: ``"two_shot"``, ``"one_shot"`` or
             ``"topk_exchange"`` (both for sums up to 4 MB), or ``"collective"`` (tuned).
-        weights, chosen_experts, expert_weight, n_chunks, persistent, config, gemm_config,
-            num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
+        weights, chosen_experts, expert_weight, n_chunks, persistent: see ``run_moe_reduce_rs``.
+        config, gemm_config, num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
 
     Returns:
         [M, N], contiguous, dtype of the context.
