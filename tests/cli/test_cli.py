@@ -48,7 +48,7 @@ def cache() -> Path:
     return Path(os.environ["TRITON_DIST_CACHE_DIR"])
 
 
-def test_only_records_of_functions_with_the_name_are_read(run, monkeypatch):
+def test_only_records_of_functions_with_the_name_are_read(run, package_records, monkeypatch):
     parsed, parse = [], packs._parsed
     monkeypatch.setattr(packs, "_parsed", lambda *file: parsed.append(file[1]) or parse(*file))
     for name in ("all_gather", "triton_dist.kernels.nvidia.shard_collectives.all_gather"):
@@ -156,6 +156,7 @@ def test_explain_says_key_winner_date_file_and_that_it_is_used(run):
     for part in (str(record.key), str(record.best), record.timestamp, str(file), "  used\n"):
         assert part in out
     assert run("explain", "matmul", "--module", OPS)[1] == out
+    assert run("explain", f"{OPS}.matmul")[1] == out
 
 
 def test_without_import_versions_and_files_are_compared(run, monkeypatch):
@@ -174,11 +175,11 @@ def test_without_import_versions_and_files_are_compared(run, monkeypatch):
     assert "removed 1 record" in run("clear", "--all", "--stale")[1]
 
 
-@pytest.mark.parametrize("name", ["matmul", f"{OPS}:matmul"])
-def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, name):
-    status, out, _ = run("explain", name)
-    assert status == 1
-    assert f"No record of matmul in {cache()}." in out
+def test_without_a_record_the_status_is_1_and_says_where_was_looked(run):
+    for name in ("matmul", f"{OPS}:matmul"):
+        status, out, _ = run("explain", name)
+        assert status == 1
+        assert f"No record of matmul in {cache()}." in out
 
 
 @pytest.mark.parametrize(
@@ -198,18 +199,14 @@ def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, monkeypatch, 
     assert said in err
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("broken_ops", "1 / 0", "ZeroDivisionError"),
-        ("ending_ops", "import sys; sys.exit(0)", "SystemExit: 0"),
-    ],
-)
-def test_a_module_that_fails_when_it_is_imported_is_said(tmp_path, monkeypatch, name, text, said):
+def test_a_module_that_fails_when_it_is_imported_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / f"{name}.py").write_text(f"{text}\n")
-    with pytest.raises(NoSuchFunction, match=said):
-        validator.load_module(str(tmp_path / f"{name}.py"))
+    for body, said in (
+        ("1 / 0", "ZeroDivisionError"), ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ):  # fmt: skip
+        (tmp_path / "broken_ops.py").write_text(f"{body}\n")
+        with pytest.raises(NoSuchFunction, match=said):
+            validator.load_module(str(tmp_path / "broken_ops.py"))
 
 
 def test_what_the_locale_cannot_write_is_escaped(run, tmp_path, monkeypatch):
@@ -309,9 +306,10 @@ def test_a_cache_folder_that_is_a_file_is_a_mistake(run, monkeypatch, tmp_path, 
     assert err == f"triton-dist: environment variable {said}"
 
 
-def test_list_has_a_line_for_each_record(run):
+def test_list_has_a_line_for_each_record_and_more_of_a_function(run):
     assert run("list")[:2] == (0, f"No record of any function in {cache()}.\n")
-    key = str(ops.matmul.tune(A, B).key)
+    record = ops.matmul.tune(A, B)
+    key = str(record.key)
     ops.Layer(2.0).forward(A)
     status, out, _ = run("list")
     assert status == 0
@@ -327,10 +325,6 @@ def test_list_has_a_line_for_each_record(run):
     assert lines[-1].startswith(f"2 records of 2 functions in {cache()}. Winners and files: ")
     assert run("list", "absent")[0] == 1
 
-
-def test_list_of_a_function_has_its_winners_and_files(run):
-    record = ops.matmul.tune(A, B)
-    ops.Layer(2.0).forward(A)
     (file,) = (cache() / "autotune" / "matmul").glob("*.json")
     for name in ("matmul", f"{OPS}.matmul", f"{OPS}:matmul"):
         lines = run("list", name)[1].splitlines()
@@ -393,20 +387,22 @@ def pair(x, n, m):
     return x, n, m
 
 
-def test_clear_all_leaves_nothing(run):
+def test_clear_removes_the_records_of_one_function_or_all(run):
     ops.matmul(A, B)
-    (file,) = cache().rglob("*.json")
-    file.with_name(f"{'0' * 32}-1.json.damaged").write_text("{")
+    ops.Layer(2.0).forward(A)
+    status, out, _ = run("clear", "matmul")
+    assert status == 0
+    assert "removed 1 record, 2 logs of matmul" in out
+    (left,) = cache().rglob("*.json")
+    assert left.parent.name == "forward"
+    assert run("clear", "matmul")[0] == 1
+    assert run("clear", "../forward")[0] == 1
+    left.with_name(f"{'0' * 32}-1.json.damaged").write_text("{")
     status, out, _ = run("clear", "--all")
     assert status == 0
     assert "removed 1 record, 3 logs of all functions" in out
-    assert [path.name for path in file.parent.iterdir()] == [".lock"]
+    assert [path.name for path in left.parent.iterdir()] == [".lock"]
     assert run("clear", "--all")[0] == 0
-
-
-def test_explain_takes_a_name_as_list_prints_it(run):
-    ops.matmul(A, B)
-    assert run("explain", f"{OPS}.matmul") == run("explain", f"{OPS}:matmul")
 
 
 def test_explain_says_the_one_cause_of_a_record_that_was_interpreted(run, monkeypatch):
@@ -506,7 +502,7 @@ COMPLETIONS = {
 
 
 @pytest.mark.parametrize("line", COMPLETIONS)
-def test_a_shell_completes_subcommands_options_and_functions(run, line):
+def test_a_shell_completes_subcommands_options_and_functions(package_records, line):
     argcomplete = pytest.importorskip("argcomplete", reason="completion needs it, extra cli")
     ops.matmul(A, B)
     *words, last = line.split()
@@ -612,16 +608,3 @@ def test_an_age_is_shown_in_its_largest_unit(seconds, shown):
     then = now - datetime.timedelta(seconds=seconds)
     assert text.age(then.isoformat()) == shown
     assert text.age("the day before") == text.age("2030-01-01") == "unknown"
-
-
-def test_clear_removes_the_records_of_one_function(run):
-    ops.matmul(A, B)
-    ops.Layer(2.0).forward(A)
-    status, out, _ = run("clear", "matmul")
-    assert status == 0
-    assert "removed 1 record, 2 logs of matmul" in out
-    (left,) = cache().rglob("*.json")
-    assert left.parent.name == "forward"
-    assert run("clear", "matmul")[0] == 1
-    assert run("clear", "../forward")[0] == 1
-    assert left.exists()

@@ -61,6 +61,16 @@ def values_that_differ_by_rank() -> Any:
     return counts
 
 
+def values_of_each_kind() -> Any:
+    """Results of the next four functions."""
+    return (
+        values_that_differ_by_rank(),
+        hooks_that_bind_the_rank(),
+        partials_in_configs(),
+        literals_that_differ(),
+    )
+
+
 def hooks_that_bind_the_rank() -> Any:
     """Tunings of a function whose configs have hooks that bind the rank, and a size, which all
     ranks hold alike; twice. Then what of it does not count."""

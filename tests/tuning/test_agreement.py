@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 import pytest
@@ -171,6 +172,7 @@ def test_an_exception_of_key_fn_is_the_ranks_own_and_told_to_the_others(size):
     ranks = group(size, key_fn=each(size, refuses, lambda x, **_: x))
     *others, own = together(ranks)
     assert type(own) is ValueError
+    assert own.__context__ is None
     for rank, message in enumerate(messages(others, RankDisagreement)):
         assert f"rank {rank}: valid" in message  # others may come later than the refusal
         assert f"rank {size - 1}: ValueError: M is 7, expected a multiple of 2" in message
@@ -178,7 +180,7 @@ def test_an_exception_of_key_fn_is_the_ranks_own_and_told_to_the_others(size):
 
 def test_an_unhashable_key_is_an_error_on_all_ranks():
     *others, own = together(group(2, key_fn=(lambda x, **_: x, lambda x, **_: [x])))
-    assert "hashable" in str(own)
+    assert re.search(r"the result of key_fn is \[1\].*hashable", str(own))
     assert type(others[0]) is RankDisagreement
 
 

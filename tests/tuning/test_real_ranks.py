@@ -34,24 +34,14 @@ def test_a_rank_in_a_collective_names_the_one_that_failed_before_it(spawn_ranks,
     assert "rank 0 is stuck in the user's code, where it may wait for the others" in said
 
 
-def test_values_that_differ_by_rank_refuse_nothing_and_are_tuned_once(spawn_ranks):
-    assert spawn_ranks(2, group_ranks.values_that_differ_by_rank) == [[[1, 1, 1], [0, 0, 0]]] * 2
-
-
-def test_hooks_of_configs_may_bind_the_rank(spawn_ranks):
+def test_values_that_differ_by_rank(spawn_ranks):
+    """Bound values may differ, also of hooks and partials in configs; a literal may not."""
     counts, bound, uncounted = [1, 0, 1], {"hook.size": "128"}, {"hook.rank": DIFFERS}
-    said = spawn_ranks(2, group_ranks.hooks_that_bind_the_rank)
-    assert said == [(counts, bound, uncounted)] * 2
-
-
-def test_partials_as_values_of_configs_are_found_again(spawn_ranks):
     configs = [f"{{'act': functools.partial(_scaled, {by})}}" for by in (2, 3)]
-    said = spawn_ranks(2, group_ranks.partials_in_configs)
-    assert said == [(15, 0, configs)] * 2
-
-
-def test_a_literal_that_differs_is_named_with_both_values(spawn_ranks):
-    for said in spawn_ranks(2, group_ranks.literals_that_differ):
+    for values, hooks, partials, said in spawn_ranks(2, group_ranks.values_of_each_kind):
+        assert values == [[1, 1, 1], [0, 0, 0]]
+        assert hooks == (counts, bound, uncounted)
+        assert partials == (15, 0, configs)
         assert "rank 1: constant: SIZE was 64, is 65" in said
 
 

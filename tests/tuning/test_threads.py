@@ -64,14 +64,6 @@ def test_a_thread_that_fails_leaves_the_key_to_the_others():
     assert sorted(results, key=str) == [1] * 7 + ["interrupted"]
 
 
-def test_a_tuned_function_calls_a_tuned_function_both_cold():
-    inner = make(lambda x, n: x + 1)
-    outer = make(lambda x, n: inner(x) + inner(x + 1))
-    assert outer(1) == 5
-    assert (outer.tuning_count, inner.tuning_count) == (1, 2)
-    assert outer(1) == 5
-
-
 def test_both_cold_in_many_threads():
     inner = make(lambda x, n: x + 1)
     outer = make(lambda x, n: inner(x))
@@ -106,28 +98,6 @@ class Deep(torch.autograd.Function):
             x = gradient.detach().requires_grad_()
             Deep.apply(x, depth - 1, last).backward(torch.ones_like(x))
         return x.grad, None, None
-
-
-def test_a_backward_pass_on_another_thread_calls_a_tuned_function():
-    threads = set()
-
-    def double(x, n):
-        threads.add(threading.get_ident())
-        return 2 * x
-
-    inner = make(double, key_fn=len)
-
-    @torch.enable_grad()
-    def train(x, n):
-        x = x.detach().requires_grad_()
-        Deep.apply(x, 70, inner).sum().backward()
-        return x.grad
-
-    step = make(train, key_fn=len)
-    assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
-    assert torch.equal(step(torch.ones(5)), torch.full((5,), 2.0))
-    assert threading.get_ident() not in threads
-    assert (step.tuning_count, inner.tuning_count) == (2, 2)
 
 
 ENDS_SLOWLY = """
@@ -176,7 +146,13 @@ def in_backward(body):
         Deep.apply(x, 70, lambda gradient: (body(), gradient)[1]).sum().backward()
 
 
-def test_a_backward_pass_in_a_backward_pass():
+def test_backward_passes_on_other_threads_call_tuned_functions():
+    threads = set()
+
+    def double(x, n):
+        threads.add(threading.get_ident())
+        return 2 * x
+
     def nested(function):
         @torch.enable_grad()
         def run(x, n):
@@ -186,11 +162,13 @@ def test_a_backward_pass_in_a_backward_pass():
 
         return make(run, key_fn=len)
 
-    inner = make(lambda x, n: 2 * x, key_fn=len)
+    inner = make(double, key_fn=len)
     middle = nested(inner)
     outer = nested(middle)
-    assert torch.equal(outer(torch.ones(3)), torch.full((3,), 2.0))
-    assert [each.tuning_count for each in (outer, middle, inner)] == [1, 1, 1]
+    for size in (3, 5):
+        assert torch.equal(outer(torch.ones(size)), torch.full((size,), 2.0))
+    assert threading.get_ident() not in threads
+    assert [each.tuning_count for each in (outer, middle, inner)] == [2, 2, 2]
 
 
 def test_who_worked_for_a_tuning_waits_for_the_next_one_as_any_other():
