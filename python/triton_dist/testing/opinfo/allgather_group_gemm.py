@@ -110,7 +110,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             self.serial: self.whole(serial, operands, group),
         }
         key = check_operands(a, b, ctx, ids)
-        if has_fast_library() and is_library_candidate(key.N, key.K, key.dtype, key.layout):
+        if has_fast_library() and is_library_candidate(key):
 
             def library() -> torch.Tensor:
                 return ag_group_gemm.fn(a, b, ctx, ids, algorithm=Library.name, gather=COLLECTIVE)

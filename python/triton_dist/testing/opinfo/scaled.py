@@ -53,6 +53,39 @@ def quantised(
     return a, b.t(), Scaling(A_scale, B_scale)
 
 
+def quantised_experts(
+    A: torch.Tensor, B: torch.Tensor, recipe: str, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return A [rows, K] in ``dtype``, B [E, N, K] in e4m3 as [E, K, N], and their scales.
+
+    Scales of B have the layouts of checkpoints: [E], [E, N, 1], or [E, N / 128, K / 128].
+    """
+    kind = Recipe(recipe)
+    a, A_scale = _quantise(A, kind, 1, dtype)
+    each = [_quantise(expert, kind, BLOCK_ELEMENTS, torch.float8_e4m3fn) for expert in B]
+    B_scale = torch.stack([scale for _, scale in each])
+    if kind is Recipe.BLOCK:
+        A_scale = A_scale.t().contiguous().t()
+    else:
+        A_scale = A_scale.view(-1)
+    B_scale = B_scale.view(-1) if kind is Recipe.TENSOR else B_scale
+    return a, torch.stack([b for b, _ in each]).mT, {"A_scale": A_scale, "B_scale": B_scale}
+
+
+def dequantised_experts(
+    A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the fp64 operands that the results of ``quantised_experts`` stand for."""
+    a, b = A_scale, B_scale.reshape(len(B), *((1, 1) if B_scale.ndim == 1 else B_scale.shape[1:]))
+    if a.ndim == 2:
+        a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : A.shape[1]]
+        b = b.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : B.shape[2]]
+        b = b.repeat_interleave(BLOCK_ELEMENTS, 2)[:, :, : B.shape[1]]
+    else:
+        a = a.view(-1, 1)
+    return A.double() * a, B.double() * b.mT
+
+
 def largest_error(
     C: torch.Tensor,
     A: torch.Tensor,

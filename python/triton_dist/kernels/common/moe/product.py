@@ -24,10 +24,17 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
+from triton_dist.kernels.common.moe.scales import (
+    OperandScales,
+    finish_grouped_scales,
+    grouped_dot,
+    scales_of_step,
+)
 from triton_dist.kernels.common.peers import GatheredShards, flag_of, timeout_word_of
 from triton_dist.runtime.device import current_device
 
@@ -62,7 +69,9 @@ class GroupedPlan(NamedTuple):
 
     SORTED: rows of C are sorted by expert, else they are in the order of routes. SILU_MUL: C is
     silu(left half) * right half, N / 2 wide; a tile has BLOCK_SIZE_N / 2 columns of each half.
-    DESCRIPTORS: read B by TMA.
+    DESCRIPTORS: read B by TMA. SCALING: ``"fast"``, ``"promoted"`` or ``"block"``
+    (``gemm/scales.py``), ``""`` without scales. SINGLE_B_SCALE: the columns of a tile lie in one
+    block of scales.
     """
 
     A_ALIGNED: Any
@@ -74,6 +83,8 @@ class GroupedPlan(NamedTuple):
     PRECISION: Any
     NUM_SOURCES: Any
     FLAGS_PER_RANK: Any
+    SCALING: Any
+    SINGLE_B_SCALE: Any
 
 
 @jit
@@ -174,14 +185,15 @@ def kernel_grouped_gemm(
     sources=None,
     rank=0,
     shard_rows=1,
+    scales=None,
 ):
     """Compute C [R, width] from A and B [E, K, N]. Any grid.
 
     A row of A has ``routes_of_row`` routes. With ``NUM_SOURCES`` above 1, rows come in shards of
     ``shard_rows``. This rank's shard is at ``sources.local_shard``, the others are in A once their
-    flags are set (``peers.GatheredShards``).
+    flags are set (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless SCALING is "".
     """
-    PRECISION: tl.constexpr = grouped_plan.PRECISION
+    SCALING: tl.constexpr = grouped_plan.SCALING
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
     b = b_ptr
@@ -230,6 +242,15 @@ def kernel_grouped_gemm(
         a_rows = rows_ptr + a_row.to(tl.int64) * weight_strides.am
         if grouped_plan.A_ALIGNED:
             a_rows = tl.multiple_of(a_rows, 16)
+        scale_rows = 0
+        b_scale_ptr = 0
+        if SCALING != "":
+            scale_rows = scales.a
+            if grouped_plan.NUM_SOURCES > 1:
+                own = scales.own - tl.cast(rank, tl.int64) * shard_rows * scales.stride_am
+                scale_rows = tl.where(is_local, own, scales.a)
+            scale_rows += a_row.to(tl.int64) * scales.stride_am
+            b_scale_ptr = scales.b + expert.to(tl.int64) * scales.stride_be
         product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
         if grouped_plan.SILU_MUL:
             up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
@@ -247,7 +268,10 @@ def kernel_grouped_gemm(
                     mask=inside[:, None] & (at + k < K)[None, :],
                     other=0.0,
                 )
-                product = tl.dot(a, weights, product, input_precision=PRECISION)
+                a_scale = scales_of_step(scale_rows, at, inside, scales, SCALING)
+                product = grouped_dot(
+                    product, a, weights, at, column, N, a_scale, b_scale_ptr, scales, grouped_plan
+                )
                 if grouped_plan.SILU_MUL:
                     weights = load_weights(
                         b,
@@ -261,8 +285,35 @@ def kernel_grouped_gemm(
                         COLUMNS,
                         BLOCK_SIZE_K,
                     )
-                    up = tl.dot(a, weights, up, input_precision=PRECISION)
+                    up = grouped_dot(
+                        up,
+                        a,
+                        weights,
+                        at,
+                        width + column,
+                        N,
+                        a_scale,
+                        b_scale_ptr,
+                        scales,
+                        grouped_plan,
+                    )
+        # Padding has no scales.
+        scaled_rows = rows < tl.where(expert < E, end, 0)
+        scaled_columns = tl.where(expert < E, N, 0)
+        product = finish_grouped_scales(
+            product, column, scaled_columns, scale_rows, b_scale_ptr, scaled_rows, scales, SCALING
+        )
         if grouped_plan.SILU_MUL:
+            up = finish_grouped_scales(
+                up,
+                width + column,
+                scaled_columns,
+                scale_rows,
+                b_scale_ptr,
+                scaled_rows,
+                scales,
+                SCALING,
+            )
             product = product / (1.0 + tl.exp(-product)) * up
         out = rows if grouped_plan.SORTED else route
         c_rows = c_ptr + out.to(tl.int64) * width
@@ -310,6 +361,7 @@ def grouped_product(
     silu_mul: bool = False,
     gathered: GatheredShards | None = None,
     rank: int = 0,
+    scales: OperandScales | None = None,
 ) -> Launch:
     """Return the launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
 
@@ -323,6 +375,7 @@ def grouped_product(
         silu_mul: multiply silu of the left half of the product by the right half.
         gathered: shards of peers as they arrive. A is then the contiguous shard of ``rank``, and
             the map has one source per rank.
+        scales: scales of fp8 operands.
     """
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
@@ -340,7 +393,7 @@ def grouped_product(
     strides = WeightStrides(rows.stride(0), *B.stride())
     plan = GroupedPlan(
         A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item, A.data_ptr())),
-        C_ALIGNED=C.shape[1] * item % _ALIGNMENT == 0,
+        C_ALIGNED=C.shape[1] * C.element_size() % _ALIGNMENT == 0,
         SORTED=is_sorted,
         SILU_MUL=silu_mul,
         # Without matrix units, operands loaded by descriptor spill.
@@ -349,7 +402,11 @@ def grouped_product(
         PRECISION=precision,
         NUM_SOURCES=1 if gathered is None else rows.shape[0] // A.shape[0],
         FLAGS_PER_RANK=1 if gathered is None else gathered.flags_per_rank,
+        SCALING="" if scales is None else scales.scaling,
+        SINGLE_B_SCALE=columns <= BLOCK_ELEMENTS and not (silu_mul and C.shape[1] % columns),
     )
+    if scales is not None:
+        options["scales"] = scales.kernel_argument()
     if gathered is not None:
         sources = Sources(A, gathered.arrivals, gathered.epoch)
         options |= {"sources": sources, "rank": rank, "shard_rows": A.shape[0]}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import Recipe
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.routing import BlockMap
+from triton_dist.kernels.common.moe.scales import OperandScales, ScaledKey
 from triton_dist.runtime.device import current_device
 
 UNTILED_ROWS = 1 << 20
@@ -28,6 +32,38 @@ def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Te
     return product
 
 
+def scaled_grouped_mm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ends: torch.Tensor,
+    scales: OperandScales,
+    dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Return ``grouped_mm`` of fp8 rows with TENSOR or ROW scales; on CPU, multiply in fp32."""
+    a_scale, b_scale = scales.a.flatten(), scales.b[:, 0].contiguous()
+    if A.device.type == "cpu":
+        C, begin = A.new_zeros(len(A), B.shape[2], dtype=dtype), 0
+        for expert, end in enumerate(ends.tolist()):
+            unscaled = A[begin:end].float() @ B[expert].float()
+            C[begin:end] = (unscaled * a_scale[begin:end, None] * b_scale[expert]).to(dtype)
+            begin = end
+        return C
+    functional: Any = torch.nn.functional
+    if not hasattr(functional, "scaled_grouped_mm"):  # torch below 2.11
+        multiply: Any = torch._scaled_grouped_mm
+        old: torch.Tensor = multiply(
+            A, B, a_scale, b_scale, offs=ends, out_dtype=dtype, use_fast_accum=use_fast_accum
+        )
+        return old
+    by_row = functional.ScalingType.RowWise
+    product: torch.Tensor = functional.scaled_grouped_mm(
+        A, B, a_scale, by_row, b_scale, by_row,
+        offs=ends, output_dtype=dtype, use_fast_accum=use_fast_accum,
+    )  # fmt: skip
+    return product
+
+
 def has_fast_library() -> bool:
     """Return whether torch has a kernel for this device.
 
@@ -38,14 +74,22 @@ def has_fast_library() -> bool:
     return is_fast and not device.interprets
 
 
-def is_library_candidate(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
-    """Return whether torch's kernel is worth trying: bf16 only, and ``fits_library``."""
-    return dtype is torch.bfloat16 and fits_library(N, K, dtype, layout)
+def is_library_candidate(key: Any) -> bool:
+    """Return whether torch's kernel is worth trying: bf16 or fp8 only, and ``fits_library``."""
+    return key.dtype in (torch.bfloat16, torch.float8_e4m3fn) and fits_library(key)
 
 
-def fits_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
-    """Return whether torch can multiply by weights [E, K, N] of a ``weights_layout``."""
-    return all(size * dtype.itemsize % 16 == 0 for size in (N, K)) and layout != "strided"
+def fits_library(key: Any) -> bool:
+    """Return whether torch can multiply by weights [E, K, N] of a call's key.
+
+    For fp8, torch on Hopper has TENSOR and ROW scales of e4m3 operands and bf16 output.
+    """
+    if isinstance(key, ScaledKey):
+        has_kernel = key.recipe != Recipe.BLOCK.value and key.dtype is torch.float8_e4m3fn
+        if not has_kernel or key.out_dtype is not torch.bfloat16:
+            return False
+    sizes = (key.N, key.K)
+    return all(size * key.dtype.itemsize % 16 == 0 for size in sizes) and key.layout != "strided"
 
 
 @jit(do_not_specialize=["routes_of_row"])
@@ -86,6 +130,34 @@ def kernel_copy_rows(
 def gather_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
     """Return the launch that fills ``out`` [R, K] with rows of A, [M, K] or [R, K], by expert."""
     return _copy(A, out, blocks.routes, None, len(blocks.routes) // A.shape[0])
+
+
+def sorted_scales(scales: OperandScales, blocks: BlockMap) -> tuple[OperandScales, Launch]:
+    """Return the scales of rows in the order of experts, and the launch that copies them."""
+    out = scales.a.new_empty(len(blocks.routes), 1)
+    return scales._replace(a=out), gather_rows(scales.a.contiguous(), out, blocks)
+
+
+def sorted_product(
+    A: torch.Tensor, B: torch.Tensor, blocks: BlockMap, scales: OperandScales | None, key: Any
+) -> torch.Tensor:
+    """Return torch's product of the rows of A, copied in the order of experts."""
+    rows = A.new_empty(len(blocks.routes), A.shape[1])
+    gather_rows(A, rows, blocks).run()
+    if scales is not None:
+        scales, copy = sorted_scales(scales, blocks)
+        copy.run()
+    return multiply_sorted(rows, B, blocks, scales, key)
+
+
+def multiply_sorted(
+    rows: torch.Tensor, B: torch.Tensor, blocks: BlockMap, scales: OperandScales | None, key: Any
+) -> torch.Tensor:
+    """Return torch's product of rows in the order of experts, for a call's key."""
+    ends = blocks.ends[: blocks.E]
+    if scales is None:
+        return grouped_mm(rows, B, ends)
+    return scaled_grouped_mm(rows, B, ends, scales, key.out_dtype, key.use_fast_accum)
 
 
 def restore_row_order(sorted_rows: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:

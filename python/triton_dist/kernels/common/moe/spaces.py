@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import triton
 
+from triton_dist.kernels.common.gemm.scales import FP8, Recipe
 from triton_dist.kernels.common.gemm.spaces import (
     config_for,
+    fits_promotion,
     max_rows_of_key,
     prune_fn_by_shared_memory,
 )
@@ -77,11 +79,17 @@ def grouped_tiles() -> list[triton.Config]:
 
 
 def fits_grouped(
-    config: Mapping[str, Any], dtype: torch.dtype, E: int, columns: int, tokens: int, topk: int
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    E: int,
+    columns: int,
+    tokens: int,
+    topk: int,
+    key: Any = None,
 ) -> bool:
     """Return whether tiles are worth trying for all calls in the range of ``tokens``.
 
-    * They fit shared memory.
+    * They fit shared memory, and for fp8 operands of ``key``, a ``ScaledKey``, the registers.
     * They are not much higher than the mean number of rows per expert. They are not so low that an
       expert takes more than ``_MAX_TILES_PER_EXPERT`` tiles, each of which reads the weights.
     * They are less than twice as wide as the product.
@@ -93,6 +101,8 @@ def fits_grouped(
     rows = max_rows_of_key(tokens) * topk / E
     is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
     launched = {"gemm_config": config_for(tiles, dtype)}
+    if dtype in FP8 and not fits_promotion(tiles, Recipe(key.recipe), key.use_fast_accum):
+        return False
     return (
         m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)
         and is_high_enough

@@ -18,9 +18,10 @@ from triton_dist.kernels.common.moe.rows import (
     UNTILED_ROWS,
     fits_library,
     gather_rows,
-    grouped_mm,
     has_fast_library,
     is_library_candidate,
+    multiply_sorted,
+    sorted_scales,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
@@ -120,12 +121,13 @@ class TiledProduct(Product):
         routes = self.call.chosen_experts.numel()
         elements = routes * (end - first)
         if self._chunk is None or self._chunk.numel() < elements:
-            self._chunk = self.x.new_empty(elements)
+            self._chunk = self.call.empty(elements)
         C = self._chunk[:elements].view(routes, end - first)
-        weights = self.weights[:, :, first:end]
+        weights, scales = self.weights[:, :, first:end], self.call.scales
         return C, grouped_product(
-            self.x, weights, C, self.blocks, self.tiles, is_sorted=False, silu_mul=False
-        )
+            self.x, weights, C, self.blocks, self.tiles,
+            scales=None if scales is None else scales.columns(first, end),
+        )  # fmt: skip
 
 
 class LibraryProduct(Product):
@@ -137,20 +139,28 @@ class LibraryProduct(Product):
     def __init__(self, call: SumCall) -> None:
         super().__init__(call, UNTILED_ROWS)
         self._sorted = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        self._scales = call.scales
 
     def begin(self) -> None:
         super().begin()
         self.run(gather_rows(self.x, self._sorted, self.blocks))
+        if self.call.scales is not None:
+            self._scales, copy = sorted_scales(self.call.scales, self.blocks)
+            self.run(copy)
 
     def queue_products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ends = self.blocks.ends[: self.call.key.E]
-        return grouped_mm(self._sorted, self.weights[:, :, first:end], ends), self.blocks.rows
+        scales = None if self._scales is None else self._scales.columns(first, end)
+        weights = self.weights[:, :, first:end]
+        C = multiply_sorted(self._sorted, weights, self.blocks, scales, self.call.key)
+        return C, self.blocks.rows
 
     def launches(
         self, first: int, end: int, out: torch.Tensor, block_rows: int
     ) -> Iterator[Launch]:
         yield gather_rows(self.x, self._sorted, self.blocks)
-        C = self.x.new_empty(self.call.chosen_experts.numel(), end - first)
+        if self.call.scales is not None:
+            yield sorted_scales(self.call.scales, self.blocks)[1]
+        C = self.call.empty(self.call.chosen_experts.numel(), end - first)
         yield self._sum(C, self.blocks.rows, first, out, block_rows)
 
 
@@ -172,13 +182,13 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
     def fits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
         if self.product is LibraryProduct:
-            if sizes.config or not is_library_candidate(key.N, key.K, key.dtype, key.layout):
+            if sizes.config or not is_library_candidate(key):
                 return False
         elif sizes.config is not None:
             # The first tiles represent the config that the caller passes.
             if not _has_first_tiles(config):
                 return False
-        elif not fits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk):
+        elif not fits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk, key):
             return False
         return self.fits_reduction(config, sizes)
 
@@ -190,8 +200,9 @@ class SumAlgorithm(Algorithm[SumCall, SumSizes]):
         function = call.ctx_type.function
         if self.product is TiledProduct:
             check_tiles(function, call.tiles, self.name)
-        elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
+        elif not fits_library(call.key):
             expected = "another algorithm, because K, N or strides are not multiples of 16 bytes"
+            expected += ", or fp8 operands are not e4m3, have block scales, or no bf16 result"
             raise InvalidArgument(function, "algorithm", self.name, expected)
 
 
@@ -230,10 +241,10 @@ class Chunks(SumAlgorithm):
 
     def compile(self, call: SumCall) -> None:
         columns, ctx = call.columns, call.ctx
-        addends = call.x.new_empty(ctx.num_ranks * columns.rows * columns.N)
+        addends = call.empty(ctx.num_ranks * columns.rows * columns.N)
         TiledProduct(call).compile(columns, addends)
         if ctx.num_ranks > 1:
-            out = call.x.new_empty(columns.rows, columns.N)
+            out = call.empty(columns.rows, columns.N)
             ctx.buffer.launch(columns, addends, out, call.key.M).compile()
             ctx.prepare_finish(out, call.key.M)
 
@@ -242,8 +253,8 @@ class Chunks(SumAlgorithm):
         if ctx.num_ranks == 1:
             return sum_all_columns(product)
         columns = call.columns
-        addends = call.x.new_empty(ctx.num_ranks * columns.rows * columns.N)
-        out = call.x.new_empty(columns.rows, columns.N)
+        addends = call.empty(ctx.num_ranks * columns.rows * columns.N)
+        out = call.empty(columns.rows, columns.N)
         product.begin()
         ctx.buffer.run(
             columns, addends, out, M,
@@ -284,19 +295,19 @@ class Serial(SumAlgorithm):
         if reduction not in known:
             expected = f"None or one of {', '.join(map(repr, known))}"
             raise InvalidArgument(call.ctx_type.function, "reduction", call.reduction, expected)
-        nbytes = call.key.M * call.key.N * call.key.dtype.itemsize
+        nbytes = call.key.M * call.key.N * call.ctx.dtype.itemsize
         if reduction != COLLECTIVE and not self.ctx_type.fits_sum(reduction, nbytes):
             expected = f"a reduction that supports {nbytes} bytes"
             raise InvalidArgument(call.ctx_type.function, "reduction", reduction, expected)
         call.reduction = reduction
 
     def compile(self, call: SumCall) -> None:
-        total, ctx = call.x.new_empty(call.key.M, call.key.N), call.ctx
+        total, ctx = call.empty(call.key.M, call.key.N), call.ctx
         self.product(call).compile(Columns(call.key.M, call.key.N, call.key.N), total)
         if ctx.num_ranks > 1 and call.reduction == TOPK_EXCHANGE:
             routes = call.chosen_experts.numel()
             rows = call.chosen_experts.new_empty(routes, dtype=torch.int32)
-            products = call.x.new_empty(routes, call.key.N)
+            products = call.empty(routes, call.key.N)
             _sums(call, products, None if self.product is TiledProduct else rows).compile(
                 ctx.exchange, ctx.has_all_rows
             )
@@ -344,7 +355,7 @@ def _sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> R
 def sum_all_columns(product: Product) -> torch.Tensor:
     """Return all columns of this rank's sums over choices, [M, N]."""
     call = product.call
-    total = product.x.new_empty(call.key.M, call.key.N)
+    total = call.empty(call.key.M, call.key.N)
     product.begin()
     product.queue_sums(0, call.key.N, total, call.key.M)
     return total

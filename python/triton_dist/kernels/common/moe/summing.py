@@ -37,10 +37,24 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, cut_columns
+from triton_dist.kernels.common.gemm.scales import (
+    BLOCK_ELEMENTS,
+    FP8,
+    NO_SCALING,
+    Recipe,
+    Scaling,
+    scaling_of,
+)
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
     MAX_TOPK,
+)
+from triton_dist.kernels.common.moe.scales import (
+    OperandScales,
+    ScaledKey,
+    scaling_checks,
+    scaling_signature,
 )
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
@@ -76,7 +90,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         max_routes, max_tokens: limits of a call.
         N: columns of the result.
         E, topk: number of experts, and choices per token.
-        dtype: dtype of x, weights and the result.
+        dtype: dtype of the result, and of x and weights unless they are fp8.
         n_chunks_max: maximum number of chunks of columns.
     """
 
@@ -214,7 +228,8 @@ class SumSizes(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of one rank's addend."""
-        return self.key.M * self.key.N * self.key.dtype.itemsize
+        dtype = getattr(self.key, "out_dtype", self.key.dtype)
+        return int(self.key.M * self.key.N * dtype.itemsize)
 
 
 def route_checks(
@@ -276,6 +291,9 @@ class SumCall(OpCall):
     num_chunks: int | None
     reduction: str | None
     algorithm: str | None
+    A_scale: torch.Tensor | None = None
+    B_scale: torch.Tensor | None = None
+    use_fast_accum: bool = False
     accepted_key: Any = None
 
     ctx_type: ClassVar[type[MoESumContext]]
@@ -283,12 +301,14 @@ class SumCall(OpCall):
 
     def __post_init__(self) -> None:
         known = self.accepted_key  # includes the values that the caller fixes
+        scaling = scaling_of(self.A_scale, self.B_scale, None, None, self.use_fast_accum)
         if known is None:
             known = self.key_fn(
                 self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx,
-                self.n_chunks, self.persistent, self.config,
+                self.n_chunks, self.persistent, self.config, **scaling._asdict(),
             )  # fmt: skip
-        self.key: SumKey = known if isinstance(known, SumKey) else known[0]
+        self.key: Any = known if isinstance(known, SumKey | ScaledKey) else known[0]
+        self.scales = OperandScales.of(self.x, self.weights, scaling)
         self.tiles = self.config or self.gemm_config
         """Tiles of our product; ``None`` for the library's."""
         num_chunks = self.num_chunks if self.n_chunks is None else self.n_chunks
@@ -309,8 +329,12 @@ class SumCall(OpCall):
         chosen_experts: torch.Tensor,
         expert_weight: torch.Tensor,
         ctx: MoESumContext,
+        scaling: Scaling = NO_SCALING,
     ) -> SumKey:
-        """Check the operands; return their key, one object per signature."""
+        """Check the operands; return their key, one object per signature.
+
+        It is a ``ScaledKey`` for fp8 operands.
+        """
         function = cls.ctx_type.function
         device = checked_buffer(
             ctx, cls.ctx_type, function, cls.ctx_type.creator
@@ -324,14 +348,24 @@ class SumCall(OpCall):
             yield cls.ctx_type.tokens_check("M", M, ctx.num_ranks)
             expected = f"at most {ctx.max_tokens}, the context's {ctx.max_routes} routes"
             yield "M", M, ctx.max_tokens >= M, expected
-            yield from operand_checks(ctx.dtype, device, x=x, weights=weights)
+            if scaling is not NO_SCALING or x.dtype in FP8:
+                yield from scaling_checks(x, weights, scaling, "x", "weights")
+            if x.dtype in FP8:
+                yield from operand_checks(x.dtype, device, x=x)
+                yield from operand_checks(weights.dtype, device, weights=weights)
+            else:
+                yield from operand_checks(ctx.dtype, device, x=x, weights=weights)
 
         def key() -> SumKey:
             (M, topk), (E, K, N) = chosen_experts.shape, weights.shape
             layout = weights_layout(weights)
-            return SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
+            plain = SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
+            key: SumKey = ScaledKey.of(plain, x, weights, scaling._replace(out_dtype=ctx.dtype))
+            return key
 
         signature = operand_signature(weights, x, weights, *routing)
+        if scaling is not NO_SCALING:
+            signature = (*signature, *scaling_signature(scaling))
         return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     @classmethod
@@ -345,10 +379,11 @@ class SumCall(OpCall):
         n_chunks: int | None = None,
         persistent: bool | None = None,
         config: triton.Config | None = None,
-        **_: Any,
+        **options: Any,
     ) -> Any:
         """Return the tuning key; it includes the values that the caller fixes."""
-        key = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx)
+        scaling = scaling_of(**options)
+        key = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx, scaling)
         if n_chunks is None and config is None:
             return key
         max_chunks = ctx.n_chunks_max
@@ -362,13 +397,20 @@ class SumCall(OpCall):
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
         """Return the sizes that determine which configs are worth trying for a call."""
         arguments = dict(zip(_OPERANDS + _FIXED_BY_CALLER, args, strict=False)) | kwargs
-        key = cls.check_operands(*(arguments[name] for name in _OPERANDS))
+        x, weights, ids, choices, ctx = (arguments[name] for name in _OPERANDS)
+        key = cls.check_operands(x, weights, ids, choices, ctx, scaling_of(**arguments))
         return SumSizes(key, arguments.get("n_chunks"), arguments.get("config"))
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Return memory for results, in the dtype of the context."""
+        return self.x.new_empty(shape, dtype=self.ctx.dtype)
 
     @property
     def columns(self) -> Columns:
         """Chunks of the call, whose width is a multiple of the tile width."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
+        if self.scales is not None and self.scales.scaling == Recipe.BLOCK.value:
+            width = max(width, BLOCK_ELEMENTS)  # both are powers of two
         rows = self.ctx.block_rows(self.key.M)
         return cut_columns(rows, self.key.N, self.chunks, width)
 

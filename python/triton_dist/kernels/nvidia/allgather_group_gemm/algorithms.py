@@ -17,6 +17,7 @@ from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.agreement import compare_over_ranks
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
+from triton_dist.kernels.common.gemm.scales import scaling_of
 from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
@@ -25,11 +26,12 @@ from triton_dist.kernels.common.moe.rows import (
     UNTILED_ROWS,
     fits_library,
     gather_rows,
-    grouped_mm,
     has_fast_library,
     is_library_candidate,
     restore_row_order,
+    sorted_product,
 )
+from triton_dist.kernels.common.moe.scales import OperandScales, pack, packed_form, unpacked
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import (
     Algorithm,
@@ -72,10 +74,25 @@ class Call(OpCall):
     gather: str | None
     straggler_option: tuple[int, int] | None
     algorithm: str | None
+    A_scale: torch.Tensor | None = None
+    B_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
     accepted_key: RoutedKey | None = None
 
     def __post_init__(self) -> None:
-        self.key = self.accepted_key or check_operands(self.a, self.b, self.ctx, self.full_topk_ids)
+        scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
+        self.key = self.accepted_key or check_operands(
+            self.a, self.b, self.ctx, self.full_topk_ids, scaling
+        )
+        self.scales = OperandScales.of(self.a, self.b, scaling)
+        self.output_dtype = scaling.output_dtype(self.a)
+        self.shard = self.a
+        """Rows that travel: a, or packed rows of a and their scales."""
+        self.is_packed = self.scales is not None and self.ctx.num_ranks > 1
+        if self.is_packed:
+            width, dtype = packed_form(self.key.K, self.a.dtype)
+            self.shard = self.a.new_empty(len(self.a), width, dtype=dtype)
         if self.straggler_option is not None:
             check_straggler("ag_group_gemm", self.straggler_option)
         self.tiles = self.gemm_config or self.ctx.gemm_config
@@ -93,10 +110,21 @@ class Call(OpCall):
     def run(self) -> torch.Tensor:
         if self.ctx.compares_ids:
             compare_over_ranks("ag_group_gemm", "ids", self.full_topk_ids, self.ctx.group)
+        if self.is_packed and self.scales is not None:
+            pack(self.a, self.scales, self.shard)
         return self.chosen.run(self)
 
     def empty_product(self) -> torch.Tensor:
-        return self.a.new_empty(self.full_topk_ids.numel(), self.key.N)
+        return self.a.new_empty(self.full_topk_ids.numel(), self.key.N, dtype=self.output_dtype)
+
+    def operand(
+        self, rows: torch.Tensor, own: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, OperandScales | None]:
+        """Return the elements of rows that have travelled, and the scales for them."""
+        if not self.is_packed or self.scales is None:
+            return rows, self.scales
+        elements = unpacked(rows, self.a.dtype, self.key.K)
+        return elements, self.scales.of_rows(rows, own)
 
     def blocks(self, block_m: int, **groups: Any) -> BlockMap:
         """Return the map from routes to tiles; its launches have not run yet."""
@@ -104,7 +132,7 @@ class Call(OpCall):
 
     def exchange(self) -> Exchange:
         """Describe our all-gather in one launch, whose programs move the shard in one step."""
-        a, num_ranks = self.a, self.ctx.num_ranks
+        a, num_ranks = self.shard, self.ctx.num_ranks
         return Exchange(
             kernel_all_gather, a.numel(), a.numel() * num_ranks, small_params(a.nbytes), a.shape[0]
         )
@@ -112,7 +140,7 @@ class Call(OpCall):
     def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
         """Gather the rows of all ranks; ``overlapped_work`` queues work that needs no gathered
         row."""
-        a, ctx = self.a.detach(), self.ctx
+        a, ctx = self.shard.detach(), self.ctx
         ctx.sleep(self.straggler_option)
         if ctx.num_ranks == 1:
             overlapped_work()
@@ -178,7 +206,9 @@ class Arrivals(_Gathering):
 
     def run(self, call: Call) -> torch.Tensor:
         buffer, awaited = call.ctx.buffer, False
-        gathered = buffer.start(call.a, AllGatherMethod(call.gather), num_streams=1, num_chunks=1)
+        gathered = buffer.start(
+            call.shard, AllGatherMethod(call.gather), num_streams=1, num_chunks=1
+        )
         call.ctx.sleep(call.straggler_option)
         try:
             C, blocks, product = self._launches(call, gathered)
@@ -196,9 +226,13 @@ class Arrivals(_Gathering):
             call.tiles.kwargs["BLOCK_SIZE_M"], rank=ctx.rank, num_sources=ctx.num_ranks,
             group_ends=group_ends(call.num_groups, ctx.num_ranks),
         )  # fmt: skip
+        a, scales = call.operand(call.shard)
+        if ctx.num_ranks > 1:
+            rows, scales = call.operand(gathered.rows, call.shard)
+            gathered = dataclasses.replace(gathered, rows=rows)
         product = grouped_product(
-            call.a, call.b, C, blocks, call.tiles,
-            gathered=gathered if ctx.num_ranks > 1 else None, rank=ctx.rank,
+            a, call.b, C, blocks, call.tiles,
+            gathered=gathered if ctx.num_ranks > 1 else None, rank=ctx.rank, scales=scales,
         )  # fmt: skip
         return C, blocks, consumer(product)
 
@@ -224,8 +258,8 @@ class _GatherThenMultiply(_Gathering):
     def compile_gather(self, call: Call) -> None:
         """Compile the launches of ``Call.all_rows``."""
         if call.ctx.num_ranks > 1 and call.gather == EXCHANGE:
-            out = call.a.new_empty(call.a.numel() * call.ctx.num_ranks)
-            call.ctx.exchange.launch(call.exchange(), call.a.view(-1), out).compile()
+            out = call.shard.new_empty(call.shard.numel() * call.ctx.num_ranks)
+            call.ctx.exchange.launch(call.exchange(), call.shard.view(-1), out).compile()
 
 
 class Serial(_GatherThenMultiply):
@@ -252,7 +286,7 @@ class Serial(_GatherThenMultiply):
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
-        rows = call.a.new_empty(call.key.M, call.key.K)
+        rows = call.shard.new_empty(call.key.M, call.shard.shape[1])
         _, blocks, product = self._launches(call, rows, self._blocks(call))
         for launch in (*blocks.launches, product):
             launch.compile()
@@ -271,8 +305,9 @@ class Serial(_GatherThenMultiply):
     def _launches(
         call: Call, rows: torch.Tensor, blocks: BlockMap
     ) -> tuple[torch.Tensor, BlockMap, Launch]:
-        C = call.empty_product()
-        return C, blocks, consumer(grouped_product(rows, call.b, C, blocks, call.tiles))
+        C, (a, scales) = call.empty_product(), call.operand(rows)
+        product = grouped_product(a, call.b, C, blocks, call.tiles, scales=scales)
+        return C, blocks, consumer(product)
 
 
 class Library(_GatherThenMultiply):
@@ -286,7 +321,7 @@ class Library(_GatherThenMultiply):
         return [(gather,) for gather in candidate_gathers()] if has_fast_library() else []
 
     def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-        if not is_library_candidate(sizes.N, sizes.K, sizes.dtype, sizes.layout):
+        if not is_library_candidate(sizes):
             return False
         if sizes.num_ranks == 1:
             return bool(config["gather"] == EXCHANGE)
@@ -294,14 +329,15 @@ class Library(_GatherThenMultiply):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
+        if not fits_library(call.key):
             expected = "another algorithm: K, N and the strides of b must be multiples of 16 bytes"
+            expected += ", fp8 operands e4m3 without block scales, and their output bf16"
             raise InvalidArgument("ag_group_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
         blocks, C = call.blocks(UNTILED_ROWS), call.empty_product()
-        rows = call.a.new_empty(call.key.M, call.key.K)
+        rows, _ = call.operand(call.shard.new_empty(call.key.M, call.shard.shape[1]))
         sorted_rows = call.a.new_empty(len(C), call.key.K)
         copies = gather_rows(rows, sorted_rows, blocks), restore_row_order(C, C, blocks)
         for launch in (*blocks.launches, *copies):
@@ -309,10 +345,8 @@ class Library(_GatherThenMultiply):
 
     def multiply(self, call: Call) -> torch.Tensor:
         blocks = call.blocks(UNTILED_ROWS)
-        rows = call.all_rows(blocks.queue)
-        sorted_rows = rows.new_empty(call.full_topk_ids.numel(), call.key.K)
-        gather_rows(rows, sorted_rows, blocks).run()
-        product = grouped_mm(sorted_rows, call.b.detach(), blocks.ends[: call.key.E])
+        rows, scales = call.operand(call.all_rows(blocks.queue))
+        product = sorted_product(rows, call.b.detach(), blocks, scales, call.key)
         C = call.empty_product()
         restore_row_order(product, C, blocks).run()
         return C
@@ -351,11 +385,12 @@ def candidate_gathers() -> list[str]:
 def fits_exchange(sizes: RoutedKey) -> bool:
     """Return whether one launch can gather the largest M of the key's bucket."""
     rows = max_rows_of_key(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
-    return rows * sizes.K * sizes.dtype.itemsize <= GATHERED_BYTES
+    width, dtype = packed_form(sizes.K, sizes.dtype)
+    return rows * width * dtype.itemsize <= GATHERED_BYTES
 
 
 def fits_tiles(config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-    return fits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
+    return fits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk, sizes)
 
 
 ALGORITHMS = Algorithms("ag_group_gemm", (Arrivals(), Serial(), Library()))

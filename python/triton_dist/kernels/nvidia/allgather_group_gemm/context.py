@@ -11,6 +11,8 @@ import triton
 
 from triton_dist.kernels.common.agreement import every_call_compares
 from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
     Check,
     GEMMContext,
     agree_to_create,
@@ -19,17 +21,23 @@ from triton_dist.kernels.common.context import (
     from_1_to,
     group_checks,
     int_checks,
-    kernel_checks,
     operand_checks,
     operand_signature,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
     MAX_TOPK,
     check_ids,
+)
+from triton_dist.kernels.common.moe.scales import (
+    ScaledKey,
+    packed_form,
+    scaling_checks,
+    scaling_signature,
 )
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -86,11 +94,14 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
         self.num_local_ranks, num_ranks = min(num_local_ranks, self.num_ranks), self.num_ranks
         self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
-        rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks
+        width, packed_dtype = packed_form(K, dtype)
+        most = GATHERED_BYTES // (width * packed_dtype.itemsize)
+        rows_of_each = min(max_ntokens, most) // num_ranks
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
-        nbytes = bytes_of_slot(rows_of_each * K, dtype, num_ranks)
+        nbytes = bytes_of_slot(rows_of_each * width, packed_dtype, num_ranks)
         with self.allocating() as add:
-            self.buffer = add(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
+            rows = AllGatherBuffer(max_ntokens, width, packed_dtype, group, "ag_group_gemm")
+            self.buffer = add(rows)
             disagreements, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
             self.exchange = add(ExchangeBuffer(nbytes, group, name, disagreements=disagreements))
 
@@ -127,7 +138,7 @@ def create_ag_group_gemm_context(
         K: number of columns of a token.
         num_experts: number of experts, 1 to 512.
         topk: experts per token, 1 to 10.
-        dtype: dtype of tokens and weights: fp16, bf16 or fp32.
+        dtype: dtype of tokens and weights: fp16, bf16, fp32 or ``torch.float8_e4m3fn``.
         rank: this rank in the group.
         num_ranks: number of ranks in the group.
         num_local_ranks: ranks on one host, clamped to ``num_ranks``.
@@ -161,7 +172,8 @@ def create_ag_group_gemm_context(
             yield name, size, size >= 1, "at least 1"
         yield from_1_to(MAX_EXPERTS, "num_experts", num_experts)
         yield from_1_to(MAX_TOPK, "topk", topk)
-        yield from kernel_checks("dtype", dtype)
+        has_kernel = dtype in (*DTYPES, torch.float8_e4m3fn)
+        yield "dtype", dtype, has_kernel, f"{DTYPE_NAMES}, or torch.float8_e4m3fn"
         for name in _TILE[:3]:
             size = tile[name]
             is_power = 16 <= size <= 256 and size & (size - 1) == 0
@@ -186,8 +198,9 @@ def check_operands(
     b: torch.Tensor,
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
     full_topk_ids: torch.Tensor,
+    scaling: Scaling = NO_SCALING,
 ) -> RoutedKey:
-    """Check the operands; return the key of a call."""
+    """Check the operands; return the key of a call, a ``ScaledKey`` for fp8 operands."""
     buffer = checked_buffer(
         ctx,
         MoEAllGatherGroupGEMMTensorParallelContext,
@@ -205,18 +218,27 @@ def check_operands(
         yield "M", M, ctx.max_ntokens >= M, expected
         shape = (ctx.num_experts, ctx.K, ctx.N_per_rank)
         yield "b.shape", tuple(b.shape), tuple(b.shape) == shape, f"[E, K, N_per_rank] = {shape}"
-        yield from operand_checks(ctx.dtype, buffer.workspace.device, a=a, b=b)
+        is_fp8 = ctx.dtype in FP8 and a.dtype in FP8  # a may also be e5m2
+        dtype_of_a, device = a.dtype if is_fp8 else ctx.dtype, buffer.workspace.device
+        yield from operand_checks(dtype_of_a, device, a=a)
+        yield from operand_checks(ctx.dtype, device, b=b)
         expected = "a contiguous a; call a.contiguous()"
         yield "a.stride()", a.stride(), a.is_contiguous(), expected
         ids, wanted = tuple(full_topk_ids.shape), (M, ctx.topk)
         yield "full_topk_ids.shape", ids, ids == wanted, f"[M, topk] = {wanted}, M over all ranks"
         device = full_topk_ids.device
         yield "full_topk_ids.device", device, device == a.device, f"the device of a, {a.device}"
+        if is_fp8 or scaling is not NO_SCALING:
+            yield from scaling_checks(a, b, scaling, "a", "b")
 
     def key() -> RoutedKey:
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
-        return RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
+        plain = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
+        made: RoutedKey = ScaledKey.of(plain, a, b, scaling)
+        return made
 
     signature = operand_signature(b, a, b, full_topk_ids)
+    if scaling is not NO_SCALING:
+        signature = (*signature, *scaling_signature(scaling))
     return checked_once(ctx.checked_keys, signature, "ag_group_gemm", checks, key)

@@ -44,6 +44,7 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.agreement import as_text
+from triton_dist.kernels.common.gemm.scales import scaling_of
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, Call
@@ -60,9 +61,9 @@ def key_fn(
     b: torch.Tensor,
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
     full_topk_ids: torch.Tensor,
-    **_: Any,
+    **options: Any,
 ) -> RoutedKey:
-    return check_operands(a, b, ctx, full_topk_ids)
+    return check_operands(a, b, ctx, full_topk_ids, scaling_of(**options))
 
 
 @op(
@@ -88,6 +89,10 @@ def ag_group_gemm(
     gather: str | None = None,
     straggler_option: tuple[int, int] | None = None,
     algorithm: str | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     accepted_key: RoutedKey | None = None,
 ) -> torch.Tensor:
     """Return each token of all ranks times the weights of its experts; tuned over all ranks.
@@ -111,6 +116,9 @@ def ag_group_gemm(
             ``"collective"`` for the other algorithms.
         straggler_option: ``(rank, cycles)``: delay ``rank`` by ``cycles`` clock cycles, for tests.
         algorithm: ``"arrivals"`` (default), ``"serial"`` or ``"library"`` (tuned).
+        A_scale, B_scale, out_dtype, use_fast_accum: see ``grouped_gemm``; fp8 operands require a
+            context of ``torch.float8_e4m3fn``. ``A_scale`` has the scales of this rank's tokens,
+            which travel with them.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -124,7 +132,7 @@ def ag_group_gemm(
     """
     return Call(
         a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, algorithm,
-        accepted_key,
+        A_scale, B_scale, out_dtype, use_fast_accum, accepted_key,
     ).run()  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from triton_dist.kernels.common.context import (
     operand_signature,
     tensor_checks,
 )
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, scaling_of
 from triton_dist.kernels.common.launch import BoundedDict, Launch
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
@@ -27,10 +28,16 @@ from triton_dist.kernels.common.moe.rows import (
     clear_padding_rows,
     fits_library,
     gather_rows,
-    grouped_mm,
     has_fast_library,
     is_library_candidate,
     restore_row_order,
+    sorted_product,
+)
+from triton_dist.kernels.common.moe.scales import (
+    OperandScales,
+    ScaledKey,
+    scaling_checks,
+    scaling_signature,
 )
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
@@ -48,13 +55,15 @@ def checks(
     topk_ids: torch.Tensor,
     order: object,
     activation: object,
+    scaling: Scaling = NO_SCALING,
 ) -> Iterator[Check]:
     """Yield the checks of a call. The ids are checked first, because later checks need them."""
     yield from tensor_checks(A=A, B=B, topk_ids=topk_ids)
     check_ids("grouped_gemm", topk_ids, B.shape[0] if B.ndim == 3 else 1)
     device = current_device().torch_device.type
-    yield "A.dtype", A.dtype, A.dtype in DTYPES, DTYPE_NAMES
-    yield "B.dtype", B.dtype, B.dtype == A.dtype, f"the dtype of A, {A.dtype}"
+    if A.dtype not in FP8:
+        yield "A.dtype", A.dtype, A.dtype in DTYPES, DTYPE_NAMES
+        yield "B.dtype", B.dtype, B.dtype == A.dtype, f"the dtype of A, {A.dtype}"
     yield "A.device", A.device, A.device.type == device, f"a tensor on {device}"
     for name, tensor in (("B", B), ("topk_ids", topk_ids)):
         expected = f"the device of A, {A.device}"
@@ -74,6 +83,8 @@ def checks(
     yield "activation", activation, activation in (None, SILU_MUL), expected
     expected = f"[E, K, N] with an even N for activation={SILU_MUL!r}"
     yield "B.shape", shape, activation is None or shape[2] % 2 == 0, expected
+    if scaling is not NO_SCALING or A.dtype in FP8:
+        yield from scaling_checks(A, B, scaling)
 
 
 class GroupedKey(NamedTuple):
@@ -102,25 +113,33 @@ class GroupedKey(NamedTuple):
         *,
         order: str = "route",
         activation: str | None = None,
-        **_: Any,
+        **scales: Any,
     ) -> GroupedKey:
-        """Return the key of a call.
+        """Return the key of a call; a ``ScaledKey`` for fp8 operands.
 
         Raises:
             InvalidArgument: shapes, dtypes or devices do not match.
         """
 
+        scaling = scaling_of(**scales)
+        key: tuple[object, ...] = (order, activation)
+        if scaling is not NO_SCALING:
+            key = (*key, *scaling_signature(scaling))
+
         def make() -> GroupedKey:
             (M, topk), (E, K, N) = topk_ids.shape, B.shape
             rows = "token" if len(A) == M else "route"
-            return cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
+            sizes = (M, N, K, E, topk, A.dtype)
+            plain = cls(*sizes, weights_layout(B), rows, order, activation)
+            made: GroupedKey = ScaledKey.of(plain, A, B, scaling)
+            return made
 
         signature = operand_signature(B, A, B, topk_ids), current_device().torch_device
         return checked_once(
             _CHECKED_KEYS,
-            (*signature, order, activation),
+            (*signature, *key),
             "grouped_gemm",
-            lambda: checks(A, B, topk_ids, order, activation),
+            lambda: checks(A, B, topk_ids, order, activation, scaling),
             make,
         )
 
@@ -136,16 +155,27 @@ class Call(OpCall):
     activation: str | None
     gemm_config: triton.Config | None
     algorithm: str | None
+    A_scale: torch.Tensor | None = None
+    B_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
     accepted_key: GroupedKey | None = None
 
     def __post_init__(self) -> None:
+        scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
         self.key = self.accepted_key or GroupedKey.of(
-            self.A, self.B, self.topk_ids, order=self.order, activation=self.activation
-        )
+            self.A, self.B, self.topk_ids, order=self.order, activation=self.activation,
+            **scaling._asdict(),
+        )  # fmt: skip
+        self.scales = OperandScales.of(self.A, self.B, scaling)
+        self.output_dtype = scaling.output_dtype(self.A)
         self.width = self.key.N // (1 if self.activation is None else 2)
         """Columns of the result."""
         self.chosen = ALGORITHMS[self.algorithm or Tiled.name]
         self.chosen.check(self)
+
+    def empty_product(self) -> torch.Tensor:
+        return self.A.new_empty(self.topk_ids.numel(), self.width, dtype=self.output_dtype)
 
     def blocks(self, block_m: int) -> BlockMap:
         """Return the map from routes to tiles; its launches have not run yet."""
@@ -161,7 +191,7 @@ class Tiled(Algorithm[Call, GroupedKey]):
         return [(tiles,) for tiles in grouped_tiles()]
 
     def fits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
-        return fits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
+        return fits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk, sizes)
 
     def check(self, call: Call) -> None:
         check_tiles("grouped_gemm", call.gemm_config, self.name)
@@ -180,11 +210,12 @@ class Tiled(Algorithm[Call, GroupedKey]):
     @staticmethod
     def _launches(call: Call) -> tuple[torch.Tensor, BlockMap, Launch]:
         assert call.gemm_config is not None
-        C = call.A.new_empty(call.topk_ids.numel(), call.width)
+        C = call.empty_product()
         blocks = call.blocks(call.gemm_config.kwargs["BLOCK_SIZE_M"])
         product = grouped_product(
             call.A, call.B, C, blocks, call.gemm_config,
             is_sorted=call.order == "sorted", silu_mul=call.activation is not None,
+            scales=call.scales,
         )  # fmt: skip
         return C, blocks, product
 
@@ -200,25 +231,24 @@ class Library(Algorithm[Call, GroupedKey]):
         return [()] if has_fast_library() else []
 
     def fits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
-        return is_library_candidate(sizes.N, sizes.K, sizes.dtype, sizes.layout)
+        return is_library_candidate(sizes)
 
     def check(self, call: Call) -> None:
-        if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
+        if not fits_library(call.key):
             expected = "another algorithm: K, N and the strides of B must be multiples of 16 bytes"
+            expected += ", fp8 operands e4m3 without block scales, and their output bf16"
             raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
         blocks, routes = call.blocks(UNTILED_ROWS), call.topk_ids.numel()
-        C = call.A.new_empty(routes, call.width)
+        C = call.empty_product()
         copies = gather_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
         for launch in (*blocks.launches, copies, self._end(call, C, blocks)[1]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
         blocks = call.blocks(UNTILED_ROWS).queue()
-        A = call.A.new_empty(call.topk_ids.numel(), call.key.K)
-        gather_rows(call.A.detach(), A, blocks).run()
-        C = grouped_mm(A, call.B.detach(), blocks.ends[: call.key.E])
+        C = sorted_product(call.A.detach(), call.B.detach(), blocks, call.scales, call.key)
         if call.activation is not None:
             gate, up = C.chunk(2, dim=1)
             C = torch.nn.functional.silu(gate).mul_(up)

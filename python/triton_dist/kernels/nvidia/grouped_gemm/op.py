@@ -53,19 +53,23 @@ def grouped_gemm(
     activation: str | None = None,
     gemm_config: triton.Config | None = None,
     algorithm: str | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     accepted_key: GroupedKey | None = None,
 ) -> torch.Tensor:
     """Return each row of A times the weights of its route's expert. Each rank tunes alone.
 
     Products are accumulated in fp32; fp32 operands obey ``torch.backends.cuda.matmul.allow_tf32``.
-    Equal ids, operands and configs give equal bits.
+    Equal ids, operands and configs give equal bits. fp8 operands are multiplied by their scales.
 
     Args:
         A: [M, K], one row per token, or [M * topk, K], one row per route; unit stride along K;
-            fp16, bf16 or fp32.
+            fp16, bf16, fp32, fp8 e4m3 or e5m2.
         B: [E, K, N], dtype of A, E <= 512, any strides. TMA requires unit stride along K or N, and
             multiples of 16 bytes in the other dimensions; otherwise the kernel reads through
-            pointers.
+            pointers. If A is fp8, B is e4m3 with unit stride along K.
         topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. An id outside 0 to E - 1 is a
             dropped token: its row is zero.
         order: order of the output rows. ``"route"``: row ``t * topk + j`` is choice j of token t.
@@ -74,12 +78,19 @@ def grouped_gemm(
             ``silu(left half) * right half``, computed in fp32.
         gemm_config: tile sizes of ``"tiled"`` (tuned).
         algorithm: ``"tiled"`` (default) or ``"library"`` (tuned).
+        A_scale, B_scale: fp32 scales of fp8 operands, for the whole tensor, by row of A and column
+            of B, or by blocks of 128. ``triton_dist.kernels.common.moe.scales`` lists the layouts.
+        out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; else A's dtype.
+        use_fast_accum: see ``matmul``.
         accepted_key: reserved for the tuner.
 
     Returns:
-        [M * topk, N], or [M * topk, N / 2] with an activation; dtype of A.
+        [M * topk, N], or [M * topk, N / 2] with an activation; ``out_dtype``.
 
     Raises:
         InvalidArgument: an argument is out of range, or shapes, dtypes or devices do not match.
     """
-    return Call(A, B, topk_ids, order, activation, gemm_config, algorithm, accepted_key).run()
+    return Call(
+        A, B, topk_ids, order, activation, gemm_config, algorithm, A_scale, B_scale, out_dtype,
+        use_fast_accum, accepted_key,
+    ).run()  # fmt: skip

@@ -70,6 +70,9 @@ def run_moe_reduce_rs(
     num_chunks: int | None = None,
     reduction: str | None = None,
     algorithm: str | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
     accepted_key: Any = None,
 ) -> torch.Tensor:
     """Return this rank's tokens of the weighted sum over ranks and choices; tuned over all ranks.
@@ -79,11 +82,11 @@ def run_moe_reduce_rs(
     ids. The rules for calls are in the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: [M * topk, K_per_rank], dtype of the context, unit stride along K. Row ``t * topk + j``
-            is choice j of token t. M is a multiple of the number of ranks.
+        x: [M * topk, K_per_rank], dtype of the context or fp8, unit stride along K. Row
+            ``t * topk + j`` is choice j of token t. M is a multiple of the number of ranks.
         weights: [E, K_per_rank, N], any strides. TMA requires unit stride along K or N, and
             multiples of 16 bytes in the other dimensions; otherwise the kernel reads through
-            pointers.
+            pointers. If x is fp8, weights are e4m3 with unit stride along K.
         chosen_experts: [M, topk], int32 or int64, contiguous, equal on all ranks (checked at the
             first call of a key). An id outside 0 to E - 1 is a dropped token and adds nothing.
         expert_weight: [M, topk], fp16, bf16 or fp32, contiguous, equal on all ranks.
@@ -96,6 +99,8 @@ def run_moe_reduce_rs(
         reduction: reduce-scatter of ``"serial"`` and ``"library"``: ``"push"`` (sums up to 64 MB),
             ``"topk_exchange"`` (up to 4 MB) or ``"collective"`` (tuned).
         algorithm: ``"chunks"`` (default), ``"serial"`` or ``"library"`` (tuned).
+        A_scale, B_scale, use_fast_accum: scales of fp8 operands x and weights, see
+            ``grouped_gemm``. The result has the dtype of the context.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -109,7 +114,7 @@ def run_moe_reduce_rs(
     """
     return ReduceScatterCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, algorithm, accepted_key,
+        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, accepted_key,
     ).run()  # fmt: skip
 
 
@@ -165,6 +170,9 @@ def run_moe_reduce_ar(
     num_chunks: int | None = None,
     reduction: str | None = None,
     algorithm: str | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
     accepted_key: Any = None,
 ) -> torch.Tensor:
     """Return the weighted sum over ranks and choices on every rank; tuned over all ranks.
@@ -175,12 +183,13 @@ def run_moe_reduce_ar(
     ``triton_dist.kernels.nvidia``.
 
     Args:
-        x: [M * topk, K_per_rank], dtype of the context, unit stride along K; any M >= 1.
+        x: [M * topk, K_per_rank], dtype of the context or fp8, unit stride along K; any M >= 1.
         ctx: context of ``create_moe_ar_context``.
         reduction: all-reduce of ``"serial"`` and ``"library"``: ``"two_shot"``, ``"one_shot"`` or
             ``"topk_exchange"`` (both for sums up to 4 MB), or ``"collective"`` (tuned).
         weights, chosen_experts, expert_weight, n_chunks, persistent: see ``run_moe_reduce_rs``.
         config, gemm_config, num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
+        A_scale, B_scale, use_fast_accum: see ``run_moe_reduce_rs``.
 
     Returns:
         [M, N], contiguous, dtype of the context.
@@ -190,7 +199,7 @@ def run_moe_reduce_ar(
     """
     return AllReduceCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, algorithm, accepted_key,
+        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, accepted_key,
     ).run()  # fmt: skip
 
 

@@ -1,0 +1,40 @@
+"""MoE ops with fp8 operands over real processes: the kernels in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import scaled_moe_ranks as ranks
+from tests.distributed.scaled_moe_ranks import E4M3, E5M2, GATHERS, SUMS
+
+
+@pytest.mark.parametrize(
+    ("size", "recipe", "m", "N", "K", "dtype", "library"),
+    [
+        (2, "row", 5, 48, 144, E4M3, True),
+        (3, "block", 3, 131, 257, E5M2, False),
+        (1, "tensor", 1, 7, 19, E4M3, False),
+    ],
+)
+def test_scales_travel_with_the_rows(spawn_ranks, size, recipe, m, N, K, dtype, library):
+    count = len(GATHERS) + library
+    assert spawn_ranks(size, ranks.gathered, recipe, m, N, K, dtype) == [count] * size
+
+
+@pytest.mark.parametrize(
+    ("size", "recipe", "all_rows", "m", "N", "k", "dtype"),
+    [
+        (2, "block", False, 5, 300, 136, torch.float32),  # chunks of whole blocks
+        (3, "row", True, 2, 40, 33, torch.float32),
+        (2, "tensor", True, 3, 48, 32, torch.bfloat16),
+        (1, "block", False, 1, 7, 129, torch.bfloat16),
+    ],
+)
+def test_sums_of_scaled_products(spawn_ranks, size, recipe, all_rows, m, N, k, dtype):
+    count = len(SUMS) + (recipe == "tensor")
+    assert spawn_ranks(size, ranks.summed, recipe, all_rows, m, N, k, dtype) == [count] * size
+
+
+def test_what_is_refused(spawn_ranks):
+    spawn_ranks(2, ranks.refusals)
