@@ -129,7 +129,7 @@ def test_tuning_keys():
 
 
 def refused():
-    A, B, scales, ids = operands("row", 9, 2, 3, 256, 256)
+    A, B, scales, _ = operands("row", 9, 2, 3, 256, 256)
     block = operands("block", 9, 2, 3, 256, 256)[2]
     yield "A_scale is None", {"A_scale": None}
     yield "B_scale is 2", {"B_scale": 2}

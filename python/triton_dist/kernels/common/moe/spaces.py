@@ -101,7 +101,7 @@ def fits_grouped(
     rows = max_rows_of_key(tokens) * topk / E
     is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
     launched = {"gemm_config": config_for(tiles, dtype)}
-    if dtype in FP8 and not fits_promotion(tiles, Recipe(key.recipe), key.use_fast_accum):
+    if dtype in FP8 and not fits_scaled(tiles, key.recipe, key.use_fast_accum):
         return False
     return (
         m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)
@@ -109,6 +109,14 @@ def fits_grouped(
         and n < 2 * max(columns, _MIN_COLUMNS)
         and prune_fn_by_shared_memory(launched, torch.empty(0, dtype=dtype, device="meta"))
     )
+
+
+def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
+    """Return whether a tile of fp8 operands fits in registers."""
+    m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
+    # Low tiles convert operands to fp16, which takes registers.
+    spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
+    return not spills and fits_promotion(tiles, Recipe(recipe), use_fast_accum)
 
 
 def other_batches(topk_ids: torch.Tensor, E: int) -> list[torch.Tensor]:

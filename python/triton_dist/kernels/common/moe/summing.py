@@ -36,7 +36,6 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
-from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, cut_columns
 from triton_dist.kernels.common.gemm.scales import (
     BLOCK_ELEMENTS,
     FP8,
@@ -45,6 +44,7 @@ from triton_dist.kernels.common.gemm.scales import (
     Scaling,
     scaling_of,
 )
+from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, cut_columns
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
