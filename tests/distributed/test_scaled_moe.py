@@ -25,7 +25,7 @@ def test_scales_travel_with_the_rows(spawn_ranks, size, recipe, m, N, K, dtype, 
 @pytest.mark.parametrize(
     ("size", "recipe", "all_rows", "m", "N", "k", "dtype"),
     [
-        (2, "block", False, 1, 140, 129, torch.float32),  # chunks of whole blocks
+        (2, "block", False, 1, 390, 129, torch.float32),  # chunks of whole blocks
         (3, "row", True, 2, 17, 33, torch.float32),
         (2, "tensor", True, 1, 16, 16, torch.bfloat16),
     ],
