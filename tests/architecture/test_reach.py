@@ -16,9 +16,9 @@ MOST = {
     "gemm_reduce_scatter": (22, 3860),
     "gemm_allreduce": (24, 4380),
     "gemm": (12, 2680),
-    "grouped_gemm": (13, 2320),
-    "allgather_group_gemm": (22, 3860),
-    "moe_reduce": (29, 4900),
+    "grouped_gemm": (14, 2660),
+    "allgather_group_gemm": (23, 4260),
+    "moe_reduce": (30, 5290),
     "shard_collectives": (14, 2060),
     "allreduce": (12, 2010),
 }

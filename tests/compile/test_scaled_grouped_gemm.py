@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from triton_dist.kernels.common.moe.scales import OperandScales, packed_form, un
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, fits_scaled
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS
+from triton_dist.runtime.device import current_device
 from triton_dist.testing.compile_only import compile_only
 
 TOKENS, TOPK, E, K, N, RANKS = 4096, 8, 128, 2048, 1536, 4
@@ -51,8 +53,7 @@ def compiled(recipe, index, fast=False, silu_mul=False, is_gathered=False):
 
 
 def is_candidate(index, recipe, fast):
-    """On this CPU device all tiles are candidates."""
-    with compile_only(90):
+    with mock.patch.object(type(current_device()), "interprets", False):
         return fits_scaled(GROUPED_TILES[index], recipe, fast)
 
 
@@ -84,5 +85,5 @@ def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, index, silu_mul,
         tma_loads=kernel.num_stages * (1 + silu_mul),
         has=["mma.sync" if is_low else FP8_WGMMA, "cp.async.cg"],
     )
-    sums = len(re.findall(r"(add|fma)(\.rn)?\.f32", kernel.ptx))
-    assert (sums >= LOWEST) is not (fast and not silu_mul) or is_low
+    if not is_low and not silu_mul:  # partial sums of wgmma are added, unless fast
+        assert bool(re.search(r"(add|fma)(\.rn)?\.f32", kernel.ptx)) is not fast

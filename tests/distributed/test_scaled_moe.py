@@ -31,7 +31,7 @@ def test_scales_travel_with_the_rows(spawn_ranks, size, recipe, m, N, K, dtype, 
     ],
 )
 def test_sums_of_scaled_products(spawn_ranks, size, recipe, all_rows, m, N, k, dtype):
-    count = len(SUMS) + (recipe == "tensor")
+    count = {"block": 2, "row": len(SUMS), "tensor": len(SUMS) + 1}[recipe]
     assert spawn_ranks(size, ranks.summed, recipe, all_rows, m, N, k, dtype) == [count] * size
 
 
