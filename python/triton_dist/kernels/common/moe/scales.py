@@ -1,7 +1,7 @@
 """Scales of fp8 operands of grouped GEMMs: recipes, checks, and their application in the kernel.
 
-The recipes are those of ``gemm/scales.py``, with one set of scales of B per expert. ``rows`` is the
-number of rows of A.
+The recipes of ``gemm/scales.py``, with one set of scales of B per expert. ``rows`` is the number of
+rows of A.
 
 =======  ===================================  ==================================================
 recipe   ``A_scale``                          ``B_scale``
