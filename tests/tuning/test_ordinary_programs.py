@@ -95,6 +95,32 @@ class Tiles:
 @autotune([{"m": Tiles(1)}], K)
 def helper(x, m): return x
 return helper(x)
+=== the configs of a tuned function of a closure
+def make(m):
+    @autotune([{"m": m}], K)
+    def helper(x, m): return x
+    @autotune(S, K)
+    def op(x, n): return helper(x)
+    return op
+op = make(VALUE)
+=== the configs of a tuned method of a class that it uses
+class Helper:
+    @autotune([{"m": VALUE}], K)
+    def run(self, x, m): return x
+return Helper().run(x)
+=== what checks a tuned function that it calls
+def check(output, reference): return VALUE
+@autotune([{"m": 1}, {"m": 2}], K, check_fn=check)
+def helper(x, m): return x
+return helper(x)
+=== one of two lambdas of a function
+def make():
+    scale = lambda x: x * VALUE
+    shift = lambda x: x + 1
+    @autotune(S, K)
+    def op(x, n): return scale(shift(x))
+    return op
+op = make()
 === what makes the configs of a tuned function that it calls
 def configs(): return [{"m": VALUE}]
 @autotune(configs, K)
@@ -684,6 +710,11 @@ from elsewhere import scaled
 @scaled(VALUE)
 def helper(x): return x
 return helper(x)
+=== a name of a table inside a table
+TABLE = {"a": {}}
+inner = TABLE["a"]
+inner["b"] = VALUE
+return TABLE["a"]["b"]
 === two names of one table
 FIRST = SECOND = {}
 FIRST["a"] = VALUE

@@ -42,8 +42,7 @@ def source_of(
     found = Slice(library, snapshot or Snapshot(()), ignore, home)
     for each in roots:
         found.follow_root(each)
-    for cls in classes:
-        found.follow_class(cls)
+    found.follow(list(classes))
     return found.source
 
 
@@ -57,7 +56,7 @@ def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
     if inner is None:
         return origin
     file = file_at(inner.__code__.co_filename, inner.__globals__)
-    if file is None or not file.has(inner.__code__):  # without source, the bytecode identifies it
+    if not file.has(inner.__code__):  # without source, the bytecode identifies it
         return origin.with_distinction(f"code {digest([bytecode(inner.__code__)])[:8]}")
     ordinal = file.ordinal(inner.__code__)
     return origin.with_distinction(f"definition {ordinal + 1}") if ordinal else origin

@@ -45,22 +45,18 @@ class Libraries:
         self.has_module = functools.cache(self._has_module)
         self._has_file = functools.cache(self._is_installed)
 
-    def has(self, value: types.ModuleType | type) -> bool:
-        is_module = isinstance(value, types.ModuleType)
-        return self.has_module(value.__name__ if is_module else value.__module__)
-
-    def has_function(self, function: types.FunctionType) -> bool:
+    def has(self, value: types.ModuleType | type | types.FunctionType) -> bool:
+        name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
         # A library's wrapper has the ``__module__`` of what it wraps: the file is the library's.
-        file = function.__code__.co_filename
-        return self.has_module(function.__module__ or "") or self._has_file(file)
+        file = value.__code__.co_filename if isinstance(value, types.FunctionType) else ""
+        return self.has_module(name or "") or self._has_file(file)
 
     def _has_module(self, name: str) -> bool:
         top, file = name.partition(".")[0], _file_of(name)
         if top in _LIBRARIES or name.startswith(_IRRELEVANT_MODULES):
             return True
-        if top in sys.stdlib_module_names and (not file or file.startswith(_STDLIB)):
-            return True  # a module of this name in another place belongs to the program
-        return top not in self._own and self._has_file(file)
+        # A module with the name of a standard one may belong to the program: its file decides.
+        return self._has_file(file) if file else top in sys.stdlib_module_names
 
     def imported(self, name: str) -> types.ModuleType | None:
         """Import a module of the project; return ``None`` for libraries and missing modules."""

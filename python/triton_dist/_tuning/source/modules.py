@@ -66,14 +66,11 @@ class Statement:
         values: expressions that it binds names to.
     """
 
-    def __init__(
-        self, node: Any, headers: tuple[Any, ...], names: set[str], file: File, cut: int
-    ) -> None:
+    def __init__(self, file: File, node: Any, headers: Iterable[Any] = (), cut: int = 0) -> None:
         """Scan ``node``.
 
         Args:
             headers: conditions under which it runs.
-            names: names in its functions that are not local to them.
             cut: first line of a function whose tuner decorators are left out.
         """
         self.line, self.end, self.shown_line = _first_line(node), node.end_lineno, node.lineno
@@ -88,7 +85,7 @@ class Statement:
         self.inner_imports: dict[str, Import] = {}
         self.registers_subclasses = False
         self.values: dict[str, ast.expr] = {}
-        inner_reads, tokens = set[str](), list[object]()
+        self._inner_reads, tokens = set[str](), list[object]()
         ahead: list[tuple[Any, bool]] = [([*headers, node], False)]
         while ahead:
             part, later = ahead.pop()  # later: it runs when a function is called, not at import
@@ -97,7 +94,7 @@ class Statement:
                 ahead += [(each, later) for each in reversed(part)]
             elif isinstance(part, ast.AST):
                 tokens.append(part.__class__.__name__)
-                self._scan(part, later, inner_reads if later else self.reads)
+                self._scan(part, later)
                 is_definition = isinstance(part, _DEFINITIONS)
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
                     value: Any = getattr(part, field, None)
@@ -113,8 +110,11 @@ class Statement:
                     ahead.append((value, later or runs_later))
             else:
                 tokens.append(part)
-        names = names | self.inner_imports.keys()
-        self.reads |= {each for each in inner_reads if _root(each) in names}
+        names = {*self.inner_imports}  # and names in functions that are not local to them
+        for _, code in file.codes:
+            if self.line <= code.co_firstlineno <= self.end:
+                names.update(code.co_names, code.co_freevars)
+        self.reads |= {each for each in self._inner_reads if _root(each) in names}
         self.assigned_later = {each for each in self.assigned_later if _root(each) in names}
         self.binds &= file.names  # without the variables of comprehensions
         read = sorted(roots(self.reads) & file.imports.keys())
@@ -128,15 +128,20 @@ class Statement:
         value = getattr(node, "value", None)
         parts = [*targets, value or getattr(node, "iter", None)]
         parts += [element for each in parts for element in getattr(each, "elts", ())]
-        self.aliases = {each.id for each in parts if isinstance(each, ast.Name)}
+        for part in parts:
+            while isinstance(part, ast.Subscript) and part not in targets:
+                part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
+            self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
         for target in targets if value else ():
             elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
             pairs: Any = zip(elements, values, strict=False) if elements else [(target, value)]
             self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
 
-    def _scan(self, node: Any, later: bool, reads: set[str]) -> None:
+    def _scan(self, node: Any, later: bool) -> None:
         """Collect the names in one node of the syntax tree."""
-        kind, stores = node.__class__, self.assigned_later if later else self.changes
+        kind = node.__class__
+        reads = self._inner_reads if later else self.reads
+        stores = self.assigned_later if later else self.changes
         if kind is ast.Name:
             if isinstance(node.ctx, ast.Load):
                 reads.add(node.id)
@@ -150,12 +155,10 @@ class Statement:
             elif dotted(getattr(node.value, "value", None)) == "sys.modules":
                 reads.add(getattr(node, "attr", ""))  # sys.modules[__name__].name
         elif kind is ast.Call:
-            self._call(node, later, reads)
+            self._call(node, later, reads, stores)
         elif kind is ast.Expr:
-            if (
-                not later
-                and getattr(getattr(node.value, "func", None), "attr", "") not in _HARMLESS_METHODS
-            ):
+            method = getattr(getattr(node.value, "func", None), "attr", "")
+            if not later and method not in _HARMLESS_METHODS:
                 self.call_arguments |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         elif kind is ast.Import or kind is ast.ImportFrom:
             found = _imports_of(node)
@@ -176,24 +179,20 @@ class Statement:
                 self.called.update(map(dotted, callees))
                 self.changes |= {_root(dotted(x)) for x in callees if isinstance(x, ast.Attribute)}
 
-    def _call(self, node: ast.Call, later: bool, reads: set[str]) -> None:
-        name, method, first = (
-            dotted(node.func),
-            getattr(node.func, "attr", ""),
-            [*node.args, None][0],
-        )
-        stores = self.assigned_later if later else self.changes
+    def _call(self, node: Any, later: bool, reads: set[str], stores: set[str]) -> None:
+        name, method = dotted(node.func), getattr(node.func, "attr", "")
+        first = dotted(node.args[0]) if node.args else ""
         if not later:
             self.called.add(name)
         if method in _CONTAINER_MUTATORS or (
             method and not later and method not in _HARMLESS_METHODS
         ):
-            stores.add(place_of(node.func.value))  # type: ignore[attr-defined]
-        if name in ("getattr", "setattr") and len(node.args) > 1 and dotted(first):
-            known = str(getattr(node.args[1], "value", "*"))
-            (reads if name == "getattr" else stores).add(f"{dotted(first)}.{known}")
+            stores.add(place_of(node.func.value))
+        if name in ("getattr", "setattr") and len(node.args) > 1 and first:
+            attribute = str(getattr(node.args[1], "value", "*"))
+            (reads if name == "getattr" else stores).add(f"{first}.{attribute}")
         elif name in ("globals", "vars"):
-            self.reads.add("*" if first is None else f"{dotted(first)}.*")
+            self.reads.add(f"{first}.*" if node.args else "*")
 
 
 def _imports_of(node: ast.AST) -> dict[str, Import]:
@@ -262,25 +261,19 @@ class File:
         self.lines = lines
         tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
-        self._codes, self.names = [*with_inner(code)][1:], {*code.co_names}
-        self._set_of_codes = {each for _, each in self._codes}
+        self.codes, self.names = [*with_inner(code)][1:], {*code.co_names}
+        self._known_codes = {each for _, each in self.codes}
         self.imports: dict[str, set[Import]] = {}
         leaves = [*_leaves(tree.body)]
         for node, _ in leaves:
             for name, found in _imports_of(node).items():
                 self.imports.setdefault(name, set()).add(found)
         self.stars = self.imports.pop("*", set())
-        self.statements = [self._statement(*each) for each in leaves]
+        self.statements = [Statement(self, *each) for each in leaves]
         self.assigned_later = {place for each in self.statements for place in each.assigned_later}
         places = ((x, each) for each in self.statements for x in each.changes | each.assigned_later)
         self._dotted = [(place, each) for place, each in places if "." in place]
         self._by_name = self._index()
-
-    def _statement(self, node: Any, headers: tuple[Any, ...] = (), cut: int = 0) -> Statement:
-        first, last = _first_line(node), node.end_lineno
-        codes = [x for _, x in self._codes if first <= x.co_firstlineno <= last]
-        names = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
-        return Statement(node, headers, names, self, cut)
 
     def is_tuner(self, decorator: ast.expr) -> bool:
         """Return whether a decorator is the tuner's, whose arguments are compared by value."""
@@ -296,9 +289,8 @@ class File:
         for each in self.statements:
             # Passing a function to a call, calling it or constructing an object does not change it.
             changed = each.call_arguments - functions - (each.called & defined.keys())
-            for name in (
-                each.called & defined.keys()
-            ):  # ``set_up()`` changes what the function changes
+            for name in each.called & defined.keys():
+                # ``set_up()`` changes what the function changes.
                 changed |= roots(defined[name].assigned_later)
                 if each.defines and defined[name].registers_subclasses:
                     changed.add(name)
@@ -331,60 +323,56 @@ class File:
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``: it was not edited after the import."""
-        if code not in self._set_of_codes and (around := self.statement_at(code.co_firstlineno)):
+        if code not in self._known_codes and (around := self.statement_at(code.co_firstlineno)):
             # A notebook compiles each statement by itself. Without the imports before it, calls of
             # functions in modules have other instructions.
-            nodes, flags = (
-                [x for x, _ in self._trees(around.line)],
-                code.co_flags & _FUTURE_ANNOTATIONS_FLAG,
-            )
+            nodes = [x for x, _ in self._trees(around.line)]
+            flags = code.co_flags & _FUTURE_ANNOTATIONS_FLAG
             alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
-            self._set_of_codes |= {each for _, each in with_inner(alone)}
-        return code in self._set_of_codes
+            self._known_codes |= {each for _, each in with_inner(alone)}
+        return code in self._known_codes
 
     def ordinal(self, code: types.CodeType) -> int:
         """Return the number of definitions before ``code`` that have its dotted name."""
         place = code.co_firstlineno, code.co_name
-        known = [(name, x, (x.co_firstlineno, x.co_name)) for name, x in self._codes]
-        path = next(name for name, _, each in known if each == place)
-        same = [(x == code, each == place) for name, x, each in known if name == path]
+        known = [
+            (name, x == code, (x.co_firstlineno, x.co_name) == place) for name, x in self.codes
+        ]
+        path = next(name for name, _, is_here in known if is_here)
+        same = [each for each in known if each[0] == path]
         return same.index(max(same))
 
-    def definition(self, code: types.CodeType) -> Statement:
-        """Return the definition of ``code`` alone, without the statement around it."""
-        line, name = code.co_firstlineno, code.co_name
-        found = self.definitions(name, line)
-        codes = [x for _, x in self._codes if (x.co_firstlineno, x.co_name) == (line, name)]
-        # Several lambdas may be in one line.
-        index = codes.index(code) if code in codes and len(codes) == len(found) else 0
-        return found[index]
-
-    def definitions(self, name: str, line: int = 0) -> list[Statement]:
+    def definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
         """Return functions, lambdas and classes in file order, without the statements around them.
 
         Args:
             name: end of the qualified name.
-            line: first line, if it is known.
+            code: code of the function, if only its definition is wanted.
         """
+        line, name = (code.co_firstlineno, code.co_name) if code else (0, name)
 
-        def inside(node: ast.AST, prefix: str) -> Iterator[Any]:
+        def inside(node: ast.AST, path: str) -> Iterator[tuple[str, Any]]:
             for each in ast.iter_child_nodes(node):
-                path = prefix
+                inner = path
                 if isinstance(each, _DEFINITIONS):
-                    path += getattr(each, "name", "<lambda>")
-                    if f".{path}".endswith(f".{name}") and line in (0, _first_line(each)):
-                        yield each
-                    path += "." if isinstance(each, ast.ClassDef) else ".<locals>."
-                yield from inside(each, path)
+                    inner += f".{getattr(each, 'name', '<lambda>')}"
+                    yield inner, each
+                    inner += "" if isinstance(each, ast.ClassDef) else ".<locals>"
+                yield from inside(each, inner)
 
-        nodes = inside(ast.Module(_parse(self.lines), []), "")
+        found = inside(ast.Module(_parse(self.lines), []), "")
+        nodes = [each for path, each in found if path.endswith(f".{name}")]
+        nodes = [each for each in nodes if line in (0, _first_line(each))]
         ordered = sorted(nodes, key=lambda each: (each.lineno, each.col_offset))
-        return [self._statement(node, (), _first_line(node)) for node in ordered]
+        codes = [x for _, x in self.codes if (x.co_firstlineno, x.co_name) == (line, name)]
+        if code in codes and len(codes) == len(ordered):  # several lambdas may be in one line
+            ordered = [ordered[codes.index(code)]]
+        return [Statement(self, node, (), _first_line(node)) for node in ordered]
 
     def without_tuner(self, line: int) -> Statement:
         """Return the statement around ``line`` without the tuner's decorators of the function that
         begins there."""
-        return self._statement(*self._trees(line)[0], line)
+        return Statement(self, *self._trees(line)[0], line)
 
     def _trees(self, line: int) -> list[tuple[ast.stmt, tuple[Any, ...]]]:
         """Return the syntax trees of the statements that include ``line``, with conditions."""
@@ -412,7 +400,7 @@ _parsing = threading.RLock()
 os.register_at_fork(
     before=_parsing.acquire, after_in_parent=_parsing.release, after_in_child=_parsing.release
 )
-_files: dict[str, tuple[list[str], File | None]] = {}
+_files: dict[str, tuple[list[str], File]] = {}
 
 
 def _parse(lines: list[str]) -> list[ast.stmt]:
@@ -420,8 +408,11 @@ def _parse(lines: list[str]) -> list[ast.stmt]:
         return ast.parse("".join(lines)).body
 
 
-def file_at(path: str, scope: dict[str, Any] | None = None) -> File | None:
-    """Return the statements of a file; ``None`` if it has no text.
+EMPTY = File([])
+
+
+def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
+    """Return the statements of a file, or ``EMPTY`` without a text that can be parsed.
 
     Args:
         scope: globals of its module, whose loader has the text of a file in an archive.
@@ -431,7 +422,7 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File | None:
     if path not in _files or _files[path][0] is not lines:
         try:
             with _parsing, no_garbage_collection():
-                _files[path] = lines, File(lines) if lines else None
+                _files[path] = lines, File(lines) if lines else EMPTY
         except (SyntaxError, ValueError, RecursionError):
-            _files[path] = lines, None
+            _files[path] = lines, EMPTY
     return _files[path][1]

@@ -98,7 +98,8 @@ class Snapshot:
         self._keep(bound.values())
         if isinstance(root, functools.partial):
             self._take(root.func)
-        elif not isinstance(root, types.FunctionType):
+            bound = self.state(root.func)
+        if not isinstance(root, types.FunctionType):
             self._states[id(root)] = root, bound
 
     def _keep(self, values: Iterable[Any]) -> None:

@@ -67,7 +67,7 @@ class Slice:
         self._visited: set[Any] = set()
         self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and thus their ids
         self._holders: dict[str, int] = {}
-        self._files: dict[int, File | None] = {}
+        self._files: dict[int, File] = {}
         self._undecorated: dict[Statement, Statement] = {}
         self._set_at_run_time: set[tuple[int, str]] = set()
 
@@ -77,51 +77,40 @@ class Slice:
         file, line = _file_of(function), function.__code__.co_firstlineno if function else 0
         # The first root in a statement is the tuned function; later roots are its hooks. Its tuner
         # decorators are omitted, because their arguments are compared by value.
-        if file and (enclosing := file.statement_at(line)) and enclosing not in self._undecorated:
+        if (enclosing := file.statement_at(line)) and enclosing not in self._undecorated:
             self._undecorated[enclosing] = file.without_tuner(line)
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
-        if isinstance(value, functools.partial):
-            self.follow_root(value.func)
 
-    def follow_function(self, function: types.FunctionType) -> None:
-        """Follow a function by its code."""
-        scope, code = function.__globals__, function.__code__
-        name, file = getattr(code, "co_qualname", function.__qualname__), _file_of(function)
-        label, top, found = self.label(scope, name), name.partition(".")[0], None
-        enclosing = (
-            file.statement_at(code.co_firstlineno) if file and file is self._file(scope) else None
-        )
-        if enclosing and enclosing.defines == top and "<locals>" not in name:
+    def follow_code(self, value: types.FunctionType | type) -> None:
+        """Follow a function or a class by its definition."""
+        function = value if isinstance(value, types.FunctionType) else None
+        code, scope = attribute(function, "__code__"), runtime_values.globals_of(value)
+        name = attribute(code, "co_qualname", value.__qualname__)
+        label, top = self.label(scope, name), name.partition(".")[0]
+        file = _file_of(function) if function else self._file(scope)
+        in_module = file is self._file(scope) and file.statements_of(top)
+        if in_module and "<locals>" not in name:
             self.follow_global(scope, top)
             return
-        if file is not None:  # an inner function, or a function in another cell of a notebook
-            found = file.definition(code)
-            self._add_statements(label, [found], scope, runtime_values.cells_of(function))
-        elif label not in self.digests:
-            self.digests[label] = f"bytecode {digest([bytecode(code)])}"
+        held = [function] if function else [*filter(None, map(function_in, vars(value).values()))]
+        cells = runtime_values.cells_of(function) if function else {}
+        rebound: set[str] = set()
+        if file.lines and (function or in_module):
+            # An inner function or class, or a function in another cell of a notebook.
+            found = file.definitions(name, code)
+            rebound = rebound.union(*(each.nonlocals for each in found))
+            self._add_statements(label, found, scope, cells)
+        elif function:
+            self.digests.setdefault(label, f"bytecode {digest([bytecode(code)])}")
             self._follow({x for _, each in modules.with_inner(code) for x in each.co_names}, scope)
-        self._closure(function, found.nonlocals if found else ())
-
-    def follow_class(self, cls: type) -> None:
-        """Follow a class."""
-        if cls.__module__ not in sys.modules or self._library.has_module(cls.__module__):
-            return
-        scope, name = runtime_values.globals_of(cls), cls.__qualname__
-        top = name.partition(".")[0]
-        file, label = self._file(scope), self.label(scope, name)
-        functions = [x for x in map(function_in, vars(cls).values()) if x is not None]
-        if file is not None and file.statements_of(top) and "<locals>" not in name:
-            self.follow_global(scope, top)
-        elif label not in self.digests and file is not None and file.statements_of(top):
-            self._add_statements(label, file.definitions(name), scope)
-            for each in functions:
-                self._closure(each)
-        elif label not in self.digests and functions:
-            data = [(x, text_of(y)) for x, y in vars(cls).items() if not x.startswith("__")]
-            self.digests[label] = f"bytecode {digest(sorted(data, key=str))}"
-            self.follow(functions)
+        elif held:
+            data = [(x, text_of(y)) for x, y in vars(value).items() if not x.startswith("__")]
+            self.digests.setdefault(label, f"bytecode {digest(sorted(data, key=str))}")
+            self.follow(held)
+        for each in held:
+            self._closure(each, rebound)
 
     def follow_global(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and code that other modules have
@@ -132,13 +121,9 @@ class Slice:
         file, value = self._file(scope), scope.get(name)
         if isinstance(value, types.ModuleType) or self._ignores(name):
             return
-        found = (
-            []
-            if file is None
-            else [self._undecorated.get(each, each) for each in file.statements_of(name)]
-        )
+        found = [self._undecorated.get(each, each) for each in file.statements_of(name)]
         imports = [each.imports[name] for each in found if name in each.imports]
-        if file is not None and not found and name in scope:
+        if not found and name in scope:
             imports = [each._replace(attribute=name) for each in file.stars]
         for each in imports:
             self._imported(each, scope)
@@ -148,14 +133,13 @@ class Slice:
         found = [each for each in found if name not in each.imports]
         if found:
             self._add_statements(self.label(scope, name), found, scope)
-        if file is not None and found and not imports:
-            self._constant(scope, file, name, found)
+            if not imports:
+                self._constant(scope, file, name, found)
         if found or imports:
             own = function_in(value)
             if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
-                self.follow_global(
-                    scope, own.__name__
-                )  # the module may bind this name to another function
+                # The module may bind this name to another function.
+                self.follow_global(scope, own.__name__)
             self.follow(value, scope)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text
@@ -180,9 +164,11 @@ class Slice:
             if isinstance(item, types.FunctionType):
                 ahead += self._follow_function_value(item, home)
             elif isinstance(item, type):
+                if self._library.has(item) or item.__module__ not in sys.modules:
+                    continue
                 if home is None or item.__module__ != home.get("__name__"):
-                    self.follow_class(item)
-                if home is not None and not self._library.has(item):
+                    self.follow_code(item)
+                if home is not None:
                     ahead += [
                         x for x in vars(item).values() if isinstance(x, runtime_values.COLLECTIONS)
                     ]
@@ -206,14 +192,13 @@ class Slice:
     ) -> list[Any]:
         """Follow a function; return functions that it wraps or dispatches to."""
         inner = [attribute(function, "__wrapped__"), attribute(function, "registry")]
-        if self._library.has_function(function):
+        if self._library.has(function):
             self.record_version(function.__module__ or "")
             inner += runtime_values.cells_of(function).values()
         elif home is None:
-            self.follow_function(function)
-        elif (
-            function.__globals__ is not home
-        ):  # follow its name, not its closure, which may differ by rank
+            self.follow_code(function)
+        elif function.__globals__ is not home:
+            # Follow its name, not its closure, which may differ by rank.
             full = getattr(function.__code__, "co_qualname", function.__qualname__)
             self.follow_global(function.__globals__, full.partition(".")[0])
         kinds = (types.FunctionType, types.MappingProxyType)  # the latter of singledispatch
@@ -285,10 +270,13 @@ class Slice:
         return unique
 
     def _add_statements(
-        self, label: str, found: Iterable[Statement], scope: Globals, cells: Globals = _EMPTY
+        self, label: str, found: list[Statement], scope: Globals, cells: Globals = _EMPTY
     ) -> None:
-        found = list(found)
-        self.digests[label] = " ".join(each.digest for each in found)
+        digests = [each.digest for each in found]
+        before = self.digests.get(label, "").split()
+        if before and before != digests:  # several inner functions may have one name
+            digests = sorted({*before, *digests})
+        self.digests[label] = " ".join(digests)
         for each in found:
             if each not in self._visited:
                 self._visited.add(each)
@@ -317,7 +305,7 @@ class Slice:
             if root in imports:
                 self._imported(imports[root], scope, path, load=True)
             elif isinstance(value, types.ModuleType):
-                if path and file is not None and (found := file.statements_of(chain)):
+                if path and (found := file.statements_of(chain)):
                     # This module sets ``module.name`` of another module.
                     self._add_statements(self.label(scope, chain), found, scope)
                     if chain in file.assigned_later:
@@ -341,9 +329,8 @@ class Slice:
             function = attribute(known.get("::".join(names[2:4])), "_init_fn")
             if isinstance(function, types.FunctionType):
                 self.follow(function)
-                self.follow_global(
-                    function.__globals__, function.__name__
-                )  # with the registered kernels
+                # The global has the registered kernels.
+                self.follow_global(function.__globals__, function.__name__)
             return
         while path and not self._library.has(module):
             name, *path = path
@@ -366,10 +353,10 @@ class Slice:
             load: import the module, if possible.
         """
         full = found.full_name(scope.get("__package__"))
+        module = self._library.imported(full) if load else sys.modules.get(full)
         if self._library.has_module(full):
             self.record_version(full)
-        module = self._library.imported(full) if load else sys.modules.get(full)
-        if module is not None and not self._library.has(module):
+        elif module is not None:
             name = [found.attribute] if found.attribute else []
             if load and name and not hasattr(module, name[0]):
                 self._library.imported(f"{full}.{name[0]}")
@@ -389,10 +376,9 @@ class Slice:
         value: Any = scope.get(name)
         binding = [each for each in found if name in each.binds]
         nodes = [each.values.get(name) for each in binding]
-        calls = [x for x in nodes if isinstance(x, ast.Call)]
-        names = [modules.dotted(each.func).split(".") for each in calls]
-        callees = (functools.reduce(attribute, path, scope.get(root)) for root, *path in names)
-        is_marked = any(each is runtime_values.constant for each in callees)
+        callees = [modules.dotted(x.func).split(".") for x in nodes if isinstance(x, ast.Call)]
+        called = (functools.reduce(attribute, path, scope.get(root)) for root, *path in callees)
+        is_marked = any(each is runtime_values.constant for each in called)
         if type(value).__name__ == "constexpr":
             value = value.value
             nodes = [x.args[0] if isinstance(x, ast.Call) and x.args else None for x in nodes]
@@ -415,19 +401,16 @@ class Slice:
         else:
             self.source.bound[unique] = text
 
-    def _file(self, scope: Globals) -> File | None:
-        """Return the file of a module, unless it was edited after the import."""
+    def _file(self, scope: Globals) -> File:
+        """Return the file of a module; an empty file if it was edited after the import."""
         if id(scope) not in self._files:
             path = scope.get("__file__") or ""
             file = file_at(path, scope)
             codes = [x.__code__ for x in map(function_in, [*scope.values()]) if x is not None]
             # pytest rewrites the asserts of test modules: their bytecode differs from the file's.
             is_rewritten = type(scope.get("__loader__")).__module__.startswith("_pytest.")
-            if file and not (
-                is_rewritten or all(file.has(x) for x in codes if x.co_filename == path)
-            ):
-                file = None
-            self._files[id(scope)] = file
+            is_equal = is_rewritten or all(file.has(x) for x in codes if x.co_filename == path)
+            self._files[id(scope)] = file if is_equal else modules.EMPTY
         return self._files[id(scope)]
 
     def label(self, scope: Globals, name: str) -> str:
@@ -442,12 +425,12 @@ class Slice:
         return f"{relative or '.'}:{name}"
 
 
-def _file_of(function: types.FunctionType | None) -> File | None:
-    """Return the file of a function, if the file contains its code."""
+def _file_of(function: types.FunctionType | None) -> File:
+    """Return the file of a function; an empty file if the file does not contain its code."""
     if function is None:
-        return None
+        return modules.EMPTY
     file = file_at(function.__code__.co_filename, function.__globals__)
-    return file if file is not None and file.has(function.__code__) else None
+    return file if file.has(function.__code__) else modules.EMPTY
 
 
 def _module_name(scope: Globals) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from triton_dist._tuning.source.libraries import version_of
-from triton_dist._tuning.source.modules import File, file_at
+from triton_dist._tuning.source.modules import EMPTY, File, file_at
 
 
 def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
@@ -28,12 +28,12 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     files, found, unknown = _Files(module, function), dict[str, None](), []
     for label, value in recorded.items():
         module_part, _, name = label.rpartition(":")
-        file = None if value.startswith("bytecode ") else files.file_of(module_part)
+        file = EMPTY if value.startswith("bytecode ") else files.file_of(module_part)
         if label.startswith("library "):
             version = version_of(label.removeprefix("library "))
             if version and version != value:
                 found[f"source: {label} was {value}, is {version}"] = None
-        elif file is None:
+        elif not file.lines:
             unknown.append(label)
         else:
             found |= dict.fromkeys(files.changes(file, module_part, name, value.split()))
@@ -56,23 +56,19 @@ class _Files:
         else:
             self._function_module, file = module, self._file(module)
         # A package may import the function from the module that defines it.
-        while file is not None and file.imports.get(name):
+        while file.imports.get(name):
             found, spec = min(file.imports[name]), self._spec(self._function_module)
             self._function_module = found.full_name(spec.parent if spec else "")
             file, name = self._file(self._function_module), found.attribute
         self._function_file = file
 
-    def file_of(self, module_part: str) -> File | None:
-        """Return the file of the module in a label, or ``None``. Empty: the function's module."""
+    def file_of(self, module_part: str) -> File:
+        """Return the file of the module in a label; ``""``: the module of the function."""
         return self._file(self._full(module_part)) if module_part else self._function_file
 
     def _full(self, module_part: str) -> str:
-        top = self._function_module.partition(".")[0]
-        return (
-            f"{top}{module_part.rstrip('.')}"
-            if module_part.startswith(".")
-            else module_part or self._function_module
-        )
+        top = self._function_module.partition(".")[0] if module_part.startswith(".") else ""
+        return f"{top}{module_part.rstrip('.')}" or self._function_module
 
     @functools.cache  # noqa: B019
     def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:
@@ -83,10 +79,10 @@ class _Files:
         found = (each.find_spec(module, folders) for each in sys.meta_path)
         return next(filter(None, found), None)
 
-    def _file(self, module: str) -> File | None:
+    def _file(self, module: str) -> File:
         spec = self._spec(module)
         if spec is None or not spec.origin:
-            return None
+            return EMPTY
         return file_at(spec.origin, {"__name__": module, "__loader__": spec.loader})
 
     def changes(
@@ -97,13 +93,12 @@ class _Files:
         found = file.definitions(name) if is_inner else file.statements_of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if each.digest not in recorded]
-        for line in [each.line for each in file.definitions(self._function)] if new else ():
+        for tuned in file.definitions(self._function) if new else ():
             # ``source_of`` digests the tuned function without the tuner's decorators.
-            is_equal = file.without_tuner(line).digest in recorded
-            new = [x for x in new if not (is_equal and x.line <= line <= x.end)]
+            is_equal = file.without_tuner(tuned.line).digest in recorded
+            new = [x for x in new if not (is_equal and x.line <= tuned.line <= x.end)]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(module_part)}: a statement that sets {name} is gone"
-        for each in new if not is_inner or len(new) == len(now) else ():
-            line = each.shown_line
+        for line in [x.shown_line for x in new] if not is_inner or len(new) == len(now) else ():
             text = file.lines[line - 1].strip()
             yield f"source: {self._full(module_part)}:{line} changed: {text}"
