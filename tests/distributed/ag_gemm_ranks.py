@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.distributed.calls import DTYPES, NAN
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_calls import LAYOUTS, AllGatherGEMM, default_tiles, uniform
+from tests.distributed.op_ranks import few_programs
 from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
@@ -42,15 +43,13 @@ def every_schedule() -> int:
     method and each schedule has both."""
     calls = AllGatherGEMM(max_rows=37, columns=40, K=72)
     rows = itertools.cycle((5, 37, 1, 20))
-    for turn, method in enumerate(AllGatherMethod):
-        for number, (num_streams, num_chunks) in enumerate(SCHEDULES, turn):
-            calls(
-                next(rows),
-                method=method,
-                num_streams=num_streams,
-                num_chunks=num_chunks,
-                persistent=number % 2 == 0,
-            )
+    with few_programs(AllGatherGEMM):
+        for turn, method in enumerate(AllGatherMethod):
+            for number, (num_streams, num_chunks) in enumerate(SCHEDULES, turn):
+                calls(
+                    next(rows), method=method, num_streams=num_streams, num_chunks=num_chunks,
+                    persistent=number % 2 == 0,
+                )  # fmt: skip
     return calls.finish()
 
 

@@ -288,8 +288,9 @@ def ones(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch.T
 
 
 @compiled_ahead
-def every_size(world: int) -> int:
-    """Every way at sizes round multiples of the ranks and of row blocks."""
+def every_size() -> int:
+    """Use every algorithm at sizes near multiples of the ranks and of row blocks."""
+    world = dist.get_world_size()
     calls = GEMMAllReduce(max_rows=16 * world + 1, columns=40, K=24)
     sizes = (1, 3, 5, world, world + 1, 16 * world - 1, 16 * world, 16 * world + 1)
     for rows in sizes:

@@ -12,14 +12,12 @@ from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 
 
 def test_every_schedule_and_both_kernels(on_any):
-    # Room for the programs that send is enough, since others may be busy with other streams.
-    room = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"}
-    assert on_any(ag_gemm_ranks.every_schedule, env=room) == [16] * 3
+    assert set(on_any(ag_gemm_ranks.every_schedule)) == {16}
 
 
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
-def test_every_size_and_layout(on_two, dtype):
-    assert on_two(ag_gemm_ranks.every_operand, (dtype,)) == [24] * 2
+def test_every_size_and_layout(on_few, dtype):
+    assert set(on_few(ag_gemm_ranks.every_operand, (dtype,))) == {24}
 
 
 def test_tiles_that_are_cut_along_k(on_any):
@@ -48,17 +46,16 @@ def test_a_reset_lets_copies_go_on(on_ranks):
 
 
 def test_only_calls_out_of_turn_look_at_their_peers(on_any):
-    looks = on_any(ag_gemm_ranks.looks_at_peers)
-    assert looks == [ag_gemm_ranks.LOOKS] * 3
+    assert all(looks == ag_gemm_ranks.LOOKS for looks in on_any(ag_gemm_ranks.looks_at_peers))
 
 
-def test_calls_from_another_thread(on_two):
-    assert on_two(ag_gemm_ranks.from_another_thread) == [7] * 2
+def test_calls_from_another_thread(on_few):
+    assert set(on_few(ag_gemm_ranks.from_another_thread)) == {7}
 
 
 def test_transfer_and_consumer_apart(on_any):
     on_any(ag_gemm_ranks.consumer_alone)
 
 
-def test_one_row_with_any_stride(on_two):
-    on_two(ag_gemm_ranks.strides_of_one_row)
+def test_one_row_with_any_stride(on_few):
+    on_few(ag_gemm_ranks.strides_of_one_row)

@@ -9,14 +9,14 @@ from tests.distributed import ag_group_gemm_ranks as ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_size_and_layout(on_two, dtype):
+def test_every_size_and_layout(on_few, dtype):
     calls = len(ranks.LAYOUTS) * sum(len({sizes[0], 1}) for sizes in ranks.SIZES)
-    assert on_two(ranks.every_operand, dtype) == [calls] * 2
+    assert set(on_few(ranks.every_operand, dtype)) == {calls}
 
 
 def test_every_routing_and_way(on_any):
     calls = len(ranks.ROUTINGS) * len(ranks.DEFAULTS) // 2
-    assert on_any(ranks.every_routing) == [calls] * 3
+    assert set(on_any(ranks.every_routing)) == {calls}
 
 
 def test_a_call_takes_few_launches(on_two):

@@ -24,11 +24,11 @@ def test_tags_may_come_again(on_two, before):
 
 
 def test_odd_values_travel_as_they_are(on_any):
-    assert on_any(packet_ranks.odd_values) == [3] * 3
+    assert set(on_any(packet_ranks.odd_values)) == {3}
 
 
-def test_what_one_launch_cannot_take_goes_in_several(on_two):
-    assert on_two(packet_ranks.large, 150_000) == [3] * 2
+def test_what_one_launch_cannot_take_goes_in_several(on_few):
+    assert set(on_few(packet_ranks.large, 150_000)) == {3}
 
 
 def test_a_call_that_gives_up_says_whose_word_is_late(on_any):

@@ -14,8 +14,16 @@ import torch
 
 from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks, op_ranks
-from tests.distributed.calls import DTYPES
 from tests.distributed.gemm_calls import AllGatherGEMM
+from tests.distributed.test_ag_gemm import (  # noqa: F401
+    test_a_reset_lets_copies_go_on,
+    test_calls_from_another_thread,
+    test_every_schedule_and_both_kernels,
+    test_every_size_and_layout,
+    test_one_row_with_any_stride,
+    test_only_calls_out_of_turn_look_at_their_peers,
+    test_transfer_and_consumer_apart,
+)
 from tests.gpu.op_suite import GPUSlotSuite
 from tests.gpu.ranks import few_ranks
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, WARP_SPECIALIZED_SPLIT_K_TILES
@@ -26,16 +34,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 class TestAllGatherGEMM(GPUSlotSuite):
     kind = AllGatherGEMM
-
-
-def test_every_schedule_and_both_kernels(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.every_schedule)) == {16}
-
-
-@few_ranks
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_size_and_layout(on_gpus, dtype):
-    assert set(on_gpus(ag_gemm_ranks.every_operand, (dtype,))) == {24}
 
 
 @few_ranks
@@ -76,28 +74,6 @@ def test_specialized_warps_that_gave_up_leave_nothing_behind(on_gpus):
 def test_methods_of_libraries_alternate_with_ours(on_gpus):
     counts = on_gpus(op_ranks.library_alternating, AllGatherGEMM, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
-
-
-def test_only_calls_out_of_turn_look_at_their_peers(on_gpus):
-    for looks in on_gpus(ag_gemm_ranks.looks_at_peers):
-        assert looks == ag_gemm_ranks.LOOKS
-
-
-def test_a_reset_lets_copies_go_on(on_ranks):
-    assert on_ranks(4)(ag_gemm_ranks.copies_held_up) == [5] * 4
-
-
-@few_ranks
-@pytest.mark.parametrize(
-    "function",
-    [
-        ag_gemm_ranks.consumer_alone,
-        ag_gemm_ranks.strides_of_one_row,
-        ag_gemm_ranks.from_another_thread,
-    ],
-)
-def test_odd_uses(on_gpus, function):
-    on_gpus(function)
 
 
 @pytest.mark.parametrize("tune", [False, True])

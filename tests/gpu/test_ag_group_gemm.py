@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.distributed import ag_group_gemm_ranks as ranks
 from tests.distributed.group_gemm_calls import AllGatherGroupGEMM
+from tests.distributed.test_ag_group_gemm import (  # noqa: F401
+    test_every_routing_and_way,
+    test_every_size_and_layout,
+)
 from tests.gpu.op_suite import GPUSuite
 from tests.gpu.ranks import few_ranks
 
@@ -15,18 +18,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 class TestAllGatherGroupGEMM(GPUSuite):
     kind = AllGatherGroupGEMM
-
-
-@few_ranks
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_every_size_and_layout(on_gpus, dtype):
-    calls = len(ranks.LAYOUTS) * sum(len({sizes[0], 1}) for sizes in ranks.SIZES)
-    assert set(on_gpus(ranks.every_operand, dtype)) == {calls}
-
-
-def test_every_routing_and_way(on_gpus):
-    calls = len(ranks.ROUTINGS) * len(ranks.DEFAULTS) // 2
-    assert set(on_gpus(ranks.every_routing)) == {calls}
 
 
 def test_a_graph_serves_any_routing(on_gpus, rounds):

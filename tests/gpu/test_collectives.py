@@ -11,7 +11,11 @@ from tests.distributed.collective_calls import (
     AllReduce,
     ReduceScatter,
 )
-from tests.distributed.test_collectives import ALGORITHMS, EACH
+from tests.distributed.test_collectives import (  # noqa: F401
+    EACH,
+    test_in_place_and_in_several_launches,
+    test_nothing_old_is_read,
+)
 from tests.gpu.op_suite import GPUSlotSuite, GPUSuite
 from tests.gpu.ranks import few_ranks
 
@@ -44,16 +48,6 @@ def test_sizes_that_fill_gpu_and_links(on_gpus, alternate):
 
 def test_two_ranks_sum_more_in_one_shot(on_gpus):
     assert set(on_gpus(collective_ranks.large_in_one_shot, 15 << 20)) == {1}
-
-
-@few_ranks
-def test_in_place_and_in_several_launches(on_gpus):
-    assert set(on_gpus(collective_ranks.in_place_and_large)) == {4 * len(AllReduce.names) + 1}
-
-
-def test_nothing_old_is_read(on_gpus, rounds):
-    number = rounds(20)
-    assert set(on_gpus(collective_ranks.poisoned, number)) == {number * ALGORITHMS}
 
 
 def test_all_ranks_and_algorithms_give_the_same_bits(on_gpus, rounds):

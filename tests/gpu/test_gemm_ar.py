@@ -6,6 +6,11 @@ import pytest
 
 from tests.distributed import summed_gemm_ranks
 from tests.distributed.gemm_calls import GEMMAllReduce
+from tests.distributed.test_summed_gemm import (  # noqa: F401
+    test_a_result_without_a_copy_outlives_the_next_call,
+    test_any_number_of_rows,
+    test_every_rank_has_the_same_bits,
+)
 from tests.gpu.op_suite import GPUSummedGEMMSuite
 from tests.gpu.ranks import few_ranks
 
@@ -14,22 +19,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 class TestGEMMAllReduce(GPUSummedGEMMSuite):
     kind = GEMMAllReduce
-
-
-@few_ranks
-def test_any_number_of_rows(on_gpus):
-    assert set(on_gpus(summed_gemm_ranks.every_size, 4)) == {8 * len(GEMMAllReduce.tiled)}
-
-
-@few_ranks
-def test_every_rank_has_the_same_bits(on_gpus):
-    calls = 2 * len(GEMMAllReduce.algorithms)
-    assert set(on_gpus(summed_gemm_ranks.same_bits_on_all_ranks)) == {calls}
-
-
-@few_ranks
-def test_a_result_without_a_copy_outlives_the_next_call(on_gpus):
-    assert set(on_gpus(summed_gemm_ranks.borrowed_results)) == {7}
 
 
 @few_ranks

@@ -8,6 +8,10 @@ import re
 import pytest
 
 from tests.distributed import packet_ranks
+from tests.distributed.test_packets import (  # noqa: F401
+    test_odd_values_travel_as_they_are,
+    test_what_one_launch_cannot_take_goes_in_several,
+)
 from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
@@ -23,15 +27,6 @@ def test_no_word_is_left_behind(on_gpus, alternate):
 @pytest.mark.parametrize("before", [2**31 - 3, 2**32 - 3, 2**40 - 3])
 def test_tags_may_come_again(on_gpus, before):
     assert set(on_gpus(packet_ranks.tags_come_again, before)) == {6}
-
-
-def test_odd_values_travel_as_they_are(on_gpus):
-    assert set(on_gpus(packet_ranks.odd_values)) == {3}
-
-
-@few_ranks
-def test_what_one_launch_cannot_take_goes_in_several(on_gpus):
-    assert set(on_gpus(packet_ranks.large, 150_000)) == {3}
 
 
 def test_a_call_that_gives_up_says_whose_word_is_late(on_gpus):
