@@ -39,18 +39,6 @@ def winner(plan, configs):
     return min(medians, key=medians.get)
 
 
-def test_in_turn():
-    plan = OrderedPlan(candidates(2), warmup=2, repeat=1)
-    assert run(plan, float) == [
-        (0, False),
-        (0, False),
-        (0, True),
-        (1, False),
-        (1, False),
-        (1, True),
-    ]
-
-
 def test_a_config_that_fails_is_left_out():
     configs = candidates(3)
     plan = OrderedPlan(configs, warmup=1, repeat=2)

@@ -79,6 +79,8 @@ class Calls(ABC):
     """Calls of rank 0 alone."""
     overdue: ClassVar[Sequence[str]]
     """Flag that does not arrive in each call of ``gives_up``, without the number of the slot."""
+    same_on_gpus: ClassVar[bool] = False
+    """Whether compiled kernels report the same flags."""
 
     def __init__(
         self, ctx: Any, dtype: torch.dtype, group: dist.ProcessGroup | None, rtol: float

@@ -198,6 +198,7 @@ class SummedGEMM(GEMMCalls):
     create: ClassVar[Callable[..., Any]]
     poisoned: ClassVar[tuple[str, ...]]
     """Regions of a slot that hold NaN at first."""
+    same_on_gpus = True
 
     tiled: ClassVar[Sequence[Options]]
     """Algorithms that give the same bits, in any context."""

@@ -18,8 +18,8 @@ LOADS = {op: dataclasses.replace(LOAD, op=op) for op in overlap_stress.OPS}
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_random_calls(spawn_ranks, load):
-    results = spawn_ranks(4, overlap_stress.random_calls, load, timeout=200)
+def test_random_calls(on_ranks, load):
+    results = on_ranks(4)(overlap_stress.random_calls, load)
     assert summarise(results, LOAD.calls) == ""
 
 

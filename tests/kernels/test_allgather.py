@@ -62,10 +62,10 @@ def gather_by_every_schedule():
     return numbers
 
 
-def test_every_shard_arrives_in_every_schedule(spawn_ranks):
+def test_every_shard_arrives_in_every_schedule(on_ranks):
     # Two slots in turn: each epoch is seen twice.
     epochs = [1 + number // 2 for number in range(2 * len(SCHEDULES))]
-    assert spawn_ranks(3, gather_by_every_schedule) == [epochs] * 3
+    assert on_ranks(3)(gather_by_every_schedule) == [epochs] * 3
 
 
 def fail_then_start_again(method):
@@ -94,8 +94,8 @@ def fail_then_start_again(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_reset_brings_all_ranks_back_to_one_state(spawn_ranks, method):
-    spawn_ranks(2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
+def test_a_reset_brings_all_ranks_back_to_one_state(on_ranks, method):
+    on_ranks(2)(fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
 
 
 def counting_waits():
@@ -193,8 +193,8 @@ def released_copies():
     return seconds
 
 
-def test_copies_that_would_be_handed_on_are_released(spawn_ranks):
-    assert max(spawn_ranks(4, released_copies)) < 10
+def test_copies_that_would_be_handed_on_are_released(on_ranks):
+    assert max(on_ranks(4)(released_copies)) < 10
 
 
 def test_a_freed_buffer_has_nothing_to_say():

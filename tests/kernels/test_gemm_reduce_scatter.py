@@ -45,13 +45,6 @@ def test_a_world_of_one_is_a_plain_product():
     assert calls.finish() == len(calls.algorithms) * len(LAYOUTS) + 5
 
 
-def test_one_element():
-    calls = GEMMReduceScatter(max_rows=1, columns=1, K=1, dtype=torch.float32)
-    calls(1)
-    calls(1, persistent=False, algorithm="copy_engine")
-    assert calls.finish() == 2
-
-
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
     assert first["persistent"] is current_device().prefers_descriptors

@@ -101,8 +101,8 @@ def push_round_the_ring(rounds):
     return len(received)
 
 
-def test_data_is_there_when_its_flag_is(spawn_ranks):
-    assert spawn_ranks(3, push_round_the_ring, 10) == [10] * 3
+def test_data_is_there_when_its_flag_is(on_ranks):
+    assert on_ranks(3)(push_round_the_ring, 10) == [10] * 3
 
 
 def count_up():
@@ -119,8 +119,8 @@ def count_up():
         return int(flags.local[0])
 
 
-def test_additions_of_several_ranks_add_up(spawn_ranks):
-    assert spawn_ranks(3, count_up) == [150, 0, 0]
+def test_additions_of_several_ranks_add_up(on_ranks):
+    assert on_ranks(3)(count_up) == [150, 0, 0]
 
 
 def set_late(seconds, value):
@@ -139,8 +139,8 @@ def set_late(seconds, value):
 
 
 @pytest.mark.parametrize("value", [3, 4])
-def test_a_kernel_waits_inside_until_a_peer_sets_the_flag(spawn_ranks, value):
-    waited, _ = spawn_ranks(2, set_late, 0.3, value)
+def test_a_kernel_waits_inside_until_a_peer_sets_the_flag(on_ranks, value):
+    waited, _ = on_ranks(2)(set_late, 0.3, value)
     assert 0.25 < waited < 5
 
 
@@ -157,8 +157,8 @@ def wait_in_vain(value):
     return fields, str(error), time.monotonic() - begin
 
 
-def test_an_overdue_wait_says_who_waits_for_what(spawn_ranks):
-    for rank, (fields, message, waited) in enumerate(spawn_ranks(2, wait_in_vain, 3, env=SHORT)):
+def test_an_overdue_wait_says_who_waits_for_what(on_ranks):
+    for rank, (fields, message, waited) in enumerate(on_ranks(2)(wait_in_vain, 3, env=SHORT)):
         assert fields == (rank, "signals.flags[3]", 3, 2)
         # All programs of the grid wait; which is the first to give up, the machine decides.
         waits = rf"rank {rank}, program \([01], [012], 0\): waited 0\.5 s for flag"
@@ -244,8 +244,8 @@ def all_broadcast_all():
         return total, int(flags.local[2]), int(flags.local.count_nonzero())
 
 
-def test_all_ranks_are_told_at_once(spawn_ranks):
-    for total, last, count in spawn_ranks(3, all_broadcast_all):
+def test_all_ranks_are_told_at_once(on_ranks):
+    for total, last, count in on_ranks(3)(all_broadcast_all):
         assert total == 5 + 6 + 7
         assert last in (5, 6, 7)
         assert count == 1
