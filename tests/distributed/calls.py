@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, TypeAlias
 from unittest import mock
 
@@ -116,6 +116,11 @@ class Calls(ABC):
     @abstractmethod
     def in_group(cls, number: int, group: dist.ProcessGroup) -> Calls:
         """Create a context of group ``number`` for calls of up to 5 rows."""
+
+    @classmethod
+    def few_configs(cls) -> AbstractContextManager[None]:
+        """Context manager for quick tunings."""
+        return some_configs(cls.op)
 
     @classmethod
     @abstractmethod

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.distributed.calls import NAN, Calls, Options, some_configs
+from tests.distributed.calls import NAN, Calls, Options
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_calls import GEMMCalls
 from triton_dist.errors import WaitTimeout
@@ -73,7 +73,7 @@ def tuned(kind: Kind) -> tuple[int, int]:
     """Make tuned calls; return the number of tunings and of calls."""
     before = kind.op.tuning_count
     calls = kind.first()
-    with some_configs(kind.op):
+    with kind.few_configs():
         for _ in range(3):
             for arguments in kind.tuned_calls:
                 calls(op=kind.op, **arguments)
@@ -89,7 +89,7 @@ def in_groups(kinds: Sequence[Kind], members: Sequence[Sequence[int]], tune: boo
         calls = kind.in_group(mine, groups[mine])
         for number in range(5 + mine):  # groups are not in step
             if tune:
-                with some_configs(kind.op):
+                with kind.few_configs():
                     calls(5 + mine, op=kind.op, autotune_pg=groups[mine])
             else:
                 calls(1 + number % 5, **kind.in_sequence(number, is_second=True))

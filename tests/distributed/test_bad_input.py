@@ -8,8 +8,8 @@ from tests.distributed.bad_input_ranks import K
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "2"}
 
 
-def test_one_rank_that_differs_is_an_error_on_all(on_any):
-    by_rank = on_any(bad_input_ranks.one_rank_differs, env=LIMITS)
+def test_one_rank_that_differs_is_an_error_on_all(spawn_ranks):
+    by_rank = spawn_ranks(3, bad_input_ranks.one_rank_differs, env=LIMITS)
     for rank, seen in enumerate(by_rank):
         max_m, k, dtype, a_dtype, rows, layout, local_copy = seen
         own_fault = "InvalidArgument" if rank == 1 else "RankDisagreement"
@@ -22,15 +22,15 @@ def test_one_rank_that_differs_is_an_error_on_all(on_any):
             assert "  rank 1: " in message
 
 
-def test_a_rank_that_does_not_come_is_named_in_time(on_two):
+def test_a_rank_that_does_not_come_is_named_in_time(spawn_ranks):
     limits = LIMITS | {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "1"}
-    first, _ = on_two(bad_input_ranks.one_rank_does_not_come, env=limits)
+    first, _ = spawn_ranks(2, bad_input_ranks.one_rank_does_not_come, env=limits)
     assert 0.9 < first < 20  # and not the minute that there is by default
 
 
-def test_too_little_shared_memory_says_how_much_is_missing(on_any):
+def test_too_little_shared_memory_says_how_much_is_missing(spawn_ranks):
     needed_at_least = 2**40 * 3 * K * 2
-    for kind, needed, available, message in on_any(bad_input_ranks.too_large):
+    for kind, needed, available, message in spawn_ranks(3, bad_input_ranks.too_large):
         assert kind == "SymmetricMemoryFull"
         assert needed >= needed_at_least
         assert 0 < available < needed
@@ -38,7 +38,7 @@ def test_too_little_shared_memory_says_how_much_is_missing(on_any):
         assert "/dev/shm" in message
 
 
-def test_too_little_shared_memory_on_one_rank_is_an_error_on_all(on_two):
-    for message in on_two(bad_input_ranks.full_on_one_rank):
+def test_too_little_shared_memory_on_one_rank_is_an_error_on_all(spawn_ranks):
+    for message in spawn_ranks(2, bad_input_ranks.full_on_one_rank):
         assert message.startswith("SymmetricMemoryFull: ag_gemm, rank 1, /dev/shm: ")
         assert "123 bytes are available" in message
