@@ -2,12 +2,16 @@
 
 Numbers are sorted, so neighbours on the grid are similar. Other values keep the order of the space.
 A grid has holes: points without a candidate.
+
+:class:`GridProposer` has the common parts of searches that choose points of a grid.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,10 @@ Numbers = Any
 """A numpy array."""
 _DRAWS = 20
 """Maximum number of draws for each requested point; ``where`` may reject most of them."""
+_MAX_DRAWS = 50
+"""Maximum number of draws of random candidates; ``prune_fn`` may reject most."""
+NUM_RANDOM_FIRST = 20
+"""Random candidates at the beginning of a search."""
 
 
 class Grid(ABC):
@@ -162,6 +170,67 @@ class UnlistedGrid(Grid):
         places = dict(zip(self._varying_names, point, strict=True))
         own = dict(zip(self._varying_names, self._places, strict=True))
         return tuple(own[name][places[name]] if name in own else 0 for name in self._product.values)
+
+
+class GridProposer(ABC):
+    """Proposer of points of a grid: first random ones. Proposes each config at most once.
+
+    Args:
+        batch_size: number of configs chosen at a time, if they are compiled ahead.
+        seed: seed of all random numbers.
+    """
+
+    is_user_defined = False
+
+    def __init__(self, candidates: Candidates, batch_size: int = 1, seed: int = 0) -> None:
+        self._grid, self._batch_size = Grid.of(candidates), batch_size
+        self._generator = np.random.default_rng(seed)
+        self._used: set[Point] = set()
+        """Points that were proposed or measured, or are not candidates."""
+        self._queue: deque[tuple[Point, Config]] = deque()
+        self._to_compile: list[Config] = []
+        self._has_proposed = False
+
+    def ask(self) -> Config | None:
+        self._propose_first()
+        self._refill()
+        return self._queue.popleft()[1] if self._queue else None
+
+    @abstractmethod
+    def tell(self, config: Config, milliseconds: float) -> None: ...
+
+    def ahead(self) -> Sequence[Config]:
+        self._propose_first()
+        new, self._to_compile = self._to_compile, []
+        return new
+
+    @abstractmethod
+    def _refill(self) -> None:
+        """Add proposals if too few are in the queue."""
+
+    def _propose_first(self) -> None:
+        if not self._has_proposed:
+            self._has_proposed = True
+            self._add_proposals(list(itertools.islice(self._random_candidates(), NUM_RANDOM_FIRST)))
+
+    def _add_proposals(self, proposals: Sequence[tuple[Point, Config]]) -> None:
+        """Make proposals available to :meth:`ask` and :meth:`ahead`."""
+        self._queue += proposals
+        self._to_compile += [config for _, config in proposals]
+
+    def _random_candidates(self) -> Iterator[tuple[Point, Config]]:
+        for _ in range(_MAX_DRAWS):
+            points = self._grid.random_points(self._generator, NUM_RANDOM_FIRST)
+            yield from self._new_candidates(points)
+
+    def _new_candidates(self, points: Iterable[Point]) -> Iterator[tuple[Point, Config]]:
+        """Yield the candidates at ``points`` that were not proposed."""
+        for point in points:
+            if point not in self._used:
+                self._used.add(point)
+                config = self._grid.config(point) if self._grid.has(point) else None
+                if config is not None:
+                    yield point, config
 
 
 def _ranks(texts: Sequence[str]) -> tuple[dict[str, int], bool]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from triton_dist._tuning.search.grid import Grid
+from triton_dist._tuning.search.grid import GridProposer
 from triton_dist._tuning.values import Candidates, Config, Point
 
 Numbers = Any
@@ -160,8 +159,6 @@ def expected_improvement(mean: Numbers, deviation: Numbers, best: float) -> Numb
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))
 
 
-NUM_RANDOM_FIRST = 20
-"""Random candidates at the beginning."""
 DESCENT_EVERY = 3
 """Every third choice is a neighbour of the fastest config."""
 NUM_FASTEST, MAX_NEIGHBOUR_STEPS = 4, 16
@@ -170,43 +167,19 @@ value may be far, for example the next multiple of a power of two."""
 NUM_PAIRS, NUM_RANDOM = 150, 150
 """Numbers of further configs considered for each choice: configs that differ from one of the
 fastest in two parameters, and random configs."""
-_MAX_DRAWS = 50
-"""Maximum number of draws of the first candidates; ``prune_fn`` may reject most."""
 
 
-class Surrogate:
-    """Proposer that uses :class:`Model`; proposes each config at most once.
-
-    Args:
-        batch_size: number of configs chosen at a time.
-        seed: seed of the random generator.
-    """
-
-    is_user_defined = False
+class Surrogate(GridProposer):
+    """Proposer that uses :class:`Model`."""
 
     def __init__(self, candidates: Candidates, batch_size: int = 1, seed: int = 0) -> None:
-        self._grid, self._batch_size = Grid.of(candidates), batch_size
+        super().__init__(candidates, batch_size, seed)
         # Compile one batch while another is measured; else choose with all times known.
         self._max_pending = 2 * batch_size if batch_size > 1 else 1
-        self._generator = np.random.default_rng(seed)
         self._model = Model(self._grid.sizes, self._grid.ordered)
         self._times: dict[Point, float] = {}
-        self._used: set[Point] = set()
-        """Points that were chosen, or are not candidates."""
-        self._queue: deque[tuple[Point, Config]] = deque()
         self._next_batch: list[tuple[Point, Config]] = []
-        self._to_compile: list[Config] = []
-        self._turn = 0
-
-    def ask(self) -> Config | None:
-        if not self._turn:
-            self._propose_first()
-        elif len(self._queue) + len(self._next_batch) < self._max_pending:
-            self._turn += 1
-            self._next_batch += self._choose()
-            if len(self._next_batch) >= self._batch_size or not self._queue:
-                self._publish_batch()
-        return self._queue.popleft()[1] if self._queue else None
+        self._turn = 1
 
     def tell(self, config: Config, milliseconds: float) -> None:
         point = self._grid.point(config)
@@ -214,41 +187,14 @@ class Surrogate:
             self._used.add(point)
             self._times[point] = milliseconds
 
-    def ahead(self) -> Sequence[Config]:
-        if not self._turn:
-            self._propose_first()
-        new, self._to_compile = self._to_compile, []
-        return new
-
-    def _propose_first(self) -> None:
-        self._turn = 1
-        draws = (
-            self._grid.random_points(self._generator, NUM_RANDOM_FIRST) for _ in range(_MAX_DRAWS)
-        )
-        for point in itertools.chain.from_iterable(draws):
-            self._next_batch += self._take(point)
-            if len(self._next_batch) >= NUM_RANDOM_FIRST:
-                break
-        self._publish_batch()
-
-    def _publish_batch(self) -> None:
-        """Make the next batch available to :meth:`ask` and :meth:`ahead`."""
-        self._to_compile += [config for _, config in self._next_batch]
-        self._queue.extend(self._next_batch)
-        self._next_batch = []
-
-    def _take(self, point: Point) -> list[tuple[Point, Config]]:
-        """Return a list with the candidate at ``point``; empty without one, or if it was chosen."""
-        if point in self._used:
-            return []
-        self._used.add(point)
-        config = self._grid.config(point)
-        return [] if config is None else [(point, config)]
-
-    def _choose(self) -> list[tuple[Point, Config]]:
-        """Return a list with the most promising candidate; empty if no candidate is left."""
-        found = (taken for point in self._ranked_points() if (taken := self._take(point)))
-        return next(found, [])
+    def _refill(self) -> None:
+        if len(self._queue) + len(self._next_batch) < self._max_pending:
+            self._turn += 1
+            # Add the most promising candidate, if any is left.
+            self._next_batch += itertools.islice(self._new_candidates(self._ranked_points()), 1)
+            if len(self._next_batch) >= self._batch_size or not self._queue:
+                self._add_proposals(self._next_batch)
+                self._next_batch = []
 
     def _ranked_points(self) -> Iterator[Point]:
         """Yield untried points, the most promising first."""

@@ -14,17 +14,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from triton_dist._tuning.search.grid import Grid
+from triton_dist._tuning.search.grid import NUM_RANDOM_FIRST, GridProposer
 from triton_dist._tuning.values import Candidates, Config, Point
 
-NUM_RANDOM_FIRST = 20
-"""Random candidates at the beginning."""
 MAX_NEIGHBOUR_STEPS = 16
 """Steps to the farthest neighbour in an ordered parameter. The next good value may be far, for
 example the next multiple of a power of two."""
@@ -35,25 +29,15 @@ _MAX_CATEGORIES = 32
 category, because kernels are often fast at isolated values."""
 _MAX_ATTEMPTS = 200
 """Consecutive proposals without a new candidate after which the search ends."""
-_MAX_DRAWS = 50
-"""Maximum number of draws of random candidates; ``prune_fn`` may reject most."""
 
 
-class Tpe:
-    """Proposer that uses Optuna's ``TPESampler``; proposes each config at most once.
-
-    Args:
-        batch_size: number of configs proposed at a time, if they are compiled ahead.
-        seed: seed of all random numbers.
-    """
-
-    is_user_defined = False
+class Tpe(GridProposer):
+    """Proposer that uses Optuna's ``TPESampler``."""
 
     def __init__(self, candidates: Candidates, batch_size: int = 1, seed: int = 0) -> None:
         import optuna
 
-        self._grid, self._batch_size = Grid.of(candidates), batch_size
-        self._generator = np.random.default_rng(seed)
+        super().__init__(candidates, batch_size, seed)
         self._states, self._create_trial = optuna.trial.TrialState, optuna.trial.create_trial
         types, sizes = optuna.distributions, zip(self._grid.sizes, self._grid.ordered, strict=True)
         self._axes = {
@@ -77,19 +61,7 @@ class Tpe:
             optuna.logging.set_verbosity(verbosity)
         self._trials: dict[Point, Any] = {}
         """Proposed trials whose outcome is unknown."""
-        self._used: set[Point] = set()
-        """Points that were proposed or measured, or are not candidates."""
-        self._queue: deque[Config] = deque()
-        self._to_compile: list[Config] = []
         self._duplicates = 0
-        self._has_proposed = False
-
-    def ask(self) -> Config | None:
-        self._propose_first()
-        if len(self._queue) < self._batch_size:
-            new = (self._new_proposal() for _ in range(self._batch_size))
-            self._add_proposals([config for config in new if config is not None])
-        return self._queue.popleft() if self._queue else None
 
     def tell(self, config: Config, milliseconds: float) -> None:
         point = self._grid.point(config)
@@ -112,29 +84,20 @@ class Tpe:
             )
         )
 
-    def ahead(self) -> Sequence[Config]:
-        self._propose_first()
-        new, self._to_compile = self._to_compile, []
-        return new
+    def _refill(self) -> None:
+        if len(self._queue) < self._batch_size:
+            new = (self._new_proposal() for _ in range(self._batch_size))
+            self._add_proposals([proposal for proposal in new if proposal is not None])
 
-    def _propose_first(self) -> None:
-        if not self._has_proposed:
-            self._has_proposed = True
-            self._add_proposals(list(itertools.islice(self._random_candidates(), NUM_RANDOM_FIRST)))
-
-    def _add_proposals(self, configs: Sequence[Config]) -> None:
-        self._queue += configs
-        self._to_compile += configs
-
-    def _new_proposal(self) -> Config | None:
+    def _new_proposal(self) -> tuple[Point, Config] | None:
         """Return a new candidate, or ``None`` if none was found."""
         for _ in range(_MAX_ATTEMPTS):
             trial = self._study.ask(self._axes)
             point = tuple(trial.params[name] for name in self._axes)
             if point not in self._used:
-                if (config := self._new_candidate(point)) is not None:
+                if (proposal := next(self._new_candidates([point]), None)) is not None:
                     self._trials[point] = trial
-                    return config
+                    return proposal
                 self._study.tell(trial, state=self._states.PRUNED)
                 continue
             # Leave this trial out of the densities: the config already counts once.
@@ -145,21 +108,6 @@ class Tpe:
             replacements = self._new_candidates(near)
             if self._duplicates % RANDOM_EVERY == 0:
                 replacements = itertools.chain(self._random_candidates(), replacements)
-            if (config := next(replacements, None)) is not None:
-                return config
+            if (proposal := next(replacements, None)) is not None:
+                return proposal
         return None
-
-    def _random_candidates(self) -> Iterator[Config]:
-        for _ in range(_MAX_DRAWS):
-            points = self._grid.random_points(self._generator, NUM_RANDOM_FIRST)
-            yield from self._new_candidates(points)
-
-    def _new_candidates(self, points: Iterable[Point]) -> Iterator[Config]:
-        return (each for each in map(self._new_candidate, points) if each is not None)
-
-    def _new_candidate(self, point: Point) -> Config | None:
-        """Return the candidate at ``point``; ``None`` if there is none or it was proposed."""
-        if point in self._used:
-            return None
-        self._used.add(point)
-        return self._grid.config(point) if self._grid.has(point) else None
