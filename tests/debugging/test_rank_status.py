@@ -17,7 +17,7 @@ import pytest
 
 from tests.debugging import bugs
 from tests.docs.markdown import DOCS, blocks
-from tests.docs.outputs import check_output
+from tests.docs.run_blocks import check_output
 from triton_dist.cli.main import main
 from triton_dist.debugging import rank_status
 from triton_dist.debugging.rank_status import folder_of

@@ -1,7 +1,8 @@
-"""Running code blocks, in the process that they are given."""
+"""Run code blocks in the process that calls, and compare what they print."""
 
 from __future__ import annotations
 
+import doctest
 import io
 import os
 import runpy
@@ -10,6 +11,10 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import Block
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
@@ -65,3 +70,13 @@ def _run(path: str, *arguments: str) -> None:
 def _shown() -> Iterator[io.StringIO]:
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
         yield output
+
+
+def check_output(block: Block, printed: str) -> None:
+    """Compare with the page's ``text output``, if it has one; ``...`` stands for anything."""
+    if block.expected is None:
+        return
+    checker, example = doctest.OutputChecker(), doctest.Example(block.text, block.expected)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if not checker.check_output(block.expected, printed, flags):
+        pytest.fail(f"{block.id}\n{checker.output_difference(example, printed, flags)}")

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import ROOT, Block, all_blocks, blocks, name, pages
-from tests.docs.outputs import check_output
-from tests.docs.run_blocks import run_page
+from tests.docs.run_blocks import check_output, run_page
 
 
 def parts(page: Path) -> list[Block]:

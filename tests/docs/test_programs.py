@@ -16,8 +16,7 @@ import pytest
 
 from tests.docs.conftest import environment_of_scripts_python
 from tests.docs.markdown import ROOT, Block, all_blocks, name, prose
-from tests.docs.outputs import check_output
-from tests.docs.run_blocks import run_program
+from tests.docs.run_blocks import check_output, run_program
 from triton_dist.testing.rank_pool import RankPool
 
 PYTHON = all_blocks("python")

@@ -47,7 +47,7 @@ MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 STORE = ("tests/tuning/test_store.py",)
 RUNNER = ("tests/compile/test_runner.py",)
 MEETINGS = ("tests/tuning",)
-VARIED = ("tests/tuning/test_varied.py",)
+VARIED = ("tests/tuning/test_measure.py",)
 
 
 class Mutant(NamedTuple):

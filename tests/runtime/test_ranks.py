@@ -3,20 +3,26 @@ results, and errors when a rank is missing or raises."""
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.runtime import group_ranks
 from tests.tuning.fakes import in_threads
 from triton_dist.errors import InvalidArgument, RankDisagreement, RanksFailed, RankTimeout
+from triton_dist.runtime import symmetric
 from triton_dist.runtime.ranks import (
     ProcessGroupRanks,
     SoloRank,
@@ -222,9 +228,7 @@ def test_an_unknown_scope_is_refused():
 
 def test_a_mesh_is_a_group_and_other_values_are_refused(spawn_ranks):
     expected = "a process group that this rank belongs to, a 1-D DeviceMesh of one, or None"
-    for gathered, size, same, shared, *errors in spawn_ranks(
-        2, group_ranks.meshes_and_other_values
-    ):
+    for gathered, size, same, shared, *errors in spawn_ranks(2, meshes_and_other_values):
         assert (gathered, size, same, shared) == ([0, 1], 2, True, 2)
         assert len(errors) == 4
         assert all(error.startswith("group_for: group is ") for error in errors)
@@ -232,13 +236,13 @@ def test_a_mesh_is_a_group_and_other_values_are_refused(spawn_ranks):
 
 
 def test_a_world_that_is_initialised_anew_is_another_group(spawn_ranks):
-    worlds = spawn_ranks(2, group_ranks.a_world_after_another)
+    worlds = spawn_ranks(2, a_world_after_another)
     assert worlds == [[True, False, True, False]] * 2
 
 
 def test_a_store_that_ended_with_rank_0_is_said(spawn_ranks):
     with pytest.raises(RanksFailed) as failed:
-        spawn_ranks(2, group_ranks.the_store_ends_with_rank_0)
+        spawn_ranks(2, the_store_ends_with_rank_0)
     message = failed.value.by_rank[1].message
     assert "rank(s) 0 did not arrive" in message
     assert "rank 0, which serves the store, ended or cannot be reached (" in message
@@ -246,8 +250,8 @@ def test_a_store_that_ended_with_rank_0_is_said(spawn_ranks):
 
 
 def test_groups_without_other_ranks():
-    assert group_ranks.fake_backend()
-    assert group_ranks.store_in_python() == [7]
+    assert fake_backend()
+    assert store_in_python() == [7]
 
 
 LIMIT = 20.0
@@ -433,3 +437,112 @@ def test_a_rank_of_the_world_is_a_number():
         "rank 3 (host a, local rank 1), 3 (host a, local rank 1), [3]"
     )
     assert {rank: "x"} == {3: "x"}
+
+
+def meshes_and_other_values() -> list[Any]:
+    """A mesh of one dimension is its group; what is no group is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    seen: list[Any] = [group_for(mesh).all_gather("mesh", dist.get_rank())]
+    seen.append(group_for(square["b"]).size)
+    seen.append(group_for(mesh) is group_for(mesh.get_group()))
+    with symmetric.allocate("test", {"x": ((1,), torch.int32)}, mesh) as memory:
+        seen.append(len(memory["x"].peers))
+    for wrong in (square, [0, 1], "0", 3):
+        try:
+            group_for(wrong)  # type: ignore[arg-type]
+        except InvalidArgument as error:
+            seen.append(str(error))
+    return seen
+
+
+def a_world_after_another() -> list[bool]:
+    """The second has ranks of its own, which meet from the beginning. Threads and connections of
+    the first one end with it: nobody keeps its process group."""
+    first, process_group = group_for(), weakref.ref(dist.group.WORLD)
+    first.barrier("first")
+    first.channel("op").first_all_gather("word", 1)
+    current = [first.is_current()]
+    enter_world_of_own_store()
+    assert process_group() is None
+    second = group_for()
+    assert second.channel("op").first_all_gather("word", dist.get_rank()) == [0, 1]
+    seen = [*current, first.is_current(), second.is_current(), first is second]
+    dist.barrier()  # rank 0 serves the store
+    return seen
+
+
+def enter_world_of_own_store() -> None:
+    """Instead of the present one; rank 0 serves the store, and no launcher."""
+    rank, size, port = dist.get_rank(), dist.get_world_size(), [0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = [free.getsockname()[1]]
+        dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    address = f"tcp://127.0.0.1:{port[0]}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+
+
+def the_store_ends_with_rank_0() -> None:
+    enter_world_of_own_store()
+    ranks = group_for()
+    ranks.barrier("both are here")
+    if ranks.rank == 0:
+        os._exit(0)
+    time.sleep(0.5)
+    ranks.barrier("rank 0 is gone")
+
+
+class PythonStore(dist.Store):
+    """A store as a user may write one: no ``clone``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self.entries[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.entries[key]
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        if key not in self.entries:
+            self.set(key, desired)
+        return self.entries[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.entries for key in keys)
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def add(self, key: str, amount: int) -> int:
+        self.entries[key] = str(int(self.entries.get(key, b"0")) + amount).encode()
+        return int(self.entries[key])
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+
+def fake_backend() -> bool:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        return isinstance(group_for(), SoloRank)
+    finally:
+        dist.destroy_process_group()
+
+
+def store_in_python() -> list[int]:
+    store = PythonStore()  # torch does not keep it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ranks = group_for()
+        for _ in range(3):
+            ranks.channel("op").first_all_gather("word", 1)
+        ranks.channel("op").abort("in vain")
+        return ranks.channel("op").first_all_gather("word", 7)
+    finally:
+        dist.destroy_process_group()
