@@ -25,7 +25,7 @@ test:
 # separate environment. `TESTS=` runs the whole suite.
 versions = $(patsubst constraints/triton-%.txt,%,$(wildcard constraints/triton-*.txt))
 versions: TESTS = tests/compile/test_runner.py tests/compile/test_packs.py tests/compile/test_compile_only.py \
-	tests/tuning/test_archives.py tests/tuning/test_packs.py tests/runtime/test_triton_compat.py
+	tests/tuning/test_packs.py tests/runtime/test_triton_compat.py
 versions:
 	@failed=; for version in $(versions); do \
 		TRITON_VERSION=$$version bash scripts/test.sh $(TESTS) || failed="$$failed $$version"; \

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuning.test_archives import MM, STUB, contents, kernel
-from tests.tuning.test_packs import one
+from tests.tuning.test_packs import MM, STUB, contents, kernel, one
 from triton_dist import _archive, knobs
 from triton_dist._archive import Contents, Pack
 from triton_dist._tuning.store.layout import with_checksum
