@@ -111,32 +111,29 @@ def test_a_region_that_is_none_is_refused(asked):
         symmetric.allocate("odd", {"y": ((1,), torch.int8), "x": asked})
 
 
-def ask_for_something_else(what):
-    odd = dist.get_rank() == 1
-    name, shape, dtype = "test", (4, 4), torch.int32
-    if what == "name":
-        name = "other" if odd else name
-    elif what == "shape":
-        shape = (4, 5) if odd else shape
-    elif what == "dtype":
-        dtype = torch.float32 if odd else dtype
-    with pytest.raises(RankDisagreement) as disagreement:
-        symmetric.allocate(name, {"region": (shape, dtype)})
+USUAL = ("test", (4, 4), torch.int32)
+OTHERS = (("other", *USUAL[1:]), ("test", (4, 5), torch.int32), ("test", (4, 4), torch.float32))
+
+
+def ask_for_something_else():
+    """Rank 1 asks for another name, shape or dtype; what each error says, by rank."""
+    seen = []
+    for other in OTHERS:
+        name, shape, dtype = other if dist.get_rank() == 1 else USUAL
+        with pytest.raises(RankDisagreement) as disagreement:
+            symmetric.allocate(name, {"region": (shape, dtype)})
+        seen.append(disagreement.value.by_rank)
     symmetric.allocate("then", {"region": ((4, 4), torch.int32)}).free()
-    return disagreement.value.by_rank
+    return seen
 
 
 @exact_memory
-@pytest.mark.parametrize("what", ["name", "shape", "dtype"])
-def test_different_regions_are_an_error_on_every_rank(spawn_ranks, what):
-    other = {
-        "name": "other: region [4, 4] torch.int32",
-        "shape": "test: region [4, 5] torch.int32",
-        "dtype": "test: region [4, 4] torch.float32",
-    }
-    same = "test: region [4, 4] torch.int32"
-    by_rank = {0: same, 1: other[what], 2: same}
-    assert spawn_ranks(3, ask_for_something_else, what) == [by_rank] * 3
+def test_different_regions_are_an_error_on_every_rank(spawn_ranks):
+    usual, *others = (
+        f"{name}: region {list(shape)} {dtype}" for name, shape, dtype in (USUAL, *OTHERS)
+    )
+    by_rank = [{0: usual, 1: other, 2: usual} for other in others]
+    assert spawn_ranks(3, ask_for_something_else) == [by_rank] * 3
 
 
 def ask_for_too_much():
