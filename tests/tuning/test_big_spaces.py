@@ -20,7 +20,7 @@ from tests.tuning.test_compile_ahead import FakeCompiler
 from tests.tuning.test_resume import Killed, interrupt
 from triton_dist import tune
 from triton_dist._tuning.engine.parts import Hooks
-from triton_dist._tuning.search import check_search, search_for
+from triton_dist._tuning.search import check_search, search_for, surrogate
 from triton_dist._tuning.values import Config, Measurement, Policy, Product, TuningRecord, Unlisted
 from triton_dist.errors import InvalidArgument, MissingExtra, NoValidConfig, RankDisagreement
 
@@ -333,6 +333,30 @@ def test_optuna_is_deterministic_and_changes_nothing_outside(capfd):
         found.append(config["n"])
         small.tell(config, 1.0 + config["n"])
     assert sorted(found) == list(range(30))
+
+
+def test_the_model_uses_one_blas_thread(monkeypatch):
+    pools = pytest.importorskip("threadpoolctl")
+    seen = []
+
+    def threads():
+        blas = (pool for pool in pools.threadpool_info() if pool["user_api"] == "blas")
+        return [pool["num_threads"] for pool in blas]
+
+    def predict(self, points):
+        seen.append(threads())
+        return np.zeros(len(points)), np.ones(len(points))
+
+    monkeypatch.setattr(surrogate.Model, "predict", predict)
+    surrogate._thread_pools.cache_clear()
+    with pools.threadpool_limits(2, "blas"):
+        before = threads()
+        search = surrogate.Surrogate(Unlisted(Product(AXES), None, (), {}))
+        for _ in range(surrogate.NUM_RANDOM_FIRST + 2):
+            search.tell(search.ask(), 1.0)
+        assert seen
+        assert {number for each in seen for number in each} == {1}
+        assert threads() == before
 
 
 def test_a_search_of_the_users_own(tmp_path):

@@ -12,9 +12,11 @@ All random numbers come from one generator with a fixed seed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -169,6 +171,24 @@ NUM_PAIRS, NUM_RANDOM = 150, 150
 fastest in two parameters, and random configs."""
 
 
+def _one_blas_thread() -> AbstractContextManager[object]:
+    """Context manager in which numpy uses one thread, if threadpoolctl is installed.
+
+    Several threads do not help for matrices of this size, and wait for each other on busy cores.
+    """
+    controller = _thread_pools()
+    return nullcontext() if controller is None else controller.limit(limits=1, user_api="blas")
+
+
+@functools.cache
+def _thread_pools() -> Any:
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return None
+    return ThreadpoolController()
+
+
 class Surrogate(GridProposer):
     """Proposer that uses :class:`Model`."""
 
@@ -213,11 +233,12 @@ class Surrogate(GridProposer):
         pool = list(dict.fromkeys(pool))
         if not pool or not fastest:
             return iter(pool)
-        self._model.learn(list(self._times), list(self._times.values()))
-        pending = [point for point, _ in [*self._queue, *self._next_batch]]
-        if pending:
-            self._model.assume(pending)
-        value = expected_improvement(*self._model.predict(pool), self._model.best)
+        with _one_blas_thread():
+            self._model.learn(list(self._times), list(self._times.values()))
+            pending = [point for point, _ in [*self._queue, *self._next_batch]]
+            if pending:
+                self._model.assume(pending)
+            value = expected_improvement(*self._model.predict(pool), self._model.best)
         return (pool[index] for index in np.argsort(-value, kind="stable"))
 
     def _untried_neighbours(self, points: Sequence[Point], reach: int) -> list[Point]:
