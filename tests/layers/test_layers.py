@@ -53,9 +53,9 @@ def test_a_module_in_two_places_stays_one(on_two_ranks):
     assert on_two_ranks(layer_ranks.shared_twice) == [(1, 2)] * 2
 
 
-def test_replicas_tune_apart(spawn_ranks):
+def test_replicas_tune_apart(on_ranks):
     """Two of two ranks each, with batches of different sizes."""
-    assert spawn_ranks(4, layer_ranks.two_replicas) == [6, 6, 40, 40]
+    assert on_ranks(4)(layer_ranks.two_replicas) == [6, 6, 40, 40]
 
 
 def test_mistakes_are_said(on_two_ranks):
