@@ -29,10 +29,10 @@ class Agreement(Channel):
         super().__init__(SoloRank(), "op", SECONDS, SECONDS)
         self.order, self._meet = [] if order is None else order, meet
 
-    def all_gather(self, at, value, after=0.0):
+    def all_gather(self, step, value, user_seconds=0.0):
         self.order.append("meet")
         self._meet()
-        return super().all_gather(at, value, after)
+        return super().all_gather(step, value, user_seconds)
 
     def align_devices(self):
         self.order.append("line up")

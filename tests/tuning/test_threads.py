@@ -432,7 +432,7 @@ def test_one_thread_watches_all_and_the_first_watch_starts_it(ended, reports):
 
 def test_time_in_which_the_process_was_stopped_does_not_count(ended, reports, monkeypatch):
     """All its threads stop, the watchdog too, and the clock goes on."""
-    monkeypatch.setattr(module, "_LATE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_STOPPED_DELAY_SECONDS", 0.3)
     dog = Watchdog()
     with dog.watching(1.0, LONG, reports.report, reports.tell) as watch:
         watch.begin()

@@ -110,7 +110,7 @@ class Channel:
         """Return the global rank, for messages, errors and records."""
         return self._ranks.global_rank(rank)
 
-    def first_all_gather(self, at: Step, value: T, expected_soon: bool = False) -> list[T]:
+    def first_all_gather(self, step: Step, value: T, expected_soon: bool = False) -> list[T]:
         """Gather ``value`` from all ranks as the first message.
 
         Args:
@@ -120,19 +120,19 @@ class Channel:
         # In a trial of another function, a rank that failed does not join this channel. It reports
         # at the end of the trial's step, so waiting longer than for a step is useless.
         limit = self._seconds if self._is_nested or expected_soon else None
-        values = self._exchange(at, lambda: self._ranks.first_all_gather(str(at), value, limit))
+        values = self._exchange(step, lambda: self._ranks.first_all_gather(str(step), value, limit))
         self.all_have_joined = True
         return values
 
-    def broadcast(self, at: Step, value: T | None, after: float = 0.0) -> T:
-        """Return the leader's value. User code may take ``after`` seconds before the message."""
-        limit = self._limit(after)
-        return self._exchange(at, lambda: self._ranks.broadcast(str(at), value, limit))
+    def broadcast(self, step: Step, value: T | None, user_seconds: float = 0.0) -> T:
+        """Return the leader's value. User code before it may take ``user_seconds``."""
+        limit = self._limit(user_seconds)
+        return self._exchange(step, lambda: self._ranks.broadcast(str(step), value, limit))
 
-    def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
-        """Return the values of all ranks. User code may take ``after`` seconds before."""
-        limit = self._limit(after)
-        return self._exchange(at, lambda: self._ranks.all_gather(str(at), value, limit))
+    def all_gather(self, step: Step, value: T, user_seconds: float = 0.0) -> list[T]:
+        """Return the values of all ranks. User code before it may take ``user_seconds``."""
+        limit = self._limit(user_seconds)
+        return self._exchange(step, lambda: self._ranks.all_gather(str(step), value, limit))
 
     def align_devices(self) -> None:
         """Make the devices of all ranks start the next work together, after an ``all_gather``."""
@@ -167,7 +167,7 @@ class Channel:
 
     @contextmanager
     def user_code(
-        self, at: Step, seconds: float | None = None, begun: bool = True
+        self, step: Step, seconds: float | None = None, begun: bool = True
     ) -> Iterator[Watch]:
         """Context manager that lets user code run for ``seconds`` at most.
 
@@ -175,19 +175,19 @@ class Channel:
         ``TimeoutError`` if it took longer, but returned before the process was ended.
         """
         limit = self._seconds if seconds is None else seconds
-        stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")
+        stuck = functools.partial(self.stuck, step, limit, "is stuck in the user's code")
         with watchdog.watching(limit, self._grace, stuck, self.abort) as watch:
             if begun:
                 watch.begin()
             yield watch
         if watch.overdue:
-            raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
+            raise TimeoutError(f"{step.phase} took longer than {limit:g} s")
 
-    def blamed_config(self, at: Step) -> Config | None:
+    def blamed_config(self, step: Step) -> Config | None:
         """Return the config to blame if a rank is stuck at this step."""
-        return at.config
+        return step.config
 
-    def stuck(self, at: Step, seconds: float, how: str) -> TuningTimeout:
+    def stuck(self, step: Step, seconds: float, how: str) -> TuningTimeout:
         """Quarantine the config to blame, and return the error of this rank, which is stuck.
 
         If other ranks failed, ended or are stopped, this rank may wait for them in a collective.
@@ -196,7 +196,7 @@ class Channel:
         own, because = self.global_rank(self.rank), self._failed()
         missing = list(because) or [own]
         because[own] = f"{how}, where it may wait for the others" if because else how
-        return self._timeout(at, missing, seconds, because, blames=True)
+        return self._timeout(step, missing, seconds, because, blames=True)
 
     def _failed(self) -> dict[int, str]:
         """Return the other ranks that failed or cannot send a message, with the reasons."""
@@ -207,7 +207,7 @@ class Channel:
                 known[rank] = f"failed: {value.message}"
         return {self.global_rank(rank): why for rank, why in sorted(known.items())}
 
-    def _exchange(self, at: Step, message: Callable[[], T]) -> T:
+    def _exchange(self, step: Step, message: Callable[[], T]) -> T:
         try:
             with self.clock.phase("agree"):
                 return message()
@@ -219,11 +219,11 @@ class Channel:
         # Raise outside of the ``except`` block. The context of the error must be an exception that
         # the caller handles, and not ``late``.
         try:
-            raise self.record_final_error(self._explained(at, late))
+            raise self.record_final_error(self._explained(step, late))
         finally:
             del late  # it refers to this frame
 
-    def _explained(self, at: Step, late: RankTimeout) -> Exception:
+    def _explained(self, step: Step, late: RankTimeout) -> Exception:
         """Return the error for a message that some rank did not send."""
         if late.refusals:
             ranks = [self.global_rank(rank) for rank in range(self.size)]
@@ -232,40 +232,40 @@ class Channel:
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
         # The hint explains only a missing first message.
         if not (self.all_have_joined or late.because):
-            at = replace(at, remark=self._hint)
+            step = replace(step, remark=self._hint)
         # Without another reason, the missing rank is stuck in the config.
         blames = bool(late.missing) and not late.because
-        return self._timeout(at, late.missing, late.seconds, late.because, blames)
+        return self._timeout(step, late.missing, late.seconds, late.because, blames)
 
     def _timeout(
         self,
-        at: Step,
+        step: Step,
         missing: Sequence[int],
         seconds: float,
         because: Mapping[int, str],
         blames: bool,
     ) -> TuningTimeout:
         """Return the error for missing ranks. If ``blames``, quarantine the config being tried."""
-        config = self.blamed_config(at)
+        config = self.blamed_config(step)
         error = TuningTimeout(
             rank=self.global_rank(self.rank),
             function=self._function,
-            phase=at.phase,
+            phase=step.phase,
             config=config,
             missing=missing,
             seconds=seconds,
             because=because,
-            remark=at.remark,
+            remark=step.remark,
             is_first_message=not self.all_have_joined and config is None,
         )
         if blames and config is not None:
             self.quarantine(config, Failure("timeout", error.summary, int(missing[0])))
         return error
 
-    def _limit(self, after: float) -> float:
+    def _limit(self, user_seconds: float) -> float:
         """Return the time limit of a message.
 
-        After user code with the limit ``after``, add the grace time in which a rank whose code
-        exceeded the limit can report this.
+        After user code, add the grace time in which a rank whose code exceeded ``user_seconds``
+        can report this.
         """
-        return after + self._grace if after else self._seconds
+        return user_seconds + self._grace if user_seconds else self._seconds

@@ -120,7 +120,7 @@ class Choice:
     config: Config
     record: TuningRecord | None
     """``None``: nothing could be tuned. The config is the default, for this call only."""
-    kept: bool = True
+    is_reusable: bool = True
     """Later calls use the choice too."""
     size_table: SizeTable | None = None
     """Configs by exact size within the range of the key."""

@@ -57,12 +57,12 @@ class CompileAhead:
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
-        at = Step("list the kernels")
+        step = Step("list the kernels")
         new = [config for config in candidates if config.digest not in self._needed]
-        with self._ranks.user_code(at, self._seconds):
+        with self._ranks.user_code(step, self._seconds):
             kernels = {c.digest: compiler.missing(functools.partial(prepare, c)) for c in new}
         own = MissingKernels(compiler.cache, kernels)
-        everyone = self._ranks.all_gather(at, own, self._seconds)
+        everyone = self._ranks.all_gather(step, own, self._seconds)
         for digest in kernels:
             missed = (needs.kernels.get(digest, ()) for needs in everyone)
             self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(missed)))

@@ -455,7 +455,7 @@ class AutoTuner(Decorated[P, R_co]):
                 )
                 known = self._resolve(subject, parts, call)
                 self._calls = 0
-            if known.record is not None and known.kept:
+            if known.record is not None and known.is_reusable:
                 kept = choices.by_ranks[ranks, key] = replace(known, first_use=None)
                 if not fixed:
                     choices.max_cached_keys = self._process.max_cached_keys()

@@ -133,12 +133,12 @@ def calls_per_sample(
         InvalidArgument: ``input_variants_fn`` returned something other than arguments of the call.
         RankDisagreement: other ranks have another number of calls, or the function raised there.
     """
-    at, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
+    step, failure, input_variants = Step("input_variants_fn"), None, subject.hooks.input_variants
     calls: list[Arguments] = [(call.args, call.kwargs)]
     if input_variants is None:
         return calls
     try:
-        with ranks.user_code(at, seconds):
+        with ranks.user_code(step, seconds):
             signature = inspect.signature(subject.function)
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
             variants: object = input_variants(*call.args, **call.kwargs)
@@ -159,7 +159,7 @@ def calls_per_sample(
     except Exception as error:
         failure = error
     own = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
-    results = ranks.all_gather(at, own, seconds)
+    results = ranks.all_gather(step, own, seconds)
     if failure is not None:
         try:
             raise failure

@@ -79,7 +79,7 @@ class Sampler:
         self._queueing_seconds.setdefault(config, min(seconds, _MAX_FIRST_HOLD))
 
     def sample(
-        self, at: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
+        self, step: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
     ) -> tuple[float, ...]:
         """Return the milliseconds of ``number`` runs, without ``policy.warmup`` earlier runs.
 
@@ -90,7 +90,7 @@ class Sampler:
         failures: list[Exception] = []
         timers: list[Timer] = []
         # Use one watch for all runs: to create one takes longer than some functions run.
-        with self._ranks.user_code(at, begun=False) as watch:
+        with self._ranks.user_code(step, begun=False) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
                 if not failures:
@@ -98,17 +98,17 @@ class Sampler:
                         self._run_checks()  # the previous run
                         with watch:
                             reset()
-                self._ranks.all_gather(at, None, self._seconds)
+                self._ranks.all_gather(step, None, self._seconds)
                 with _collect(failures):
                     # Keep the device busy until the host has queued the call. Otherwise the timer
                     # includes the host's launch latency. A failed rank does this too.
                     if not failures and self._policy.flush:
                         self._device.flush_cache()
-                    self._device.delay_stream(self._queueing_seconds.get(at.config, 0.0))
+                    self._device.delay_stream(self._queueing_seconds.get(step.config, 0.0))
                 self._ranks.align_devices()
                 if not failures:
                     with _collect(failures):
-                        self._run(at, watch, timers[-1], call)
+                        self._run(step, watch, timers[-1], call)
             if failures:
                 try:
                     raise failures[0]
@@ -121,14 +121,14 @@ class Sampler:
             self._run_checks()  # the last run
         return samples
 
-    def _run(self, at: Step, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
+    def _run(self, step: Step, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
         timer.start()
         began = time.perf_counter()
         with watch:
             call()
         took = time.perf_counter() - began
-        earlier = _HOLD_DECAY * self._queueing_seconds.get(at.config, 0.0)
-        self._queueing_seconds[at.config] = max(took, earlier)
+        earlier = _HOLD_DECAY * self._queueing_seconds.get(step.config, 0.0)
+        self._queueing_seconds[step.config] = max(took, earlier)
         timer.stop()
 
 
@@ -217,9 +217,9 @@ class Attempts:
         """Undo the changes of the last run, before the user's call."""
         if self._subject.hooks.reset is None or not self._has_run:
             return
-        at, failure = Step("reset after the last run"), None
+        step, failure = Step("reset after the last run"), None
         try:
-            self._on_all_ranks(at, "launch", lambda: self._call_user_code(at, self._reset))
+            self._on_all_ranks(step, "launch", lambda: self._call_user_code(step, self._reset))
         except _Failed as failed:
             failure = failed.failure
         if failure is not None:  # raised outside of the ``except`` block: no context
@@ -244,9 +244,9 @@ class Attempts:
             with clock.phase("measure"):
                 has_run = self._has_run = True
                 if is_new:
-                    at, arguments = Step(f"run {label}", config), config.arguments()
+                    step, arguments = Step(f"run {label}", config), config.arguments()
                     samples = self._on_all_ranks(
-                        at, "launch", lambda: self._first_run(at, arguments)
+                        step, "launch", lambda: self._first_run(step, arguments)
                     )
                     self._ready.add(config.digest)
                 if is_new and self._is_only:
@@ -266,21 +266,21 @@ class Attempts:
         """Compile the config without a launch."""
         prepare, call = self._subject.hooks.prepare, self._call
         if self._ahead.is_needed(config):
-            at = Step(f"compile {label}", config)
-            self._compile(at, functools.partial(self._ahead.wait, config))
+            step = Step(f"compile {label}", config)
+            self._compile(step, functools.partial(self._ahead.wait, config))
             self._ahead.is_done(config)
         if prepare is not None:
-            at, chosen = Step(f"prepare {label}", config), config.arguments()
-            self._compile(at, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
+            step, chosen = Step(f"prepare {label}", config), config.arguments()
+            self._compile(step, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
 
-    def _compile(self, at: Step, step: Callable[[], object]) -> None:
-        """Take ``step`` with the time limit for compiling."""
+    def _compile(self, step: Step, work: Callable[[], object]) -> None:
+        """Run ``work`` with the time limit for compiling."""
         limit = self._parts.settings.compile_seconds
 
         def watched() -> None:
-            self._call_user_code(at, step, limit)
+            self._call_user_code(step, work, limit)
 
-        self._on_all_ranks(at, "compile", watched, limit)
+        self._on_all_ranks(step, "compile", watched, limit)
 
     def _measure(self, request: Request, label: str) -> Measurement:
         """Return the samples of a config. The slowest rank of each sample counts."""
@@ -295,30 +295,30 @@ class Attempts:
 
         def capture() -> None:
             nonlocal run
-            self._call_user_code(at, self._reset)
+            self._call_user_code(step, self._reset)
             seconds = self._parts.settings.seconds
-            run = self._call_user_code(at, lambda: self._parts.device.capture(run_all, seconds))
+            run = self._call_user_code(step, lambda: self._parts.device.capture(run_all, seconds))
             self._run_checks()
 
         def samples() -> Sequence[float]:  # milliseconds of a call
-            times = self._sampler.sample(at, run, request.samples, self._reset)
+            times = self._sampler.sample(step, run, request.samples, self._reset)
             return [round(each / len(self._sampled), 6) for each in times]
 
         if policy.timing == "graph":
             # A separate step: if one rank cannot capture the run, no rank replays it.
-            at = Step(f"capture {label}", config)
-            self._on_all_ranks(at, "launch", capture)
-        at = Step(f"measure {label}", config)
-        return Measurement(self._on_all_ranks(at, "launch", samples), policy.warmup, "maximum")
+            step = Step(f"capture {label}", config)
+            self._on_all_ranks(step, "launch", capture)
+        step = Step(f"measure {label}", config)
+        return Measurement(self._on_all_ranks(step, "launch", samples), policy.warmup, "maximum")
 
     def _on_all_ranks(
         self,
-        at: Step,
+        step: Step,
         kind: FailureKind,
-        step: Callable[[], Sequence[float] | None],
-        after: float | None = None,
+        work: Callable[[], Sequence[float] | None],
+        user_seconds: float | None = None,
     ) -> tuple[float, ...]:
-        """Take ``step`` on all ranks, which may need ``after`` seconds for it.
+        """Run ``work`` on all ranks, for ``user_seconds`` at most on each.
 
         Return the slowest rank's time for each sample. If the step failed on some rank, raise
         ``_Failed`` on every rank, with the failure of the lowest rank.
@@ -327,7 +327,7 @@ class Attempts:
         samples: tuple[float, ...] = ()
         self.by_rank = ()
         try:
-            samples = tuple(step() or ())
+            samples = tuple(work() or ())
         except TuningTimeout:
             raise
         except Exception as error:
@@ -339,10 +339,10 @@ class Attempts:
                 traceback.clear_frames(error.__traceback__)  # they hold the memory of the config
             # If another rank is missing at the end of the step, the error on this rank should
             # contain this rank's failure.
-            at = replace(at, remark=f"On this rank it failed: {own.message}.")
-        limit = self._parts.settings.seconds if after is None else after
+            step = replace(step, remark=f"On this rank it failed: {own.message}.")
+        limit = self._parts.settings.seconds if user_seconds is None else user_seconds
         results: list[Failure | tuple[float, ...]] = self._ranks.all_gather(
-            at, own or samples, limit
+            step, own or samples, limit
         )
         for result in results:
             if isinstance(result, Failure):
@@ -351,13 +351,13 @@ class Attempts:
         return tuple(map(max, zip(*self.by_rank, strict=True)))
 
     def _call_user_code(
-        self, at: Step, call: Callable[[], Any], seconds: float | None = None
+        self, step: Step, call: Callable[[], Any], seconds: float | None = None
     ) -> Any:
         """Call user code under the watchdog."""
-        with self._ranks.user_code(at, seconds):
+        with self._ranks.user_code(step, seconds):
             return call()
 
-    def _first_run(self, at: Step, arguments: dict[str, Any]) -> Sequence[float]:
+    def _first_run(self, step: Step, arguments: dict[str, Any]) -> Sequence[float]:
         """Run the config once: compile it if needed, and check its output.
 
         Return the milliseconds of the run if nothing else is measured, else an empty list. The
@@ -366,33 +366,33 @@ class Attempts:
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
-            output = self._run_once(at, self._first_measured.arguments())
+            output = self._run_once(step, self._first_measured.arguments())
             self._reference = (copy.deepcopy(output),)
         timer = self._parts.device.timer() if self._is_only else None
-        output = self._run_once(at, arguments, timer)
+        output = self._run_once(step, arguments, timer)
         milliseconds = [] if timer is None else [round(timer.milliseconds(), 6)]
         if check is None:
             return milliseconds
         self._reference = self._reference or (copy.deepcopy(output),)
         reference = self._reference[0]
         try:
-            verdict = self._call_user_code(at, lambda: check(output, reference))
+            verdict = self._call_user_code(step, lambda: check(output, reference))
         except Exception as error:
             raise _WrongResult(text_of(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
         return milliseconds
 
-    def _run_once(self, at: Step, arguments: dict[str, Any], timer: Timer | None = None) -> Any:
+    def _run_once(self, step: Step, arguments: dict[str, Any], timer: Timer | None = None) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
-        self._call_user_code(at, self._reset)
+        self._call_user_code(step, self._reset)
         if timer is not None:
             timer.start()
         began = time.perf_counter()
-        output = self._call_user_code(at, lambda: function(*args, **kwargs, **arguments))
-        if at.config is not None and self._parts.settings.policy.timing == "events":
+        output = self._call_user_code(step, lambda: function(*args, **kwargs, **arguments))
+        if step.config is not None and self._parts.settings.policy.timing == "events":
             took = time.perf_counter() - began
-            self._sampler.note_queueing_seconds(at.config, took * len(self._sampled))
+            self._sampler.note_queueing_seconds(step.config, took * len(self._sampled))
         if timer is not None:
             timer.stop()
         self._run_checks()
@@ -417,11 +417,11 @@ class Attempts:
         Raises:
             TuningAborted: some rank could not be reset; raised on every rank.
         """
-        at, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
+        step, recover = Step(f"recover after {label}", config), self._subject.hooks.recover
         own: str | None = None
         try:
             if recover is not None:
-                self._call_user_code(at, lambda: recover(*self._call.args, **self._call.kwargs))
+                self._call_user_code(step, lambda: recover(*self._call.args, **self._call.kwargs))
             # Discard errors of the failed run, which must not blame the next config.
             with suppress(WaitTimeout, RankDisagreement):
                 self._run_checks()
@@ -430,7 +430,7 @@ class Attempts:
             raise
         except Exception as error:
             own = text_of(error)
-        errors = self._ranks.all_gather(at, own, self._parts.settings.seconds)
+        errors = self._ranks.all_gather(step, own, self._parts.settings.seconds)
         causes = {
             self._ranks.global_rank(rank): cause
             for rank, cause in enumerate(errors)

@@ -170,7 +170,9 @@ class _FirstCall:
             predicted, failure = selection.predicted()
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
-                return Choice(self._winner(predicted), predicted, kept=not agreement.capturing)
+                return Choice(
+                    self._winner(predicted), predicted, is_reusable=not agreement.capturing
+                )
             if failure or agreement.frozen:
                 raise self._refusal(agreement, own.location_or_reason, failure)
             return Choice(subject.space.default, None)
@@ -370,10 +372,10 @@ class _FirstCall:
                 )
                 # The exact sizes of the call, if they differ from the end of their range.
                 ends = call.sizes if sizes is None else sizes.values(call.key)
-                at = () if ends == call.sizes else call.sizes
+                measured_sizes = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
                     key, fingerprint, trials, ended, seconds,
-                    candidate_set.warm_started_from, at, dropped, progress.by_rank(),
+                    candidate_set.warm_started_from, measured_sizes, dropped, progress.by_rank(),
                 )  # fmt: skip
                 try:
                     _ = record.best
@@ -471,9 +473,9 @@ class _FirstCall:
                 if not (too_many or too_long):
                     known = progress.known(request)
                     next_request = (space.place(request.config), request.samples, known, upcoming)
-        at = Step(f"request {progress.requests + 1}")
+        step = Step(f"request {progress.requests + 1}")
         place, samples, outcome, upcoming = self.ranks.broadcast(
-            at, next_request, self._parts.settings.seconds
+            step, next_request, self._parts.settings.seconds
         )
         if place is None:
             return None

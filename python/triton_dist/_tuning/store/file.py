@@ -67,14 +67,14 @@ class FileStore(ReadOnlyStore):
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Rename the damaged file, to warn about it only once and keep it for inspection."""
-        aside = path.with_name(path.name + ".damaged")
+        renamed = path.with_name(path.name + ".damaged")
         kept = "It stays, because the folder cannot be locked: delete it"
         try:
             with _locked(path.parent) as locked:
                 if locked and _is_damaged(path):
-                    os.replace(path, aside)
+                    os.replace(path, renamed)
                 if locked:
-                    kept = f"It is now {aside.name}, which you may delete"
+                    kept = f"It is now {renamed.name}, which you may delete"
         except OSError as error:
             kept = f"It stays ({error}): delete it"
         self._warn(path, f"is not used: {reason}. {kept}; its key is tuned again")

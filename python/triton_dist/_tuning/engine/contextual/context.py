@@ -132,16 +132,17 @@ class Context:
     """The tuning of one kernel for one key.
 
     Attributes:
-        live: the ``triton.Config`` objects of this process, by digest.
+        triton_configs: the ``triton.Config`` objects of this process, by digest.
         winner: the config to use, or ``None`` until it is known.
         tuned: whether the winner was tuned here, and not loaded.
         recorded: the winner and the location of its record as text, if it was loaded.
     """
 
     def __init__(
-        self, tuner: Any, triton_key: tuple[Any, ...], key: Key, live: dict[str, Any]
+        self, tuner: Any, triton_key: tuple[Any, ...], key: Key, triton_configs: dict[str, Any]
     ) -> None:
-        self.tuner, self.triton_key, self.key, self.live = tuner, triton_key, key, live
+        self.tuner, self.triton_key, self.key = tuner, triton_key, key
+        self.triton_configs = triton_configs
         self.name = f"{kernel_name(tuner)} key {key}"
         self.winner: Any = None
         self.tuned = False
@@ -197,8 +198,9 @@ class Context:
         stuck, entries = dict(journal.quarantined(head)), list[Entry]()
         if parts.ranks.is_leader:
             entries = list(journal.begin(head, None if record is None else record.digest))
-        at = Step(f"call {call}: journal of {self.name}")
-        everyone = messages.all_gather(at, (stuck, entries))
+        everyone = messages.all_gather(
+            Step(f"call {call}: journal of {self.name}"), (stuck, entries)
+        )
         for entry in next((leaders for _, leaders in everyone if leaders), []):
             # The journal has no untimed steps. Repeat them up to the timed step.
             while (step := self.plan.current) is not None and not step.timed:
@@ -279,7 +281,7 @@ class Context:
         trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self.pruned]
         seconds = time.monotonic() - self._began
         self.record = TuningRecord(self.key, self.fingerprint, tuple(trials), timestamp(), seconds)
-        self.use(self.live[self.record.best.digest])
+        self.use(self.triton_configs[self.record.best.digest])
         self.tuned = True
         if self._journal is not None:
             self._journal.finish(self.record.digest)
@@ -302,14 +304,14 @@ class Context:
             return
         # Triton stores three quantiles: 0.5, 0.2 and 0.8.
         timings = {
-            self.live[trial.digest]: [trial.outcome.median] * 3
+            self.triton_configs[trial.digest]: [trial.outcome.median] * 3
             for trial in record.trials
             if isinstance(trial.outcome, Measurement)
         }
         tuner.bench_time, tuner.configs_timings = record.seconds, timings
         if tuner.cache_results and not self._in_own_table:
-            live = [self.live[config.digest] for config in self.candidates]
-            tuner.check_disk_cache(self.triton_key, live, lambda: None)
+            configs = [self.triton_configs[config.digest] for config in self.candidates]
+            tuner.check_disk_cache(self.triton_key, configs, lambda: None)
             tuner.configs_timings = timings  # ``check_disk_cache`` may have loaded an older entry
             self.bind()
         listener = getattr(triton.knobs.autotuning, "listener", None)
@@ -350,15 +352,15 @@ class Messages(Channel):
             super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
         self._unfinished_config, self.limit = unfinished_config, parts.settings.compile_seconds
 
-    def all_gather(self, at: Step, value: T, after: float = 0.0) -> list[T]:
-        """Return the values of all ranks, which may take ``after`` seconds, default ``limit``."""
+    def all_gather(self, step: Step, value: T, user_seconds: float = 0.0) -> list[T]:
+        """Return the values of all ranks; ``user_seconds`` (default ``limit``) limits user code."""
         with watchdog.paused():  # pause the watch of the call
-            at = replace(at, phase=f"{self._function}, {at.phase}")
+            step = replace(step, phase=f"{self._function}, {step.phase}")
             if not self.all_have_joined:
-                return self.first_all_gather(at, value)
-            return super().all_gather(at, value, after or self.limit)
+                return self.first_all_gather(step, value)
+            return super().all_gather(step, value, user_seconds or self.limit)
 
-    def blamed_config(self, at: Step) -> Config | None:
+    def blamed_config(self, step: Step) -> Config | None:
         unfinished = self._unfinished_config()
         return None if unfinished is None else unfinished[1]
 
@@ -393,7 +395,7 @@ def open_context(
     """Create the context of a kernel and key, on all ranks, with a winner if there is a record.
 
     Args:
-        prune: returns the live configs that the kernel's own pruning keeps for this launch.
+        prune: returns the ``triton.Config`` objects that the kernel's own pruning keeps.
         call: number of the function's call, for errors.
 
     Raises:
@@ -407,7 +409,7 @@ def open_context(
     own = _OwnConfigs(tuner, prune)
     key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
     fingerprint = parts.fingerprint(tuner, own.space)
-    context = Context(tuner, triton_key, key, own.live)
+    context = Context(tuner, triton_key, key, own.triton_configs)
     found = OwnRecord(None, "its key has no text that is stable across processes")
     if context.can_persist:
         strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
@@ -439,7 +441,7 @@ def open_context(
     agreement = Agreement(messages, context.name, proposals)
     context.key = key.under(agreement.fingerprint)
     if agreement.winner is not None:
-        context.use(own.live[agreement.winner])
+        context.use(own.triton_configs[agreement.winner])
         location = found.location_or_reason
         context.recorded = f"config {shown(context.winner)} of the tuning record {location}"
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
@@ -461,7 +463,7 @@ def open_context(
             TuningFrozen(key.full_name, key, key.hardware, reason, agreement.frozen)
         )
     if agreement.capturing:
-        context.winner, context.is_untuned_default = own.live[kept[0].digest], True
+        context.winner, context.is_untuned_default = own.triton_configs[kept[0].digest], True
         warn(
             f"{context.name}: not tuned yet, and tuning is impossible during CUDA-graph capture. "
             "Its first config is used. Call the function once before.",
@@ -472,7 +474,7 @@ def open_context(
     context.plan = parts.plan(kept, policy.warmup, policy.repeat)
     context.warmup = policy.warmup
     if len(kept) == 1:
-        context.use(own.live[kept[0].digest])  # there is no choice
+        context.use(own.triton_configs[kept[0].digest])  # there is no choice
     elif context.can_persist:
         context.resume(found.record, parts, messages, call)
     reason = found.location_or_reason
@@ -504,10 +506,10 @@ class _OwnConfigs:
             self.failure = error
         configs = numbered(map(as_config, tuner.configs))
         pairs = list(zip(configs, tuner.configs, strict=True))
-        known = {id(live): config for config, live in pairs}
+        known = {id(original): config for config, original in pairs}
         self.space = ConfigSpace(configs)
-        kept = [(known.get(id(live)) or as_config(live), live) for live in pruned]
-        self.live = {config.digest: live for config, live in [*kept, *pairs]}
+        kept = [(known.get(id(each)) or as_config(each), each) for each in pruned]
+        self.triton_configs = {config.digest: original for config, original in [*kept, *pairs]}
         self.configs = {config.digest: config for config, _ in [*kept, *pairs]}
         self.kept = list({config.digest: config for config, _ in kept}.values())
 
@@ -527,12 +529,12 @@ class _OwnConfigs:
             raise _NotCached
 
         try:
-            live = [self.live[config.digest] for config in self.kept]
-            tuner.check_disk_cache(triton_key, live, not_cached)
+            configs = [self.triton_configs[config.digest] for config in self.kept]
+            tuner.check_disk_cache(triton_key, configs, not_cached)
         except _NotCached:
             return None
         digest = as_config(tuner.cache.pop(triton_key)).digest
-        return digest if digest in self.live else None
+        return digest if digest in self.triton_configs else None
 
 
 def _with_text(value: object) -> object:

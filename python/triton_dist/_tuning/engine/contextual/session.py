@@ -108,8 +108,8 @@ class Session:
             while True:
                 self._call_began = time.monotonic()
                 try:
-                    at = Step(f"call {self._current_call.number}")
-                    with self._messages.user_code(at, self._messages.limit):
+                    step = Step(f"call {self._current_call.number}")
+                    with self._messages.user_code(step, self._messages.limit):
                         result = call()
                 except Exception as error:
                     self.fail_call(error)
@@ -272,7 +272,7 @@ def step_line(call: int, context: Context, stepped: StepReport) -> str:
     """Return the log line about one step of this rank."""
     took = f"{stepped.milliseconds:.4f} ms" if stepped.timed else "warm-up"
     failed = "; ".join(map(str, stepped.failures.values()))
-    config = shown(context.live[stepped.digest])
+    config = shown(context.triton_configs[stepped.digest])
     return f"call {call} {context.name} config {config} iter {stepped.iteration}: {failed or took}"
 
 

@@ -85,7 +85,7 @@ class TuningCall:
         config = self._used[context]  # a second launch in this call
         device = self._parts.device
         return launch.run_candidate(
-            context.live[config.digest], device, device.timer(), timed=False
+            context.triton_configs[config.digest], device, device.timer(), timed=False
         )
 
     def why_unusable(self, context: Context, launch: Launch) -> str:
@@ -102,8 +102,8 @@ class TuningCall:
         except Exception as error:
             # Other errors are raised again by the launch.
             own = error_text(error) if is_unusable(error) else ""
-        at = Step(f"call {self.number}: compile the recorded winner of {context.name}")
-        whys = self._messages.all_gather(at, own, self._parts.settings.compile_seconds)
+        step = Step(f"call {self.number}: compile the recorded winner of {context.name}")
+        whys = self._messages.all_gather(step, own, self._parts.settings.compile_seconds)
         ranks = map(self._messages.global_rank, range(len(whys)))
         return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
@@ -141,7 +141,7 @@ class TuningCall:
             # Compile in other processes while the first configs run. If several ranks of a host
             # lack a kernel, one of them compiles it.
             ahead = context.ahead = CompileAhead(
-                lambda config: launch.compile(context.live[config.digest]),
+                lambda config: launch.compile(context.triton_configs[config.digest]),
                 self._parts.compiler,
                 self._parts.settings.compile_seconds,
                 self._messages,
@@ -158,27 +158,29 @@ class TuningCall:
                 failure = self._compile_on_all_ranks("wait for", context, config, wait)
             if failure is None:
                 ahead.is_done(config)
-                compile_own = functools.partial(launch.compile, context.live[digest])
+                compile_own = functools.partial(launch.compile, context.triton_configs[digest])
                 failure = self._compile_on_all_ranks("compile", context, config, compile_own)
             if failure is None:
                 context.compiled.add(digest)
                 return
-            self._parts.log.line(f"{context.name} config {shown(context.live[digest])}: {failure}")
+            self._parts.log.line(
+                f"{context.name} config {shown(context.triton_configs[digest])}: {failure}"
+            )
             context.fail(digest, failure)
 
     def _compile_on_all_ranks(
-        self, what: str, context: Context, config: Config, step: Callable[[], object]
+        self, what: str, context: Context, config: Config, work: Callable[[], object]
     ) -> Failure | None:
-        """Take ``step`` on all ranks. Return the failure of the lowest failed rank, or ``None``."""
+        """Run ``work`` on all ranks. Return the failure of the lowest failed rank, or ``None``."""
         own: Failure | None = None
-        at = Step(f"call {self.number}: {what} {context.name} {config}")
+        step = Step(f"call {self.number}: {what} {context.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
         try:
-            with watchdog.paused(), self._messages.user_code(at, limit):
-                step()
+            with watchdog.paused(), self._messages.user_code(step, limit):
+                work()
         except Exception as error:
             own = failure_of(error, "compile", self._own_rank)
-        failures = self._messages.all_gather(at, own, limit)
+        failures = self._messages.all_gather(step, own, limit)
         self._compiling = None
         return next((failure for failure in failures if failure is not None), None)
 
@@ -201,8 +203,8 @@ class TuningCall:
             # signals.
             for config in (step.config, *context.fallbacks(digest)):
                 try:
-                    live = context.live[config.digest]
-                    result = launch.run_candidate(live, device, timer, step.timed)
+                    triton_config = context.triton_configs[config.digest]
+                    result = launch.run_candidate(triton_config, device, timer, step.timed)
                 except _ERRORS_OF_OTHER_RANKS:
                     raise
                 except Exception as error:
