@@ -24,7 +24,7 @@ from triton_dist.errors import (
 )
 
 SPACE = [{"n": 3}, {"n": 1}, {"n": 2}]
-SIZES = pytest.mark.parametrize("size", [2, 3])
+SIZE = 3
 
 
 def cost_is_n(rank, config):
@@ -59,62 +59,48 @@ def messages(results, kind) -> list[str]:
     return [str(result) for result in results]
 
 
-@SIZES
-def test_all_choose_alike_and_the_leader_writes(size):
-    ranks = group(size, disk=tuple(MemoryStore() for _ in range(size)))
-    assert together(ranks) == [(1, {"n": 1})] * size
-    assert [len(list(rank.disk.records())) for rank in ranks] == [1] + [0] * (size - 1)
-    assert [rank.tuned.tuning_count for rank in ranks] == [1] * size
+def test_all_choose_alike_and_the_leader_writes():
+    ranks = group(SIZE, disk=tuple(MemoryStore() for _ in range(SIZE)))
+    assert together(ranks) == [(1, {"n": 1})] * SIZE
+    assert [len(list(rank.disk.records())) for rank in ranks] == [1] + [0] * (SIZE - 1)
+    assert [rank.tuned.tuning_count for rank in ranks] == [1] * SIZE
 
 
-@SIZES
-def test_the_slowest_rank_of_each_sample_decides(size):
-    slow = size - 1
+def test_the_slowest_rank_of_each_sample_decides():
+    slow = SIZE - 1
     ranks = group(
-        size, cost=lambda rank, config: 9.0 if (rank, config["n"]) == (slow, 1) else config["n"]
+        SIZE, cost=lambda rank, config: 9.0 if (rank, config["n"]) == (slow, 1) else config["n"]
     )
-    assert together(ranks) == [(1, {"n": 2})] * size
+    assert together(ranks) == [(1, {"n": 2})] * SIZE
     record = ranks[0].tuned.tune(1)
     outcome = next(t.outcome for t in record.trials if t.config == {"n": 1})
     assert outcome == Measurement((9.0, 9.0, 9.0), 1, "maximum")
 
 
-@SIZES
-def test_a_later_hit_says_no_word(size):
-    ranks = group(size)
-    together(ranks)
-    said = [len(rank.ranks.phases) for rank in ranks]
-    for rank in ranks:
-        assert rank.tuned(1) == (1, {"n": 1})
-    assert [len(rank.ranks.phases) for rank in ranks] == said
-
-
-@SIZES
-def test_records_on_all_ranks_cost_two_messages_at_the_first_call(size):
+def test_records_on_all_ranks_cost_two_messages_at_the_first_call():
     disk = MemoryStore()
-    together(group(size, disk=disk))
-    warm = group(size, disk=disk)
-    assert together(warm) == [(1, {"n": 1})] * size
+    together(group(SIZE, disk=disk))
+    warm = group(SIZE, disk=disk)
+    assert together(warm) == [(1, {"n": 1})] * SIZE
     phases = ["first call of a key", "first use of a record"]
-    assert [rank.ranks.phases for rank in warm] == [phases] * size
-    assert [rank.tuned.tuning_count for rank in warm] == [0] * size
-    ahead = group(size, disk=disk)
+    assert [rank.ranks.phases for rank in warm] == [phases] * SIZE
+    assert [rank.tuned.tuning_count for rank in warm] == [0] * SIZE
+    ahead = group(SIZE, disk=disk)
     in_threads([lambda rank=rank: rank.tuned.tune(1) for rank in ahead])
-    assert [rank.ranks.phases for rank in ahead] == [phases[:1]] * size
+    assert [rank.ranks.phases for rank in ahead] == [phases[:1]] * SIZE
 
 
-@SIZES
 @pytest.mark.parametrize("holder", [0, 1])
-def test_a_record_on_one_rank_is_used_by_all(size, holder):
+def test_a_record_on_one_rank_is_used_by_all(holder):
     disk = MemoryStore()
-    together(group(size, disk=disk))
-    disks = tuple(disk if rank == holder else MemoryStore() for rank in range(size))
-    ranks = group(size, disk=disks)
-    assert together(ranks) == [(1, {"n": 1})] * size
-    assert [rank.tuned.tuning_count for rank in ranks] == [0] * size
+    together(group(SIZE, disk=disk))
+    disks = tuple(disk if rank == holder else MemoryStore() for rank in range(SIZE))
+    ranks = group(SIZE, disk=disks)
+    assert together(ranks) == [(1, {"n": 1})] * SIZE
+    assert [rank.tuned.tuning_count for rank in ranks] == [0] * SIZE
     assert len({rank.tuned.tune(1).digest for rank in ranks}) == 1
     memories = [rank.tuned._parts_for(None, False).memory_store for rank in ranks]
-    assert [len(list(memory.records())) for memory in memories] == [1] * size
+    assert [len(list(memory.records())) for memory in memories] == [1] * SIZE
 
 
 def test_of_different_records_the_leaders_is_used():
@@ -139,7 +125,6 @@ def test_whether_to_tune_again_is_the_leaders_word(always, tunings):
     assert [rank.tuned.tuning_count for rank in ranks] == [tunings] * 2
 
 
-@SIZES
 @pytest.mark.parametrize(
     ("difference", "said"),
     [
@@ -151,7 +136,7 @@ def test_whether_to_tune_again_is_the_leaders_word(always, tunings):
         ({"name": "walk"}, ["ops.run", "ops.walk"]),
     ],
 )
-def test_a_difference_is_an_error_on_every_rank_that_says_who_has_what(size, difference, said):
+def test_a_difference_is_an_error_on_every_rank_that_says_who_has_what(difference, said):
     common = {
         "key_fn": lambda x, **_: x,
         "space": SPACE,
@@ -159,25 +144,24 @@ def test_a_difference_is_an_error_on_every_rank_that_says_who_has_what(size, dif
         "name": "run",
     }
     ((name, other),) = difference.items()
-    ranks = group(size, **{name: each(size, other, common[name])})
+    ranks = group(SIZE, **{name: each(SIZE, other, common[name])})
     for message in messages(together(ranks), RankDisagreement):
-        assert f"rank {size - 1}: " in message
+        assert f"rank {SIZE - 1}: " in message
         assert all(part in message for part in said), message
     assert not any(rank.calls for rank in ranks)
 
 
-@SIZES
-def test_an_exception_of_key_fn_is_the_ranks_own_and_told_to_the_others(size):
+def test_an_exception_of_key_fn_is_the_ranks_own_and_told_to_the_others():
     def refuses(x, **_):
         raise ValueError("M is 7, expected a multiple of 2")
 
-    ranks = group(size, key_fn=each(size, refuses, lambda x, **_: x))
+    ranks = group(SIZE, key_fn=each(SIZE, refuses, lambda x, **_: x))
     *others, own = together(ranks)
     assert type(own) is ValueError
     assert own.__context__ is None
     for rank, message in enumerate(messages(others, RankDisagreement)):
         assert f"rank {rank}: valid" in message  # others may come later than the refusal
-        assert f"rank {size - 1}: ValueError: M is 7, expected a multiple of 2" in message
+        assert f"rank {SIZE - 1}: ValueError: M is 7, expected a multiple of 2" in message
 
 
 def test_an_unhashable_key_is_an_error_on_all_ranks():
@@ -186,22 +170,20 @@ def test_an_unhashable_key_is_an_error_on_all_ranks():
     assert type(others[0]) is RankDisagreement
 
 
-@SIZES
-def test_a_prune_fn_that_differs_by_rank_is_the_leaders(size):
+def test_a_prune_fn_that_differs_by_rank_is_the_leaders():
     def keep(*numbers):
         return lambda config, x: config["n"] in numbers
 
-    ranks = group(size, prune_fn=each(size, keep(1), keep(2, 3)))
-    assert together(ranks) == [(1, {"n": 2})] * size
+    ranks = group(SIZE, prune_fn=each(SIZE, keep(1), keep(2, 3)))
+    assert together(ranks) == [(1, {"n": 2})] * SIZE
     record = ranks[0].tuned.tune(1)
     assert [t.outcome for t in record.trials if t.config == {"n": 1}] == [
         Failure("pruned", "<lambda> dropped it")
     ]
 
 
-@SIZES
-def test_a_prune_fn_that_leaves_nothing_is_an_error_on_all(size):
-    ranks = group(size, prune_fn=lambda config, x: False)
+def test_a_prune_fn_that_leaves_nothing_is_an_error_on_all():
+    ranks = group(SIZE, prune_fn=lambda config, x: False)
     for message in messages(together(ranks), NoValidConfig):
         assert "{'n': 3}: <lambda> dropped it" in message
     assert not any(rank.calls for rank in ranks)
@@ -218,12 +200,11 @@ def fails(when, error):
     return cost
 
 
-@SIZES
 @pytest.mark.parametrize("where", [0, 1])
-def test_a_failure_on_one_rank_is_a_failure_on_all(size, where):
+def test_a_failure_on_one_rank_is_a_failure_on_all(where):
     cost = fails(lambda rank, config: (rank, config["n"]) == (where, 1), RuntimeError("bad PTX"))
-    ranks = group(size, cost=cost)
-    assert together(ranks) == [(1, {"n": 2})] * size
+    ranks = group(SIZE, cost=cost)
+    assert together(ranks) == [(1, {"n": 2})] * SIZE
     for rank in ranks:
         outcome = next(t.outcome for t in rank.tuned.tune(1).trials if t.config == {"n": 1})
         assert outcome == Failure("launch", "RuntimeError: bad PTX", where)
@@ -273,15 +254,14 @@ def test_when_all_fail_the_traceback_has_the_first_exception_of_the_function():
     assert (repr(bad.__cause__), frames[-1].name) == ("KeyError(3)", "cost")
 
 
-@SIZES
-def test_when_all_fail_every_rank_raises_every_cause_and_nothing_is_kept(size):
+def test_when_all_fail_every_rank_raises_every_cause_and_nothing_is_kept():
     disk = MemoryStore()
     cost = fails(lambda rank, config: rank == 1, RuntimeError("no such device"))
-    ranks = group(size, disk=disk, cost=cost)
+    ranks = group(SIZE, disk=disk, cost=cost)
     for message in messages(together(ranks), NoValidConfig):
         assert message.count("launch on rank 1: RuntimeError: no such device") == 3
     assert not list(disk.records())
-    assert [rank.tuned.tuning_count for rank in ranks] == [0] * size
+    assert [rank.tuned.tuning_count for rank in ranks] == [0] * SIZE
 
 
 def test_prepare_is_voted_before_any_rank_launches():

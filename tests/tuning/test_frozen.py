@@ -97,11 +97,6 @@ def test_a_key_that_is_missing_is_named_and_others_go_on():
         assert rank.tuned(1) == (1, {"n": 1})
 
 
-def test_what_tunes_nothing_is_allowed():
-    (rank,) = some(1, frozen=True)
-    assert rank.tuned(1, autotune=False) == (1, {"n": 2})
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_capture_does_not_get_the_default(size):
     ranks = some(size, frozen=True)

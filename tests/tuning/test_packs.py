@@ -655,12 +655,6 @@ def test_of_a_key_that_several_have_the_last_result_wins(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_function_without_a_version_cannot_be_packed():
-    nameless = one(fingerprint=type(NOW)(**{**vars(NOW), "version": ""}))
-    with pytest.raises(NoSuchFunction, match="declares no version"):
-        contents_of([nameless.tuned.tune(1)])
-
-
 PROGRAM = """
 from triton_dist.tune import autotune
 

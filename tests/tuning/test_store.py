@@ -147,13 +147,6 @@ def test_a_file_that_was_mended_meanwhile_is_not_set_aside(kept):
     assert found(kept) == [RECORD]
 
 
-def test_a_folder_in_place_of_the_file_is_a_miss(tmp_path):
-    store = FileStore(tmp_path)
-    store.path(RECORD.key).mkdir(parents=True)
-    with pytest.warns(CacheWarning, match="cannot be read"):
-        assert found(store) == []
-
-
 def test_a_disk_that_refuses_is_said_once_and_memory_keeps_the_record(tmp_path):
     (tmp_path / "autotune").write_text("a file where the folder should be")
     store = LayeredStore([MemoryStore(), FileStore(tmp_path)])
@@ -231,14 +224,6 @@ def test_a_name_with_odd_characters_names_a_folder(tmp_path):
     assert FileStore(tmp_path).path(key).parent.name == "_lambda_"
 
 
-def test_the_nearest_layer_answers_first_and_hides_none():
-    near, far = MemoryStore(), MemoryStore()
-    far.put(RECORD)
-    newer = record(Measurement((0.5,), 3))
-    near.put(newer)
-    assert found(LayeredStore([near, far])) == [newer, RECORD]
-
-
 def test_a_read_only_folder_comes_last_and_is_never_written(tmp_path):
     shipped = tmp_path / "shipped"
     FileStore(shipped).put(RECORD)
@@ -275,13 +260,6 @@ def test_two_functions_of_one_name_keep_their_records(tmp_path, change):
     assert [each.key.module for each in found(store, mine)] == [mine.module, other.module]
     assert found(store, mine)[0] == of(mine)
     assert found(store, other)[0] == of(other, record(Measurement((0.5,), 3)))
-
-
-def test_what_was_tuned_under_another_file_name_is_found(tmp_path):
-    store = FileStore(tmp_path)
-    store.put(of(Key.of(origin(module="old"), 1, "fake")))
-    (renamed,) = found(store, Key.of(origin(module="new"), 1, "fake"))
-    assert renamed.key.module == "old"
 
 
 @pytest.mark.parametrize("kind", [FileStore, ReadOnlyStore])

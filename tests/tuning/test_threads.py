@@ -325,16 +325,6 @@ def reports():
     return Reports()
 
 
-def test_code_that_comes_back_in_time_is_left_alone(ended, reports):
-    dog = Watchdog()
-    with dog.watching(LONG, LONG, reports.report, reports.tell) as watch:
-        watch.begin()
-        watch.end()
-    assert not watch.overdue
-    assert not reports.reported.is_set()
-    assert not ended.is_set()
-
-
 def test_code_that_is_stuck_is_reported_told_and_ended(ended, reports, capfd):
     with Watchdog().watching(SHORT, SHORT, reports.report, reports.tell) as watch:
         watch.begin()
