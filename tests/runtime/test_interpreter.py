@@ -18,7 +18,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.commands import python
 from tests.runtime import interpreter_probes as probes
-from tests.runtime import speed_probes
 from tests.tuning.fakes import in_threads
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import interpreter
@@ -423,8 +422,8 @@ def test_results_are_those_of_the_interpreter_as_it_is(in_triton_as_it_is):
     slow = dict(in_triton_as_it_is["slow"])
     refusal = slow.pop("refusal")
     assert refusal != "none"
-    assert speed_probes.refusal() == refusal
-    ours = speed_probes.digests()
+    assert probes.refusal() == refusal
+    ours = probes.digests()
     assert ours == slow
     assert len(set(ours.values())) > len(ours) // 2, "inputs that show nothing"
 
