@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.gemm_calls import uniform
-from tests.kernels.record_inputs import grouped_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
@@ -231,7 +230,7 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch):
 
     assert on("9.0") == [()]
     assert on("8.0") == on("10.0") == []
-    key = grouped_key(GroupedShape(64, 48, 40, 8, 2), torch.bfloat16)
+    key = GROUPED_GEMM.key(GroupedShape(64, 48, 40, 8, 2), torch.bfloat16)
     assert library.fits({}, key)
     assert not library.fits({}, key._replace(dtype=torch.float16))
     assert not library.fits({}, key._replace(N=50))

@@ -9,7 +9,6 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.record_inputs import example_keys
 from triton_dist.kernels.common.moe import rows, spaces, sum_algorithms
 from triton_dist.kernels.common.moe.columns import cut_columns
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
@@ -117,7 +116,7 @@ def tried(monkeypatch, info, shape, dtype=BF16, num_ranks=4, **fixed):
     """Configs that a tuning on GPUs tries for a shape, by way."""
     for module in (rows, spaces, sum_algorithms):
         monkeypatch.setattr(module, "current_device", Gpu)
-    key = next(example_keys(info))._replace(
+    key = next(info.example_keys())._replace(
         M=shape.M, N=shape.N, K=shape.K // num_ranks, E=shape.E, topk=shape.topk, dtype=dtype,
         num_ranks=num_ranks,
     )  # fmt: skip

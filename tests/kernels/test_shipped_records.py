@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.record_inputs import inputs_for, sample_inputs
 from triton_dist._archive import PACKAGE_RECORDS, Contents, write
 from triton_dist._tuning import compose
 from triton_dist._tuning.source import source_of
@@ -144,7 +143,7 @@ def every_record_is_a_hit(tree: Any, on: On, step: int = 1) -> int:
             on(tuned, *hardware)
             last = hardware
         value = read(json.loads(record.key.text))
-        args, kwargs = inputs_for(info, measured_at(record, value))
+        args, kwargs = info.inputs_for(measured_at(record, value))
         asked = tuned.key_fn(*args, **kwargs)  # as many rows as the ranks can share
         assert asked == value or M_IN_RANGES.range_of(asked) == value
         found = tuned.tune(*args, **kwargs)
@@ -181,7 +180,7 @@ def made(
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
     info = OPINFOS[op.fn.__name__]
-    for args, kwargs in sample_inputs(info):
+    for args, kwargs in info.sample_inputs():
         key = Key.of(origin, op.key_fn(*args, **kwargs), hardware)
         kept, _ = op.config_space.prune(op.prune_fn, args, kwargs)
         trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
@@ -244,7 +243,7 @@ def test_a_winner_that_is_pruned_for_the_call_is_found_out(on, folder, monkeypat
 def test_on_other_hardware_they_are_no_hits(on, folder):
     made(on, folder)
     key = (ProductKey(16, 7168, 8192, torch.bfloat16, "column-major", True, 4), True)
-    args, kwargs = inputs_for(OPINFOS["ag_gemm"], key)
+    args, kwargs = OPINFOS["ag_gemm"].inputs_for(key)
     for gpu, topology in (
         ("NVIDIA H100 80GB HBM3", FOUR),
         ("NVIDIA H200", {**FOUR, "world_size": "8"}),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
     Baseline,
+    Call,
     Cost,
     Group,
     Operands,
+    laid_out,
+    meta,
 )
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo, Shape
 
@@ -115,6 +121,24 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
             "num_comm_sms": {"algorithm": "serial", "num_comm_sms": 0},
             "num_comm_sms (many)": {"algorithm": "serial", "num_comm_sms": MAX_CTAS + 1},
         }
+
+    def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
+        (M, columns, K, dtype, layout, _, num_ranks), local_copy = key
+        rows = M // num_ranks
+        ctx = SimpleNamespace(
+            K=K, N=columns * num_ranks, max_M=rows * num_ranks, dtype=dtype, num_ranks=num_ranks,
+            checked_keys={}, buffer=SimpleNamespace(num_ranks=num_ranks),
+            symm_workspace=meta(dtype, 1, K),
+        )  # fmt: skip
+        args = meta(dtype, rows, K), laid_out(layout, dtype, K, columns), ctx
+        return args, {} if local_copy else {"local_copy": False}
+
+    def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
+        for rows in (1, 4, 1024, 4096):
+            for layout in LAYOUTS:
+                for local_copy in (True, False):
+                    key = ProductKey(4 * rows, 7168, 8192, torch.bfloat16, layout, True, 4)
+                    yield key, local_copy
 
 
 AG_GEMM = AllGatherGEMMOpInfo(ag_gemm)

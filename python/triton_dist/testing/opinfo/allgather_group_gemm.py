@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,16 +19,19 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
     create_ag_group_gemm_context,
 )
 from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import COLLECTIVE, Library
-from triton_dist.kernels.nvidia.allgather_group_gemm.context import check_operands
+from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey, check_operands
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.allgather_gemm import transfer_baselines
 from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
     Baseline,
     Call,
     Cost,
     Group,
     Operands,
+    laid_out,
+    meta,
     other_dtype,
     uniform,
 )
@@ -165,6 +169,25 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             "gather (serial)": {"algorithm": "serial", "gather": "full_mesh_push"},
             "algorithm": {"algorithm": "expert_parallel"},
         }  # fmt: skip
+
+    def inputs_for(self, key: RoutedKey) -> Call:
+        M, N, K, E, topk, dtype, layout, num_ranks = key
+        M -= M % num_ranks  # the end of a bucket may not be a multiple of the ranks
+        b = laid_out(layout, dtype, E, K, N)
+        ctx = SimpleNamespace(
+            max_ntokens=M, K=K, N_per_rank=N, num_experts=E, topk=topk, dtype=dtype,
+            num_ranks=num_ranks, checked_keys={},
+            buffer=SimpleNamespace(num_ranks=num_ranks, workspace=meta(dtype, 1)),
+        )  # fmt: skip
+        return (meta(dtype, M // num_ranks, K), b, ctx, meta(torch.int32, M, topk)), {}
+
+    def example_keys(self) -> Iterator[RoutedKey]:
+        for name in ("Mixtral 8x7B", "DeepSeek-V3"):
+            shape = FIRST_PRODUCTS[name]
+            for M in (4, 64, 1024, 16384):
+                for layout in LAYOUTS:
+                    sizes = (M, shape.N // 4, shape.K, shape.E, shape.topk)
+                    yield RoutedKey(*sizes, torch.bfloat16, layout, 4)
 
 
 AG_GROUP_GEMM = AllGatherGroupGEMMOpInfo(ag_group_gemm)

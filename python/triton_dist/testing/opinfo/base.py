@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -39,8 +39,8 @@ other code; ``own`` and ``library`` are configs of the op with our or a library'
 """
 Bound = Literal["arithmetic", "memory", "link"]
 """Resource whose peak limits a call."""
-
-
+LAYOUTS = ("row-major", "column-major", "strided")
+"""Memory layouts of B and of weights."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 """Names of torch's all-reduces in symmetric memory."""
 
@@ -253,6 +253,22 @@ class OpInfo(ABC, Generic[S]):
         operands for the context, used for the other arguments.
         """
 
+    def inputs_for(self, key: Any) -> Call:
+        """Return the largest call of ``key``, with meta tensors. Only for tests of shipped records.
+
+        The context is replaced by an object with the attributes that ``key_fn`` and ``prune_fn``
+        read.
+        """
+        raise NotImplementedError
+
+    def example_keys(self) -> Iterator[Any]:
+        """Yield keys of all kinds of calls. Only for tests of shipped records."""
+        raise NotImplementedError
+
+    def sample_inputs(self) -> Iterator[Call]:
+        """Yield all kinds of calls, with meta tensors."""
+        return map(self.inputs_for, self.example_keys())
+
     def recover(self, ctx: Any) -> None:
         """Reset the context on all ranks after a call failed on some rank. Collective."""
         ctx.reset()
@@ -306,3 +322,18 @@ def symmetric_all_reduces(
 def other_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return a 16-bit floating dtype different from ``dtype``."""
     return torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+
+
+def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    """Return a meta tensor."""
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def laid_out(layout: str, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    """Return a meta tensor whose last two dimensions have the given layout."""
+    *batch, rows, columns = sizes
+    if layout == "row-major":
+        return meta(dtype, *sizes)
+    if layout == "column-major":
+        return meta(dtype, *batch, columns, rows).mT
+    return meta(dtype, *batch, rows, 2 * columns)[..., ::2]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     OpInfo,
+    meta,
     other_dtype,
     symmetric_all_reduces,
     tolerance,
@@ -156,6 +158,21 @@ class CollectiveOpInfo(OpInfo[Size]):
             },
         }  # fmt: skip
 
+    def inputs_for(self, key: Any) -> Call:
+        """Return a call of the bucket's largest size, which always fits 16-byte vectors."""
+        elements, dtype, _, num_ranks, *_ = key
+        x = meta(dtype, elements * (num_ranks if self.scatters else 1))
+        device = SimpleNamespace(torch_device=x.device)
+        ctx = SimpleNamespace(
+            num_ranks=num_ranks, buffer=SimpleNamespace(device=device), workspace_nbytes=1 << 40
+        )
+        return (x, ctx), {}
+
+    def example_keys(self) -> Iterator[tuple[Any, ...]]:
+        for exponent in range(10, 22):
+            for dtype in (torch.bfloat16, torch.float32):
+                yield 1 << exponent, dtype, True, 4
+
 
 class AllReduceOpInfo(CollectiveOpInfo):
     """Operand ``x``; the result is its sum."""
@@ -189,6 +206,16 @@ class AllReduceOpInfo(CollectiveOpInfo):
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         packets = {"packets": True, "algorithm": "two_shot"}
         return {**super().error_inputs(good, num_ranks), "packets": packets}
+
+    def inputs_for(self, key: Any) -> Call:
+        *_, method, in_place = key
+        (x, ctx), _ = super().inputs_for(key)
+        return (x, ctx), {"method": method, **({"output": x} if in_place else {})}
+
+    def example_keys(self) -> Iterator[tuple[Any, ...]]:
+        for exponent in range(10, 22):
+            for in_place in (False, True):
+                yield 1 << exponent, torch.bfloat16, True, 4, None, in_place
 
 
 class ShardOpInfo(CollectiveOpInfo):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -12,15 +13,19 @@ import torch.distributed as dist
 import triton
 from torch import Generator
 
+from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
     Baseline,
     Call,
     Cost,
     Group,
     Operands,
     OpInfo,
+    laid_out,
+    meta,
     other_dtype,
     tolerance,
     uniform,
@@ -173,6 +178,8 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     """``A @ B`` summed over ranks, which share K: A [M, K / W], B [K / W, N]."""
 
     sums_over_ranks = True
+    option: ClassVar[tuple[str, bool]]
+    """Argument that is part of the op's key in addition to the operands, and its default."""
 
     def operand_sizes(
         self, shape: Shape, num_ranks: int
@@ -240,3 +247,22 @@ class SummedGEMMOpInfo(GEMMOpInfo):
             "num_chunks": {"num_chunks": MAX_CHUNKS + 1},
             "num_chunks (none)": {"num_chunks": 0},
         }
+
+    def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
+        (M, N, K, dtype, layout, contiguous, num_ranks), option = key
+        M -= 0 if self.any_rows else M % num_ranks  # the end of a bucket may not be a multiple
+        A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
+        slots = SimpleNamespace(epoch=meta(dtype, 1))
+        ctx = SimpleNamespace(
+            N=N, max_M=M, output_dtype=dtype, num_ranks=num_ranks, checked_keys={},
+            reduce_st=option,
+            buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
+        )  # fmt: skip
+        return (A, laid_out(layout, dtype, K, N), ctx), {self.option[0]: option}
+
+    def example_keys(self) -> Iterator[tuple[ProductKey, bool]]:
+        for rows in (4, 16, 1024, 4096):
+            for layout in LAYOUTS:
+                for contiguous in (True, False):
+                    key = ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
+                    yield key, self.option[1]

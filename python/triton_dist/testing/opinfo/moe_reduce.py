@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Generator
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.common.moe.summing import sum_routes
+from triton_dist.kernels.common.moe.summing import SumKey, sum_routes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.nvidia import (
     create_moe_ar_context,
@@ -26,11 +27,14 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
     Baseline,
     Call,
     Cost,
     Group,
     Operands,
+    laid_out,
+    meta,
     other_dtype,
     tolerance,
     uniform,
@@ -248,6 +252,32 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "gemm_config": {"gemm_config": None},
             "reduction": {"algorithm": "serial", "reduction": "ring"},
         }  # fmt: skip
+
+    def inputs_for(self, key: Any) -> Call:
+        fixed = {}
+        if not isinstance(key, SumKey):
+            key, n_chunks, config = key
+            assert config is None  # no shipped record has the caller's tiles
+            fixed["n_chunks"] = n_chunks
+        M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
+        # The end of a bucket may not be a multiple of the ranks.
+        M -= M % (num_ranks if self.shares_rows else 1)
+        weights = laid_out(layout, dtype, E, K, N)
+        slots = SimpleNamespace(epoch=meta(dtype, 1))
+        ctx = SimpleNamespace(
+            N=N, E=E, topk=topk, dtype=dtype, max_tokens=M, max_routes=M * topk, checked_keys={},
+            num_ranks=num_ranks, n_chunks_max=n_chunks_max, function=self.name,
+            buffer=SimpleNamespace(slots=slots),
+        )  # fmt: skip
+        routing = meta(torch.int32, M, topk), meta(torch.float32, M, topk)
+        return (meta(dtype, M * topk, K), weights, *routing, ctx), fixed
+
+    def example_keys(self) -> Iterator[Any]:
+        for rows in (16, 64, 1024, 4096):
+            for layout in LAYOUTS:
+                key = SumKey(rows, 4096, 768, 128, 8, torch.bfloat16, layout, 4, 8)
+                yield key
+                yield key, 2, None
 
 
 class MoEReduceRSOpInfo(MoEReduceOpInfo):

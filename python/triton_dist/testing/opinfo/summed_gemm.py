@@ -29,6 +29,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
 
     transfer, serial = "reduce-scatter", "matmul + reduce-scatter"
     create = staticmethod(create_gemm_rs_context)
+    option = ("reduce_st", False)
 
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         return total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -78,6 +79,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
 
     transfer, serial = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
+    option = ("copy_to_local", True)
     any_rows = True
     library_algorithms = (SymmetricCollective.name,)
 
