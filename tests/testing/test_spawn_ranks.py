@@ -63,6 +63,7 @@ def rewritten_kernels() -> int:
     """Kernels of ours that a rank need not rewrite for the interpreter, as it starts."""
     from triton.runtime.interpreter import InterpretedFunction
 
+    assert {"torch._dynamo", "triton_dist.layers.nvidia"} <= sys.modules.keys()
     modules = [fn.__module__ for fn in InterpretedFunction.rewritten_fn]
     return sum(name.startswith("triton_dist.kernels.") for name in modules)
 
@@ -152,7 +153,7 @@ def test_kernels_of_a_cpu_rank_are_interpreted(monkeypatch: pytest.MonkeyPatch) 
     assert spawn_ranks(1, kind_of_kernel, init=False) == ["InterpretedFunction"]
 
 
-def test_ranks_that_interpret_start_with_rewritten_kernels() -> None:
+def test_ranks_that_interpret_start_with_layers_and_rewritten_kernels() -> None:
     first, second = spawn_ranks(2, rewritten_kernels, init=False)
     assert first == second > 20
 

@@ -1,7 +1,8 @@
 """Import, rewrite and parse all kernels and sources at import of this module.
 
 The fork server imports it if ranks interpret kernels. Otherwise each rank would need 0.5 s for the
-kernels, and a rank that tunes another 1.5 s for the sources, which is more than most tests take.
+kernels, and another 1.5 s each if it tunes (sources) or calls layers (``torch.distributed.tensor``
+and ``torch._dynamo``), which is more than most tests take.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import gc
 import sys
 
+import torch._dynamo  # noqa: F401  # custom ops of layers import it
 from triton.runtime.interpreter import InterpretedFunction
 
 import triton_dist.kernels.nvidia as ops  # all kernels
+import triton_dist.layers.nvidia  # noqa: F401
 from triton_dist._tuning.source import source_of
 from triton_dist.tune import AutoTuner
 
