@@ -7,10 +7,20 @@ import re
 import pytest
 import torch
 
-from tests.compile.scattered import TMA_LOAD, assert_fits, compile_launch, matrix, quick, right
+from tests.compile.scattered import (
+    ACQUIRE,
+    TMA_LOAD,
+    assert_fits,
+    compile_launch,
+    matrix,
+    quick,
+    right,
+    words,
+)
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, blocks
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, fits_promotion
+from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.testing.compile_only import compile_only
 
 FP8_WGMMA = re.compile(r"wgmma\.mma_async\S*\.e4m3\.e4m3")
@@ -26,14 +36,22 @@ def scaling(recipe, use_fast_accum=False):
     return Scaling(a, b, use_fast_accum=use_fast_accum)
 
 
-def compiled(recipe, tiles, use_fast_accum=False, persistent=True):
+def compiled(recipe, tiles, use_fast_accum=False, persistent=True, num_ranks=1):
     A, B = matrix(M, K, dtype=torch.float8_e4m3fn), right(K, N, "column-major", torch.float8_e4m3fn)
-    scales = scaling(recipe, use_fast_accum).kernel_argument(A, B)
-    C = matrix(M, N)
+    shards = None
+    if num_ranks > 1:
+        rows, flags = matrix(num_ranks * M, K, dtype=A.dtype), words()
+        scales = matrix(num_ranks * M * blocks(K), dtype=torch.float32)
+        shards = GatheredShards(rows, flags, flags[:32], M, 8, scales=scales)
+    scales = scaling(recipe, use_fast_accum).kernel_argument(A, B, shards and shards.scales)
+    C = matrix(num_ranks * M, N)
     with compile_only(90):
         return compile_launch(
-            sharded_gemm(A, B, C, tiles, num_sms=132, persistent=persistent, scales=scales)
-        )
+            sharded_gemm(
+                A, B, C, tiles, num_sms=132, persistent=persistent, scales=scales,
+                num_ranks=num_ranks, gathered=shards,
+            )
+        )  # fmt: skip
 
 
 EVERY_TILE = [
@@ -55,6 +73,12 @@ def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, persistent, inde
     loads = 2 * kernel.num_stages if persistent else None
     assert_fits(kernel, has=[FP8_WGMMA], tma_loads=loads)
     assert promotions(kernel.ptx) is not fast
+
+
+def test_a_gathered_tile_reads_the_scales_of_its_shard():
+    kernel = compiled("block", PERSISTENT_TILES[5], num_ranks=2)
+    assert_fits(kernel, has=[FP8_WGMMA, ACQUIRE], tma_loads=4 * kernel.num_stages)
+    assert promotions(kernel.ptx)
 
 
 def promotions(ptx):

@@ -10,7 +10,7 @@ import torch
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Recipe, blocks, scaled_matmul
-from triton_dist.kernels.nvidia import matmul
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context, matmul
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
@@ -206,3 +206,37 @@ def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
     monkeypatch.setattr(type(current_device()), "multiplies_fp8", False)
     with pytest.raises(InvalidArgument, match=r"compute capability 8\.9"):
         matmul(A, B, **scaling._asdict())
+
+
+def test_ag_gemm_checks_scales_and_prunes_what_sends_none():
+    A, B, scaling = operands("row", 16, 32, 64)
+    options = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale, "use_fast_accum": True}
+    with create_ag_gemm_context(16, 32, 64, E4M3, 0, 1) as ctx:
+        check(ag_gemm(A, B, ctx, autotune=False, **options), A, B, scaling)
+        check(ag_gemm.fn(A, B, ctx, algorithm="serial", **options), A, B, scaling)
+        key, _ = ag_gemm.key_fn(A, B, ctx, **options)
+        assert key[-4:] == ("row", torch.bfloat16, True, False)
+        fits = [
+            each for each in ag_gemm.config_space if ag_gemm.prune_fn(each, A, B, ctx, **options)
+        ]
+        assert {each["algorithm"] for each in fits} == {"full_mesh_push"}
+        for message, given in (
+            ("A_scale is None", {"A_scale": None}),
+            ("A_scale, B_scale is", {"A_scale": scaling.A_scale[:-1]}),
+            (r"B\.dtype", {"B": B.to(E5M2)}),
+            (r"A\.dtype", {"A": A.to(E5M2)}),
+            (r"B\.stride", {"B": B.contiguous()}),
+            ("out_dtype", {"out_dtype": torch.int8}),
+        ):
+            call = {"A": A, "B": B, **options, **given}
+            for reject in (ag_gemm.key_fn, functools.partial(ag_gemm, autotune=False)):
+                with pytest.raises(InvalidArgument, match=f"ag_gemm: {message}"):
+                    reject(ctx=ctx, **call)
+        for algorithm in ("fused_push", "async_tp"):
+            with pytest.raises(InvalidArgument, match="another algorithm for fp8"):
+                ag_gemm.fn(A, B, ctx, TILES[0], algorithm=algorithm, **options)
+    with (
+        create_ag_gemm_context(16, 32, 64, torch.float16, 0, 1) as ctx,
+        pytest.raises(InvalidArgument, match="A_scale is 'given'"),
+    ):
+        ag_gemm.key_fn(A.half(), B.half(), ctx, **options)

@@ -39,6 +39,7 @@ COLLECTIVES = ("tests/distributed/test_collectives.py", EACH_OP)
 GEMM_RS = ("tests/distributed/test_summed_gemm.py",)
 GEMM_AR = GEMM_RS
 AG_GEMM = ("tests/distributed/test_ag_gemm.py", EACH_OP)
+SCALED_GEMMS = ("tests/distributed/test_scaled_gemms.py",)
 ROUTING = ("tests/kernels/test_routing.py",)
 GROUPED = ("tests/kernels/test_grouped_gemm.py",)
 AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py", EACH_OP)
@@ -74,6 +75,20 @@ MUTANTS = (
         "k_block = k // _BLOCK",
         "k_block = 0",
         ("tests/kernels/test_scaled_gemm.py",),
+    ),
+    Mutant(
+        "fp8: a gathered shard has its own rank's scales",
+        _SCALES,
+        "return scales.gathered_scales + shard.to(tl.int64) * scales.stride_shard",
+        "return scales.gathered_scales + shard.to(tl.int64) * 0",
+        SCALED_GEMMS,
+    ),
+    Mutant(
+        "fp8: each all-gather sends the scales of its call, not of an earlier one",
+        _GATHERED,
+        "        if scales is not None:\n",
+        "        if scales is not None and len(self._plans) <= 2:\n",
+        SCALED_GEMMS,
     ),
     Mutant(
         "wait: until the flag has reached the value, not nearly",

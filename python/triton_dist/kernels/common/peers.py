@@ -124,6 +124,7 @@ class GatheredShards:
     Attributes:
         rows: [M, K], contiguous.
         arrivals, epoch: int64, with the flag format of this module.
+        scales: fp32, scales of the shards of an fp8 A, one shard after the other.
     """
 
     rows: torch.Tensor
@@ -132,6 +133,7 @@ class GatheredShards:
     chunk_rows: int
     flags_per_rank: int
     push: ShardPush | None = None
+    scales: torch.Tensor | None = None
 
 
 # Indices of the timeout words, int64 (``language.wait``).

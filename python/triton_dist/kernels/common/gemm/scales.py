@@ -307,6 +307,14 @@ def scaling_of(
     return Scaling(A_scale, B_scale, bias, out_dtype, use_fast_accum)
 
 
+def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
+    """Return whether torch multiplies these operands; of fp8 operands, with one scale per row."""
+    if A.dtype not in FP8 or A.device.type == "cpu":
+        return True
+    fits = A.shape[1] % 16 == 0 and B.shape[1] % 16 == 0
+    return fits and scaling.output_dtype(A) is torch.bfloat16
+
+
 def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     """Return ``A @ B`` of fp8 operands by torch's ``scaled_mm``; on CPU, multiply in fp32."""
     bias, dtype, fast = scaling.bias, scaling.output_dtype(A), scaling.use_fast_accum

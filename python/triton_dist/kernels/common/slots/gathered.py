@@ -81,6 +81,8 @@ class Slot:
             chunk, because it contains the origin's number of rows.
         forward: flags of a ring that allow a chunk to be forwarded, by rank.
         one: [1], contains 1.
+        scales: scales [num_ranks * number of a shard] of an fp8 A on each rank, by rank; empty if
+            there are none.
     """
 
     rank: int
@@ -91,6 +93,19 @@ class Slot:
     epoch: torch.Tensor
     forward: Sequence[torch.Tensor]
     one: torch.Tensor
+    scales: Sequence[torch.Tensor] = ()
+
+    def copies_of_scales(
+        self, stream: int, chunk: int, num_streams: int, shard: int, peer: int
+    ) -> Iterator[Copy]:
+        """Yield the copy of a shard's scales to ``peer``, once per stream, before its first flag.
+
+        A consumer may wait for any chunk first, so scales precede the first chunk of each stream.
+        """
+        if self.scales and chunk < num_streams:
+            number = len(self.scales[peer]) // self.num_ranks
+            part = slice(shard * number, (shard + 1) * number)
+            yield Copy(stream, self.scales[peer][part], self.scales[self.rank][part])
 
 
 def rows_per_chunk(rows: int, num_chunks: int) -> int:
@@ -122,6 +137,7 @@ def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             begin = slot.rank * slot.rows
             flag = slot.rank * MAX_CHUNKS + chunk
             target = slot.shards[peer][begin + first : begin + end]
+            yield from slot.copies_of_scales(stream, chunk, num_streams, slot.rank, peer)
             yield Copy(stream, target, InputRows(first, end))
             yield Copy(stream, slot.arrivals[peer][flag : flag + 1], slot.epoch)
 
@@ -137,6 +153,7 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             if step > 0:
                 yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
                 yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
+            yield from slot.copies_of_scales(stream, chunk, num_streams, shard, neighbour)
             source = InputRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
             value = slot.epoch if step == 0 else slot.arrivals[slot.rank][flag : flag + 1]
             yield Copy(stream, slot.shards[neighbour][rows], source)
@@ -181,11 +198,19 @@ class AllGatherBuffer(SlotMemory):
         pushed int64 [source rank, sender, chunk]: flags written by fused consumers of peers.
         forward int32 [source rank, MAX_CHUNKS]: chunks to forward in a ring; set by the neighbour,
             reset by this rank's copy engines.
-    ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it.
+        scales fp32 [source rank, scales of a shard]: scales of an fp8 A, written by peers. A copy
+            engine reads this rank's scales from here, because transfers have fixed sources.
+    ``max_scales`` is the number of scales of all shards. ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it.
     """
 
     def __init__(
-        self, max_M: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
+        self,
+        max_M: int,
+        K: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        name: str,
+        max_scales: int = 0,
     ) -> None:
         num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         flags = {
@@ -193,9 +218,10 @@ class AllGatherBuffer(SlotMemory):
             "pushed": ((num_ranks * _PUSHED_FLAGS,), torch.int64),
             "forward": ((num_ranks * MAX_CHUNKS,), torch.int32),
         }
+        scales = {"scales": ((max_scales,), torch.float32)} if max_scales else {}
         slots = EpochSlots(
             name,
-            {"shards": ((max_M * K,), dtype), **flags},
+            {"shards": ((max_M * K,), dtype), **scales, **flags},
             tuple(flags),
             "a kernel of the all-gather or its consumer",
             group,
@@ -205,7 +231,7 @@ class AllGatherBuffer(SlotMemory):
         )
         super().__init__(slots)
         self.workspace = self.slots.memory["workspace"].local
-        self._K = K
+        self._K, self._max_scales = K, max_scales
         self._device = self.slots.device
         self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams: list[Any] = [self._device.copy_stream()]
@@ -215,10 +241,18 @@ class AllGatherBuffer(SlotMemory):
         self._device.synchronize()  # Later calls may use any stream.
 
     def start(
-        self, local_shard: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
+        self,
+        local_shard: torch.Tensor,
+        method: AllGatherMethod,
+        num_streams: int,
+        num_chunks: int,
+        scales: torch.Tensor | None = None,
     ) -> GatheredShards:
         """Queue the all-gather of ``local_shard`` [rows, K], contiguous. The caller queues the
-        consumer next."""
+        consumer next.
+
+        ``scales`` of the shard, fp32 [number], travel before its flags.
+        """
         if not method.by_copy_engine:
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
@@ -226,10 +260,13 @@ class AllGatherBuffer(SlotMemory):
         self.slots.take(rows, copied=True)
         if self.num_ranks == 1:
             return self.describe(rows, num_chunks)
-        key = (self.slots.index, rows, method, num_streams, num_chunks)
+        number = 0 if scales is None else len(scales)
+        key = (self.slots.index, rows, method, num_streams, num_chunks, number)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks)
+            plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks, number)
+        if scales is not None:
+            self.slots["scales"].local[self.rank * number : (self.rank + 1) * number].copy_(scales)
         self._started = plan
         plan.transfer.start(local_shard, self._device.current_stream())
         return plan.gathered
@@ -265,6 +302,7 @@ class AllGatherBuffer(SlotMemory):
                 rows_per_chunk(rows, 1 if num_comm_sms else num_chunks),
                 _PUSHED_FLAGS if num_comm_sms else MAX_CHUNKS,
                 self._push(num_comm_sms, num_chunks) if num_comm_sms else None,
+                self.slots["scales"].local if self._max_scales else None,
             )
         return known
 
@@ -307,7 +345,9 @@ class AllGatherBuffer(SlotMemory):
 
         self.slots.launcher.run((kernel_release_copies, self.slots.index), launch)
 
-    def _plan(self, rows: int, method: AllGatherMethod, num_streams: int, num_chunks: int) -> _Plan:
+    def _plan(
+        self, rows: int, method: AllGatherMethod, num_streams: int, num_chunks: int, num_scales: int
+    ) -> _Plan:
         """Prepare the all-gather of shards of ``rows`` rows in the current slot by copy engines."""
         while len(self._streams) < num_streams:
             self._streams.append(self._device.copy_stream())
@@ -320,6 +360,9 @@ class AllGatherBuffer(SlotMemory):
             self.slots.epoch[:1],
             self.slots["forward"].peers,
             self._one,
+            [each[: self.num_ranks * num_scales] for each in self.slots["scales"].peers]
+            if num_scales
+            else (),
         )
         steps = schedule(slot, method, num_streams, num_chunks)
         gathered = self.describe(rows, num_chunks)

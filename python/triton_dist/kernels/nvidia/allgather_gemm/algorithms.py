@@ -29,6 +29,15 @@ from triton_dist.kernels.common.gemm.launch import (
     sharded_gemm,
     split_k_tiles,
 )
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    NO_SCALING,
+    Recipe,
+    Scaling,
+    fits_library,
+    scaled_matmul,
+    scaling_of,
+)
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import (
@@ -75,12 +84,19 @@ class Call(OpCall):
     num_comm_sms: int | None
     algorithm: str | None
     gathered: torch.Tensor | None = None
+    A_scale: torch.Tensor | None = None
+    B_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
     accepted_key: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         known = self.accepted_key
+        self.scaling = scaling_of(
+            self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum
+        )
         self.operands = (
-            check_operands(self.A, self.B, self.ctx, self.local_copy, self.gathered)
+            check_operands(self.A, self.B, self.ctx, self.local_copy, self.gathered, self.scaling)
             if known is None
             else known[0]
         )
@@ -100,6 +116,27 @@ class Call(OpCall):
         ]
         self.chosen.check(self)
 
+    def scales_in_memory(self) -> torch.Tensor | None:
+        """Return the scales of this rank's shard in the order of their memory, or ``None``."""
+        scale = self.A_scale
+        if scale is None:
+            return None
+        return (scale.t() if scale.ndim == 2 else scale).detach().reshape(-1)
+
+    def scaling_of_all_rows(self, gathered_scales: torch.Tensor) -> Scaling:
+        """Return the scaling for the gathered A, from every rank's ``scales_in_memory``.
+
+        Each rank has its own scale, so one scale per tensor becomes one scale per row.
+        """
+        rows, num_ranks = self.A.shape[0], self.ctx.num_ranks
+        if self.scaling.recipe(self.A, self.B) is Recipe.BLOCK:
+            by_rank = gathered_scales.view(num_ranks, -1, rows)
+            scales = by_rank.transpose(0, 1).reshape(-1, num_ranks * rows).t()
+        else:
+            by_rank = gathered_scales.view(num_ranks, -1)
+            scales = by_rank.expand(num_ranks, rows).reshape(-1)
+        return self.scaling._replace(A_scale=scales)
+
 
 class Sizes(NamedTuple):
     """Sizes that decide which configs are worth trying; M is the largest of the key's bucket."""
@@ -110,12 +147,19 @@ class Sizes(NamedTuple):
     num_ranks: int
     requested: str | None
     """Algorithm that the caller's keywords require, or ``None``."""
+    scaling: Scaling = NO_SCALING
 
     @classmethod
     def of(
-        cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, method: object = None, **__: Any
+        cls,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        ctx: Any,
+        *_: Any,
+        method: object = None,
+        **options: Any,
     ) -> Sizes:
-        return cls(A, B, ctx.num_ranks, ALGORITHMS.requested(method))
+        return cls(A, B, ctx.num_ranks, ALGORITHMS.requested(method), scaling_of(**options))
 
 
 class _Tiled(SelectableAlgorithm[Call, Sizes]):
@@ -123,7 +167,7 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
-        if not spaces.fits_gemm(config, A, B, sizes):
+        if not spaces.fits_gemm(config, A, B, sizes, **sizes.scaling._asdict()):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
             return False  # without TMA the kernel equals the one of another config
@@ -170,18 +214,25 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
             rank=ctx.rank, num_ranks=ctx.num_ranks,
             gathered=gathered if ctx.num_ranks > 1 else None,
             split=ctx.split_workspace if tiles.kwargs.get("SPLIT_K", 1) > 1 else None,
+            scales=call.scaling.kernel_argument(call.A, call.B, gathered.scales),
         )  # fmt: skip
 
     def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
         """Launch the consumer; reuse the pre-built launch if only addresses changed."""
         local_shard, B, tiles = call.local_shard, call.B, call.gemm_config
+        tensors = {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C}
+        scales: tuple[int, ...] = ()
+        if call.A_scale is not None and call.B_scale is not None:
+            tensors |= {"shards.a_scale": call.A_scale, "shards.b_scale": call.B_scale}
+            # Strides of the scales, which the recipe does not determine.
+            scales = call.A_scale.numel(), call.B_scale.numel()
         call.ctx.launcher.run(
             (
                 call.operands, local_shard.stride(), B.stride(), dot_precision(B.dtype),
-                id(gathered), id(tiles), bool(call.persistent),
+                id(gathered), id(tiles), bool(call.persistent), scales,
             ),
             lambda: self._consumer(call, C, gathered),
-            {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C},
+            tensors,
             keep_alive=(gathered, tiles),  # the key contains the ids of these objects
         )  # fmt: skip
 
@@ -205,8 +256,9 @@ class CopyEngine(_Tiled):
 
     def start(self, call: Call) -> GatheredShards:
         return call.ctx.buffer.start(
-            call.local_shard, self._method, call.num_streams, call.num_chunks
-        )
+            call.local_shard, self._method, call.num_streams, call.num_chunks,
+            call.scales_in_memory(),
+        )  # fmt: skip
 
 
 class Push(CopyEngine):
@@ -244,7 +296,7 @@ class FusedPush(_Tiled):
     """The first programs of the consumer send the shard, in chunks along K.
 
     Tiles wait for the chunks inside their K loop (``common/gemm/work_items.py``). For small shards,
-    where the fixed cost of copies dominates the call.
+    where the fixed cost of copies dominates the call. Not for fp8, whose scales it does not send.
     """
 
     name = AllGatherMethod.FUSED_PUSH.value
@@ -257,10 +309,15 @@ class FusedPush(_Tiled):
             yield tiles, True, num_chunks, num_comm_sms
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if sizes.A.dtype in FP8:
+            return False
         return fits_fused(sizes.A, sizes.B, sizes.num_ranks) and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
         super().check(call)
+        if call.A.dtype in FP8:
+            expected = "another algorithm for fp8"
+            raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
         max_comm_sms = min(MAX_COMM_SMS, call.ctx.device.num_sms - 1)
         if call.num_comm_sms is None:
             call.num_comm_sms = min(_DEFAULT_COMM_SMS, max_comm_sms)
@@ -285,7 +342,13 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
     """
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.num_ranks > 1  # one rank gathers nothing
+        # One rank gathers nothing.
+        return sizes.num_ranks > 1 and fits_library(sizes.A, sizes.B, sizes.scaling)
+
+    def check(self, call: Call) -> None:
+        if not fits_library(call.A, call.B, call.scaling):
+            expected = "another algorithm: scaled_mm needs bf16 output, and K and N in steps of 16"
+            raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
 
     def run(self, call: Call) -> torch.Tensor:
         ctx = call.ctx
@@ -295,12 +358,25 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
         if ctx.num_ranks == 1:
             if call.gathered is not None:
                 call.gathered.copy_(local_shard)
+            if call.A.dtype in FP8:
+                return scaled_matmul(local_shard, B, call.scaling)
             return torch.matmul(local_shard, B)
         return ctx.buffer.slots.run_without_slots(lambda: self.multiply(call, local_shard, B))
 
-    @abstractmethod
     def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return the product of all rows and B; called with at least two ranks."""
+        scales = call.scales_in_memory()
+        if scales is None:
+            return torch.matmul(self.gather(call, local_shard, call.gathered), B)
+        # Neither NCCL nor gloo gathers every fp8 dtype.
+        rows = None if call.gathered is None else call.gathered.view(torch.uint8)
+        A = self.gather(call, local_shard.view(torch.uint8), rows).view(local_shard.dtype)
+        gathered_scales = self.gather(call, scales.view(1, -1), None)
+        return scaled_matmul(A, B, call.scaling_of_all_rows(gathered_scales.view(-1)))
+
+    @abstractmethod
+    def gather(self, call: Call, shard: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the shards of all ranks, in ``out`` or new memory."""
 
 
 class Serial(_GatherThenMultiply):
@@ -321,9 +397,11 @@ class Serial(_GatherThenMultiply):
             yield 1, number
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return fits_serial(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
+        fits = fits_serial(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
+        return fits and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
+        super().check(call)
         serial_params(call.local_shard.nbytes, call.num_comm_sms, call.num_chunks)
         if call.local_shard.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
             expected = f"another algorithm for M > {call.ctx.exchanged_rows} (ctx.exchanged_rows)"
@@ -331,21 +409,24 @@ class Serial(_GatherThenMultiply):
 
     def compile(self, call: Call) -> None:
         if call.ctx.num_ranks > 1:
-            exchange, rows = self._exchange(call)
-            call.ctx.exchange.launch(exchange, call.local_shard.view(-1), rows.view(-1)).compile()
+            shards, scales = [call.local_shard], call.scales_in_memory()
+            if scales is not None:
+                shards = [call.local_shard.view(torch.uint8), scales.view(1, -1)]
+            for shard in shards:
+                exchange, rows = self._exchange(call, shard, None)
+                call.ctx.exchange.launch(exchange, shard.view(-1), rows.view(-1)).compile()
 
-    def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        exchange, rows = self._exchange(call)
-        call.ctx.exchange.run(exchange, local_shard.view(-1), rows.view(-1))
-        return torch.matmul(rows, B)
+    def gather(self, call: Call, shard: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        exchange, rows = self._exchange(call, shard, out)
+        call.ctx.exchange.run(exchange, shard.view(-1), rows.view(-1))
+        return rows
 
     @staticmethod
-    def _exchange(call: Call) -> tuple[Exchange, torch.Tensor]:
-        local_shard = call.local_shard
-        params = serial_params(local_shard.nbytes, call.num_comm_sms, call.num_chunks)
-        return all_gather_exchange(
-            local_shard, call.ctx.num_ranks, params, local_shard.shape[0], call.gathered
-        )
+    def _exchange(
+        call: Call, shard: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[Exchange, torch.Tensor]:
+        params = serial_params(shard.nbytes, call.num_comm_sms, call.num_chunks)
+        return all_gather_exchange(shard, call.ctx.num_ranks, params, call.A.shape[0], out)
 
 
 class Collective(_GatherThenMultiply):
@@ -361,10 +442,8 @@ class Collective(_GatherThenMultiply):
             else []
         )
 
-    def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(
-            libraries.all_gather_rows(local_shard, call.ctx.group, call.gathered), B
-        )
+    def gather(self, call: Call, shard: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return libraries.all_gather_rows(shard, call.ctx.group, out)
 
 
 class AsyncTP(Collective):
@@ -372,7 +451,13 @@ class AsyncTP(Collective):
 
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
+    def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.A.dtype not in FP8 and super().fits_sizes(config, sizes)
+
     def check(self, call: Call) -> None:
+        if call.A.dtype in FP8:
+            expected = "another algorithm for fp8"
+            raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
         libraries.check_async_tp("ag_gemm", libraries.ALL_GATHER_MATMUL, call.ctx.num_ranks)
 
     def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -410,7 +495,8 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
 
 
 def _empty_product(call: Call) -> torch.Tensor:
-    return call.A.new_empty((call.A.shape[0] * call.ctx.num_ranks, call.B.shape[1]))
+    shape = call.A.shape[0] * call.ctx.num_ranks, call.B.shape[1]
+    return call.A.new_empty(shape, dtype=call.scaling.output_dtype(call.A))
 
 
 ALGORITHMS = Algorithms(

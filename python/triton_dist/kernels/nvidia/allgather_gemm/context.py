@@ -11,6 +11,7 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     ProductKey,
+    ScaledProductKey,
     agree_to_create,
     checked_buffer,
     checked_once,
@@ -25,6 +26,7 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
 from triton_dist.kernels.common.gemm.launch import LazySplitWorkspace
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, blocks
 from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
@@ -63,10 +65,16 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.all_gather_method = all_gather_method
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
-        nbytes = bytes_of_slot(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
+        rows, scales_of_row = self.exchanged_rows // self.num_ranks, 0
+        nbytes = bytes_of_slot(rows * K, dtype, self.num_ranks)
+        if dtype in FP8:  # the exchange gathers the scales after A
+            scales_of_row = blocks(K)
+            nbytes = max(nbytes, bytes_of_slot(rows * scales_of_row, torch.float32, self.num_ranks))
         self.launcher = Launcher()
         with self.allocating() as add:
-            self.buffer = add(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
+            self.buffer = add(
+                AllGatherBuffer(max_M, K, dtype, group, "ag_gemm", max_M * scales_of_row)
+            )
             disagreements = self.buffer.disagreements
             self.exchange = add(
                 ExchangeBuffer(
@@ -110,7 +118,7 @@ def create_ag_gemm_context(
         max_M: largest number of gathered rows, a multiple of ``num_ranks``.
         N: number of columns of B over all ranks, a multiple of ``num_ranks``.
         K: number of columns of A.
-        dtype: dtype of A, B and C: fp16, bf16 or fp32.
+        dtype: dtype of A: fp16, bf16, fp32, or fp8 e4m3 or e5m2.
         rank: this rank in the group.
         num_ranks: number of ranks in the group.
         num_local_ranks: ranks on one host, clamped to ``num_ranks``.
@@ -135,7 +143,8 @@ def create_ag_gemm_context(
         for name, size in (("max_M", max_M), ("N", N)):
             yield name, size, size >= num_ranks and size % num_ranks == 0, expected
         yield "K", K, K >= 1, "at least 1"
-        yield from kernel_checks("dtype", dtype)
+        if dtype not in FP8:
+            yield from kernel_checks("dtype", dtype)
         good = isinstance(all_gather_method, AllGatherMethod)
         yield "all_gather_method", all_gather_method, good, "an AllGatherMethod"
 
@@ -152,7 +161,8 @@ def check_operands(
     ctx: AllGatherGEMMTensorParallelContext,
     local_copy: bool,
     gathered: torch.Tensor | None,
-) -> ProductKey:
+    scaling: Scaling = NO_SCALING,
+) -> ProductKey | ScaledProductKey:
     """Check the operands; return the key of a call, one object per signature."""
     buffer = checked_buffer(
         ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
@@ -169,15 +179,24 @@ def check_operands(
         shape = (ctx.K, ctx.N // buffer.num_ranks)
         expected = f"[K, N_per_rank] = {shape}"
         yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, expected
-        yield from operand_checks(ctx.dtype, ctx.symm_workspace.device, A=A, B=B)
+        is_fp8, device = ctx.dtype in FP8, ctx.symm_workspace.device
+        yield from operand_checks(ctx.dtype, device, A=A)
+        yield from operand_checks(B.dtype if is_fp8 else ctx.dtype, device, B=B)
         expected = "a contiguous A; call A.contiguous()"
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
+        if is_fp8 or scaling is not NO_SCALING:
+            yield from scaling.checks(A, B)
 
-    def key() -> ProductKey:
+    def key() -> ProductKey | ScaledProductKey:
         M, N, num_ranks = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
-        return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
+        key = ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
+        return ScaledProductKey(*key, *scaling.key(A, B)) if A.dtype in FP8 else key
 
-    accepted = checked_once(ctx.checked_keys, operand_signature(B, A, B), "ag_gemm", checks, key)
+    signature = operand_signature(B, A, B)
+    if scaling is not NO_SCALING:
+        scales = operand_signature(B, scaling.A_scale, scaling.B_scale)
+        signature = (signature, scales, scaling.out_dtype, scaling.use_fast_accum)
+    accepted = checked_once(ctx.checked_keys, signature, "ag_gemm", checks, key)
     if gathered is not None:
         _check_gathered(gathered, A if local_copy else ctx.own_rows(A.shape[0]), ctx)
     return accepted

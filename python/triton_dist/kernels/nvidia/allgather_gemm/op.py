@@ -34,6 +34,7 @@ import torch
 import triton
 
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.scales import scaling_of
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.common.peers import GatheredShards
@@ -54,11 +55,19 @@ def key_fn(
     local_copy: bool = True,
     method: AllGatherMethod | LibraryAlgorithm | None = None,
     gathered: torch.Tensor | None = None,
-    **__: Any,
+    **options: Any,
 ) -> Any:
     """Return the key that a tuning is recorded under. ``method`` adds its algorithm to the key."""
-    key = (check_operands(A, B, ctx, local_copy, gathered), local_copy)
+    scaling = scaling_of(**options)
+    key = (check_operands(A, B, ctx, local_copy, gathered, scaling), local_copy)
     return key if method is None else (*key, ALGORITHMS.requested(method))
+
+
+def _agreed(A: torch.Tensor, *_: Any, A_scale: torch.Tensor | None = None, **__: Any) -> str:
+    """Return what must be equal on all ranks in addition to the key."""
+    text = f"A of {A.shape[0]} rows"
+    # One scale is also row-wise if B_scale is, so the recipe does not give the number of scales.
+    return text if A_scale is None else f"{text}, A_scale of {A_scale.numel()} elements"
 
 
 @op(
@@ -67,7 +76,7 @@ def key_fn(
     sizes=Sizes.of,
     key_fn=key_fn,
     key_sizes=("M",),
-    agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
+    agree_fn=_agreed,
     version="2",  # change when the shipped results (records/) must no longer be used
 )
 def ag_gemm(
@@ -84,6 +93,10 @@ def ag_gemm(
     num_comm_sms: int | None = None,
     algorithm: str | None = None,
     gathered: torch.Tensor | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Return ``all_gather(A) @ B``, [M, N_per_rank], over the ranks of ``ctx``; tuned over them.
@@ -93,7 +106,7 @@ def ag_gemm(
     Args:
         A: [M_per_rank, K], contiguous, dtype of the context. Do not overwrite it on another stream
             before the call has finished.
-        B: [K, N_per_rank], any strides, dtype of the context.
+        B: [K, N_per_rank], any strides, dtype of the context. If A is fp8, B is e4m3 and K-major.
         ctx: context of ``create_ag_gemm_context``.
         gemm_config: tile sizes of our GEMM kernel (tuned).
         persistent: use the persistent GEMM kernel (tuned).
@@ -111,6 +124,9 @@ def ag_gemm(
             without tuning: ``ctx.all_gather_method``.
         gathered: optional output [M, K], contiguous, that receives ``all_gather(A)``. It must not
             overlap this rank's rows. Pass it on all ranks or on no rank.
+        A_scale, B_scale: fp32 scales of this rank's fp8 A and B, as in ``matmul``. All ranks use
+            one recipe. Scales of A are gathered with A.
+        out_dtype, use_fast_accum: as in ``matmul``; equal on all ranks.
         accepted_key: reserved for the tuner.
 
     Raises:
@@ -119,7 +135,8 @@ def ag_gemm(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
-        straggler_option, num_comm_sms, algorithm, gathered, accepted_key,
+        straggler_option, num_comm_sms, algorithm, gathered, A_scale, B_scale, out_dtype,
+        use_fast_accum, accepted_key,
     ).run()  # fmt: skip
 
 
