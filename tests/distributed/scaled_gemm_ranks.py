@@ -1,0 +1,97 @@
+"""What every rank does in the tests of GEMMs of fp8 operands, on CPU ranks and on GPUs alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.every_op_ranks import refusal
+from tests.distributed.gemm_calls import default_tiles, uniform
+from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.opinfo.scaled import largest_error, quantised
+
+Operands = tuple[torch.Tensor, torch.Tensor, Scaling]
+
+
+def operands(seed: int, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -> Operands:
+    """Return operands whose scales differ between seeds, rows and blocks."""
+    A, B = (uniform(10 * seed + each, (n, K), torch.float32) for each, n in enumerate((M, N)))
+    A *= 1 + seed % 7
+    A[0] *= 20
+    B[:, : K // 2] /= 30
+    return quantised(A, B, recipe, dtype)
+
+
+def all_rows(shards: list[Operands]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gathered A and its scales, by row or by block."""
+    A = torch.cat([a.view(torch.uint8) for a, _, _ in shards]).view(shards[0][0].dtype)
+    scales = []
+    for a, b, scaling in shards:
+        assert scaling.A_scale is not None
+        is_block = scaling.recipe(a, b) is Recipe.BLOCK
+        scales.append(scaling.A_scale if is_block else scaling.A_scale.expand(len(a)))
+    scale = torch.cat(scales)
+    return A, scale.t().contiguous().t() if scale.ndim == 2 else scale
+
+
+GATHERED = (
+    {"algorithm": "full_mesh_push", "num_streams": 2, "num_chunks": 3},
+    {"algorithm": "full_mesh_push", "persistent": False, "num_chunks": 2},
+    {"algorithm": "ring_push_1d", "num_streams": 2, "num_chunks": 3},
+    {"algorithm": "serial"},
+    {"algorithm": "collective"},
+)
+
+
+def ag_gemm_of(
+    recipe: str, rows: int, N: int, K: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> list[float]:
+    """Return the relative error of each call. Slots are used again, with other scales."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = []
+    with create_ag_gemm_context(rows * size, N * size, K, dtype, rank, size) as ctx:
+        for number, options in enumerate(3 * GATHERED[:1] + GATHERED[1:]):
+            seeds = [size * number + each for each in range(size)]
+            shards = [operands(seed, recipe, rows, N, K, dtype) for seed in seeds]
+            A, B, scaling = shards[rank]
+            rest = {**options, "A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
+            if number % 2:
+                rest["gathered"] = torch.empty(rows * size, K, dtype=dtype, device=A.device)
+            rest["use_fast_accum"] = number == 2
+            C = ag_gemm.fn(A, B, ctx, default_tiles(dtype), out_dtype=out_dtype, **rest)
+            results.append((C, shards, rest.get("gathered")))
+        current_device().synchronize()
+        errors = []
+        for C, shards, gathered in results:
+            A, scale = all_rows(shards)
+            assert C.dtype is out_dtype
+            assert gathered is None or torch.equal(gathered.view(torch.uint8), A.view(torch.uint8))
+            B, scaling = shards[rank][1:]
+            errors.append(largest_error(C, A, B, scaling._replace(A_scale=scale)))
+    return errors
+
+
+def one_rank_has_another_recipe() -> list[tuple[str, str]]:
+    """Return the errors of tuned calls for which rank 1 passes other scales."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, N, K, dtype = 6, 56, 144, FP8[0]
+    A, B, row = operands(1, "row", rows, N, K, dtype)
+    tensor = Scaling(torch.ones(1, device=A.device), torch.ones(1, device=A.device))
+    seen = []
+    others: tuple[dict[str, Any], ...] = (
+        tensor._asdict(),
+        row._replace(A_scale=tensor.A_scale)._asdict(),
+        row._replace(out_dtype=torch.float16)._asdict(),
+        row._replace(use_fast_accum=True)._asdict(),
+    )
+    with create_ag_gemm_context(rows * size, N * size, K, dtype, rank, size) as ctx:
+        for other in others:
+            options = other if rank == 1 else row._asdict()
+            options.pop("bias")
+            error = refusal(lambda: ag_gemm(A, B, ctx, **options))  # noqa: B023  # called here
+            seen.append((type(error).__name__, str(error)))
+    return seen

@@ -1,0 +1,30 @@
+"""GEMMs of fp8 operands across ranks: recipes, algorithms and ranks that disagree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import scaled_gemm_ranks
+from triton_dist.kernels.common.gemm.scales import FP8
+
+RECIPES = ("tensor", "row", "block")
+E4M3, E5M2 = FP8
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ag_gemm_of_every_recipe(on_any, on_two, recipe):
+    # Partial blocks of K, read by descriptors; then an odd K, read by pointers.
+    for run, *size in (
+        (on_any, 9, 40, 272, E4M3, torch.bfloat16),
+        (on_two, 5, 33, 145, E5M2, torch.float32),
+    ):
+        for errors in run(scaled_gemm_ranks.ag_gemm_of, recipe, *size):
+            assert len(errors) == 7
+            assert max(errors) <= 1
+
+
+def test_ranks_that_disagree_on_scales(on_two):
+    for seen in on_two(scaled_gemm_ranks.one_rank_has_another_recipe):
+        assert [name for name, _ in seen] == ["RankDisagreement"] * 4
+        assert "A_scale of 6 elements" in seen[1][1]
