@@ -12,7 +12,7 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
-    "allgather_gemm": (19, 4150),
+    "allgather_gemm": (19, 4180),
     "gemm_reduce_scatter": (22, 3860),
     "gemm_allreduce": (24, 4380),
     "gemm": (12, 2680),

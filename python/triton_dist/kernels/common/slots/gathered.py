@@ -200,7 +200,8 @@ class AllGatherBuffer(SlotMemory):
             reset by this rank's copy engines.
         scales fp32 [source rank, scales of a shard]: scales of an fp8 A, written by peers. A copy
             engine reads this rank's scales from here, because transfers have fixed sources.
-    ``max_scales`` is the number of scales of all shards. ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it.
+    ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it. ``max_scales``:
+    scales of all shards.
     """
 
     def __init__(
