@@ -15,7 +15,7 @@ MOST = {
     "allgather_gemm": (19, 4180),
     "gemm_reduce_scatter": (22, 3860),
     "gemm_allreduce": (24, 4380),
-    "gemm": (12, 2680),
+    "gemm": (12, 2700),
     "grouped_gemm": (14, 2660),
     "allgather_group_gemm": (23, 4260),
     "moe_reduce": (30, 5290),
