@@ -17,7 +17,7 @@ MOST = {
     "gemm_allreduce": (24, 4380),
     "gemm": (12, 2700),
     "grouped_gemm": (14, 2660),
-    "allgather_group_gemm": (23, 4260),
+    "allgather_group_gemm": (23, 4290),
     "moe_reduce": (30, 5290),
     "shard_collectives": (14, 2060),
     "allreduce": (12, 2010),
