@@ -175,7 +175,7 @@ def test_without_import_versions_and_files_are_compared(run, monkeypatch):
     assert "removed 1 record" in run("clear", "--all", "--stale")[1]
 
 
-def test_without_a_record_the_status_is_1_and_says_where_was_looked(run):
+def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, package_records):
     for name in ("matmul", f"{OPS}:matmul"):
         status, out, _ = run("explain", name)
         assert status == 1
@@ -441,7 +441,7 @@ def test_explain_says_the_one_cause_of_a_record_of_another_gpu(run):
         assert told in reasons[0]
 
 
-def test_env_says_versions_variables_and_paths(run, monkeypatch, tmp_path):
+def test_env_says_versions_variables_and_paths(run, package_records, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_TIMEOUT", "soon")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALLWAYS", "1")
     status, out, err = run("env")
