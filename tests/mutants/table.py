@@ -91,6 +91,13 @@ MUTANTS = (
         SCALED_GEMMS,
     ),
     Mutant(
+        "fp8: rows have the scales of the rank that sent them",
+        "kernels/common/moe/product.py",
+        "scale_rows = tl.where(is_local, own, scales.a)",
+        "scale_rows = tl.where(is_local, own, own)",
+        ("tests/distributed/test_scaled_moe.py",),
+    ),
+    Mutant(
         "wait: until the flag has reached the value, not nearly",
         _SIGNALS,
         "status = tl.where(seen - value < 0, _LATE, _REACHED)",

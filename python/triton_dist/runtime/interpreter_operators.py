@@ -8,7 +8,7 @@ them and leaves the others to upstream.
 The interpreter stores a bf16 block as bit patterns in ``uint16``. Each bf16 operation here widens
 its operands to fp32 and rounds the result once to nearest even, like hardware. fp8 blocks are bit
 patterns in ``uint8``; ``tl.dot`` widens them by tables. Upstream reads the NaN of e4m3 as
-480 and flushes subnormals of e5m2.
+480, flushes subnormals of e5m2, and loses carries when it rounds to fp8.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from triton._C.libtriton import ir
 
 NAN_BITS = np.uint16(0x7FC0)
 _PATTERNS = torch.arange(256, dtype=torch.uint8)
-_FLOAT8 = {
-    "fp8e4nv": _PATTERNS.view(torch.float8_e4m3fn).float().numpy(),
-    "fp8e5": _PATTERNS.view(torch.float8_e5m2).float().numpy(),
-}
+_TORCH_FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+_FLOAT8 = {name: _PATTERNS.view(dtype).float().numpy() for name, dtype in _TORCH_FLOAT8.items()}
 """fp32 values of the bit patterns, by Triton's name of the type."""
 for _values in _FLOAT8.values():
     _values[np.isnan(_values)] = np.nan  # a signalling NaN would make numpy warn
@@ -96,6 +94,13 @@ def use_float32_for_bfloat16(upstream: Any) -> None:
     def cast_float(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
         to_bf16 = dst_type.scalar.name == "bf16" and rounding == ir.ROUNDING_MODE.RTNE
         from_bf16 = is_bfloat16(src) and dst_type.scalar.primitive_bitwidth > 8
+        float8 = _TORCH_FLOAT8.get(dst_type.scalar.name)
+        if float8 is not None and rounding == ir.ROUNDING_MODE.RTNE:
+            wide = torch.from_numpy(widen(src).data.astype(np.float32))
+            most = torch.finfo(float8).max  # GPUs saturate
+            return Handle(
+                wide.clamp(-most, most).to(float8).view(torch.uint8).numpy(), dst_type.scalar
+            )
         if (to_bf16 or from_bf16) and src.dtype.scalar.primitive_bitwidth > 8:
             return cast(self, src, dst_type)
         return fp_to_fp(self, src, dst_type, rounding)

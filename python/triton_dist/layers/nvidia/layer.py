@@ -14,7 +14,9 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_compares
 from triton_dist.layers.nvidia import functional
+from triton_dist.layers.nvidia.fp8 import SCALES, scale_name
 from triton_dist.layers.nvidia.stock_weights import (
+    FP8,
     StockWeight,
     distributed_like,
     local_part,
@@ -268,13 +270,16 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """
         weight = getattr(linear, "weight", None)
         is_trusted = allows_router and not isinstance(linear, torch.nn.Linear)
+        is_fp8 = scale_name(linear) is not None
+        is_trusted = is_trusted or is_fp8
         if type(linear).forward is not _FORWARD and not is_trusted:
             expected = "a torch.nn.Linear that does not override forward"
             raise self._invalid(name, type(linear), expected)
         if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
             shown = None if weight is None else tuple(weight.shape)
             raise self._invalid(f"{name}.weight", shown, "a matrix [outputs, inputs]")
-        self.torch_ranks.check_dtype(type(self).__name__, f"{name}.weight.dtype", weight.dtype)
+        if not is_fp8:
+            self.torch_ranks.check_dtype(type(self).__name__, f"{name}.weight.dtype", weight.dtype)
         if weight.is_meta:
             raise self._invalid(f"{name}.weight.device", "meta", "a tensor with values")
         found = tuple(weight.shape)
@@ -298,10 +303,18 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """
         weights = self._stock_weights(name, torch.empty(shape, device="meta"))
         stock = [attrgetter(each.name)(module) for each in weights]
-        filled = torch.empty(shape, dtype=stock[0].dtype, device=self.torch_ranks.device)
+        *batch, rows, columns = shape
+        dtype, device = stock[0].dtype, self.torch_ranks.device
+        if name.endswith(SCALES):
+            dtype = torch.float32
+        if dtype is FP8 and batch:  # weights of experts, which must be K-major
+            filled = torch.empty(*batch, columns, rows, dtype=dtype, device=device).mT
+        else:
+            filled = torch.empty(shape, dtype=dtype, device=device)
         for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
             weight.fill(whole, self.torch_ranks, weight.name)
-        return torch.nn.Parameter(filled, requires_grad=stock[0].requires_grad)
+        is_trained = stock[0].requires_grad and FP8 not in (dtype, stock[0].dtype)
+        return torch.nn.Parameter(filled, is_trained and not name.endswith(SCALES))
 
     def _print_shapes(self, verbose: bool) -> None:
         if verbose:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 
+FP8 = torch.float8_e4m3fn
+
 saves_shards: ContextVar[bool] = ContextVar("saves_shards", default=False)
 """Whether ``state_dict`` of a layer returns distributed stock weights instead of whole ones."""
 
@@ -73,6 +75,9 @@ class StockWeight:
             raise InvalidArgument(
                 "load_state_dict", f"{where}.shape", tuple(weight.shape), expected
             )
+        if weight.dtype != self.shard.dtype and FP8 in (weight.dtype, self.shard.dtype):
+            expected = f"{self.shard.dtype}: fp8 weights are not converted"
+            raise InvalidArgument("load_state_dict", f"{where}.dtype", weight.dtype, expected)
         if isinstance(weight, DTensor):
             # A DTensor that torch.load returns has the coordinate of the rank that saved it.
             mesh = weight.device_mesh
@@ -93,8 +98,11 @@ class StockWeight:
         shard = self.shard.detach()
         if self.dim is None or ranks.num_ranks == 1:
             return shard
-        shards = ranks.all_gather(shard.movedim(self.dim, 0)).chunk(ranks.num_ranks)
-        return torch.cat(shards[:: self.replicas]).movedim(0, self.dim)
+        # gloo has no fp8.
+        travelling = shard.view(torch.uint8) if shard.itemsize == 1 else shard
+        shards = ranks.all_gather(travelling.movedim(self.dim, 0)).chunk(ranks.num_ranks)
+        whole = torch.cat(shards[:: self.replicas]).movedim(0, self.dim)
+        return whole.view(shard.dtype)
 
 
 def undistributed(tensor: torch.Tensor) -> torch.Tensor:

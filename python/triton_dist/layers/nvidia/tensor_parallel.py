@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import DTYPES, OpContext
+from triton_dist.kernels.common.moe.scales import dequantised_experts
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     GEMMAllReduceTensorParallelContext,
@@ -145,12 +146,18 @@ class Collectives:
         """Return the sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
         return self.all_reduce(A @ B)
 
-    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def group_gemm(
+        self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
+    ) -> torch.Tensor:
         """Return each row times the weights of its route's expert, on this rank.
 
         [M, K] or [M * topk, K], [E, K, n] and ids [M, topk] to [M * topk, n]. Dropped tokens give
-        rows of zeros.
+        rows of zeros. ``scaling`` of fp8 operands: ``A_scale``, ``B_scale`` and ``out_dtype``, for
+        this and the following functions.
         """
+        if scaling:
+            A, B = dequantised_experts(A, B, scaling["A_scale"], scaling["B_scale"])
+            return Collectives.group_gemm(self, A, B, ids).to(scaling["out_dtype"])
         flat, choices_per_row = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
         C = A.new_zeros(flat.numel(), B.shape[2])
         for expert in range(len(B)):
@@ -158,30 +165,50 @@ class Collectives:
             C[routes] = A[routes // choices_per_row] @ B[expert]
         return C
 
-    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def ag_group_gemm(
+        self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
+    ) -> torch.Tensor:
         """Return ``group_gemm`` of all tokens: [m, K], [E, K, n], [M, topk] to [M * topk, n]."""
+        if scaling:
+            A, B = dequantised_experts(A, B, scaling["A_scale"], scaling["B_scale"])
+            return self.group_gemm(self.all_gather(A), B, ids).to(scaling["out_dtype"])
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        **scaling: Any,
     ) -> torch.Tensor:
         """Return this rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``.
 
         [M * topk, k], [E, k, N], and ids and scales [M, topk] to [m, N].
         """
-        return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales))
+        return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales, **scaling))
 
     def moe_reduce_ar(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        **scaling: Any,
     ) -> torch.Tensor:
         """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
-        return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
+        return self.all_reduce(self._weighted_sums(x, weights, ids, scales, **scaling))
 
     def _weighted_sums(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        **scaling: Any,
     ) -> torch.Tensor:
-        products = self.group_gemm(x, weights, ids).view(*ids.shape, weights.shape[2])
-        return (products * scales[..., None]).sum(1).to(x.dtype)
+        products = self.group_gemm(x, weights, ids, **scaling).view(*ids.shape, weights.shape[2])
+        return (products * scales[..., None]).sum(1).to(scaling.get("out_dtype", x.dtype))
 
     def finalize(self) -> None:
         """Do nothing: libraries need no clean-up."""
@@ -225,36 +252,59 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return self._call(gemm_ar, A, B, self.ar_context(B.shape[1], A.dtype))
 
-    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return grouped_gemm(A.contiguous(), B, ids)
+    def group_gemm(
+        self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
+    ) -> torch.Tensor:
+        return grouped_gemm(A.contiguous(), B, ids, **scaling)
 
-    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def ag_group_gemm(
+        self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
+    ) -> torch.Tensor:
         (E, K, columns), topk = B.shape, ids.shape[1]
         context = self.context(
             ("ag_group_gemm", columns, K, E, topk, A.dtype), create_ag_group_gemm_context,
             self.whole_M, columns, K, E, topk, A.dtype, *self.sizes, group=self.group,
         )  # fmt: skip
-        return self._call(ag_group_gemm, A.contiguous(), B, context, ids)
+        return self._call(ag_group_gemm, A.contiguous(), B, context, ids, **scaling)
 
     def moe_reduce_rs(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        **scaling: Any,
     ) -> torch.Tensor:
-        context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids)
-        return self._call(run_moe_reduce_rs, x.contiguous(), weights, ids, scales, context)
+        dtype = scaling.pop("out_dtype", weights.dtype)
+        context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids, dtype)
+        operands = x.contiguous(), weights, ids, scales, context
+        return self._call(run_moe_reduce_rs, *operands, **scaling)
 
     def moe_reduce_ar(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        **scaling: Any,
     ) -> torch.Tensor:
-        context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
-        return self._call(run_moe_reduce_ar, x.contiguous(), weights, ids, scales, context)
+        dtype = scaling.pop("out_dtype", weights.dtype)
+        context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids, dtype)
+        operands = x.contiguous(), weights, ids, scales, context
+        return self._call(run_moe_reduce_ar, *operands, **scaling)
 
     def _call(self, op: AutoTuner[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
         return op(*args, autotune_pg=self.group, **options)
 
     def _sum_context(
-        self, name: str, creator: Callable[..., C], weights: torch.Tensor, ids: torch.Tensor
+        self,
+        name: str,
+        creator: Callable[..., C],
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        dtype: torch.dtype,
     ) -> C:
-        (E, _, N), topk, dtype = weights.shape, ids.shape[1], weights.dtype
+        (E, _, N), topk = weights.shape, ids.shape[1]
         return self.context(
             (name, N, E, topk, dtype), creator,
             *self.sizes, self.whole_M * topk, N, E, topk, dtype, tp_group=self.group,

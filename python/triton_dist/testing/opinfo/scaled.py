@@ -72,20 +72,6 @@ def quantised_experts(
     return a, torch.stack([b for b, _ in each]).mT, {"A_scale": A_scale, "B_scale": B_scale}
 
 
-def dequantised_experts(
-    A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the fp64 operands that the results of ``quantised_experts`` stand for."""
-    a, b = A_scale, B_scale.reshape(len(B), *((1, 1) if B_scale.ndim == 1 else B_scale.shape[1:]))
-    if a.ndim == 2:
-        a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : A.shape[1]]
-        b = b.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : B.shape[2]]
-        b = b.repeat_interleave(BLOCK_ELEMENTS, 2)[:, :, : B.shape[1]]
-    else:
-        a = a.view(-1, 1)
-    return A.double() * a, B.double() * b.mT
-
-
 def largest_error(
     C: torch.Tensor,
     A: torch.Tensor,

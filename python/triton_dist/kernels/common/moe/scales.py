@@ -159,6 +159,24 @@ class OperandScales(NamedTuple):
         return GroupedScales(self.a, self.b, self.own, *self.a.stride(), *self.b.stride())
 
 
+def dequantised_experts(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp8 operands multiplied by their scales, in ``dtype``."""
+    scales = OperandScales.of(A, B, Scaling(A_scale, B_scale))
+    assert scales is not None
+    a, b = scales.a, scales.b
+    if scales.scaling == Recipe.BLOCK.value:
+        a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : A.shape[1]]
+        b = b.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : B.shape[1]]
+        b = b.repeat_interleave(BLOCK_ELEMENTS, 2)[:, :, : B.shape[2]]
+    return A.to(dtype) * a.to(dtype), B.to(dtype) * b.to(dtype)
+
+
 def packed_form(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """Return width and dtype of the rows [K] of A that travel between ranks.
 

@@ -1,0 +1,71 @@
+"""Quantise rows to fp8, with one scale per row or per 128 elements of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS
+from triton_dist.kernels.common.launch import Launch
+
+_MAXIMUM = tl.constexpr(448.0)
+"""Largest number of ``float8_e4m3fn``."""
+_TILE_ELEMENTS = 4096
+
+
+@jit(do_not_specialize=["rows"])
+def kernel_quantise(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    stride_x,
+    stride_sm,
+    stride_sk,
+    SILU_MUL: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+):
+    """Divide each BLOCK_SIZE_K elements of a row by their scale. Grid (row blocks, blocks of K).
+
+    out: [rows, columns]. With SILU_MUL, x has twice the columns, and out is
+    silu(left half) * right half.
+    """
+    row = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
+    column = tl.program_id(1) * BLOCK_SIZE_K + tl.arange(0, BLOCK_SIZE_K)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    x_block = x_ptr + row.to(tl.int64)[:, None] * stride_x + column[None, :]
+    x = tl.load(x_block, mask=inside, other=0.0).to(tl.float32)
+    if SILU_MUL:
+        up = tl.load(x_block + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x / (1.0 + tl.exp(-x)) * up
+    # A row of zeros keeps a scale that can divide.
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _MAXIMUM
+    tl.store(scale_ptr + row * stride_sm + tl.program_id(1) * stride_sk, scale, mask=row < rows)
+    out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out, (x / scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def quantisation(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, silu_mul: bool) -> Launch:
+    """Return the launch that quantises x to ``out`` [rows, K].
+
+    ``scale`` is [rows], or [rows, K / 128] with strides (1, rows). x is [rows, K] with unit stride
+    along K; with ``silu_mul`` [rows, 2 * K], and silu(left half) * right half is quantised.
+    """
+    rows, K = out.shape
+    block_k = triton.next_power_of_2(K) if scale.ndim == 1 else BLOCK_ELEMENTS
+    block_m = max(1, _TILE_ELEMENTS // block_k)
+    return Launch(
+        kernel_quantise,
+        (triton.cdiv(rows, block_m), scale.numel() // rows),
+        (x, out, scale, rows, K, x.stride(0), 1, rows),
+        {
+            "SILU_MUL": silu_mul,
+            "BLOCK_SIZE_M": block_m,
+            "BLOCK_SIZE_K": block_k,
+            "num_warps": 4 if block_k <= _TILE_ELEMENTS else 16,
+        },
+    )
