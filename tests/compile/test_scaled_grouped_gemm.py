@@ -10,6 +10,7 @@ import torch
 
 from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
 from tests.compile.test_scaled_gemm_kernels import FP8_WGMMA
+from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import Scaling, blocks
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
@@ -87,3 +88,11 @@ def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, index, silu_mul,
     )
     if not is_low and not silu_mul:  # partial sums of wgmma are added, unless fast
         assert bool(re.search(r"(add|fma)(\.rn)?\.f32", kernel.ptx)) is not fast
+
+
+@pytest.mark.parametrize(("K", "is_block"), [(29568, False), (7168, True)])
+def test_rows_are_quantised_by_hardware_conversion(sm90, K, is_block):
+    x, out = matrix(TOKENS, 2 * K), matrix(TOKENS, K, dtype=FP8)
+    scale = matrix(blocks(K), TOKENS, dtype=FP32).t() if is_block else matrix(TOKENS, dtype=FP32)
+    kernel = compile_launch(quantisation(x, out, scale, True))
+    assert_fits(kernel, has=["cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4.b32"])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.gemm.scales import FP8
+from triton_dist.kernels.common.moe.scales import dequantised_experts
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     ag_group_gemm,
@@ -19,7 +20,7 @@ from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar,
     run_moe_reduce_rs,
 )
-from triton_dist.testing.opinfo.scaled import dequantised_experts, quantised_experts
+from triton_dist.testing.opinfo.scaled import quantised_experts
 
 GATHERS = (
     {"algorithm": "arrivals"},
@@ -82,7 +83,7 @@ def gathered(recipe: str, m: int, N: int, K: int, dtype: torch.dtype) -> int:
             results.append((C, B, shards, options))
         for C, B, shards, options in results:
             both = [
-                dequantised_experts(a, b, **scales)
+                dequantised_experts(a, b, **scales, dtype=torch.float64)
                 for a, b, scales in (quantised_experts(shard, B, recipe, dtype) for shard in shards)
             ]
             expected, magnitudes = products(torch.cat([a for a, _ in both]), both[0][1], ids)
@@ -105,7 +106,7 @@ def summed(recipe: str, all_rows: bool, m: int, N: int, k: int, dtype: torch.dty
     ]
     expected, magnitudes, rounded = torch.zeros(3, M, N, dtype=torch.float64)
     for x, weights, scales in each:
-        parts = products(*dequantised_experts(x, weights, **scales), ids)
+        parts = products(*dequantised_experts(x, weights, **scales, dtype=torch.float64), ids)
         product, magnitude = (part.view(M, topk, N) for part in parts)
         scaled = choices.double()[..., None]
         expected += (product * scaled).sum(1)
