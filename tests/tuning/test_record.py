@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from tests.tuning.fakes import fingerprint
-from tests.tuning.strategies import fingerprints, records
+from tests.tuning.strategies import fingerprints
 from triton_dist._tuning.values import (
     SCHEMA,
     Config,
@@ -26,15 +26,6 @@ from triton_dist.errors import InvalidArgument, NoValidConfig
 def record(*outcomes) -> TuningRecord:
     trials = tuple(Trial.of(Config({"n": n}), outcome) for n, outcome in enumerate(outcomes))
     return TuningRecord(Key.of("ops.run", (1,), "fake"), fingerprint(), trials, "2030", 1.0)
-
-
-@given(records())
-@settings(suppress_health_check=[HealthCheck.too_slow])
-def test_a_record_survives_json(written):
-    read = TuningRecord.from_tree(json.loads(json.dumps(written.to_tree())))
-    assert read == written
-    assert read.best == written.best
-    assert read.digest == written.digest
 
 
 def test_the_best_has_the_lowest_median_and_of_equals_is_the_first():
