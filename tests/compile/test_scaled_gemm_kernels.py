@@ -17,10 +17,15 @@ from tests.compile.scattered import (
     right,
     words,
 )
+from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, blocks
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, fits_promotion
 from triton_dist.kernels.common.peers import GatheredShards
+from triton_dist.kernels.common.scatter.kernel import scattered_gemm
+from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
+from triton_dist.kernels.common.scatter.partials import Scattering, Slot
+from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.testing.compile_only import compile_only
 
 FP8_WGMMA = re.compile(r"wgmma\.mma_async\S*\.e4m3\.e4m3")
@@ -79,6 +84,28 @@ def test_a_gathered_tile_reads_the_scales_of_its_shard():
     kernel = compiled("block", PERSISTENT_TILES[5], num_ranks=2)
     assert_fits(kernel, has=[FP8_WGMMA, ACQUIRE], tma_loads=4 * kernel.num_stages)
     assert promotions(kernel.ptx)
+
+
+@pytest.mark.parametrize("kind", ["gemm_rs", "gemm_ar"])
+def test_a_sum_over_ranks_multiplies_fp8(kind):
+    A, B = matrix(M, K, dtype=torch.float8_e4m3fn), right(K, N, "column-major", torch.float8_e4m3fn)
+    scales = scaling("block").kernel_argument(A, B)
+    flags, table = words(), words(2)
+    options = {"num_sms": 132, "persistent": True, "scales": scales}
+    if kind == "gemm_rs":
+        slot = Slot(matrix(1), 1 << 23, table, table, flags, flags, matrix(4096, dtype=torch.int32))
+        launch = scattered_gemm(
+            A, B, matrix(M // 2, N), None, PERSISTENT_TILES[5], Scattering("tile", 1, 2, slot),
+            kernel=ReduceScatterLaunches.kernel, **options,
+        )  # fmt: skip
+    else:
+        slots = Slots(matrix(1 << 23), table, 1 << 22), Peers(flags, table, flags, words(32))
+        launch = exchanged_gemm(
+            A, B, matrix(M, N), None, PERSISTENT_TILES[5], slots, 1 << 20, rank=1, num_ranks=2,
+            to_owners=False, **options,
+        )  # fmt: skip
+    with compile_only(90):
+        assert_fits(compile_launch(launch), has=[FP8_WGMMA, ACQUIRE], stack_bytes=64)
 
 
 def promotions(ptx):

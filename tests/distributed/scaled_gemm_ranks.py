@@ -10,7 +10,14 @@ import torch.distributed as dist
 from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_calls import default_tiles, uniform
 from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling
-from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia import (
+    ag_gemm,
+    create_ag_gemm_context,
+    create_gemm_ar_context,
+    create_gemm_rs_context,
+    gemm_ar,
+    gemm_rs,
+)
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
@@ -95,3 +102,66 @@ def one_rank_has_another_recipe() -> list[tuple[str, str]]:
             error = refusal(lambda: ag_gemm(A, B, ctx, **options))  # noqa: B023  # called here
             seen.append((type(error).__name__, str(error)))
     return seen
+
+
+SCATTERED = (
+    {"algorithm": "fused"},
+    {"algorithm": "fused", "persistent": False},
+    {"algorithm": "copy_engine", "num_chunks": 2},
+    {"algorithm": "one_launch"},
+    {"algorithm": "serial"},
+    {"algorithm": "collective"},
+)
+REDUCED = (
+    {"algorithm": "two_shot", "num_chunks": 2},
+    {"algorithm": "two_shot", "persistent": False},
+    {"algorithm": "one_shot"},
+    {"algorithm": "one_shot_in_packets"},
+    {"algorithm": "two_shot_in_one_launch"},
+    {"algorithm": "serial"},
+    {"algorithm": "collective"},
+)
+
+
+def error_of_sum(C: torch.Tensor, shards: list[Operands], rows: slice, bias: torch.Tensor) -> float:
+    """Return the largest error of a sum of products relative to its bound.
+
+    Each product is rounded to the output's dtype. Libraries also round each of their W - 1 partial
+    sums, and the sum before and after the bias is added.
+    """
+    roundoff = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}[C.dtype]
+    expected, bound = bias.double().expand(C.shape).clone(), 0.0
+    for A, B, scaling in shards:
+        a, b = scaling.dequantised(A, B, torch.float64)
+        expected += a[rows] @ b
+        bound += (A.shape[1] + 3) * 2**-24 * (a[rows].abs() @ b.abs())
+        bound += len(shards) * roundoff * (a[rows] @ b).abs()
+    bound += 2 * roundoff * (expected.abs() + bias.double().abs())
+    error = ((C.double() - expected).abs() / bound).nan_to_num(nan=float("inf"))
+    return float(error.max())
+
+
+def sum_of(name: str, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -> list[float]:
+    """Return the relative error of each call of ``gemm_rs`` or ``gemm_ar``."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    scatters = name == "gemm_rs"
+    op, create, algorithms = (
+        (gemm_rs, create_gemm_rs_context, SCATTERED)
+        if scatters
+        else (gemm_ar, create_gemm_ar_context, REDUCED)
+    )
+    M = M * size if scatters else M
+    rows = slice(rank * (M // size), (rank + 1) * (M // size)) if scatters else slice(0, M)
+    results = []
+    with create(M, N, rank, size, size, dtype) as ctx:
+        for number, options in enumerate(algorithms):
+            seeds = [size * number + each for each in range(size)]
+            shards = [operands(seed, recipe, M, N, K, FP8[number % 2]) for seed in seeds]
+            A, B, scaling = shards[rank]
+            bias = uniform(number, (1, N), torch.float32)[0].to(dtype)
+            scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
+            C = op.fn(A, B, ctx, default_tiles(A.dtype), bias=bias, **scales, **options)
+            results.append((C, shards, rows, bias))
+        current_device().synchronize()
+        assert all(C.dtype is dtype for C, *_ in results)
+        return [error_of_sum(*each) for each in results]

@@ -28,3 +28,14 @@ def test_ranks_that_disagree_on_scales(on_two):
     for seen in on_two(scaled_gemm_ranks.one_rank_has_another_recipe):
         assert [name for name, _ in seen] == ["RankDisagreement"] * 4
         assert "A_scale of 6 elements" in seen[1][1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["gemm_rs", "gemm_ar"])
+def test_sums_of_every_recipe(on_any, on_two, name, recipe):
+    # An odd K is read by pointers. Blocks must be whole.
+    odd = 256 if recipe == "block" else 145
+    for run, *size in ((on_any, 19, 40, 256, torch.bfloat16), (on_two, 7, 33, odd, torch.float32)):
+        for errors in run(scaled_gemm_ranks.sum_of, name, recipe, *size):
+            assert len(errors) >= 6
+            assert max(errors) <= 1

@@ -10,7 +10,15 @@ import torch
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Recipe, blocks, scaled_matmul
-from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context, matmul
+from triton_dist.kernels.nvidia import (
+    ag_gemm,
+    create_ag_gemm_context,
+    create_gemm_ar_context,
+    create_gemm_rs_context,
+    gemm_ar,
+    gemm_rs,
+    matmul,
+)
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
@@ -240,3 +248,33 @@ def test_ag_gemm_checks_scales_and_prunes_what_sends_none():
         pytest.raises(InvalidArgument, match="A_scale is 'given'"),
     ):
         ag_gemm.key_fn(A.half(), B.half(), ctx, **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "create"), [(gemm_rs, create_gemm_rs_context), (gemm_ar, create_gemm_ar_context)]
+)
+def test_sums_over_ranks_check_scales(op, create, monkeypatch):
+    A, B, scaling = operands("block", 16, 32, 144)
+    options = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
+    with create(16, 32, 0, 1, 1, torch.float16) as ctx:
+        C = op(A, B, ctx, autotune=False, **options)
+        check(C, A, B, scaling)
+        key, _ = op.key_fn(A, B, ctx, **options)
+        assert key[-4:] == ("block", torch.float16, False, False)
+        for message, given in (
+            ("A_scale is None", {"A_scale": None}),
+            ("A_scale, B_scale is", {"B_scale": scaling.B_scale[:, :1]}),
+            (r"B\.dtype", {"B": B.to(E5M2)}),
+            (r"B\.stride", {"B": B.contiguous()}),
+            (r"B\.dtype", {"B": B.half()}),
+            ("A_scale is 'given'", {"A": A.half(), "B": B.half()}),
+        ):
+            call = {"A": A, "B": B, **options, **given}
+            for reject in (op.key_fn, functools.partial(op, autotune=False)):
+                with pytest.raises(InvalidArgument, match=message):
+                    reject(ctx=ctx, **call)
+        monkeypatch.setattr(ctx, "num_ranks", 2)
+        ctx.checked_keys.clear()
+        with pytest.raises(InvalidArgument, match="pad K_per_rank with zeros to 256"):
+            op.key_fn(A, B, ctx, **options)
+        monkeypatch.undo()

@@ -84,6 +84,13 @@ MUTANTS = (
         SCALED_GEMMS,
     ),
     Mutant(
+        "fp8: a row block has the scales of its rows of A",
+        "kernels/common/scatter/kernel.py",
+        "scales, scales_of_shard(scales, None, SCALING), row_block * rows + row, SCALING,",
+        "scales, scales_of_shard(scales, None, SCALING), row, SCALING,",
+        SCALED_GEMMS,
+    ),
+    Mutant(
         "fp8: each all-gather sends the scales of its call, not of an earlier one",
         _GATHERED,
         "        if scales is not None:\n",

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.gemm.scales import fits_library
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import SelectableAlgorithm
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
@@ -23,6 +25,14 @@ from triton_dist.runtime.device import current_device
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return the tensors whose addresses change between calls, by kernel argument."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
+
+
+def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
+    """Return the operands and their scales, like ``outputs``."""
+    tensors = {"a_ptr": call.A, "b_ptr": call.B}
+    if call.A_scale is not None and call.B_scale is not None:
+        tensors |= {"scales.a_scale": call.A_scale, "scales.b_scale": call.B_scale}
+    return tensors
 
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
@@ -48,8 +58,7 @@ class ScatteredLaunches:
 
     def multiply(self) -> None:
         """Launch the GEMM after loading all kernels that follow it."""
-        tensors = {"a_ptr": self.call.A, "b_ptr": self.call.B, **self._output_tensors()}
-        self._launch(self.key, self._gemm, tensors)
+        self._launch(self.key, self._gemm, inputs(self.call) | self._output_tensors())
 
     def add_deferred(self) -> None:
         """Launch the kernel that adds deferred tiles, if the GEMM can defer any."""
@@ -82,7 +91,7 @@ class ScatteredLaunches:
         return scattered_gemm(
             call.A, call.B, self.C, call.bias, call.gemm_config, self.scattering,
             kernel=self.kernel, num_sms=current_device().num_sms, persistent=call.persistent,
-            num_chunks=call.num_chunks,
+            num_chunks=call.num_chunks, scales=call.scaling.kernel_argument(call.A, call.B),
         ).preload(*self._later_launches())  # fmt: skip
 
     def _deferred(self) -> Launch:
@@ -119,7 +128,7 @@ class ExchangeLaunch:
                 self.broadcasts_sums,
             ),
             lambda: self.gemm(C),
-            {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
+            inputs(call) | outputs(C, call.bias),
             keep_alive=(call.gemm_config,),
         )  # fmt: skip
         buffer.timeout_words.end()
@@ -140,13 +149,14 @@ class ExchangeLaunch:
             shard_elements(rows * C.shape[1]), rank=buffer.rank, num_ranks=buffer.num_ranks,
             num_sms=buffer.device.num_sms, persistent=call.persistent, to_owners=self.to_owners,
             broadcasts_sums=self.broadcasts_sums,
+            scales=call.scaling.kernel_argument(call.A, call.B),
         )  # fmt: skip
 
     def _output(self) -> torch.Tensor:
         A, B = self.call.A, self.call.B
         is_scattered = self.to_owners and not self.broadcasts_sums
         rows = A.shape[0] // (self.buffer.num_ranks if is_scattered else 1)
-        return A.new_empty((rows, B.shape[1]))
+        return A.new_empty((rows, B.shape[1]), dtype=self.call.ctx.output_dtype)
 
 
 C = TypeVar("C", bound=SummingCall)
@@ -219,24 +229,34 @@ class OneLaunchAlgorithm(SummingAlgorithm[C], Generic[C]):
 
 
 class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
-    """Algorithm that computes the product with ``torch.matmul`` and then sums it.
+    """Algorithm that computes the product with ``torch.matmul`` or ``scaled_mm``, then sums it.
 
     The bias is added to the rounded sum.
     """
+
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return fits_library(sizes.A, sizes.B, sizes.scaling) and super().fits(config, sizes)
+
+    def check(self, call: C) -> None:
+        if not fits_library(call.A, call.B, call.scaling):
+            expected = "another algorithm: scaled_mm needs bf16 output, and K and N in steps of 16"
+            raise InvalidArgument(call.ctx_type.function, "algorithm", self.name, expected)
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
         A, B = call.A.detach(), call.B.detach()  # like our kernels, without autograd history
 
         def run_unfused() -> torch.Tensor:
-            return torch.matmul(A, B) if call.ctx.num_ranks == 1 else self.multiply(call, A, B)
+            if call.ctx.num_ranks == 1:
+                return call.product(A, B)
+            return self.multiply(call, A, B)
 
         C: torch.Tensor = call.ctx.buffer.slots.run_without_slots(run_unfused)
         return C if call.bias is None else C.add_(call.bias.detach())
 
     def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return this rank's result of the sum of ``A @ B`` over several ranks."""
-        return self.sum(call, torch.matmul(A, B))
+        return self.sum(call, call.product(A, B))
 
     @abstractmethod
     def sum(self, call: C, product: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,23 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     Check,
     ProductKey,
+    ScaledProductKey,
     checked_buffer,
     checked_once,
     layout_of,
     operand_checks,
     operand_signature,
     tensor_checks,
+)
+from triton_dist.kernels.common.gemm.scales import (
+    BLOCK_ELEMENTS,
+    FP8,
+    NO_SCALING,
+    Recipe,
+    Scaling,
+    blocks,
+    scaled_matmul,
+    scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, max_rows_of_key
 from triton_dist.kernels.common.launch import dot_precision
@@ -44,6 +55,8 @@ class SummingCall(OpCall):
         bias: [N] or ``None``.
         method: deprecated keyword for the algorithm.
         num_ctas, block_bytes: launch of a separate sum.
+        A_scale, B_scale, use_fast_accum: scales of fp8 operands, and their accumulation.
+        scaling: these and the output's dtype. The bias is added to the sum, not to this product.
     """
 
     ctx_type: ClassVar[type[SummingContext[Any]]]
@@ -59,14 +72,21 @@ class SummingCall(OpCall):
     algorithm: str | None
     num_ctas: int | None
     block_bytes: int | None
+    A_scale: torch.Tensor | None
+    B_scale: torch.Tensor | None
+    use_fast_accum: bool
     accepted_key: tuple[Any, ...] | None
-    operands: ProductKey = field(init=False)
+    operands: ProductKey | ScaledProductKey = field(init=False)
+    scaling: Scaling = field(init=False)
 
     def __post_init__(self) -> None:
+        self.scaling = self.scaling_of(
+            self.A, self.ctx, self.A_scale, self.B_scale, self.use_fast_accum
+        )
         # The tuner passes the key if it has checked the operands.
         known = self.accepted_key
         if known is None:
-            self.operands = self.check_operands(self.A, self.B, self.bias, self.ctx)
+            self.operands = self.check_operands(self.A, self.B, self.bias, self.ctx, self.scaling)
         else:
             self.operands = known[0]
         if self.straggler_option is not None:
@@ -79,7 +99,30 @@ class SummingCall(OpCall):
         """Return everything but the addresses of the operands that determines their launches."""
         A, B = self.A, self.B
         precision = dot_precision(A.dtype)
-        return self.operands, A.stride(), B.stride(), self.bias is None, precision
+        # One scale has other strides than several, which the recipe does not determine.
+        scales = tuple(
+            each is not None and each.numel() > 1 for each in (self.A_scale, self.B_scale)
+        )
+        return self.operands, A.stride(), B.stride(), self.bias is None, precision, scales
+
+    def product(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Return this rank's product by torch."""
+        return scaled_matmul(A, B, self.scaling) if A.dtype in FP8 else torch.matmul(A, B)
+
+    @staticmethod
+    def scaling_of(
+        A: torch.Tensor,
+        ctx: Any,
+        A_scale: torch.Tensor | None = None,
+        B_scale: torch.Tensor | None = None,
+        use_fast_accum: bool = False,
+        **_: Any,
+    ) -> Scaling:
+        """Return the scaling of a call's keywords, without a bias."""
+        scaling = scaling_of(A_scale, B_scale, None, None, use_fast_accum)
+        if scaling is NO_SCALING:
+            return scaling
+        return scaling._replace(out_dtype=getattr(ctx, "output_dtype", None))
 
     @staticmethod
     @abstractmethod
@@ -107,7 +150,8 @@ class SummingCall(OpCall):
         **options: Any,
     ) -> Any:
         """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
-        key = (cls.check_operands(A, B, bias, ctx), cls.key_options(ctx, **options))
+        scaling = cls.scaling_of(A, ctx, **options)
+        key = (cls.check_operands(A, B, bias, ctx, scaling), cls.key_options(ctx, **options))
         requested = cls.requested(**options) if options else None
         return key if requested is None else (*key, requested)
 
@@ -118,12 +162,20 @@ class SummingCall(OpCall):
         """Return the sizes that determine which configs are worth trying for a call."""
         M = cls.ctx_type.round_down_rows(max_rows_of_key(A.shape[0]), ctx.num_ranks)
         requested = cls.requested(**options)
-        return SummingSizes(A, B, M, ctx.num_ranks, requested, cls.sums_on_arrival(ctx, **options))
+        return SummingSizes(
+            A, B, M, ctx.num_ranks, requested, cls.sums_on_arrival(ctx, **options),
+            cls.scaling_of(A, ctx, **options),
+        )  # fmt: skip
 
     @classmethod
     def check_operands(
-        cls, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, ctx: SummingContext[Any]
-    ) -> ProductKey:
+        cls,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        ctx: SummingContext[Any],
+        scaling: Scaling = NO_SCALING,
+    ) -> ProductKey | ScaledProductKey:
         """Check the operands; return their key, one object per signature."""
         function = cls.ctx_type.function
         device = checked_buffer(
@@ -143,15 +195,29 @@ class SummingCall(OpCall):
                 yield "bias.shape", tuple(bias.shape), tuple(bias.shape) == (N,), f"[N] = {(N,)}"
                 expected = "a contiguous bias; call bias.contiguous()"
                 yield "bias.stride()", bias.stride(), bias.is_contiguous(), expected
-            yield from operand_checks(ctx.output_dtype, device, A=A, B=B, bias=bias)
+            is_fp8 = A.dtype in FP8
+            yield from operand_checks(A.dtype if is_fp8 else ctx.output_dtype, device, A=A)
+            yield from operand_checks(B.dtype if is_fp8 else ctx.output_dtype, device, B=B)
+            yield from operand_checks(ctx.output_dtype, device, bias=bias)
+            if is_fp8 or scaling is not NO_SCALING:
+                yield from scaling.checks(A, B)
+            if scaling.recipe(A, B) is Recipe.BLOCK:
+                padded = blocks(K) * BLOCK_ELEMENTS
+                expected = (
+                    f"whole blocks of 128 on each rank: pad K_per_rank with zeros to {padded}"
+                )
+                yield "K_per_rank", K, ctx.num_ranks == 1 or padded == K, expected
 
-        def key() -> ProductKey:
+        def key() -> ProductKey | ScaledProductKey:
             (M, K), contiguous = A.shape, A.is_contiguous()
-            return ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
+            key = ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
+            return ScaledProductKey(*key, *scaling.key(A, B)) if A.dtype in FP8 else key
 
-        return checked_once(
-            ctx.checked_keys, operand_signature(B, A, B, bias), function, checks, key
-        )
+        signature = operand_signature(B, A, B, bias)
+        if scaling is not NO_SCALING:
+            scales = operand_signature(B, scaling.A_scale, scaling.B_scale)
+            signature = (signature, scales, scaling.use_fast_accum)
+        return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     def check_tiles(self) -> None:
         check_tiles(self.ctx_type.function, self.gemm_config, self.chosen.name)
@@ -171,6 +237,7 @@ class SummingSizes:
         A, B: operands [M, K_per_rank] and [K_per_rank, N] of the call, for their other properties.
         M: number of rows in the key.
         requested: algorithm that deprecated keywords of the call select.
+        scaling: scales of fp8 operands, and the output's dtype.
         adds_on_arrival: tiles are added to one sum on their owner. This excludes algorithms that
             store them separately.
     """
@@ -181,14 +248,23 @@ class SummingSizes:
     num_ranks: int
     requested: str | None
     adds_on_arrival: bool = False
+    scaling: Scaling = NO_SCALING
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element of the output."""
+        return self.scaling.output_dtype(self.A).itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.M * self.B.shape[1] * self.B.element_size()
+        return self.M * self.B.shape[1] * self.item_bytes
 
     def tiles_fit(self, config: Mapping[str, Any], rows: int) -> bool:
         """Return whether the tiles of a config are worth trying for ``rows`` rows."""
-        return fits_rows(config["gemm_config"], rows) and fits_gemm(config, self.A, self.B)
+        return fits_rows(config["gemm_config"], rows) and self.kernel_fits(config)
+
+    def kernel_fits(self, config: Mapping[str, Any]) -> bool:
+        return fits_gemm(config, self.A, self.B, **self.scaling._asdict())
 
     def has_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
         """Return whether ``rows`` rows can be cut into the config's number of chunks."""

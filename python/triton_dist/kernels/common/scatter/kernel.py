@@ -49,8 +49,9 @@ slot.flags      int64      [NUM_RANKS], addresses of flags or       host, once
 slot.arrivals   int64      [work item, NUM_RANKS], by source rank   as ``partials``
 slot.epoch      int64      the line of the slot                     kernels of this rank
 slot.deferred   int32      [programs]                               kernels of this rank
-out.c           of A       [rows, N]; of an all-reduce [M, N]       this kernel
-out.bias        of A       [N], or ``None``                         caller
+out.c           of C       [rows, N]; of an all-reduce [M, N]       this kernel
+out.bias        of C       [N], or ``None``                         caller
+scales          fp32       ``gemm.scales.Scales`` of fp8 operands   caller
 out.sums        int64      [NUM_RANKS], addresses of [M, N];        host, once
                            ``None`` without an all-reduce
 out.sum_flags   int64      [NUM_RANKS], addresses of their flags    host, once
@@ -68,6 +69,7 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales, scales_of_shard
 from triton_dist.kernels.common.gemm.tile import (
     Strides,
     multiply_tile,
@@ -123,11 +125,13 @@ def store_to_owner(
 
 
 @jit
-def multiply_described(a_desc, b_desc, row, column, K, tile: tl.constexpr):
+def multiply_described(a_desc, b_desc, row, column, M, N, K, scales, tile: tl.constexpr):
     PRECISION: tl.constexpr = tile.PRECISION
+    SCALING: tl.constexpr = tile.SCALING
     return multiply_tile(
         a_desc, b_desc, row, column, K, 0, 1,
         tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
+        scales, scales_of_shard(scales, None, SCALING), row, M, N, SCALING,
     )  # fmt: skip
 
 
@@ -138,6 +142,7 @@ def kernel_gemm_scatter_non_persistent(
     strides,
     slot,
     out,
+    scales,
     N,
     K,
     M,
@@ -150,6 +155,7 @@ def kernel_gemm_scatter_non_persistent(
     """Compute one tile per program on pointers, for any strides of A and B. Grid (tiles,)."""
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
+    SCALING: tl.constexpr = tile.SCALING
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
     row_block, number, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
@@ -163,6 +169,7 @@ def kernel_gemm_scatter_non_persistent(
         a_row_block_ptr, b_ptr, row, rows_left, column, N, K,
         strides.am, strides.ak, strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K,
         tile.INT64_OFFSETS,
+        scales, scales_of_shard(scales, None, SCALING), row_block * rows + row, SCALING,
     )  # fmt: skip
     store_tile_by_pointers(
         target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows, N,
@@ -190,6 +197,7 @@ def scattered_gemm(
     num_sms: int,
     persistent: bool,
     num_chunks: int = 1,
+    scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
     """Return the launch that computes ``A @ B``, scatters its tiles, and adds up this rank's rows
     in C.
@@ -204,13 +212,14 @@ def scattered_gemm(
         kernel: the persistent kernel on descriptors.
         num_chunks: chunks of a row block. They are pushed separately, or with ``"all"`` alternate
             with chunks of the other row blocks.
+        scales: result of ``Scaling.kernel_argument`` without a bias.
     """
     A = normalise_strides(A)
     M, K = A.shape
     rows, N = scattering.rows(M), C.shape[1]
     tiles_per_row_block = tiles_of_row_block(config, rows, N)
     tiles = scattering.num_ranks * tiles_per_row_block
-    tile, options = tile_constants(config, A, B)
+    tile, options = tile_constants(config, A, B, C.dtype, scales[1])
     summing, chunk_tiles_m, group_size_m = sum_constants(C, config, scattering, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
     memory, sizes = scattering.regions(C, bias), (N, K, M, rows, chunk_tiles_m, scattering.rank)
@@ -226,7 +235,7 @@ def scattered_gemm(
         return Launch(
             kernel,
             (min(num_sms, tiles),),
-            (A, B, max(B.stride()), *memory, *sizes),
+            (A, B, max(B.stride()), *memory, scales[0], *sizes),
             {**options, "NUM_SMS": num_sms, "tile": tile, "summing": summing},
         )
     # The pointer kernel ignores these constants: avoid further compilations.
@@ -234,6 +243,6 @@ def scattered_gemm(
     return Launch(
         kernel_gemm_scatter_non_persistent,
         (tiles,),
-        (A, B, Strides(*A.stride(), *B.stride()), *memory, *sizes),
+        (A, B, Strides(*A.stride(), *B.stride()), *memory, scales[0], *sizes),
         {**options, "tile": tile, "summing": summing},
     )

@@ -48,9 +48,10 @@ have peers that run or will run, and smaller ones have ended.
 argument        dtype      shape                                     written by
 ==============  =========  ========================================  ==================
 a, b            of A       [M, K], [K, N] with ``strides``           caller
-out.c           of A       [M, N]; of a reduce-scatter               this kernel
+out.c           of C       [M, N]; of a reduce-scatter               this kernel
                            [M / NUM_RANKS, N]
-out.bias        of A       [N], or ``None``                          caller
+out.bias        of C       [N], or ``None``                          caller
+scales          fp32       ``gemm.scales.Scales`` of fp8 operands    caller
 out.sums        int64      ``slots.table``; ``None``: one shot       host, once
 slots, peers               see ``exchange/protocol.py``; a slot is partials [NUM_RANKS,
                            shard_elements], then sums [M, N]
@@ -81,6 +82,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     chunk_flag,
     notify_ranks,
 )
+from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
 from triton_dist.kernels.common.launch import Launch, fits_descriptor, normalise_strides
 from triton_dist.kernels.common.peers import target_at
@@ -188,6 +190,7 @@ def kernel_gemm_exchange(
     b_ptr,
     strides,
     out,
+    scales,
     slots,
     peers,
     shard_elements,
@@ -210,6 +213,7 @@ def kernel_gemm_exchange(
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
+    SCALING: tl.constexpr = tile.SCALING
     SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
     BROADCASTS_SUMS: tl.constexpr = out.sums is not None
     # Operations that do not need the product come first, to overlap with it.
@@ -230,6 +234,7 @@ def kernel_gemm_exchange(
         accumulator = multiply_operands(
             a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
             DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
+            scales, SCALING,
         )  # fmt: skip
         for step in tl.static_range(1, NUM_RANKS + 1):
             adding_rank = (rank + step) % NUM_RANKS
@@ -326,10 +331,10 @@ def num_programs_of(
 
 
 def one_launch_options(
-    A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool
+    A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool, scaling: int = 0
 ) -> dict[str, Any]:
     """Return the constants of kernels that multiply and sum tiles in one launch."""
-    tile, options = tile_constants(config, A, B)
+    tile, options = tile_constants(config, A, B, scaling=scaling)
     may = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     # Only TMA stores use halves of a tile.
     constants = {"DESCRIPTORS": may and fits_descriptor(A, B), "tile": tile._replace(SUBTILE=False)}
@@ -351,6 +356,7 @@ def exchanged_gemm(
     persistent: bool,
     to_owners: bool,
     broadcasts_sums: bool = False,
+    scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
     """Return the launch that computes ``A @ B``, exchanges its tiles, and adds them up in C.
 
@@ -361,15 +367,16 @@ def exchanged_gemm(
         slots: kernel arguments of an exchange.
         shard_elements: elements of a partial in a slot.
         persistent: read A and B through descriptors if TMA supports their layout.
+        scales: result of ``Scaling.kernel_argument`` without a bias.
     """
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
     num_ctas = num_programs_of(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    sub_tile_rows = rows_per_step(block_m, block_n, num_ranks * A.element_size())
+    sub_tile_rows = rows_per_step(block_m, block_n, num_ranks * C.element_size())
     if to_owners:  # one sub-tile for each program that multiplies a column of tiles
         sub_tile_rows = min(sub_tile_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
-    options = one_launch_options(A, B, config, persistent)
+    options = one_launch_options(A, B, config, persistent, scales[1])
     options |= {
         "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "TO_OWNERS": to_owners,
@@ -378,7 +385,7 @@ def exchanged_gemm(
     }
     arguments = (
         A, B, Strides(*A.stride(), *B.stride()),
-        Out(C, bias, slots[0].table if broadcasts_sums else None, None), *slots, shard_elements,
-        N, K, M, rank,
+        Out(C, bias, slots[0].table if broadcasts_sums else None, None), scales[0], *slots,
+        shard_elements, N, K, M, rank,
     )  # fmt: skip
     return Launch(kernel_gemm_exchange, (num_ctas,), arguments, options)

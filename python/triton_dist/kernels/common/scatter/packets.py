@@ -20,8 +20,9 @@ programs with smaller numbers, which do not wait.
 argument             dtype      shape                         written by
 ===================  =========  ============================  ====================
 a, b                 of A       [M, K], [K, N], ``strides``   caller
-out.c                of A       [M, N]                        this kernel
-out.bias             of A       [N], or ``None``              caller
+out.c                of C       [M, N]                        this kernel
+out.bias             of C       [N], or ``None``              caller
+scales               fp32       ``gemm.scales.Scales``        caller
 packets              int64      see ``exchange/packets.py``   kernels of the sources
 M, rank              int        not specialised               host
 tile                 constants  ``Tile``                      host
@@ -46,6 +47,7 @@ from triton_dist.kernels.common.exchange.packets import (
     tag_of,
 )
 from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, begin_call
+from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.tile import (
     Strides,
     multiply_operands,
@@ -64,6 +66,7 @@ def kernel_gemm_packets(
     b_ptr,
     strides,
     out,
+    scales,
     packets,
     N,
     K,
@@ -79,6 +82,7 @@ def kernel_gemm_packets(
     with any strides.
     """
     PRECISION: tl.constexpr = tile.PRECISION
+    SCALING: tl.constexpr = tile.SCALING
     BLOCK_SIZE_M: tl.constexpr = tile.M
     BLOCK_SIZE_N: tl.constexpr = tile.N
     DTYPE: tl.constexpr = out.c.dtype.element_ty
@@ -100,6 +104,7 @@ def kernel_gemm_packets(
         product = multiply_operands(
             a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
             DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
+            scales, SCALING,
         )  # fmt: skip
         own = payload_of(product.to(DTYPE))
         inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)
@@ -151,6 +156,7 @@ def packet_gemm(
     num_ranks: int,
     num_sms: int,
     persistent: bool,
+    scales: tuple[Scales, int] = (NO_SCALES, 0),
 ) -> Launch:
     """Return the launch that computes ``A @ B``, sends it to all ranks as packets, and adds up in
     C.
@@ -161,9 +167,9 @@ def packet_gemm(
     A = normalise_strides(A)
     (M, K), N = A.shape, B.shape[1]
     strides, out = Strides(*A.stride(), *B.stride()), Out(C, bias, None, None)
-    options = one_launch_options(A, B, config, persistent) | {"NUM_RANKS": num_ranks}
+    options = one_launch_options(A, B, config, persistent, scales[1]) | {"NUM_RANKS": num_ranks}
     num_ctas = num_programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
-    arguments = (A, B, strides, out, packets, N, K, M, rank)
+    arguments = (A, B, strides, out, scales[0], packets, N, K, M, rank)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)
 
 
@@ -178,5 +184,5 @@ class PacketLaunch(ExchangeLaunch):
         return packet_gemm(
             call.A, call.B, C, call.bias, call.gemm_config, buffer.packet_regions(),
             rank=buffer.rank, num_ranks=buffer.num_ranks, num_sms=buffer.device.num_sms,
-            persistent=call.persistent,
+            persistent=call.persistent, scales=call.scaling.kernel_argument(call.A, call.B),
         )  # fmt: skip

@@ -46,7 +46,8 @@ MAY_WAIT, MUST_DEFER = tl.constexpr(1), tl.constexpr(-1)
 
 
 class Tile(NamedTuple):
-    """Constants of a tile. INT64_OFFSETS: offsets within the tile exceed 32 bits."""
+    """Constants of a tile. INT64_OFFSETS: offsets within the tile exceed 32 bits. SCALING: see
+    ``gemm.scales.Scales``."""
 
     M: Any
     N: Any
@@ -56,6 +57,7 @@ class Tile(NamedTuple):
     B_COLUMN_MAJOR: Any
     PRECISION: Any
     INT64_OFFSETS: Any = False
+    SCALING: Any = 0
 
 
 class Summing(NamedTuple):
@@ -319,16 +321,21 @@ def kernel_add_deferred(
 
 
 def tile_constants(
-    config: triton.Config, A: torch.Tensor, B: torch.Tensor
+    config: triton.Config,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    scaling: int = 0,
 ) -> tuple[Tile, dict[str, Any]]:
     """Return the tile constants for ``A @ B``, and the options of the launch."""
-    device_config = config_for(config, A.dtype)
+    device_config = config_for(config, A.dtype, out_dtype)
     sizes, all_options = device_config.kwargs, device_config.all_kwargs()
     block_m, block_n, block_k = (sizes[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
     tile = Tile(
         block_m, block_n, block_k, sizes["GROUP_SIZE_M"],
         sizes.get("EPILOGUE_SUBTILE", False), B.stride(0) == 1, dot_precision(A.dtype),
         max(block_k * A.stride(1), block_k * B.stride(0), block_m * B.shape[1]) >= 2**31,
+        scaling,
     )  # fmt: skip
     return tile, {name: option for name, option in all_options.items() if name not in sizes}
 

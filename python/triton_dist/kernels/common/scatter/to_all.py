@@ -53,6 +53,7 @@ def kernel_gemm_all_reduce_persistent(
     stride_b,
     slot,
     out,
+    scales,
     N,
     K,
     M,
@@ -92,7 +93,9 @@ def kernel_gemm_all_reduce_persistent(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
         )
         row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
+        accumulator = multiply_described(
+            a_desc, b_desc, row_block * rows + row, column, M, N, K, scales, tile
+        )
         if stored_row_block != rank:
             dl.publish_tile()
             announce_tile(slot, M, stored_row_block, stored_tile, rank, summing)

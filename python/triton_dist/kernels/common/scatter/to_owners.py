@@ -36,6 +36,7 @@ def kernel_gemm_scatter_persistent(
     stride_b,
     slot,
     out,
+    scales,
     N,
     K,
     M,
@@ -75,7 +76,9 @@ def kernel_gemm_scatter_persistent(
         )
         work_item = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
         row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
+        accumulator = multiply_described(
+            a_desc, b_desc, row_block * rows + row, column, M, N, K, scales, tile
+        )
         if summing.ANNOUNCE_LATER:  # noqa: SIM102  # constexpr and runtime conditions stay apart
             if stored_row_block != rank:
                 dl.publish_tile()

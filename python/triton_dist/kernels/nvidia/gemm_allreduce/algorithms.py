@@ -26,6 +26,7 @@ from triton_dist.kernels.common.exchange.sums import (
     max_one_shot_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
+from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.op import Algorithm, Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
     OneLaunchAlgorithm,
@@ -97,7 +98,9 @@ class BySize(Algorithm[Call, SummingSizes]):
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
         max_M = triton.next_power_of_2(M)  # equal on ranks whose M lies in one bucket
-        is_small = ctx.one_shot_rows >= M and max_M * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
+        is_small = (
+            ctx.one_shot_rows >= M and max_M * ctx.N * ctx.output_dtype.itemsize < _TWO_SHOT_FROM
+        )
         call.chosen = ALGORITHMS[OneShot.name if is_small else TwoShot.name]
         call.chosen.check(call)
 
@@ -134,7 +137,7 @@ class OneShotInPackets(OneShot):
         return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == low)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        in_lines = sizes.M * bytes_of_row(sizes.B.shape[1], sizes.A.element_size())
+        in_lines = sizes.M * bytes_of_row(sizes.B.shape[1], sizes.item_bytes)
         return in_lines <= PACKET_BYTES and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
@@ -157,7 +160,7 @@ class TwoShotInOneLaunch(OneShot):
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
-        nbytes = whole * sizes.B.shape[1] * sizes.A.element_size()
+        nbytes = whole * sizes.B.shape[1] * sizes.item_bytes
         return nbytes <= SUMMED_BYTES and sizes.tiles_fit(config, sizes.M)
 
     def check(self, call: Call) -> None:
@@ -186,7 +189,7 @@ class TwoShot(OverlappedAlgorithm[Call]):
     def scattered(self, call: Call) -> TwoShotLaunches:
         A, buffer = call.A, call.ctx.buffer
         sums, arrivals = buffer.sums(A.shape[0]), buffer.slots["sum_arrivals"].local
-        C = A.new_empty((A.shape[0], call.ctx.N)) if call.copy_to_local else sums
+        C = torch.empty_like(sums) if call.copy_to_local else sums
         return TwoShotLaunches(call, C, buffer.describe(), sums, arrivals)
 
 
@@ -214,13 +217,15 @@ class Serial(UnfusedAlgorithm[Call]):
         return is_worth_trying(params, nbytes)
 
     def check(self, call: Call) -> None:
+        super().check(call)
         if call.reduction not in (None, *_SERIAL):
             expected = f"None or one of {', '.join(map(repr, _SERIAL))}"
             raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
         checked_params("gemm_ar", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
-        product = call.A.new_empty((call.A.shape[0], call.ctx.N))
+        shape = call.A.shape[0], call.ctx.N
+        product = call.A.new_empty(shape, dtype=call.ctx.output_dtype)
         call.ctx.exchange.compile_sum(product, *self._sum_params(call))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
@@ -286,9 +291,12 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
         yield ()
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return self._supports(sizes.B)
+        return sizes.A.dtype not in FP8 and self._supports(sizes.B)
 
     def check(self, call: Call) -> None:
+        if call.A.dtype in FP8:
+            expected = "another algorithm for fp8"
+            raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
         if not self._supports(call.B):
             expected = "another algorithm: torch's all-reduce in symmetric memory requires bf16 or "
             expected += "fp32, rows of a multiple of 16 bytes, and one GPU per rank"

@@ -98,7 +98,7 @@ def create_gemm_ar_context(
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
-        output_dtype: dtype of A, B and the output: fp16, bf16 or fp32.
+        output_dtype: dtype of the output, and of A and B unless they are fp8: fp16, bf16 or fp32.
         tp_group: process group; default: the world, or this process alone.
 
     Returns:

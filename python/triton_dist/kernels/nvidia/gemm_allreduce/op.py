@@ -62,6 +62,9 @@ def gemm_ar(
     copy_to_local: bool = True,
     straggler_option: tuple[int, int] | None = None,
     algorithm: str | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Return the sum over ranks of ``A @ B``, plus ``bias``, on every rank. Tuned over all ranks.
@@ -70,8 +73,8 @@ def gemm_ar(
     ``triton_dist.kernels.nvidia`` the rules for calls.
 
     Args:
-        A: [M, K_per_rank], any strides, dtype of the context; M >= 1.
-        B: [K_per_rank, N], any strides, dtype of the context.
+        A: [M, K_per_rank], any strides, dtype of the context or fp8; M >= 1.
+        B: [K_per_rank, N], any strides, dtype of the context. If A is fp8, B is e4m3 and K-major.
         ctx: context of ``create_gemm_ar_context``.
         gemm_config: tile sizes of our GEMM kernel (tuned).
         persistent: use the persistent GEMM kernel (tuned).
@@ -89,6 +92,8 @@ def gemm_ar(
             ``ctx.packet_rows``), ``"two_shot"``, ``"two_shot_in_one_launch"`` (M <=
             ``ctx.exchanged_rows``), ``"serial"``, ``"collective"`` or ``"symmetric_collective"``
             (tuned). Default without tuning: ``"by_size"``, one-shot or two-shot.
+        A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
+            context's dtype. All ranks use one recipe.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -100,5 +105,6 @@ def gemm_ar(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,
-        num_ctas, block_bytes, accepted_key, copy_to_local, reduction,
+        num_ctas, block_bytes, A_scale, B_scale, use_fast_accum, accepted_key, copy_to_local,
+        reduction,
     ).run()  # fmt: skip

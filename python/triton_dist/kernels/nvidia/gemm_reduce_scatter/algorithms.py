@@ -19,6 +19,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
+from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
@@ -94,10 +95,11 @@ class _OverlappedReduceScatter(OverlappedAlgorithm[Call]):
     launches: ClassVar[type[ReduceScatterLaunches]] = ReduceScatterLaunches
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return spaces.fits_gemm(config, sizes.A, sizes.B)
+        return sizes.kernel_fits(config)
 
     def scattered(self, call: Call) -> ReduceScatterLaunches:
-        C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
+        shape = call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N
+        C = call.A.new_empty(shape, dtype=call.ctx.output_dtype)
         scattering = call.ctx.buffer.describe("add" if call.adds_on_arrival else self.scatter)
         return self.launches(call, C, scattering)
 
@@ -210,12 +212,14 @@ class Serial(UnfusedAlgorithm[Call]):
         return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(params, shard_bytes)
 
     def check(self, call: Call) -> None:
+        super().check(call)
         call.check_sum()
         call.check_rows(call.ctx.exchanged_rows)
         checked_params("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
-        product = call.A.new_empty((call.A.shape[0], call.B.shape[1]))
+        shape = call.A.shape[0], call.B.shape[1]
+        product = call.A.new_empty(shape, dtype=call.ctx.output_dtype)
         exchange, rows = self._exchange(call, product)
         call.ctx.exchange.launch(exchange, product, rows).compile()
 
@@ -255,7 +259,13 @@ class AsyncTP(Collective):
 
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return sizes.A.dtype not in FP8
+
     def check(self, call: Call) -> None:
+        if call.A.dtype in FP8:
+            expected = "another algorithm for fp8"
+            raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
         libraries.check_async_tp("gemm_rs", libraries.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

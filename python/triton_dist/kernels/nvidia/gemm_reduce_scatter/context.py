@@ -83,7 +83,7 @@ def create_gemm_rs_context(
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
-        output_dtype: dtype of A, B and the output: fp16, bf16 or fp32.
+        output_dtype: dtype of the output, and of A and B unless they are fp8: fp16, bf16 or fp32.
         rs_stream: stream of the copy-engine pushes; default: a high-priority stream of the context.
         reduce_st: allocate fp32 sums, and by default add each tile to the owner's sum instead of
             storing one addend per rank. This needs less memory traffic at the end but moves twice

@@ -62,6 +62,9 @@ def gemm_rs(
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     algorithm: str | None = None,
+    A_scale: torch.Tensor | None = None,
+    B_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
     accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Return this rank's rows of the sum of ``A @ B`` over all ranks, plus ``bias``; tuned.
@@ -70,9 +73,9 @@ def gemm_rs(
     of ``triton_dist.kernels.nvidia`` the rules for calls.
 
     Args:
-        A: [M, K_per_rank], any strides, dtype of the context; M is a multiple of the number of
-            ranks.
-        B: [K_per_rank, N], any strides, dtype of the context.
+        A: [M, K_per_rank], any strides, dtype of the context or fp8; M is a multiple of the number
+            of ranks.
+        B: [K_per_rank, N], any strides, dtype of the context. If A is fp8, B is e4m3 and K-major.
         ctx: context of ``create_gemm_rs_context``.
         gemm_config: tile sizes of our GEMM kernel (tuned).
         persistent: use the persistent GEMM kernel (tuned).
@@ -90,6 +93,8 @@ def gemm_rs(
         algorithm: ``"fused"`` (default without tuning), ``"one_launch"`` or ``"serial"`` (both for
             M <= ``ctx.exchanged_rows``), ``"copy_engine"``, ``"collective"`` or ``"async_tp"``
             (tuned).
+        A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
+            context's dtype. All ranks use one recipe.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -101,5 +106,6 @@ def gemm_rs(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, algorithm,
-        num_ctas, block_bytes, accepted_key, reduce_st, fuse_scatter,
+        num_ctas, block_bytes, A_scale, B_scale, use_fast_accum, accepted_key, reduce_st,
+        fuse_scatter,
     ).run()  # fmt: skip
