@@ -227,24 +227,24 @@ autotune_meeting_timeout: Knob[float | None] = Knob(
 compile_timeout = seconds(
     "TRITON_DIST_COMPILE_TIMEOUT",
     300.0,
-    "Time limit for one step that compiles and launches nothing (prepare_fn).",
+    "Time limit for one step that only compiles, such as prepare_fn.",
 )
 autotune_warm_start_ms: Knob[float] = Knob(
     "TRITON_DIST_AUTOTUNE_WARM_START_MS",
     30.0,
     _not_negative,
     "milliseconds, 0 or more",
-    "Device time for tuning a key if keys that differ only in sizes are already tuned: their "
-    "best configs race for this time, multiplied by the number of inputs from input_variants_fn. "
-    "0: race all candidates.",
+    "Device time of a warm start: if a key that differs only in sizes is already tuned, its best "
+    "configs race for this time. With input_variants_fn the time is multiplied by the number of "
+    "inputs. 0: race all candidates.",
 )
 autotune_keys: Knob[int | None] = Knob(
     "TRITON_DIST_AUTOTUNE_KEYS",
     4096,
     _count,
     "a positive integer",
-    "Number of exact sizes that a tuned function caches for one-lookup calls. Other sizes within "
-    "a tuned range take some microseconds more.",
+    "Number of exact sizes whose configs a tuned function caches. A call with another size of a "
+    "tuned range takes some microseconds more.",
 )
 compile_frozen = flag(
     "TRITON_DIST_COMPILE_FROZEN",
@@ -281,7 +281,7 @@ profile_calls: Knob[tuple[int, int]] = Knob(
     (1, 1001),
     _range,
     "FIRST:LAST",
-    "Calls of tuned functions to profile, counted from 0, without the last one; set by "
+    "Calls of tuned functions to profile, from FIRST to LAST - 1, counted from 0; set by "
     "triton-dist profile.",
 )
 profile_marks = flag(
@@ -320,9 +320,9 @@ debug: Knob[tuple[str, ...]] = Knob(
     (),
     words,
     "modes separated by commas",
-    "Checks of kernels: interp (or interp:bounds, interp:init, interp:waits, interp:race), "
-    "assert, agree, or a mode of Triton or of compute-sanitizer. A mode that could find nothing "
-    "is refused. attach and where: let triton-dist debug inspect the job.",
+    "Checks of kernels: interp (or one of interp:bounds, interp:init, interp:waits, interp:race), "
+    "assert, agree, a mode of Triton, a tool of compute-sanitizer. attach and where let "
+    "triton-dist debug inspect the job. A mode that cannot work on this machine is refused.",
 )
 debug_tool: Knob[str | None] = Knob(
     "TRITON_DIST_DEBUG_TOOL",
