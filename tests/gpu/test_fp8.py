@@ -1,0 +1,86 @@
+"""Ops and layers with fp8 operands on GPUs: what CPU ranks check, compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import scaled_gemm_ranks, scaled_moe_ranks
+from tests.distributed.scaled_moe_ranks import GATHERS, SUMS
+from tests.gpu.ranks import few_ranks
+from tests.layers import fp8_ranks
+from triton_dist.kernels.common.gemm.scales import FP8, Scaling
+from triton_dist.kernels.nvidia import matmul
+from triton_dist.kernels.nvidia.gemm.op import _both_spaces, _fits
+from triton_dist.testing.opinfo.scaled import largest_error, quantised
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+        reason="fp8 needs compute capability 8.9",
+    ),
+]
+RECIPES = ("tensor", "row", "block")
+E4M3, E5M2 = FP8
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def matmul_operands(
+    recipe: str, M: int, N: int, K: int
+) -> tuple[torch.Tensor, torch.Tensor, Scaling]:
+    generator = torch.Generator("cuda").manual_seed(M + N + K)
+    A, B = (torch.randn(n, K, device="cuda", generator=generator) for n in (M, N))
+    A *= torch.rand(M, 1, device="cuda", generator=generator) * 30
+    return quantised(A, B, recipe)
+
+
+@each_recipe
+@pytest.mark.parametrize("size", [(300, 768, 1024), (1, 256, 4096), (130, 131, 137)])
+def test_matmul_with_every_config(recipe, size):
+    A, B, scaling = matmul_operands(recipe, *size)
+    for fast in (False, True):
+        scaling = scaling._replace(use_fast_accum=fast)
+        options = scaling._asdict()
+        fitting = [each for each in _both_spaces() if _fits(each, A, B, **options)]
+        for config in fitting:
+            C = matmul.fn(A, B, **config, **options)
+            assert largest_error(C, A, B, scaling) <= 1, config
+
+
+@few_ranks
+@each_recipe
+def test_ag_gemm_of_every_recipe(on_gpus, recipe):
+    for size in (
+        (9, 40, 272, E4M3, torch.bfloat16),
+        (256, 512, 1024, E4M3, torch.bfloat16),
+        (5, 33, 145, E5M2, torch.float32),
+    ):
+        for errors in on_gpus(scaled_gemm_ranks.ag_gemm_of, recipe, *size):
+            assert max(errors) <= 1, size
+
+
+@few_ranks
+@pytest.mark.parametrize(
+    ("recipe", "m", "N", "K"), [("row", 2, 16, 144), ("block", 40, 256, 384), ("tensor", 3, 48, 64)]
+)
+def test_scales_travel_with_the_rows(on_gpus, recipe, m, N, K):
+    for count in on_gpus(scaled_moe_ranks.gathered, recipe, m, N, K, E4M3):
+        assert count >= len(GATHERS)
+
+
+@few_ranks
+@pytest.mark.parametrize(
+    ("recipe", "all_rows", "m", "N", "k"),
+    [("block", False, 30, 512, 256), ("row", True, 2, 48, 32), ("tensor", True, 1, 16, 16)],
+)
+def test_sums_of_scaled_products(on_gpus, recipe, all_rows, m, N, k):
+    for count in on_gpus(scaled_moe_ranks.summed, recipe, all_rows, m, N, k, torch.bfloat16):
+        assert count >= min(2, len(SUMS))
+
+
+@few_ranks
+@pytest.mark.parametrize(("recipe", "columns"), [("row", 32), ("block", 256)])
+def test_served_experts(on_gpus, recipe, columns):
+    on_gpus(fp8_ranks.served, recipe, columns)
