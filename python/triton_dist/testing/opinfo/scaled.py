@@ -82,8 +82,8 @@ def largest_error(
 
     The reference is the fp64 product of the dequantised operands plus the bias. A sum of K fp32
     products errs by at most K + 3 roundoffs (K additions, two scales, one bias) of the sum of the
-    magnitudes. Rounding to the output's dtype adds one roundoff of the result. Hopper's tensor cores
-    keep at least 13 bits while they add fp8 products.
+    magnitudes. Rounding to the output's dtype adds one roundoff of the result. Hopper's tensor
+    cores keep at least 13 bits while they add fp8 products.
     """
     sum_roundoff = 2**-13 if C.is_cuda else 2**-24
     a, b = scaling.dequantised(A, B, torch.float64)

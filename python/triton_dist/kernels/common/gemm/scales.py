@@ -317,12 +317,13 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
 
 def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     """Return ``A @ B`` of fp8 operands by torch's ``scaled_mm``; on CPU, multiply in fp32."""
-    bias, dtype, fast = scaling.bias, scaling.output_dtype(A), scaling.use_fast_accum
+    bias, dtype = scaling.bias, scaling.output_dtype(A)
     if A.device.type == "cpu":
         a, b = scaling.dequantised(A, B)
         product = a @ b
         return (product if bias is None else product + bias).to(dtype)
     recipe, a_scale, b_scale = scaling.torch_scales(A, B)
+    fast = scaling.use_fast_accum and recipe is not Recipe.BLOCK  # torch refuses it
     functional: Any = torch.nn.functional
     if not hasattr(functional, "scaled_mm"):  # torch below 2.11
         multiply: Any = torch._scaled_mm
