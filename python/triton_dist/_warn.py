@@ -14,7 +14,7 @@ _deferred = threading.local()
 _entry_points: set[types.CodeType] = set()
 
 
-def called_by_users(functions: Iterable[Callable[..., Any]]) -> None:
+def register_entry_points(functions: Iterable[Callable[..., Any]]) -> None:
     """Declare the public entry points ``functions``.
 
     A warning is attributed to the line that calls the innermost entry point on the stack, however

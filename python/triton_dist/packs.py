@@ -2,7 +2,7 @@
 
 A pack is recorded in one process and used in others.
 
-    with packs.recording() as used:          # in a new process that finds its records
+    with packs.recording() as used:          # in a new process, after all keys are tuned
         step(x)
     used.save("step.tdpack", [step])
 
@@ -46,8 +46,8 @@ class Recording:
 
         Args:
             path: path of the file, ``<name>.tdpack``.
-            functions: tuned functions whose records are added: all keys and GPU models in the
-                user's cache and the read-only folders, under the current module name.
+            functions: tuned functions. The pack contains all their records in the user's cache and
+                the read-only folders: all keys and GPU models, under the current module name.
 
         Raises:
             NoSuchFunction: a function has no record, or declares no ``version``.
@@ -99,7 +99,7 @@ def recording() -> Iterator[Recording]:
 
 
 def use(path: str | Path) -> None:
-    """Use the pack ``path`` in this process, before all other packs.
+    """Use the pack ``path`` in this process. It has precedence over all other packs.
 
     Packs in ``packs/`` of ``TRITON_DIST_CACHE_DIR`` and of each folder of
     ``TRITON_DIST_AUTOTUNE_READONLY_DIRS`` are used without this call.

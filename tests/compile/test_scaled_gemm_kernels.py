@@ -20,7 +20,7 @@ from tests.compile.scattered import (
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, blocks
-from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, fits_promotion
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, fits_registers
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
@@ -64,7 +64,7 @@ EVERY_TILE = [
     for recipe, fast in (("row", True), ("row", False), ("block", False), ("tensor", True))
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES))
     for index, each in enumerate(tiles)
-    if fits_promotion(each, Recipe(recipe), fast) and each.kwargs["GROUP_SIZE_M"] == 8
+    if fits_registers(each, Recipe(recipe), fast) and each.kwargs["GROUP_SIZE_M"] == 8
 ]
 
 

@@ -103,7 +103,7 @@ def contextual_autotune(
 
 @dataclass(frozen=True)
 class _Composer:
-    """The arguments of one decorator, from which it composes the parts of a tuning."""
+    """The arguments of one decorator. :meth:`compose` makes the parts of a tuning from them."""
 
     is_dist: bool
     repeat: int
@@ -138,8 +138,8 @@ class _Composer:
 
 
 def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
-    # Take the hooks from the tuner: the space contains only the name of a hook whose source
-    # cannot be identified.
+    # Take the hooks from the tuner. If the source of a hook cannot be found, the space contains
+    # only the name of this hook.
     hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):

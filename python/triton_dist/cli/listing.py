@@ -131,7 +131,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
 
 
 def tree_of_unfinished(each: Interrupted) -> dict[str, Any]:
-    """Return a tuning that has no record yet as a JSON tree."""
+    """Return a JSON tree of an interrupted tuning, which has no record yet."""
     key = each.key
     return {
         "function": key and key.full_name,

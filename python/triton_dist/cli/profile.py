@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ]
         if not files:
             first = calls.partition(":")[0]
-            what = f"no process reached call {first} of a tuned function and then exited"
+            what = f"no process reached call {first} of a tuned function and exited normally"
             what = "; ".join(failed) or what
             print(f"triton-dist profile: nothing recorded: {printable(what)}", file=sys.stderr)
             return status or 1

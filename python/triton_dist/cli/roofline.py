@@ -59,7 +59,7 @@ def _roofs(axes: Any, drawn: Sequence[OpSummary]) -> None:
     low = min(min(filter(None, (each.bounds_ms or {}).values())) for each in drawn)
     high = max(each.ms or 0.0 for each in drawn)
     axes.set_xlim(low / 1.6, high * (high / low) ** 0.25 * 1.6)
-    axes.set_xlabel("milliseconds of a call; a line: the roof of that resource")
+    axes.set_xlabel("milliseconds of a call; a line is the time limit of one resource")
     axes.figure.legend(loc="outside lower center", ncols=4, frameon=False)
 
 

@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not found:
         return cache.print_no_record(arguments.function, arguments)
     if arguments.code:
-        # With this argument, ``tune.autotune`` has a single config and does not measure.
+        # The printed argument gives ``tune.autotune`` a single config, which it does not measure.
         for record in (stored.record for stored in found):
             where = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
             text.print_lines(f"# {where}: {Analysis(record).winner.ms:.4f} ms")

@@ -48,7 +48,7 @@ class About:
         """
         for name, value in {**self.options, **self.launch}.items():
             if not _is_plausible(name, value):
-                raise ValueError(f"it has {name} {value!r:.80}")
+                raise ValueError(f"it has {name} {value!r:.80}, which is not plausible")
         if self.options.get("num_warps", 1).bit_count() != 1:
             raise ValueError(f"num_warps is {self.options['num_warps']}, not a power of two")
 
@@ -122,7 +122,7 @@ class Artefact:
 
     def __repr__(self) -> str:
         options = {name: self.about.options.get(name) for name in ("num_warps", "num_stages")}
-        shown = {name: show(tree) for name, tree in self._trees().items()} | options
+        shown = {name: show(tree) for name, tree in self._constant_trees().items()} | options
         values = "".join(f", {name}={value}" for name, value in shown.items())
         return f"Artefact({self.about.function}.{self.level} {self.digest}{values})"
 
@@ -144,9 +144,10 @@ class Artefact:
 
     def constants(self) -> dict[str, Any]:
         """Return the constant arguments by name, except constants that cannot be restored."""
-        return {name: value_of(tree) for name, tree in self._trees().items() if can_be_read(tree)}
+        trees = self._constant_trees()
+        return {name: value_of(tree) for name, tree in trees.items() if can_be_read(tree)}
 
-    def _trees(self) -> dict[str, codec.Tree]:
+    def _constant_trees(self) -> dict[str, codec.Tree]:
         known = self.about.specialisation
         if known is None:
             return {}

@@ -19,8 +19,8 @@ def cubin_space(
     """Return a config space of all cubins of ``kernel`` in ``folder`` and its subfolders.
 
     ``tune.autotune`` reads the space at the first tuning. Configs are ``{"artefact": artefact}``,
-    ordered by path. Digests of the files are part of the configs: changed, added or removed files
-    are tuned again; a moved folder is not.
+    ordered by path. Configs contain digests of the files: changing, adding or removing a file
+    causes a new tuning; moving the folder does not.
 
     Args:
         folder: output of ``triton-dist dump``, or folders of ``runner.export``.
@@ -50,8 +50,8 @@ def toolchain_space(
     toolchain.
 
     ``TRITON_DIST_TOOLCHAINS`` is read at the first tuning. ``{name: None}`` is this process's
-    Triton; the toolchains follow in the order of the variable. Their texts include the version of
-    Triton, so a new version is tuned again.
+    Triton; the toolchains follow in the order of the variable. The text of a toolchain includes its
+    version of Triton, so a new version causes a new tuning.
 
     Raises:
         InvalidArgument: at the first tuning, if a folder has no Triton.

@@ -6,8 +6,8 @@ import bisect
 import math
 from collections.abc import Sequence
 
-# Sorted by base address. Each entry is (base, bytes, element bytes, name, rows). ``rows`` has, for
-# each dimension but the last, the number of elements that one index of the dimension spans.
+# Sorted by base address. Each entry is (base, bytes, element bytes, name, strides). ``strides`` has
+# the stride of each dimension but the last, in elements.
 _ranges: list[tuple[int, int, int, str, tuple[int, ...]]] = []
 _identities: dict[int, str] = {}
 """By base address of a region: text that is equal on all ranks that map the region."""
@@ -32,8 +32,8 @@ def register(
     _identities[base] = identity
     end = base + nbytes
     _ranges[:] = [each for each in _ranges if each[0] + each[1] <= base or end <= each[0]]
-    rows = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
-    bisect.insort(_ranges, (base, nbytes, element_bytes, name, rows))
+    strides = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
+    bisect.insort(_ranges, (base, nbytes, element_bytes, name, strides))
 
 
 def forget(base: int) -> None:
@@ -70,12 +70,12 @@ def describe_address(address: int) -> str:
     entry = _entry_at(address)
     if entry is None:
         return hex(address)
-    base, _, element_bytes, name, rows = entry
+    base, _, element_bytes, name, strides = entry
     index = (address - base) // element_bytes
     indices = []
-    for row in rows:
-        first, index = divmod(index, row)
-        indices.append(first)
+    for stride in strides:
+        outer, index = divmod(index, stride)
+        indices.append(outer)
     return f"{name}[{', '.join(map(str, [*indices, index]))}]"
 
 

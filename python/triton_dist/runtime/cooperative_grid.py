@@ -24,7 +24,7 @@ PAUSE_SECONDS = 200e-6
 """First pause of a waiting program if no other program of its grid can run: about the cost of a
 poll. Long enough for a copy thread to take the GIL and for another process to take the core."""
 LONGEST_PAUSE_SECONDS = 5e-3
-"""Longest pause of a wait that has polled for 0.1 s: short compared with the time waited."""
+"""Maximum pause. A wait reaches it after 0.1 s, so it is short compared with the time waited."""
 _SHARE_OF_WAITED = 1 / 16
 """Ratio of a pause to the time waited so far, if polling is cheap."""
 
@@ -104,7 +104,7 @@ class CooperativeGrid:
         All threads have ended when this returns or raises."""
         outer = _local.grid, _local.worker
         try:
-            self._alternate(self._starter)
+            self._run_programs(self._starter)
         finally:
             _local.grid, _local.worker = outer
         if self._ready:
@@ -146,7 +146,7 @@ class CooperativeGrid:
             time.sleep(nap)
         return True
 
-    def _alternate(self, worker: _ProgramThread) -> None:
+    def _run_programs(self, worker: _ProgramThread) -> None:
         """Start programs in order until this thread's program pauses and another continues."""
         _local.grid, _local.worker = self, worker
         try:
@@ -182,7 +182,7 @@ class CooperativeGrid:
     def _start_thread(self, worker: _ProgramThread) -> None:
         def work() -> None:
             worker.await_turn(self._fail)
-            self._alternate(worker)
+            self._run_programs(worker)
             (self._ready.popleft() if self._ready else self._all_done).give_turn()
 
         # The context carries numpy's error state, which a kernel inherits from its launcher.

@@ -140,7 +140,7 @@ def compare_types_by_identity() -> None:
 
 
 def unwrap_by_type() -> None:
-    """Unwrap constants by a check of the type. Nearly all values are not constants."""
+    """Return values of common types unchanged. Only other types may be wrapped constants."""
     original, constexpr = core._unwrap_if_constexpr, tl.constexpr
     plain = {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, bool, float, str, type(None)}
 
@@ -170,7 +170,7 @@ def skip_needless_broadcasts() -> None:
 
 
 def check_sizes_faster(upstream: Any) -> None:
-    """Check that values fit their type in one comparison instead of three calls."""
+    """Check by one comparison, instead of three calls, that values fit their type."""
     handle, pointer = upstream.TensorHandle, tl.pointer_type
     original = handle.__post_init__
 

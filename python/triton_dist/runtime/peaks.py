@@ -1,4 +1,4 @@
-"""Datasheet peaks of known GPUs and of this host's network, used for limits and for pruning.
+"""Peak rates of known GPUs, from datasheets, and of this host's network, for limits and pruning.
 
 Rates are dense, without sparsity. On H200, a matrix product on random data reaches 0.8 of the
 16-bit rate (790 of 989 TFLOP/s, measured), a copy 0.9 of the memory bandwidth, and a copy engine
@@ -61,7 +61,7 @@ def device_peak(index: int | None = None) -> Peak:
     """Return the peaks of this process's GPU, or of the GPU with CUDA ordinal ``index``.
 
     CPU ranks get the peaks of an H200, so that pruning behaves as on that GPU. For an unlisted GPU,
-    scale a listed GPU of its compute capability by the number of SMs, and assume PCIe links.
+    scale the peaks of a listed GPU of its compute capability by the number of SMs; assume PCIe.
     """
     device = current_device()
     if device.name != "cuda":
@@ -116,8 +116,8 @@ _SYSTEM = Path("/sys/class")
 def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
     """Return the network bandwidth per GPU of this host, one direction, in GB/s.
 
-    The bandwidth of the fastest adapters (InfiniBand if present) is divided by the number of GPUs.
-    0.0 if the system reports no speed.
+    This is the sum over the fastest adapters (InfiniBand if present), divided by the number of
+    GPUs; 0.0 if the system reports no speed.
 
     Args:
         system: folder in which the system lists adapters.

@@ -40,7 +40,7 @@ class SummedScript(Script):
     """A GEMM with a sum over ranks."""
 
     def operands(self, shape: Any, **layout: Any) -> Operands:
-        """Return operands with the layout of B and the bias of the command line. Collective."""
+        """Return operands. Options set the layout of B and whether there is a bias. Collective."""
         args = self.args
         return super().operands(shape, column_major=args.trans_b, has_bias=args.has_bias)
 

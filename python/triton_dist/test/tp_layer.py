@@ -36,8 +36,8 @@ _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
-class Form:
-    """A call form of a layer and its expected result."""
+class LayerCall:
+    """A call of a layer and its expected result."""
 
     call: Callable[[], torch.Tensor]
     expected: torch.Tensor
@@ -122,21 +122,21 @@ def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) 
     return max(1, batch // size) * size, tokens
 
 
-def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form], layer: Any) -> None:
-    """Check each form and, for the case ``perf``, time it. Finalize ``layer`` at the end."""
-    _run(args, title, forms)
+def run(args: argparse.Namespace, title: str, calls: Mapping[str, LayerCall], layer: Any) -> None:
+    """Check each call and, for the case ``perf``, time it. Finalize ``layer`` at the end."""
+    _run(args, title, calls)
     layer.finalize()
     finalize_distributed()
 
 
-def _run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None:
+def _run(args: argparse.Namespace, title: str, layer_calls: Mapping[str, LayerCall]) -> None:
     limit = _TOLERANCES[dtype_named(args.dtype)]
-    for form in forms.values():
-        check_rank_by_rank(form.call(), form.expected, limit)
+    for each in layer_calls.values():
+        check_rank_by_rank(each.call(), each.expected, limit)
     report_passed(f"{args.dtype}, {title}")
     if args.case != "perf":
         return
-    calls = {name: captured(form.call) for name, form in forms.items()}
+    calls = {name: captured(each.call) for name, each in layer_calls.items()}
     rounds, warmup = (max(2, args.iters), args.warmup) if is_cuda() else (2, 0)
     samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
     calls.clear()  # free the graphs before the contexts whose memory they use
@@ -148,7 +148,7 @@ def _run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> Non
     for name, sample in samples.items():
         ratio = f"{base / sample.median:10.2f} x {next(iter(samples))}" if is_cuda() else ""
         dist_print(f"{name:32}{sample.median:10.3f} ms{ratio}")
-    profile("tp_layer", args.profile, *(form.call for form in forms.values()))
+    profile("tp_layer", args.profile, *(each.call for each in layer_calls.values()))
 
 
 def no_grad(module: Any) -> Callable[..., Any]:

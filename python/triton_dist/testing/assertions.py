@@ -122,9 +122,9 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def poisoned_empty() -> Iterator[None]:
     """Context manager in which the ``torch.empty`` family returns tensors full of NaN.
 
-    A kernel that reads or does not write an element of a fresh buffer usually finds a harmless
-    value. NaN reveals the bug in each run. Integer tensors are not changed, because no integer
-    propagates like NaN.
+    A new buffer often contains harmless values, which hide two bugs: a kernel reads an element that
+    was not written, or does not write an element. NaN reveals both. Integer tensors are not
+    changed, because no integer propagates like NaN.
     """
     undo = undo_all([patch(owner, name, _poisoned) for owner, name in ALLOCATIONS])
     try:

@@ -70,7 +70,7 @@ class CompileAhead:
         compiler.begin(kernels_to_compile(everyone, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
-        """Return whether some rank lacks a kernel for ``config``, equally on all ranks."""
+        """Return whether some rank lacks a kernel of ``config``; equal on all ranks."""
         return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
@@ -82,7 +82,7 @@ class CompileAhead:
             if self._compiler is not None:
                 self._compiler.wait(kernel)
 
-    def is_done(self, config: Config) -> None:
+    def mark_done(self, config: Config) -> None:
         """Note that all ranks have compiled their shares for ``config``."""
         self._done.update(self._kernels(config))
 
@@ -100,8 +100,8 @@ class CompileAhead:
 def kernels_to_compile(everyone: Sequence[MissingKernels], rank: int) -> list[str]:
     """Return the kernels that ``rank`` compiles, in the order in which candidates need them.
 
-    Each kernel goes to one of the ranks that share a cache and lack it: the rank with the fewest
-    kernels.
+    Ranks that share a cache compile each kernel once. Of the ranks that lack the kernel, the rank
+    with the fewest kernels compiles it.
     """
     sharers = [other for other, needs in enumerate(everyone) if needs.cache == everyone[rank].cache]
     shares: dict[int, list[str]] = {other: [] for other in sharers}

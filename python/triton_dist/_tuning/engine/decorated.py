@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values import Config, original, qualified_name
 from triton_dist._tuning.values.show import error_text
-from triton_dist._warn import called_by_users, user_frame, warn_at
+from triton_dist._warn import register_entry_points, user_frame, warn_at
 from triton_dist.errors import InvalidArgument, TritonDistError, TuningWarning
 
 P = ParamSpec("P")
@@ -157,7 +157,7 @@ class WarnOnce:
     """Warnings of one tuned function, which point at the line that calls an entry point."""
 
     def __init__(self, entry_points: Iterable[Any]) -> None:
-        called_by_users(entry_points)
+        register_entry_points(entry_points)
         self._issued: set[object] = set()
 
     def warn(self, text: str, about: object = None) -> None:

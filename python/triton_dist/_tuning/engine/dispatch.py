@@ -44,7 +44,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.config import on_complete_configs
-from triton_dist._warn import called_by_users, deferred_warnings
+from triton_dist._warn import deferred_warnings, register_entry_points
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -577,7 +577,7 @@ def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
         ):
             return before(self, *args, **kwargs)
 
-    called_by_users([call])
+    register_entry_points([call])
     AutoTuner.__call__ = call  # type: ignore[method-assign]
     try:
         yield

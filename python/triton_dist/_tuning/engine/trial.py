@@ -41,18 +41,18 @@ from triton_dist.errors import (
     original_error,
 )
 
-# The hold time of the next run decays by this factor, so one delay of the host does not lengthen
-# the hold of all later runs.
-_HOLD_DECAY = 0.9
-# Longest hold, in seconds, before the first sample of a config.
-_MAX_FIRST_HOLD = 1e-3
+# The noted queueing time decays by this factor at each run. Otherwise one delay of the host would
+# lengthen the time for which ``delay_stream`` keeps the device busy before all later runs.
+_QUEUEING_DECAY = 0.9
+# Maximum queueing time, in seconds, that is noted from the first run of a config.
+_MAX_FIRST_QUEUEING = 1e-3
 
 
 class Sampler:
     """Timer of repeated runs with a cold cache. All ranks start each run together.
 
     Args:
-        seconds: time limit for other ranks, and for the device after all runs are queued.
+        seconds: time limit of a wait for other ranks, and of the wait for all queued runs.
         run_checks: called after each run, untimed. Raises if a wait in a kernel reached its time
             limit.
     """
@@ -68,28 +68,28 @@ class Sampler:
         self._device, self._ranks, self._policy = device, ranks, policy
         self._seconds, self._run_checks = seconds, run_checks
         self._queueing_seconds: dict[Config | None, float] = {}
-        """Seconds that the host recently needed to queue a call of a config."""
+        """By config: seconds that the host recently needed to queue a run."""
 
     def note_queueing_seconds(self, config: Config, seconds: float) -> None:
         """Note the seconds that the host needed to queue the first run of a config.
 
-        The first run also loads the kernel, so the time is capped. With this hold, the first sample
-        already measures the device and not the host.
+        The device is then kept busy until the host has queued the first timed run. ``seconds`` is
+        limited, because the first run also loads the kernel.
         """
-        self._queueing_seconds.setdefault(config, min(seconds, _MAX_FIRST_HOLD))
+        self._queueing_seconds.setdefault(config, min(seconds, _MAX_FIRST_QUEUEING))
 
     def sample(
         self, step: Step, call: Callable[[], Any], number: int, reset: Callable[[], object]
     ) -> tuple[float, ...]:
-        """Return the milliseconds of ``number`` runs, without ``policy.warmup`` earlier runs.
+        """Return the milliseconds of ``number`` runs, which follow ``policy.warmup`` untimed runs.
 
-        A rank on which a run fails still joins the other ranks before each run, because they wait
-        for it. It raises after the last run. ``reset`` is user code, called before each run,
-        untimed.
+        If a run fails on a rank, this rank still synchronises with the other ranks before each
+        later run, and raises after the last run. ``reset`` is user code that is called, untimed,
+        before each run.
         """
         failures: list[Exception] = []
         timers: list[Timer] = []
-        # Use one watch for all runs: to create one takes longer than some functions run.
+        # Use one watch for all runs: creating a watch takes longer than some functions run.
         with self._ranks.user_code(step, begun=False) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
@@ -127,7 +127,7 @@ class Sampler:
         with watch:
             call()
         took = time.perf_counter() - began
-        earlier = _HOLD_DECAY * self._queueing_seconds.get(step.config, 0.0)
+        earlier = _QUEUEING_DECAY * self._queueing_seconds.get(step.config, 0.0)
         self._queueing_seconds[step.config] = max(took, earlier)
         timer.stop()
 
@@ -151,7 +151,7 @@ _KINDS: dict[str, FailureKind] = {
     "CompilationError": "compile",
     "PTXASError": "compile",
 }
-"""Kinds by name of an exception class or base class; torch and triton are not imported here."""
+"""Failure kinds by class name of an exception or its base, without an import of torch or triton."""
 
 
 class _WrongResult(Exception):
@@ -202,7 +202,7 @@ class Attempts:
         self.by_rank: Sequence[Sequence[float]] = ()
         """Samples of each rank in the last attempt; empty if it failed."""
         self._error: Exception | None = None
-        """First exception of a config on this rank, until a config is measured."""
+        """First exception of a config on this rank; ``None`` after a config was measured."""
 
     def take_error(self) -> Exception | None:
         """Return and drop the first exception of a config, whose frames refer to this object."""
@@ -210,11 +210,11 @@ class Attempts:
         return error
 
     def note_earlier_measurement(self, config: Config) -> None:
-        """Note that an earlier start measured ``config``. The first one is the reference."""
+        """Note that an earlier start measured ``config``; the first one is the reference."""
         self._first_measured = self._first_measured or config
 
     def undo_last_run(self) -> None:
-        """Undo the changes of the last run, before the user's call."""
+        """Undo the changes that the last run of the tuning made, before the user's own call."""
         if self._subject.hooks.reset is None or not self._has_run:
             return
         step, failure = Step("reset after the last run"), None
@@ -268,7 +268,7 @@ class Attempts:
         if self._ahead.is_needed(config):
             step = Step(f"compile {label}", config)
             self._compile(step, functools.partial(self._ahead.wait, config))
-            self._ahead.is_done(config)
+            self._ahead.mark_done(config)
         if prepare is not None:
             step, chosen = Step(f"prepare {label}", config), config.arguments()
             self._compile(step, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
@@ -360,9 +360,9 @@ class Attempts:
     def _first_run(self, step: Step, arguments: dict[str, Any]) -> Sequence[float]:
         """Run the config once: compile it if needed, and check its output.
 
-        Return the milliseconds of the run if nothing else is measured, else an empty list. The
-        first config that runs provides the reference output, copied: a function may reuse its
-        buffer.
+        Return the milliseconds of the run if there is only one config, else an empty list. The
+        first config that runs provides the reference output. The output is copied, because a
+        function may reuse its output buffer.
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
@@ -407,10 +407,10 @@ class Attempts:
     def recover(
         self, label: str, config: Config | None = None, failure: Failure | None = None
     ) -> None:
-        """Reset the state of all ranks after a failure that some rank may have launched.
+        """Reset the state of all ranks after a failure in a run, which some rank may have launched.
 
         Args:
-            label: the failed object, as text.
+            label: text that names what failed.
             config: the failed config, if it is a candidate.
             failure: the failure of ``config``.
 
@@ -454,7 +454,7 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
 def text_of(error: Exception) -> str:
     """Return type and message of ``error``, with the middle of very long messages removed.
 
-    If a wait for other ranks timed out in a clean-up, the exception before it comes first.
+    If a clean-up after an exception timed out, the text begins with that first exception.
     """
     cause = original_error(error)
     message = (

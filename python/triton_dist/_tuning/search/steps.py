@@ -67,8 +67,8 @@ class RacingPlan(OrderedPlan):
     =====  ==================================================  ================================
 
     With the default 3 + 5 launches a race takes less than half of :class:`OrderedPlan`'s launches.
-    Configs are ranked by the lower median of their samples: noise is mostly delay, and one late
-    launch must not drop a config.
+    Configs are ranked by the lower median of their samples, because noise is mostly delay: one
+    delayed launch must not drop a config.
     """
 
     _CLEARLY_SLOWER = (2.0, 1.5)

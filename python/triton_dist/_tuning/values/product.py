@@ -23,7 +23,7 @@ from triton_dist._tuning.values.config import (
 from triton_dist.errors import InvalidArgument
 
 Point = tuple[int, ...]
-"""Index of the value of each parameter among its values."""
+"""For each parameter, the index of the chosen value in the parameter's values."""
 _LISTED = 2000
 """Maximum number of combinations of a product that is listed like any other space."""
 _MAX_CHECKED = 1_000_000
@@ -140,14 +140,14 @@ class Product(ConfigSpace):
 
     @functools.cached_property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        each = (Config({"": value}) for values in self.values.values() for value in values)
-        found = [function for config in each for function in config.functions()]
+        configs = (Config({"": value}) for values in self.values.values() for value in values)
+        found = [function for config in configs for function in config.functions()]
         return tuple(dict.fromkeys([*found, *([] if self.where is None else [self.where])]))
 
     @functools.cached_property
     def classes(self) -> tuple[type, ...]:
-        each = (Config({"": value}) for values in self.values.values() for value in values)
-        return tuple(dict.fromkeys(found for config in each for found in config.classes()))
+        configs = (Config({"": value}) for values in self.values.values() for value in values)
+        return tuple(dict.fromkeys(found for config in configs for found in config.classes()))
 
     def without(self, fixed: Config) -> ConfigSpace:
         where = self.where
@@ -185,7 +185,7 @@ class Product(ConfigSpace):
 
 
 class _RemainingProduct(FixedSpace, Product):
-    """A product without the names that the caller passes."""
+    """The product of the parameters that the caller does not pass."""
 
 
 class Unlisted:

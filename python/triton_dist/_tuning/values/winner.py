@@ -29,9 +29,9 @@ class Levels(NamedTuple):
     noise: float
     """Robust standard deviation of a sample in milliseconds; outliers have little effect."""
 
-    def standard_error(self, first: int, second: int) -> float:
-        """Return the standard error of the difference of two levels, for two numbers of samples."""
-        return self.noise * math.sqrt(1 / first + 1 / second)
+    def standard_error(self, num_samples: int, other_num_samples: int) -> float:
+        """Return the standard error of the difference of two levels, from their sample numbers."""
+        return self.noise * math.sqrt(1 / num_samples + 1 / other_num_samples)
 
 
 def typical(samples: Sequence[float]) -> float:
@@ -109,7 +109,7 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     if not medians:
         return None
     lowest = min(medians.values())
-    limit = lowest + _MAX_DRIFT * abs(lowest)  # negative if a clock was set back
+    limit = lowest + _MAX_DRIFT * abs(lowest)  # abs: negative if a clock was set back
     near = sorted(index for index, median in medians.items() if median <= limit)
     near = sorted(sorted(near, key=medians.__getitem__)[:_MAX_COMPARED])
     samples = [outcomes[index].samples for index in near]  # type: ignore[union-attr]
@@ -141,11 +141,11 @@ def _well_sampled(outcomes: Sequence[Outcome], indifference: float) -> dict[int,
     """Return the medians of the outcomes with enough samples, by index."""
     if not 0 <= indifference < 1:
         raise ValueError(f"indifference is {indifference}, expected a number in [0, 1)")
-    max_zone = max(
+    max_samples = max(
         (len(each.samples) for each in outcomes if isinstance(each, Measurement)), default=0
     )
     return {
         index: each.median
         for index, each in enumerate(outcomes)
-        if isinstance(each, Measurement) and 2 * len(each.samples) >= max_zone
+        if isinstance(each, Measurement) and 2 * len(each.samples) >= max_samples
     }

@@ -1,17 +1,16 @@
-"""Differentiable products of experts across ranks: ``functional`` for mixture-of-experts layers.
+"""Differentiable grouped GEMMs across ranks: ``functional`` for mixture-of-experts layers.
 
-    product                                            gradient of rows           of weights
-    ag_group_gemm  routes of all tokens, each times    moe_reduce_rs(dC, B.mT)    sums of
-                   the weights of its expert                                      rows x gradient,
-    group_gemm     like ag_group_gemm, for tokens      moe_reduce_ar(dC, B.mT)    one per expert
+    function       result                              gradient of the rows of A or x
+    ag_group_gemm  routes of all tokens, each times    moe_reduce_rs(dC, B.mT)
+                   the weights of its expert
+    group_gemm     like ag_group_gemm, for tokens      moe_reduce_ar(dC, B.mT)
                    that all ranks have
-    moe_reduce_rs  sums of this rank's tokens over     group_gemm(dC, B.mT),
-                   choices and ranks                   each row scaled
+    moe_reduce_rs  sums of this rank's tokens over     group_gemm(dY, weights.mT),
+                   choices and ranks                   each row times its scale
     moe_reduce_ar  sums of all tokens, on all ranks    like moe_reduce_rs
 
-The scales have a gradient too: for each route, the dot product of its row of the product and the
-gradient of its token.
-The backward pass recomputes the product, because the gradient of the row needs it anyway.
+The gradient of an expert's weights is the sum of ``outer(row, gradient)`` over its routes. The
+gradient of a route's scale is the dot product of its row of x and of ``dY @ weights.mT``.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def moe_reduce_rs(
         x: [M * topk, k], one row per route.
         weights: [E, k, N].
         ids: [M, topk], see ``ag_group_gemm``.
-        scales: [M, topk], fp16, bf16 or fp32. Its gradient is this rank's part of the gradient.
+        scales: [M, topk], fp16, bf16 or fp32. Each rank gets one addend of its gradient.
         ranks: ``TensorParallel`` or ``Collectives``.
 
     Returns:
@@ -161,7 +160,7 @@ def _(rows: Any, grads: Any, ids: Any, num_experts: int) -> Any:
     return rows.new_empty(num_experts, rows.shape[1], grads.shape[1])
 
 
-def _define_first(name: str, sequence_parallel: bool) -> None:
+def _define_product(name: str, sequence_parallel: bool) -> None:
     """Define the custom op of ``ag_group_gemm`` or ``group_gemm``."""
 
     def product(A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: str) -> torch.Tensor:
@@ -190,7 +189,7 @@ def _define_first(name: str, sequence_parallel: bool) -> None:
     op.register_autograd(backward, setup_context=setup)
 
 
-def _define_last(name: str, sequence_parallel: bool) -> None:
+def _define_reduction(name: str, sequence_parallel: bool) -> None:
     """Define the custom op of ``moe_reduce_rs`` or ``moe_reduce_ar``."""
 
     def sums(
@@ -214,12 +213,12 @@ def _define_last(name: str, sequence_parallel: bool) -> None:
         ops, dx, dW, d_scales = torch.ops.triton_dist, None, None, None
         rows = ops.all_gather(dY, ctx.ranks) if sequence_parallel else dY.contiguous()
         scale = scales.reshape(-1, 1)
-        expert_ids = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)  # else NaN
+        has_expert = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)  # other rows may be NaN
         if needs_x or needs_scales:
             products = ops.group_gemm(rows, weights.mT, ids, ctx.ranks)
-            dx = torch.where(expert_ids, products * scale, 0).to(x.dtype) if needs_x else None
+            dx = torch.where(has_expert, products * scale, 0).to(x.dtype) if needs_x else None
         if needs_scales:
-            d_scales = torch.where(expert_ids, products.float() * x, 0).sum(-1).view_as(scales)
+            d_scales = torch.where(has_expert, products.float() * x, 0).sum(-1).view_as(scales)
             d_scales = d_scales if sequence_parallel else ops.all_reduce(d_scales, ctx.ranks)
             d_scales = d_scales.to(scales.dtype)
         if needs_weights:
@@ -241,7 +240,7 @@ def _(addend: Any, ranks: str) -> Any:
     return torch.empty_like(addend)
 
 
-_define_first("ag_group_gemm", sequence_parallel=True)
-_define_first("group_gemm", sequence_parallel=False)
-_define_last("moe_reduce_rs", sequence_parallel=True)
-_define_last("moe_reduce_ar", sequence_parallel=False)
+_define_product("ag_group_gemm", sequence_parallel=True)
+_define_product("group_gemm", sequence_parallel=False)
+_define_reduction("moe_reduce_rs", sequence_parallel=True)
+_define_reduction("moe_reduce_ar", sequence_parallel=False)

@@ -44,7 +44,7 @@ def free_bytes() -> int:
 
 
 def free(address: int) -> None:
-    """Free memory of ``allocate``. Undefined while another process has it open."""
+    """Free memory of ``allocate``. No other process may have the memory open."""
     cuda_driver.check(cuda_driver.function("cuMemFree_v2")(address), "free shared memory")
 
 

@@ -2,9 +2,9 @@
 ``bash scripts/launch.sh test_tp_attn.py --run_type decode --mode gemm_ar --check``.
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: compare a call with a key-value cache with the block. For decoding, the cache is random,
-and the reference is torch's GEMMs and all-reduce. ``perf``: also time the calls in CUDA graphs. On
-CPU ranks, sizes are reduced for the interpreter.
+``check``: call the layer and compare the result. The reference of a prefill is the block. The
+reference of a decoding step, whose cache has random values, is torch's GEMMs and all-reduce.
+``perf``: also time the calls in CUDA graphs. CPU ranks use reduced sizes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton_dist.models.kv_cache import KV_Cache
 from triton_dist.models.llama import RotaryEmbedding
 from triton_dist.runtime.device import current_device
 from triton_dist.test import tp_layer
-from triton_dist.test.tp_layer import Form, rows_of_rank
+from triton_dist.test.tp_layer import LayerCall, rows_of_rank
 from triton_dist.test.utils import dtype_named
 from triton_dist.utils import initialize_distributed, is_cuda
 
 _CPU_BATCH, _CPU_TOKENS = 4, 8
-_MORE = 128  # free positions in the cache after the prompt
+_FREE_POSITIONS = 128  # of the cache, after the prompt
 
 
 def get_args() -> argparse.Namespace:
@@ -50,31 +50,32 @@ def main() -> None:
 
     with torch.device(device):
         rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
-    most = prompt + (_MORE if is_cuda() else 1)
-    cos_sin = _set_cos_sin_cache(rotary.inv_freq, max_length=most)
-    cache = KV_Cache(
-        1, batch, most, config.num_key_value_heads, config.head_dim, dtype_named(args.dtype), size
-    )
+    max_positions = prompt + (_FREE_POSITIONS if is_cuda() else 1)
+    cos_sin = _set_cos_sin_cache(rotary.inv_freq, max_length=max_positions)
+    heads, dtype = config.num_key_value_heads, dtype_named(args.dtype)
+    cache = KV_Cache(1, batch, max_positions, heads, config.head_dim, dtype, size)
     if is_decoding:
         cache.rand_fill_kv_cache(prompt)
     cache.kv_offset.fill_(first)
     x = tp_layer.operand(args, batch, tokens, config.hidden_size)
     positions = torch.arange(first, first + tokens, device=device)
-    rest = (positions[None].expand(batch, -1), cos_sin, cache, 0)
+    attention = (positions[None].expand(batch, -1), cos_sin, cache, 0)
     if is_decoding:
-        golden = layer.torch_fwd(x, *rest)
+        golden = layer.torch_fwd(x, *attention)
     else:
         golden = tp_layer.no_grad(block.self_attn)(x, rotary(positions, x.dtype))[0]
 
-    forms = {"torch": Form(lambda: layer.torch_fwd(x, *rest), golden)}
+    layer_calls = {"torch": LayerCall(lambda: layer.torch_fwd(x, *attention), golden)}
     if args.mode == "ag_rs":
         own = rows_of_rank(x)
-        call = Form(lambda: layer.dist_triton_fwd(own, *rest), rows_of_rank(golden))
-        forms["sequence-parallel"] = call
+        call = LayerCall(lambda: layer.dist_triton_fwd(own, *attention), rows_of_rank(golden))
+        layer_calls["sequence-parallel"] = call
     else:
-        forms["all-reduce"] = Form(lambda: layer.dist_triton_AR_fwd(x, *rest), golden)
+        layer_calls["all-reduce"] = LayerCall(
+            lambda: layer.dist_triton_AR_fwd(x, *attention), golden
+        )
     shape = f"{args.run_type} of {batch} x {prompt} tokens, {config.num_attention_heads} heads"
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, layer)
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", layer_calls, layer)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from triton_dist.models import AutoLLM, ModelConfig
 from triton_dist.models.utils import init_model_cpu, seed_everything
 from triton_dist.runtime.device import current_device
 from triton_dist.test import tp_layer
-from triton_dist.test.tp_layer import Form, rows_of_rank
+from triton_dist.test.tp_layer import LayerCall, rows_of_rank
 from triton_dist.test.utils import dtype_named
 from triton_dist.utils import initialize_distributed
 
@@ -66,7 +66,7 @@ def main() -> None:
         cache.inc_offset(prompt)
     asked, at = ids[:, begin:end], positions[:, begin:end]
 
-    def form(mode: str) -> Form:
+    def layer_call(mode: str) -> LayerCall:
         sequence_parallel = mode == "triton_dist"
         own = rows_of_rank(asked) if sequence_parallel else asked
 
@@ -74,12 +74,12 @@ def main() -> None:
             model.set_fwd(mode)
             return torch.div(model.inference(own, at, cache), largest)
 
-        return Form(call, (rows_of_rank(golden) if sequence_parallel else golden) / largest)
+        return LayerCall(call, (rows_of_rank(golden) if sequence_parallel else golden) / largest)
 
     model.init_triton_dist_ctx(max_M=batch * (end - begin))
-    forms = {"torch": form("torch"), args.mode: form(_MODES[args.mode])}
+    layer_calls = {"torch": layer_call("torch"), args.mode: layer_call(_MODES[args.mode])}
     shape = f"{args.run_type} of {batch} x {prompt} tokens, {model.num_layers} layers"
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, model)
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", layer_calls, model)
 
 
 if __name__ == "__main__":

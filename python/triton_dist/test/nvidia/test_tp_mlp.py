@@ -2,7 +2,7 @@
 ``bash scripts/launch.sh test_tp_mlp.py --check``.
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: compare the layer's call forms with the block. ``perf``: also time them in CUDA graphs,
+``check``: compare the layer's calls with the block. ``perf``: also time them in CUDA graphs,
 next to torch's GEMMs and all-reduce. On CPU ranks, sizes are reduced for the interpreter.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.layers.nvidia.tp_mlp import TP_MLP
 from triton_dist.test import tp_layer
-from triton_dist.test.tp_layer import CPU_SCALE, Form, rows_of_rank
+from triton_dist.test.tp_layer import CPU_SCALE, LayerCall, rows_of_rank
 from triton_dist.utils import initialize_distributed, is_cuda
 
 
@@ -47,20 +47,20 @@ def main() -> None:
     gate, up = layer.torch_ag_gemm(own).chunk(2, -1)
     hidden = layer.act_fn(gate) * up
 
-    forms = {"torch": Form(lambda: layer.torch_fwd(x), golden)}
+    layer_calls = {"torch": LayerCall(lambda: layer.torch_fwd(x), golden)}
     if not args.use_allreduce:
         own_golden = rows_of_rank(golden)
         gathered, scattered = torch.cat([gate, up], -1), layer.torch_gemm_rs(hidden)
-        forms |= {
-            "sequence-parallel": Form(lambda: layer.dist_triton_fwd(own), own_golden),
-            "torch, first product": Form(lambda: layer.torch_ag_gemm(own), gathered),
-            "first product": Form(lambda: layer.dist_triton_ag_gemm(own), gathered),
-            "torch, last product": Form(lambda: layer.torch_gemm_rs(hidden), scattered),
-            "last product": Form(lambda: layer.dist_triton_gemm_rs(hidden), scattered),
+        layer_calls |= {
+            "sequence-parallel": LayerCall(lambda: layer.dist_triton_fwd(own), own_golden),
+            "torch, first product": LayerCall(lambda: layer.torch_ag_gemm(own), gathered),
+            "first product": LayerCall(lambda: layer.dist_triton_ag_gemm(own), gathered),
+            "torch, last product": LayerCall(lambda: layer.torch_gemm_rs(hidden), scattered),
+            "last product": LayerCall(lambda: layer.dist_triton_gemm_rs(hidden), scattered),
         }
-    forms["all-reduce"] = Form(lambda: layer.dist_triton_AR_fwd(x), golden)
+    layer_calls["all-reduce"] = LayerCall(lambda: layer.dist_triton_AR_fwd(x), golden)
     shape = f"{M} tokens, {config.hidden_size} x {config.intermediate_size}"
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, layer)
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", layer_calls, layer)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 ``bash scripts/launch.sh test_tp_moe.py --bsz 32 --seq_len 128 --check``.
 
 The layer is built from a block with random weights and the model's sizes; nothing is downloaded.
-``check``: compare the layer's call forms with the block. ``perf``: also time them, next to torch's
+``check``: compare the layer's calls with the block. ``perf``: also time them, next to torch's
 products of all tokens with all experts. On CPU ranks, sizes are reduced for the interpreter.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.tp_moe import TP_MoE
 from triton_dist.test import tp_layer
-from triton_dist.test.tp_layer import Form, rows_of_rank
+from triton_dist.test.tp_layer import LayerCall, rows_of_rank
 from triton_dist.utils import initialize_distributed
 
 _CPU_BATCH, _CPU_TOKENS = 4, 4
@@ -42,14 +42,14 @@ def main() -> None:
     layer._init_parameters(block.mlp, verbose=True)
     layer._init_ctx(M=batch * tokens)
     golden, own = tp_layer.no_grad(block.mlp)(x)[0], rows_of_rank(x)
-    forms = {
-        "torch": Form(lambda: layer.torch_fwd_no_loop(x), golden),
-        "sequence-parallel": Form(lambda: layer.dist_triton_fwd(own), rows_of_rank(golden)),
-        "all-reduce": Form(lambda: layer.dist_triton_AR_fwd(x), golden),
+    layer_calls = {
+        "torch": LayerCall(lambda: layer.torch_fwd_no_loop(x), golden),
+        "sequence-parallel": LayerCall(lambda: layer.dist_triton_fwd(own), rows_of_rank(golden)),
+        "all-reduce": LayerCall(lambda: layer.dist_triton_AR_fwd(x), golden),
     }
     shape = f"{batch} x {tokens} tokens, {config.num_experts} experts of {config.hidden_size} x "
     shape += str(config.moe_intermediate_size)
-    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms, layer)
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", layer_calls, layer)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ class Shape:
         return f"{self.M}x{self.N}x{self.K}"
 
     def scaled(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
-        """Divide every size; round M and N down to positive multiples of the ranks.
+        """Divide every size by ``divisor``; round M and N down to multiples of ``num_ranks``.
 
-        With ``any_rows``, M is not rounded.
+        Each size is at least 1. With ``any_rows``, M is not rounded.
         """
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
         if any_rows:
@@ -71,7 +71,7 @@ class GEMMOpInfo(OpInfo[Shape]):
     Attributes:
         sums_over_ranks: K is sharded and the op ends a layer. Otherwise N is sharded and the op
             begins a layer.
-        any_rows: every rank gets all rows, so M need not be a multiple of the ranks.
+        any_rows: every rank gets all rows, so M may be any number.
     """
 
     shape = Shape
@@ -84,7 +84,7 @@ class GEMMOpInfo(OpInfo[Shape]):
         return shape.scaled(divisor, num_ranks, self.any_rows)
 
     def layer(self, M: int, N: int, K: int) -> Shape:
-        """Return the op's shape for M rows, in a feed-forward layer whose first GEMM is N by K."""
+        """Return the op's shape in a feed-forward layer whose first GEMM has the shape M, N, K."""
         return Shape(M, K, N) if self.sums_over_ranks else Shape(M, N, K)
 
     def of_rank(self, rows: int, columns: int, K: int, num_ranks: int) -> Shape:
@@ -144,7 +144,7 @@ class GEMMOpInfo(OpInfo[Shape]):
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         """Return arguments that all GEMMs reject.
 
-        ``M`` is rejected only by a context for at most the rows of ``good``.
+        ``M (too many)`` is rejected only if the context was created for the rows of ``good``.
         """
         A, B = good["A"], good["B"]
         (rows, K), N, other = A.shape, B.shape[1], other_dtype(A.dtype)
@@ -175,7 +175,7 @@ class GEMMOpInfo(OpInfo[Shape]):
 
 
 class SummedGEMMOpInfo(GEMMOpInfo):
-    """``A @ B`` summed over ranks, which share K: A [M, K / W], B [K / W, N]."""
+    """``A @ B`` summed over W ranks, each with a part of K: A [M, K / W], B [K / W, N]."""
 
     sums_over_ranks = True
     option: ClassVar[tuple[str, bool]]
@@ -215,14 +215,14 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     def whole(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
     ) -> Baseline:
-        """Return a baseline that computes the whole sum; a bias is added to its result."""
+        """Return a baseline. ``call`` computes the sum; the baseline adds the bias, if any."""
         bias = operands.get("bias")
         return super().whole(call if bias is None else lambda: call() + bias, operands, group)
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost.
 
-        Rows cross links to the rank that adds them. With ``any_rows``, sums cross them too.
+        Each row is sent to the rank that sums it. With ``any_rows``, each sum is sent to all ranks.
         """
         M, N, K, item = shape.M, shape.N, shape.K / num_ranks, dtype.itemsize
         return Cost(
@@ -250,7 +250,7 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
     def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
         (M, N, K, dtype, layout, contiguous, num_ranks), option = key
-        M -= 0 if self.any_rows else M % num_ranks  # the end of a bucket may not be a multiple
+        M -= 0 if self.any_rows else M % num_ranks  # M is the end of a range
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(

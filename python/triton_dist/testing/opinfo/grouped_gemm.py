@@ -104,7 +104,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
         }
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Return the cost, with the weights of the expected number of used experts."""
+        """Return the cost. It includes reading the weights of the experts expected to be used."""
         routes, item = shape.M * shape.topk, dtype.itemsize
         return Cost(
             dtype,

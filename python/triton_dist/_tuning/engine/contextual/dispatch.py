@@ -27,7 +27,7 @@ from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated, P, R_co, reporting_errors
 from triton_dist._tuning.protocols import RandomState, RankGroup
-from triton_dist._warn import called_by_users, deferred_warnings
+from triton_dist._warn import deferred_warnings, register_entry_points
 from triton_dist.errors import TritonDistError
 
 if TYPE_CHECKING:
@@ -276,4 +276,4 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             self._tuning.release()
 
 
-called_by_users([ContextualAutoTuner.__call__])
+register_entry_points([ContextualAutoTuner.__call__])

@@ -157,7 +157,7 @@ class TuningCall:
                 wait = functools.partial(ahead.wait, config)
                 failure = self._compile_on_all_ranks("wait for", context, config, wait)
             if failure is None:
-                ahead.is_done(config)
+                ahead.mark_done(config)
                 compile_own = functools.partial(launch.compile, context.triton_configs[digest])
                 failure = self._compile_on_all_ranks("compile", context, config, compile_own)
             if failure is None:

@@ -270,7 +270,7 @@ def prune_fn_by_group_size_m(
     return arithmetic / traffic <= _COMPUTE_BOUND
 
 
-def fits_promotion(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: bool) -> bool:
+def fits_registers(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: bool) -> bool:
     """Return whether the accumulator and the partial sum of an fp8 tile fit in registers."""
     if current_device().interprets or (use_fast_accum and recipe is not Recipe.BLOCK):
         return True
@@ -295,7 +295,7 @@ def fits_gemm(
     if A.dtype in FP8:
         scaling = scaling_of(**kwargs)
         recipe = scaling.recipe(A, B)
-        if not fits_promotion(_gemm_config(config), recipe, scaling.use_fast_accum):
+        if not fits_registers(_gemm_config(config), recipe, scaling.use_fast_accum):
             return False
     if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
         can_specialize_warps(A.dtype)

@@ -1,9 +1,9 @@
-"""Tiles that tunings try for grouped products, and checks for which routings they fit.
+"""Candidate tiles of grouped GEMMs, and the check which tiles fit a number of tokens.
 
-A tile reads its weights for BLOCK_SIZE_M rows. If an expert has few rows, the product is bound by
-reading the weights. Low tiles and several programs per SM then help, because one program reads
-while another begins or ends a tile. The list is close to the best configs found on H200 for these
-sizes.
+A tile reads the weights of its expert for BLOCK_SIZE_M rows. If an expert has few rows, reading the
+weights bounds the GEMM. Tiles with few rows and several programs per SM are then faster, because
+one program reads while another begins or ends a tile. ``GROUPED_TILES`` has the fastest configs of
+H200 measurements, and configs that are close to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 from triton_dist.kernels.common.gemm.scales import FP8, Recipe
 from triton_dist.kernels.common.gemm.spaces import (
     config_for,
-    fits_promotion,
+    fits_registers,
     max_rows_of_key,
     prune_fn_by_shared_memory,
 )
@@ -26,9 +26,9 @@ from triton_dist.runtime.device import current_device
 _MAX_BLOCK_M, _MAX_BLOCK_M_FEW_ROWS, _MIN_COLUMNS = 128, 32, 64
 _MAX_TILES_PER_EXPERT = 16
 _OTHER_BATCHES = 3
-# Drawing other batches needs enough rows per expert, so that every draw reads all weights. It is
-# useless above a number of routes, because one more tile among dozens of waves does not matter.
-_ROWS_TO_DRAW, _ROUTES_TO_DRAW = 16, 1 << 16
+# Limits of ``other_batches``. With fewer rows per expert, a draw may not use all experts. With more
+# routes there are dozens of waves, so one more tile does not matter.
+_MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
 def _tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
@@ -67,7 +67,7 @@ GROUPED_TILES = _tiles(
     (16, 64, 256, 4, 4, 8, 1),
     (16, 32, 256, 4, 4, 8, 2),
 )
-# Small, so that products of a size for the interpreter have several tiles per expert, some partial.
+# Small tiles: the small GEMMs of the interpreter then have several tiles per expert, some partial.
 INTERPRETED_GROUPED_TILES = _tiles(
     (16, 32, 32, 4, 2, 2, 1), (32, 64, 64, 4, 2, 1, 2), (64, 32, 64, 4, 2, 4, 1)
 )
@@ -87,7 +87,7 @@ def fits_grouped(
     topk: int,
     key: Any = None,
 ) -> bool:
-    """Return whether tiles are worth trying for all calls in the range of ``tokens``.
+    """Return whether a config is a candidate for the tuned range that contains ``tokens``.
 
     * They fit shared memory, and for fp8 operands of ``key``, a ``ScaledKey``, the registers.
     * They are not much higher than the mean number of rows per expert. They are not so low that an
@@ -116,19 +116,19 @@ def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool
     m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
     # Low tiles convert operands to fp16, which takes registers.
     spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
-    return not spills and fits_promotion(tiles, Recipe(recipe), use_fast_accum)
+    return not spills and fits_registers(tiles, Recipe(recipe), use_fast_accum)
 
 
 def other_batches(topk_ids: torch.Tensor, E: int) -> list[torch.Tensor]:
-    """Return other equally likely ids [M, topk], drawn from these tokens, equal on all ranks.
+    """Return ids [M, topk] of other batches: tokens of this batch, drawn with replacement.
 
-    The number of tiles that experts fill varies between batches, and one more tile may cause a
-    nearly empty wave for some configs only. A config that was tuned for one batch took 7 % longer
+    All ranks draw the same. The number of tiles varies between batches, and one more tile may cause
+    a nearly empty wave for some configs only. A config that was tuned for one batch took 7 % longer
     than another config with the next batch (4096 tokens, Mixtral 8x7B, two H100). Returns an empty
     list if no draw is useful, and in the interpreter, whose times are meaningless.
     """
     tokens, routes = len(topk_ids), topk_ids.numel()
-    few, many = routes < _ROWS_TO_DRAW * E, routes > _ROUTES_TO_DRAW
+    few, many = routes < _MIN_ROWS_PER_EXPERT * E, routes > _MAX_ROUTES
     if few or many or current_device().interprets:
         return []
     draws = torch.Generator().manual_seed(tokens)

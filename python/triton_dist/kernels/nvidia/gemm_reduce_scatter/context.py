@@ -74,8 +74,8 @@ def create_gemm_rs_context(
     """Create the context of ``gemm_rs``. Collective over ``tp_group``.
 
     Allocates per rank about 2 * ``max_M`` * N elements. Products that one launch exchanges need
-    another 2 * ``max_M`` * N elements (at most 128 MB). The first push of row blocks allocates
-    2 * ``max_M`` * N more.
+    another 2 * ``max_M`` * N elements (at most 128 MB). The first call of ``"copy_engine"``
+    allocates another ``max_M`` * N elements.
 
     Args:
         max_M: largest number of rows of A, a multiple of ``world_size``.

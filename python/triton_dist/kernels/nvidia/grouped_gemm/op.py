@@ -5,11 +5,11 @@ output: the token's row of A times its expert's weights.
 
 Algorithms:
     * ``"tiled"``: three launches. Two map routes to tiles (``common/moe/routing.py``); the third
-      multiplies (``common/moe/product.py``). It gathers rows while it loads and stores them at
-      their final position, so no row is copied.
-    * ``"library"``: ``torch.nn.functional.grouped_mm`` between two copies of rows. Tried where
-      torch has a native kernel: bf16 on compute capability 9.0. Elsewhere torch reads the counts on
-      the host in a loop, which cannot be captured.
+      multiplies (``common/moe/product.py``). The third loads the rows of A by route and stores each
+      result at its final position, so no launch copies rows.
+    * ``"library"``: copy the rows in expert order, call ``torch.nn.functional.grouped_mm``, copy
+      the results. A candidate where torch has a native kernel: bf16 on compute capability 9.0.
+      Elsewhere torch reads the counts on the host in a loop, which cannot be captured.
 
 Routing runs on the device: nothing synchronises, and a captured graph serves any ids. Dropped
 tokens and padding give rows of zeros.
@@ -17,8 +17,8 @@ tokens and padding give rows of zeros.
 Design:
     * The kernel is bound by reading weights. The rows of an expert are contiguous, the tile height
       is tuned, and tiles of one expert run one after another, so its weights stay in the L2 cache.
-    * Copying gathered rows takes 68 to 432 us of 682 to 997 us at 8192 tokens (H200, bf16, Mixtral
-      8x7B and DeepSeek-V3 on 8 ranks). Therefore rows are gathered in the load.
+    * The GEMM gathers rows while it loads. A separate copy took 68 to 432 us of 682 to 997 us (8192
+      tokens, H200, bf16, Mixtral 8x7B and DeepSeek-V3 on 8 ranks).
     * Sorting with torch takes 150 to 290 us, and torch's counting cannot be captured.
 """
 
@@ -59,7 +59,7 @@ def grouped_gemm(
     use_fast_accum: bool = False,
     accepted_key: GroupedKey | None = None,
 ) -> torch.Tensor:
-    """Return each row of A times the weights of its route's expert. Each rank tunes alone.
+    """Multiply, for each route, its row of A by the weights of its expert. Each rank tunes alone.
 
     Products are accumulated in fp32; fp32 operands obey ``torch.backends.cuda.matmul.allow_tf32``.
     Equal ids, operands and configs give equal bits. fp8 operands are multiplied by their scales.
@@ -67,9 +67,9 @@ def grouped_gemm(
     Args:
         A: [M, K], one row per token, or [M * topk, K], one row per route; unit stride along K;
             fp16, bf16, fp32, fp8 e4m3 or e5m2.
-        B: [E, K, N], dtype of A, E <= 512, any strides. TMA requires unit stride along K or N, and
-            multiples of 16 bytes in the other dimensions; otherwise the kernel reads through
-            pointers. If A is fp8, B is e4m3 with unit stride along K.
+        B: [E, K, N], dtype of A, E <= 512, any strides. If the stride along K or N is 1 and the
+            other strides are multiples of 16 bytes, the kernel may use TMA; otherwise it reads
+            through pointers. If A is fp8, B is e4m3 with unit stride along K.
         topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. An id outside 0 to E - 1 is a
             dropped token: its row is zero.
         order: order of the output rows. ``"route"``: row ``t * topk + j`` is choice j of token t.
