@@ -55,8 +55,8 @@ def contextual_autotune(
     its configs uses its best one while others continue. The result of the last call is returned.
     Winners are recorded on disk, so a later process calls the function once.
 
-    Static and class methods may be decorated in either order. While torch traces, and on fake or
-    meta tensors, the function is called without tuning.
+    The decorator may be above or below ``staticmethod`` and ``classmethod``. The function is called
+    without tuning while torch traces, and for fake or meta tensors.
 
     Args:
         is_dist: ``True``: ranks tune together, the slowest rank's time counts, and all ranks choose

@@ -59,7 +59,7 @@ class RacingPlan(OrderedPlan):
     stage  launches of each remaining config                   configs dropped
     =====  ==================================================  ================================
     1      one untimed (if ``warmup`` is not 0), one timed     slower than 2x the fastest, and
-                                                               the last third
+                                                               the slowest third
     2      one timed                                           slower than 1.5x the fastest, and
                                                                all but a third of the configs
     final  up to ``repeat`` in total, alternating forward and  none

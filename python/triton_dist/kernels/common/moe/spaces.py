@@ -89,10 +89,11 @@ def fits_grouped(
 ) -> bool:
     """Return whether a config is a candidate for the tuned range that contains ``tokens``.
 
-    * They fit shared memory, and for fp8 operands of ``key``, a ``ScaledKey``, the registers.
-    * They are not much higher than the mean number of rows per expert. They are not so low that an
-      expert takes more than ``_MAX_TILES_PER_EXPERT`` tiles, each of which reads the weights.
-    * They are less than twice as wide as the product.
+    * Its tiles fit in shared memory. Tiles of fp8 operands (``key`` is a ``ScaledKey``) fit in
+      registers.
+    * The tiles are at most 4 times as high as the mean number of rows per expert. An expert has at
+      most ``_MAX_TILES_PER_EXPERT`` tiles, because each tile reads the weights.
+    * The tiles are less than twice as wide as the output.
     """
     tiles: triton.Config = config["gemm_config"]
     if current_device().interprets:
