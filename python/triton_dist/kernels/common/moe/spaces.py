@@ -89,11 +89,10 @@ def fits_grouped(
 ) -> bool:
     """Return whether a config is a candidate for the tuned range that contains ``tokens``.
 
-    * Its tiles fit in shared memory. Tiles of fp8 operands (``key`` is a ``ScaledKey``) fit in
-      registers.
-    * The tiles are at most 4 times as high as the mean number of rows per expert. An expert has at
-      most ``_MAX_TILES_PER_EXPERT`` tiles, because each tile reads the weights.
-    * The tiles are less than twice as wide as the output.
+    * Tiles fit in shared memory and, for fp8 operands (``key`` is a ``ScaledKey``), in registers.
+    * Tiles have at most 32 rows, or 4 times the mean number of rows per expert. With tiles of fewer
+      than 128 rows, an expert has at most ``_MAX_TILES_PER_EXPERT`` tiles: each reads the weights.
+    * Tiles are less than twice as wide as the output.
     """
     tiles: triton.Config = config["gemm_config"]
     if current_device().interprets:
