@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from triton_dist._tuning.store.disk import make_folder, names_in
-from triton_dist._tuning.store.layout import with_checksum
+from triton_dist._tuning.store.layout import record_text
 from triton_dist._tuning.store.readonly import ReadOnlyStore, read
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.errors import NewerSchema
@@ -41,7 +41,7 @@ class FileStore(ReadOnlyStore):
     def put(self, record: TuningRecord) -> str:
         path = self.path(record.key)
         try:
-            text = with_checksum(record.to_tree())
+            text = record_text(record)
             make_folder(path.parent)
             temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
             try:

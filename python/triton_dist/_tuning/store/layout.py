@@ -28,6 +28,11 @@ def is_ours(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def record_text(record: TuningRecord) -> str:
+    """Return the content of the file of ``record``."""
+    return with_checksum(record.to_tree())
+
+
 def with_checksum(tree: codec.Tree) -> str:
     """Return the tree of a record as the text of its file, with a checksum in the last line."""
     text = readable_json({name: part for name, part in tree.items() if name != "checksum"})
