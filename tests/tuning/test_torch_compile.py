@@ -150,4 +150,4 @@ def graphs_after_an_eager_call() -> list[int]:
 
 
 def test_tuning_does_not_import_the_compiler():
-    assert spawn_ranks(1, graphs_after_an_eager_call, init=False) == [[2, 1]]
+    assert spawn_ranks(1, graphs_after_an_eager_call, init=False, fresh=True) == [[2, 1]]
