@@ -20,7 +20,8 @@ from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar,
     run_moe_reduce_rs,
 )
-from triton_dist.testing.opinfo.scaled import quantised_experts
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.opinfo.scaled import error_of_sum, quantised_experts
 
 GATHERS = (
     {"algorithm": "arrivals"},
@@ -41,13 +42,14 @@ E4M3, E5M2 = FP8
 
 
 def random(seed: int, *sizes: int) -> torch.Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+    return values.to(current_device().torch_device)
 
 
 def ids_of(M: int, topk: int, E: int) -> torch.Tensor:
     """Random ids, some of nobody; the first expert has no token."""
     ids = torch.randint(-1, E + 1, (M, topk), generator=torch.Generator().manual_seed(M)).int()
-    return ids.masked_fill(ids == 0, -1)
+    return ids.masked_fill(ids == 0, -1).to(current_device().torch_device)
 
 
 def products(a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,7 +89,8 @@ def gathered(recipe: str, m: int, N: int, K: int, dtype: torch.dtype) -> int:
                 for a, b, scales in (quantised_experts(shard, B, recipe, dtype) for shard in shards)
             ]
             expected, magnitudes = products(torch.cat([a for a, _ in both]), both[0][1], ids)
-            bound = (K + 3) * 2.0**-24 * magnitudes + ROUNDOFF[C.dtype] * expected.abs() + 2.0**-30
+            bound = error_of_sum(K, C.is_cuda) * magnitudes
+            bound += ROUNDOFF[C.dtype] * expected.abs() + 2.0**-30
             error = (C.double() - expected).abs().div(bound).nan_to_num(nan=9.0).max()
             assert error <= 1, (options, error)
     return len(results)
@@ -104,7 +107,7 @@ def summed(recipe: str, all_rows: bool, m: int, N: int, k: int, dtype: torch.dty
         quantised_experts(random(5 + r, M * topk, k), random(9 + r, E, N, k) / k**0.5, recipe)
         for r in range(size)
     ]
-    expected, magnitudes, rounded = torch.zeros(3, M, N, dtype=torch.float64)
+    expected, magnitudes, rounded = choices.new_zeros(3, M, N, dtype=torch.float64)
     for x, weights, scales in each:
         parts = products(*dequantised_experts(x, weights, **scales, dtype=torch.float64), ids)
         product, magnitude = (part.view(M, topk, N) for part in parts)
@@ -112,7 +115,8 @@ def summed(recipe: str, all_rows: bool, m: int, N: int, k: int, dtype: torch.dty
         expected += (product * scaled).sum(1)
         magnitudes += (magnitude * scaled).sum(1)
         rounded += (product * scaled).abs().sum(1) + (product * scaled).sum(1).abs()
-    bound = (k + topk + size + 5) * 2.0**-24 * magnitudes
+    in_fp32 = (topk + size + 2) * 2.0**-24
+    bound = (error_of_sum(k, choices.is_cuda) + in_fp32) * magnitudes
     bound += ROUNDOFF[dtype] * (rounded + size * expected.abs()) + 2.0**-30
     own = slice(None) if all_rows else slice(rank * m, (rank + 1) * m)
     x, weights, scales = each[rank]
@@ -158,7 +162,7 @@ def refusals() -> None:
     routes = m * size * topk
     with create_moe_rs_context(rank, size, size, routes, N, E, topk, torch.float16) as ctx:
         x, weights, scales = quantised_experts(random(1, routes, K), B, "row")
-        choices = torch.ones(m * size, topk)
+        choices = A.new_ones(m * size, topk)
         few = {**scales, "A_scale": scales["A_scale"][1:]}
         for message, options in (("A_scale is None", {}), ("recipe", few)):
             with pytest.raises(InvalidArgument, match=message):

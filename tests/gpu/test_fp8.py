@@ -76,6 +76,21 @@ def test_ag_gemm_of_every_recipe(on_gpus, recipe):
 
 
 @few_ranks
+@each_recipe
+@pytest.mark.parametrize("name", ["gemm_rs", "gemm_ar"])
+def test_sums_of_every_recipe(on_gpus, name, recipe):
+    odd = 256 if recipe == "block" else 145  # blocks must be whole
+    for size in (
+        (19, 40, 256, torch.bfloat16),
+        (256, 512, 1024, torch.bfloat16),
+        (7, 33, odd, torch.float32),
+    ):
+        for errors in on_gpus(scaled_gemm_ranks.sum_of, name, recipe, *size):
+            assert len(errors) >= 4, size
+            assert max(errors) <= 1, size
+
+
+@few_ranks
 @pytest.mark.parametrize(
     ("recipe", "m", "N", "K"), [("row", 2, 16, 144), ("block", 40, 256, 384), ("tensor", 3, 48, 64)]
 )

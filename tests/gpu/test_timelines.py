@@ -41,7 +41,8 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(
     on_gpus(timeline_ranks.profile_calls, tmp_path)
     marked = trace.read(tmp_path / "marked_merged.json.gz")
     # Programs of ``fused_push`` set flags of every other rank. Copy engines leave no arrows.
-    setters = {event["pid"] for event in marked["traceEvents"] if event.get("ph") == "s"}
+    starts = [event for event in marked["traceEvents"] if event.get("ph") == "s"]
+    setters = {event["pid"] for event in starts if event["cat"] == "flag"}
     assert setters == {f"rank-{rank} marks in kernels" for rank in range(num_ranks)}
     for rank, facts in enumerate(marked[trace.METADATA_KEY]["ranks"]):
         made = [

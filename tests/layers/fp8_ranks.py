@@ -63,7 +63,7 @@ def served(recipe: str, columns: int) -> int:
     assert saved.keys() == stock.state_dict().keys()
     for name, weight in stock.state_dict().items():
         assert saved[name].dtype == weight.dtype, name
-        assert torch.equal(saved[name].float(), weight.float()), name
+        assert torch.equal(saved[name].float().cpu(), weight.float().cpu()), name
     found = {"torch_fwd": layer.torch_fwd(x), "dist_triton_AR_fwd": layer.dist_triton_AR_fwd(x)}
     own = part(x.flatten(0, 1), layer.torch_ranks, 0)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]

@@ -72,6 +72,16 @@ def quantised_experts(
     return a, torch.stack([b for b, _ in each]).mT, {"A_scale": A_scale, "B_scale": B_scale}
 
 
+def error_of_sum(K: int, on_gpu: bool, use_fast_accum: bool = False) -> float:
+    """Return the largest error of a sum of K scaled products, relative to the sum of magnitudes.
+
+    K additions, two scales and one bias in fp32 err by K + 3 roundoffs. Hopper's tensor cores keep
+    at least 13 bits while they add fp8 products: all K, or 128 before a partial sum is promoted.
+    """
+    in_tensor_cores = (K if use_fast_accum else min(K, BLOCK_ELEMENTS)) + 3
+    return (K + 3) * 2.0**-24 + on_gpu * in_tensor_cores * 2.0**-13
+
+
 def largest_error(
     C: torch.Tensor,
     A: torch.Tensor,
@@ -80,18 +90,16 @@ def largest_error(
 ) -> float:
     """Return the largest error of C relative to its bound; NaN counts as infinite.
 
-    The reference is the fp64 product of the dequantised operands plus the bias. A sum of K fp32
-    products errs by at most K + 3 roundoffs (K additions, two scales, one bias) of the sum of the
-    magnitudes. Rounding to the output's dtype adds one roundoff of the result. Hopper's tensor
-    cores keep at least 13 bits while they add fp8 products.
+    The reference is the fp64 product of the dequantised operands plus the bias. Rounding to the
+    output's dtype adds one roundoff of the result to the error of the sum.
     """
-    sum_roundoff = 2**-13 if C.is_cuda else 2**-24
     a, b = scaling.dequantised(A, B, torch.float64)
     expected, magnitudes = a @ b, a.abs() @ b.abs()
     if scaling.bias is not None:
         expected += scaling.bias.double()
         magnitudes += scaling.bias.double().abs()
-    bound = (A.shape[1] + 3) * sum_roundoff * magnitudes + _ROUNDOFF[C.dtype] * expected.abs()
+    bound = error_of_sum(A.shape[1], C.is_cuda, scaling.use_fast_accum) * magnitudes
+    bound += _ROUNDOFF[C.dtype] * expected.abs()
     # fp16 loses relative precision below its smallest normal number.
     bound += torch.finfo(C.dtype).smallest_normal * _ROUNDOFF[C.dtype]
     error = ((C.double() - expected).abs() / bound).nan_to_num(nan=float("inf"))
