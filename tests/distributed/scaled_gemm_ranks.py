@@ -83,7 +83,9 @@ def ag_gemm_of(
             assert C.dtype is out_dtype
             assert gathered is None or torch.equal(gathered.view(torch.uint8), A.view(torch.uint8))
             B, scaling = shards[rank][1:]
-            errors.append(largest_error(C, A, B, scaling._replace(A_scale=scale, use_fast_accum=fast)))
+            errors.append(
+                largest_error(C, A, B, scaling._replace(A_scale=scale, use_fast_accum=fast))
+            )
     return errors
 
 
@@ -128,7 +130,9 @@ REDUCED = (
 )
 
 
-def error_of_sums(C: torch.Tensor, shards: list[Operands], rows: slice, bias: torch.Tensor) -> float:
+def error_of_sums(
+    C: torch.Tensor, shards: list[Operands], rows: slice, bias: torch.Tensor
+) -> float:
     """Return the largest error of a sum of products relative to its bound.
 
     Each product is rounded to the output's dtype. Libraries also round each of their W - 1 partial
