@@ -23,7 +23,7 @@ from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm.scales import Scaling, scaled_matmul
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, tile_shapes
 from triton_dist.kernels.nvidia import matmul
-from triton_dist.kernels.nvidia.gemm.op import _both_spaces
+from triton_dist.kernels.nvidia.gemm.op import matmul_configs
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.scaled import quantised
 from triton_dist.testing.timing import captured, interleaved
@@ -42,7 +42,7 @@ _SPILLING = ((128, 256, 8, 3), (256, 128, 8, 3))
 def configs(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, spilling: bool) -> dict[str, Any]:
     """Return the persistent tile configs to measure, by a short name."""
     options = scaling._asdict()
-    space = [each["gemm_config"] for each in _both_spaces() if each["persistent"]]
+    space = [each["gemm_config"] for each in matmul_configs() if each["persistent"]]
     found = {}
     for tiles in tile_shapes([each for each in space if each is not None]):
         kwargs = tiles.kwargs

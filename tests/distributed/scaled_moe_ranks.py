@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument, RankDisagreement
-from triton_dist.kernels.common.gemm.scales import FP8
-from triton_dist.kernels.common.moe.scales import dequantised_experts
+from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     ag_group_gemm,
@@ -85,7 +84,7 @@ def gathered(recipe: str, m: int, N: int, K: int, dtype: torch.dtype) -> int:
             results.append((C, B, shards, options))
         for C, B, shards, options in results:
             both = [
-                dequantised_experts(a, b, **scales, dtype=torch.float64)
+                Scaling(**scales).dequantised(a, b, torch.float64)
                 for a, b, scales in (quantised_experts(shard, B, recipe, dtype) for shard in shards)
             ]
             expected, magnitudes = products(torch.cat([a for a, _ in both]), both[0][1], ids)
@@ -109,7 +108,7 @@ def summed(recipe: str, all_rows: bool, m: int, N: int, k: int, dtype: torch.dty
     ]
     expected, magnitudes, rounded = choices.new_zeros(3, M, N, dtype=torch.float64)
     for x, weights, scales in each:
-        parts = products(*dequantised_experts(x, weights, **scales, dtype=torch.float64), ids)
+        parts = products(*Scaling(**scales).dequantised(x, weights, torch.float64), ids)
         product, magnitude = (part.view(M, topk, N) for part in parts)
         scaled = choices.double()[..., None]
         expected += (product * scaled).sum(1)

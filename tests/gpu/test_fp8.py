@@ -13,7 +13,7 @@ from tests.gpu.ranks import few_ranks
 from tests.layers import fp8_ranks
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.nvidia import matmul
-from triton_dist.kernels.nvidia.gemm.op import _both_spaces, _fits
+from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
 from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_matmul_of_odd_sizes(recipe, size):
 
 
 def fitting(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> list[dict[str, Any]]:
-    return [each for each in _both_spaces() if _fits(each, A, B, **scaling._asdict())]
+    return [each for each in matmul_configs() if fits_matmul(each, A, B, **scaling._asdict())]
 
 
 def check(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, config: dict[str, Any]) -> None:

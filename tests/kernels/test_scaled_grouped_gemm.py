@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.scales import FP8
-from triton_dist.kernels.common.moe.scales import dequantised_experts
+from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import grouped_gemm
 from triton_dist.testing import poisoned_empty
@@ -38,7 +37,7 @@ def check(C, A, B, scales, ids, activation=None):
 
     silu(x) * y adds |y| times the error of x and |silu(x)| times that of y: silu' is at most 1.1.
     """
-    a, b = dequantised_experts(A, B, **scales, dtype=torch.float64)
+    a, b = Scaling(**scales).dequantised(A, B, torch.float64)
     per_row, routes = ids.numel() // len(A), ids.flatten().tolist()
     expected = a.new_zeros(ids.numel(), B.shape[2])
     magnitudes = torch.zeros_like(expected)

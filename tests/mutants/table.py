@@ -65,15 +65,15 @@ MUTANTS = (
     Mutant(
         "fp8: long sums are promoted to fp32",
         _SCALES,
-        "scaling = FAST if use_fast_accum else PROMOTED",
+        "scaling = FAST if self.use_fast_accum else PROMOTED",
         "scaling = FAST",
         ("tests/compile/test_scaled_gemm_kernels.py",),
     ),
     Mutant(
         "fp8: each step along K has its own block of scales",
         _SCALES,
-        "k_block = k // _BLOCK",
-        "k_block = 0",
+        "b_scale_ptr += k // BLOCK * scales.stride_bk",
+        "b_scale_ptr += 0",
         ("tests/kernels/test_scaled_gemm.py",),
     ),
     Mutant(

@@ -307,22 +307,6 @@ class ProductKey(NamedTuple):
     num_ranks: int
 
 
-class ScaledProductKey(NamedTuple):
-    """Key of a GEMM of fp8 operands across ranks; starts like ``ProductKey``."""
-
-    M: int
-    N: int
-    K: int
-    dtype: torch.dtype
-    layout: str
-    contiguous: bool
-    num_ranks: int
-    recipe: str
-    out_dtype: torch.dtype
-    use_fast_accum: bool
-    has_bias: bool
-
-
 def checked_once(
     cache: dict[Any, Any],
     signature: Hashable,

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import DTYPES, OpContext
-from triton_dist.kernels.common.moe.scales import dequantised_experts
+from triton_dist.kernels.common.gemm.scales import Scaling
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     GEMMAllReduceTensorParallelContext,
@@ -156,7 +156,7 @@ class Collectives:
         this and the following functions.
         """
         if scaling:
-            A, B = dequantised_experts(A, B, scaling["A_scale"], scaling["B_scale"])
+            A, B = Scaling(**scaling).dequantised(A, B)
             return Collectives.group_gemm(self, A, B, ids).to(scaling["out_dtype"])
         flat, choices_per_row = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
         C = A.new_zeros(flat.numel(), B.shape[2])
@@ -170,7 +170,7 @@ class Collectives:
     ) -> torch.Tensor:
         """Return ``group_gemm`` of all tokens: [m, K], [E, K, n], [M, topk] to [M * topk, n]."""
         if scaling:
-            A, B = dequantised_experts(A, B, scaling["A_scale"], scaling["B_scale"])
+            A, B = Scaling(**scaling).dequantised(A, B)
             return self.group_gemm(self.all_gather(A), B, ids).to(scaling["out_dtype"])
         return self.group_gemm(self.all_gather(A), B, ids)
 

@@ -12,7 +12,8 @@ BLOCK    [M, K / 128], strides (1, M)            [K / 128, N / 128] with strides
                                                  [N / 128, K / 128], contiguous (DeepSeek-V3)
 =======  ======================================  =================================================
 
-Divisions round up. A ROW call may have one element on one side. TENSOR and ROW scales multiply the
+Divisions round up. Experts B [E, K, N] have E such scales of B, stacked, and TENSOR may have one
+for all experts. A ROW call may have TENSOR scales on one side. TENSOR and ROW scales multiply the
 accumulator once. BLOCK scales multiply the product of every 128 elements of K, which is then added
 in fp32.
 
@@ -24,19 +25,20 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
 
 from triton_dist._jit import jit
-from triton_dist.kernels.common.context import Check, gradient_check
+from triton_dist.kernels.common.context import Check, gradient_check, operand_signature
 from triton_dist.runtime.device import current_device
 
+K = TypeVar("K")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK_ELEMENTS = 128
 """Length of a block along K, and along N for B."""
-_BLOCK = tl.constexpr(BLOCK_ELEMENTS)
+BLOCK = tl.constexpr(BLOCK_ELEMENTS)
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -92,30 +94,45 @@ def scaled_dot(
         a_scale_ptr: result of ``scales_of_shard``.
         row, rows: first row of the tile in its shard, and rows of the shard.
     """
-    BLOCK_SIZE_M: tl.constexpr = accumulator.shape[0]
-    BLOCK_SIZE_N: tl.constexpr = accumulator.shape[1]
-    BLOCK_SIZE_K: tl.constexpr = a.shape[1]
+    a_scale = 0
+    b_scale_ptr = 0
     if SCALING == BLOCKWISE:
         # Load the scales before the product, to overlap with it.
-        k_block = k // _BLOCK
-        a_scale_ptr += k_block * scales.stride_ak
-        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M)
-        if BLOCK_SIZE_N <= _BLOCK:
-            # Tiles do not straddle blocks, because both sizes are powers of two.
-            b_ptr = (
-                scales.b_scale + k_block * scales.stride_bk + column // _BLOCK * scales.stride_bn
-            )
-            factor = (a_scale * tl.load(b_ptr))[:, None]
+        a_scale_ptr += k // BLOCK * scales.stride_ak
+        a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
+        b_scale_ptr = scales.b_scale
+    # Tiles do not straddle blocks, because both sizes are powers of two.
+    return add_product(
+        accumulator, a, b, k, column, N, a_scale, b_scale_ptr, scales,
+        accumulator.shape[1] <= BLOCK, INPUT_PRECISION, SCALING,
+    )  # fmt: skip
+
+
+@jit
+def add_product(
+    accumulator, a, b, k, column, N, a_scale, b_scale_ptr, scales,
+    SINGLE_B_SCALE: tl.constexpr, INPUT_PRECISION: tl.constexpr, SCALING: tl.constexpr,
+):  # fmt: skip
+    """Add ``a @ b`` at ``k`` and ``column`` to a tile's accumulator; apply BLOCK scales.
+
+    Args:
+        a_scale: scales of the tile's rows at ``k``; unused by other recipes, like ``b_scale_ptr``.
+        b_scale_ptr: address of the scales of B.
+        scales: strides ``stride_bk`` and ``stride_bn`` of the scales of B.
+        SINGLE_B_SCALE: the columns of the tile lie in one block.
+    """
+    if SCALING == BLOCKWISE:
+        b_scale_ptr += k // BLOCK * scales.stride_bk
+        if SINGLE_B_SCALE:
+            factor = (a_scale * tl.load(b_scale_ptr + column // BLOCK * scales.stride_bn))[:, None]
         else:
-            columns = column + tl.arange(0, BLOCK_SIZE_N)
-            b_ptr = (
-                scales.b_scale + k_block * scales.stride_bk + columns // _BLOCK * scales.stride_bn
-            )
+            columns = column + tl.arange(0, accumulator.shape[1])
+            b_ptr = b_scale_ptr + columns // BLOCK * scales.stride_bn
             factor = a_scale[:, None] * tl.load(b_ptr, mask=columns < N, other=0.0)[None, :]
-        zeros = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+        zeros = tl.zeros(accumulator.shape, dtype=tl.float32)
         return accumulator + tl.dot(a, b, zeros) * factor
     elif SCALING == PROMOTED:
-        return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(BLOCK_SIZE_K, _BLOCK))
+        return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(a.shape[1], BLOCK))
     else:
         return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
 
@@ -148,11 +165,18 @@ def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
 def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr):
     """Return a tile's accumulator after TENSOR and ROW scales."""
     if SCALING >= FAST and SCALING != BLOCKWISE:
-        columns = column + tl.arange(0, accumulator.shape[1])
-        b_scale = tl.load(scales.b_scale + columns * scales.stride_bn, mask=columns < N, other=0.0)
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
-        accumulator = accumulator * a_scale[:, None] * b_scale[None, :]
+        accumulator = apply_scales(accumulator, a_scale, scales.b_scale, scales, column, N)
     return accumulator
+
+
+@jit
+def apply_scales(accumulator, a_scale, b_scale_ptr, scales, column, N):
+    """Multiply a tile by the scales of its rows and columns."""
+    columns = column + tl.arange(0, accumulator.shape[1])
+    b_ptr = b_scale_ptr + columns * scales.stride_bn
+    b_scale = tl.load(b_ptr, mask=columns < N, other=0.0)
+    return accumulator * a_scale[:, None] * b_scale[None, :]
 
 
 @jit
@@ -175,30 +199,37 @@ def recipe_of(
     A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor
 ) -> Recipe | None:
     """Return the recipe of the scales' shapes and strides, or ``None`` if there is none."""
-    (M, K), N = A.shape, B.shape[1]
-    a_shape, b_shape = tuple(A_scale.shape), tuple(B_scale.shape)
-    has_rows = A_scale.numel() == 1 or (a_shape in ((M,), (M, 1)) and A_scale.is_contiguous())
-    has_columns = B_scale.numel() == 1 or (
-        b_shape in ((N,), (1, N), (N, 1)) and B_scale.is_contiguous()
-    )
-    if has_rows and has_columns:
-        is_single = A_scale.numel() == B_scale.numel() == 1
-        return Recipe.TENSOR if is_single else Recipe.ROW
-    if A_scale.ndim != 2 or B_scale.ndim != 2:
+    (M, K), (*experts, _, N) = A.shape, B.shape
+    a_shape, b_shape = tuple(A_scale.shape), list(B_scale.shape)
+    is_single = B_scale.numel() == 1 or b_shape == experts
+    has_rows = A_scale.numel() == 1 or a_shape in ((M,), (M, 1))
+    has_columns = is_single or b_shape in ([*experts, *end] for end in ((N,), (1, N), (N, 1)))
+    if has_rows and has_columns and A_scale.is_contiguous() and B_scale.is_contiguous():
+        return Recipe.TENSOR if A_scale.numel() == 1 and is_single else Recipe.ROW
+    if A_scale.ndim != 2 or B_scale.ndim != B.ndim:
         return None
-    in_memory = (blocks(N), blocks(K))  # both layouts of B_scale have the memory of this tensor
-    has_blocks = (
-        a_shape == (M, blocks(K))
-        and A_scale.t().is_contiguous()
-        and (
-            (b_shape == in_memory and B_scale.is_contiguous())
-            or (b_shape == in_memory[::-1] and B_scale.t().is_contiguous())
-        )
+    in_memory = [*experts, blocks(N), blocks(K)]  # of both layouts of B_scale
+    has_blocks = any(
+        list(each.shape) == in_memory and each.is_contiguous() for each in (B_scale, B_scale.mT)
     )
+    has_blocks = has_blocks and a_shape == (M, blocks(K)) and A_scale.t().is_contiguous()
     return Recipe.BLOCK if has_blocks else None
 
 
 NO_SCALES = Scales(*(None,) * 9)
+
+
+class ScaledKey(NamedTuple):
+    """Tuning key of a call with fp8 operands or a bias. Has the attributes of ``key``."""
+
+    key: Any
+    recipe: str
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    has_bias: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.key, name)
 
 
 class Scaling(NamedTuple):
@@ -210,17 +241,22 @@ class Scaling(NamedTuple):
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
 
-    def checks(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[Check]:
-        """Yield checks for operands [M, K] and [K, N] of valid shapes."""
+    def checks(
+        self, A: torch.Tensor, B: torch.Tensor, a: str = "A", b: str = "B"
+    ) -> Iterator[Check]:
+        """Yield checks for operands [M, K] and [K, N] or [E, K, N] of valid shapes.
+
+        ``a`` and ``b`` are the names of the operands.
+        """
         A_scale, B_scale, bias, out_dtype, _ = self
         is_fp8 = A.dtype in FP8
         if is_fp8:
-            yield from _fp8_checks(A, B, A_scale, B_scale)
+            yield from _fp8_checks(A, B, A_scale, B_scale, a, b)
         else:
             for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
-                yield name, "given", scale is None, f"None: A is {A.dtype}, not fp8"
+                yield name, "given", scale is None, f"None: {a} is {A.dtype}, not fp8"
         good = out_dtype is None or out_dtype in (OUTPUTS if is_fp8 else (A.dtype,))
-        expected = "torch.bfloat16, torch.float16 or torch.float32" if is_fp8 else "A's dtype"
+        expected = "torch.bfloat16, torch.float16 or torch.float32" if is_fp8 else f"{a}'s dtype"
         yield "out_dtype", out_dtype, good, f"None or {expected}"
         if bias is not None:
             yield "bias", bias, isinstance(bias, torch.Tensor), "None or a tensor"
@@ -228,7 +264,12 @@ class Scaling(NamedTuple):
             yield "bias.shape", tuple(bias.shape), good, f"[N] = {(B.shape[1],)}, contiguous"
             dtype = self.output_dtype(A)
             yield "bias.dtype", bias.dtype, bias.dtype is dtype, f"the output's {dtype}"
-            yield "bias.device", bias.device, bias.device == A.device, f"{A.device}, like A"
+            yield "bias.device", bias.device, bias.device == A.device, f"{A.device}, like {a}"
+
+    def signature(self, B: torch.Tensor) -> tuple[object, ...]:
+        """Return all that the checks of a call read from its scaling, except a bias."""
+        scales = operand_signature(B, self.A_scale, self.B_scale)
+        return *scales, self.out_dtype, self.use_fast_accum
 
     def output_dtype(self, A: torch.Tensor) -> torch.dtype:
         """Return the output's dtype: bf16 by default if A is fp8, else A's dtype."""
@@ -240,11 +281,25 @@ class Scaling(NamedTuple):
             return None
         return recipe_of(A, B, self.A_scale, self.B_scale)
 
-    def key(self, A: torch.Tensor, B: torch.Tensor) -> tuple[str, torch.dtype, bool, bool]:
-        """Return the part of a tuning key: recipe, output, accumulation and bias."""
+    def key_of(self, key: K, A: torch.Tensor, B: torch.Tensor) -> K:
+        """Return the tuning key of a checked call: ``key``, or a ``ScaledKey`` that extends it."""
+        has_bias = self.bias is not None
+        if A.dtype not in FP8 and not has_bias:
+            return key
         recipe = self.recipe(A, B)
         name = "" if recipe is None else recipe.value
-        return name, self.output_dtype(A), self.use_fast_accum, self.bias is not None
+        extended: Any = ScaledKey(key, name, self.output_dtype(A), self.use_fast_accum, has_bias)
+        return extended  # type: ignore[no-any-return]
+
+    def constant(self, recipe: Recipe | None) -> int:
+        """Return the kernels' SCALING."""
+        if recipe is None:
+            scaling = UNSCALED if self.bias is None else BIAS_ONLY
+        elif recipe is Recipe.BLOCK:
+            scaling = BLOCKWISE
+        else:
+            scaling = FAST if self.use_fast_accum else PROMOTED
+        return int(scaling.value)
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
@@ -253,40 +308,44 @@ class Scaling(NamedTuple):
 
         ``gathered`` has the scales of all shards of A, each in the layout of ``A_scale``.
         """
-        A_scale, B_scale, bias, _, use_fast_accum = self
+        A_scale, B_scale, recipe = self.A_scale, self.B_scale, self.recipe(A, B)
         if A_scale is None or B_scale is None:
-            return NO_SCALES._replace(bias=bias), (UNSCALED if bias is None else BIAS_ONLY).value
-        scaling = FAST if use_fast_accum else PROMOTED
+            return NO_SCALES._replace(bias=self.bias), self.constant(recipe)
         strides = (int(A_scale.numel() > 1), 0, 0, int(B_scale.numel() > 1))
-        if self.recipe(A, B) is Recipe.BLOCK:
-            scaling, strides = BLOCKWISE, (1, A.shape[0], 1, blocks(A.shape[1]))
-        return Scales(A_scale, B_scale, bias, *strides, gathered, A_scale.numel()), scaling.value
+        if recipe is Recipe.BLOCK:
+            strides = (1, A.shape[0], 1, blocks(A.shape[1]))
+        scales = Scales(A_scale, B_scale, self.bias, *strides, gathered, A_scale.numel())
+        return scales, self.constant(recipe)
 
-    def torch_scales(
+    def factors(
         self, A: torch.Tensor, B: torch.Tensor
     ) -> tuple[Recipe, torch.Tensor, torch.Tensor]:
-        """Return (recipe, ``A_scale``, ``B_scale``) of a checked call in torch's 2-D layouts."""
+        """Return (recipe, scales of A, scales of B) of a checked call, as views.
+
+        The scales are [M, 1 or K / 128] and [..., 1 or K / 128, N or N / 128], where ``...`` are
+        the experts.
+        """
         recipe, a, b = self.recipe(A, B), self.A_scale, self.B_scale
         assert recipe is not None
         assert a is not None
         assert b is not None
+        *experts, K, N = B.shape
         if recipe is Recipe.BLOCK:
-            in_torch = tuple(b.shape) == (blocks(B.shape[0]), blocks(B.shape[1]))
-            return recipe, a, b if in_torch and b.t().is_contiguous() else b.t()
-        if recipe is Recipe.ROW:
-            a = a.reshape(-1, 1).expand(A.shape[0], 1).contiguous()
-            b = b.reshape(1, -1).expand(1, B.shape[1]).contiguous()
-        return recipe, a, b
+            in_torch = b.shape[-2:] == (blocks(K), blocks(N)) and b.mT.is_contiguous()
+            return recipe, a, b if in_torch else b.mT
+        b = b.reshape(*((1,) * len(experts) if b.numel() == 1 else experts), 1, -1)
+        return recipe, a.reshape(-1, 1).expand(len(A), 1), b.expand(*experts, 1, N)
 
     def dequantised(
         self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B multiplied by their scales, in ``dtype``."""
-        recipe, a, b = self.torch_scales(A, B)
+        recipe, a, b = self.factors(A, B)
         if recipe is Recipe.BLOCK:
-            a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : A.shape[1]]
-            b = b.repeat_interleave(BLOCK_ELEMENTS, 0)[: B.shape[0]]
-            b = b.repeat_interleave(BLOCK_ELEMENTS, 1)[:, : B.shape[1]]
+            *_, K, N = B.shape
+            a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, :K]
+            b = b.repeat_interleave(BLOCK_ELEMENTS, -2)[..., :K, :]
+            b = b.repeat_interleave(BLOCK_ELEMENTS, -1)[..., :N]
         return A.to(dtype) * a.to(dtype), B.to(dtype) * b.to(dtype)
 
 
@@ -322,7 +381,11 @@ def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.T
         a, b = scaling.dequantised(A, B)
         product = a @ b
         return (product if bias is None else product + bias).to(dtype)
-    recipe, a_scale, b_scale = scaling.torch_scales(A, B)
+    recipe, a_scale, b_scale = scaling.factors(A, B)
+    if recipe is Recipe.ROW:
+        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    elif recipe is Recipe.TENSOR:
+        a_scale, b_scale = a_scale[:1, :1], b_scale[:1, :1]
     fast = scaling.use_fast_accum and recipe is not Recipe.BLOCK  # torch refuses it
     functional: Any = torch.nn.functional
     if not hasattr(functional, "scaled_mm"):  # torch below 2.11
@@ -344,25 +407,30 @@ def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.T
     return result
 
 
-def _fp8_checks(A: torch.Tensor, B: torch.Tensor, A_scale: Any, B_scale: Any) -> Iterator[Check]:
+def _fp8_checks(
+    A: torch.Tensor, B: torch.Tensor, A_scale: Any, B_scale: Any, a: str, b: str
+) -> Iterator[Check]:
     expected = "16-bit operands: fp8 requires a GPU of compute capability 8.9 or later"
-    yield "A.dtype", A.dtype, current_device().multiplies_fp8, expected
-    expected = "torch.float8_e4m3fn, because A is fp8"
-    yield "B.dtype", B.dtype, B.dtype is torch.float8_e4m3fn, expected
-    expected = "(1, K): an fp8 B must be K-major, the transpose of a contiguous [N, K]"
-    yield "B.stride()", B.stride(), B.stride(0) == 1 or B.shape[0] == 1, expected
+    yield f"{a}.dtype", A.dtype, current_device().multiplies_fp8, expected
+    expected = f"torch.float8_e4m3fn, because {a} is fp8"
+    yield f"{b}.dtype", B.dtype, B.dtype is torch.float8_e4m3fn, expected
+    *experts, K, N = B.shape
+    expected = "unit stride along K: an fp8 {} must be K-major, the transpose of a contiguous {}"
+    good = B.stride(-2) == 1 or K == 1
+    yield f"{b}.stride()", B.stride(), good, expected.format(b, [*experts, N, K])
     for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
-        yield name, scale, isinstance(scale, torch.Tensor), "a tensor, because A is fp8"
+        yield name, scale, isinstance(scale, torch.Tensor), f"a tensor, because {a} is fp8"
         yield f"{name}.dtype", scale.dtype, scale.dtype is torch.float32, "torch.float32"
-        yield f"{name}.device", scale.device, scale.device == A.device, f"{A.device}, like A"
+        yield f"{name}.device", scale.device, scale.device == A.device, f"{A.device}, like {a}"
         yield gradient_check(name, scale)
-    (M, K), N = A.shape, B.shape[1]
+    M, along_k, along_n = len(A), blocks(K), blocks(N)
     given = "; ".join(f"{tuple(scale.shape)}, {scale.stride()}" for scale in (A_scale, B_scale))
+    of_expert = f", each for {experts} experts" if experts else ""
     expected = (
-        f"shapes and strides of one recipe: one element each; [{M}] or [{M}, 1] for A, and [{N}], "
-        f"[1, {N}] or [{N}, 1] for B; or [{M}, {blocks(K)}] with strides (1, {M}) for A, and "
-        f"[{blocks(K)}, {blocks(N)}] with strides (1, {blocks(K)}) or a contiguous "
-        f"[{blocks(N)}, {blocks(K)}] for B"
+        f"shapes and strides of one recipe: one element each; [{M}] or [{M}, 1] for {a}, and "
+        f"[{N}], [1, {N}] or [{N}, 1] for {b}; or [{M}, {along_k}] with strides (1, {M}) for {a}, "
+        f"and [{along_k}, {along_n}] with strides (1, {along_k}) or a contiguous "
+        f"[{along_n}, {along_k}] for {b}{of_expert}"
     )
     good = recipe_of(A, B, A_scale, B_scale) is not None
     yield "A_scale, B_scale", given, good, expected

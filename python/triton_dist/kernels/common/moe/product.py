@@ -24,17 +24,20 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS
+from triton_dist.kernels.common.gemm.scales import (
+    BLOCK,
+    BLOCK_ELEMENTS,
+    BLOCKWISE,
+    FAST,
+    UNSCALED,
+    add_product,
+    apply_scales,
+)
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
-from triton_dist.kernels.common.moe.scales import (
-    OperandScales,
-    finish_grouped_scales,
-    grouped_dot,
-    scales_of_step,
-)
+from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.peers import GatheredShards, flag_of, timeout_word_of
 from triton_dist.runtime.device import current_device
 
@@ -69,9 +72,8 @@ class GroupedPlan(NamedTuple):
 
     SORTED: rows of C are sorted by expert, else they are in the order of routes. SILU_MUL: C is
     silu(left half) * right half, N / 2 wide; a tile has BLOCK_SIZE_N / 2 columns of each half.
-    DESCRIPTORS: read B by TMA. SCALING: ``"fast"``, ``"promoted"`` or ``"block"``
-    (``gemm/scales.py``), ``""`` without scales. SINGLE_B_SCALE: the columns of a tile lie in one
-    block of scales.
+    DESCRIPTORS: read B by TMA. SCALING: see ``gemm/scales.py``. SINGLE_B_SCALE: the
+    columns of a tile lie in one block of scales.
     """
 
     A_ALIGNED: Any
@@ -191,9 +193,11 @@ def kernel_grouped_gemm(
 
     A row of A has ``routes_of_row`` routes. With ``NUM_SOURCES`` above 1, rows come in shards of
     ``shard_rows``. This rank's shard is at ``sources.local_shard``, the others are in A once their
-    flags are set (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless SCALING is "".
+    flags are set (``peers.GatheredShards``). ``scales``: ``GroupedScales``, unless UNSCALED.
     """
     SCALING: tl.constexpr = grouped_plan.SCALING
+    SINGLE_B_SCALE: tl.constexpr = grouped_plan.SINGLE_B_SCALE
+    PRECISION: tl.constexpr = grouped_plan.PRECISION
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
     b = b_ptr
@@ -244,7 +248,7 @@ def kernel_grouped_gemm(
             a_rows = tl.multiple_of(a_rows, 16)
         scale_rows = 0
         b_scale_ptr = 0
-        if SCALING != "":
+        if SCALING != UNSCALED:
             scale_rows = scales.a
             if grouped_plan.NUM_SOURCES > 1:
                 own = scales.own - tl.cast(rank, tl.int64) * shard_rows * scales.stride_am
@@ -268,10 +272,17 @@ def kernel_grouped_gemm(
                     mask=inside[:, None] & (at + k < K)[None, :],
                     other=0.0,
                 )
-                a_scale = scales_of_step(scale_rows, at, inside, scales, SCALING)
-                product = grouped_dot(
-                    product, a, weights, at, column, N, a_scale, b_scale_ptr, scales, grouped_plan
-                )
+                a_scale = 0
+                if SCALING == BLOCKWISE:
+                    # Bypass L1, which may hold the scales of an earlier call.
+                    a_scale = tl.load(
+                        scale_rows + at // BLOCK * scales.stride_ak,
+                        mask=inside, other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                product = add_product(
+                    product, a, weights, at, column, N, a_scale, b_scale_ptr, scales,
+                    SINGLE_B_SCALE, PRECISION, SCALING,
+                )  # fmt: skip
                 if grouped_plan.SILU_MUL:
                     weights = load_weights(
                         b,
@@ -285,35 +296,19 @@ def kernel_grouped_gemm(
                         COLUMNS,
                         BLOCK_SIZE_K,
                     )
-                    up = grouped_dot(
-                        up,
-                        a,
-                        weights,
-                        at,
-                        width + column,
-                        N,
-                        a_scale,
-                        b_scale_ptr,
-                        scales,
-                        grouped_plan,
-                    )
-        # Padding has no scales.
-        scaled_rows = rows < tl.where(expert < E, end, 0)
-        scaled_columns = tl.where(expert < E, N, 0)
-        product = finish_grouped_scales(
-            product, column, scaled_columns, scale_rows, b_scale_ptr, scaled_rows, scales, SCALING
-        )
+                    up = add_product(
+                        up, a, weights, at, width + column, N, a_scale, b_scale_ptr, scales,
+                        SINGLE_B_SCALE, PRECISION, SCALING,
+                    )  # fmt: skip
+        if SCALING >= FAST and SCALING != BLOCKWISE:
+            # Padding has no scales.
+            scaled_rows = rows < tl.where(expert < E, end, 0)
+            scaled_columns = tl.where(expert < E, N, 0)
+            a_scale = tl.load(scale_rows, mask=scaled_rows, other=0.0, cache_modifier=".cg")
+            product = apply_scales(product, a_scale, b_scale_ptr, scales, column, scaled_columns)
+            if grouped_plan.SILU_MUL:
+                up = apply_scales(up, a_scale, b_scale_ptr, scales, width + column, scaled_columns)
         if grouped_plan.SILU_MUL:
-            up = finish_grouped_scales(
-                up,
-                width + column,
-                scaled_columns,
-                scale_rows,
-                b_scale_ptr,
-                scaled_rows,
-                scales,
-                SCALING,
-            )
             product = product / (1.0 + tl.exp(-product)) * up
         out = rows if grouped_plan.SORTED else route
         c_rows = c_ptr + out.to(tl.int64) * width
@@ -402,7 +397,7 @@ def grouped_product(
         PRECISION=precision,
         NUM_SOURCES=1 if gathered is None else rows.shape[0] // A.shape[0],
         FLAGS_PER_RANK=1 if gathered is None else gathered.flags_per_rank,
-        SCALING="" if scales is None else scales.scaling,
+        SCALING=UNSCALED.value if scales is None else scales.scaling,
         SINGLE_B_SCALE=columns <= BLOCK_ELEMENTS and not (silu_mul and C.shape[1] % columns),
     )
     if scales is not None:

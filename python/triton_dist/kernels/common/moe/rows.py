@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.scales import Recipe
+from triton_dist.kernels.common.gemm.scales import Recipe, ScaledKey
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.routing import BlockMap
-from triton_dist.kernels.common.moe.scales import OperandScales, ScaledKey
+from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.runtime.device import current_device
 
 UNTILED_ROWS = 1 << 20

@@ -40,7 +40,7 @@ from triton_dist.kernels.common.gemm.scales import (
     BLOCK_ELEMENTS,
     FP8,
     NO_SCALING,
-    Recipe,
+    ScaledKey,
     Scaling,
     scaling_of,
 )
@@ -50,12 +50,7 @@ from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
     MAX_TOPK,
 )
-from triton_dist.kernels.common.moe.scales import (
-    OperandScales,
-    ScaledKey,
-    scaling_checks,
-    scaling_signature,
-)
+from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -349,7 +344,7 @@ class SumCall(OpCall):
             expected = f"at most {ctx.max_tokens}, the context's {ctx.max_routes} routes"
             yield "M", M, ctx.max_tokens >= M, expected
             if scaling is not NO_SCALING or x.dtype in FP8:
-                yield from scaling_checks(x, weights, scaling, "x", "weights")
+                yield from scaling.checks(x, weights, "x", "weights")
             if x.dtype in FP8:
                 yield from operand_checks(x.dtype, device, x=x)
                 yield from operand_checks(weights.dtype, device, weights=weights)
@@ -360,12 +355,12 @@ class SumCall(OpCall):
             (M, topk), (E, K, N) = chosen_experts.shape, weights.shape
             layout = weights_layout(weights)
             plain = SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
-            key: SumKey = ScaledKey.of(plain, x, weights, scaling._replace(out_dtype=ctx.dtype))
+            key: SumKey = scaling._replace(out_dtype=ctx.dtype).key_of(plain, x, weights)
             return key
 
         signature = operand_signature(weights, x, weights, *routing)
         if scaling is not NO_SCALING:
-            signature = (*signature, *scaling_signature(scaling))
+            signature = (*signature, *scaling.signature(weights))
         return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     @classmethod
@@ -409,7 +404,7 @@ class SumCall(OpCall):
     def columns(self) -> Columns:
         """Chunks of the call, whose width is a multiple of the tile width."""
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
-        if self.scales is not None and self.scales.scaling == Recipe.BLOCK.value:
+        if self.scales is not None and self.scales.is_block:
             width = max(width, BLOCK_ELEMENTS)  # both are powers of two
         rows = self.ctx.block_rows(self.key.M)
         return cut_columns(rows, self.key.N, self.chunks, width)

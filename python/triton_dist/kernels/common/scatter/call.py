@@ -15,7 +15,6 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     Check,
     ProductKey,
-    ScaledProductKey,
     checked_buffer,
     checked_once,
     layout_of,
@@ -76,7 +75,7 @@ class SummingCall(OpCall):
     B_scale: torch.Tensor | None
     use_fast_accum: bool
     accepted_key: tuple[Any, ...] | None
-    operands: ProductKey | ScaledProductKey = field(init=False)
+    operands: ProductKey = field(init=False)
     scaling: Scaling = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +174,7 @@ class SummingCall(OpCall):
         bias: torch.Tensor | None,
         ctx: SummingContext[Any],
         scaling: Scaling = NO_SCALING,
-    ) -> ProductKey | ScaledProductKey:
+    ) -> ProductKey:
         """Check the operands; return their key, one object per signature."""
         function = cls.ctx_type.function
         device = checked_buffer(
@@ -208,15 +207,14 @@ class SummingCall(OpCall):
                 )
                 yield "K_per_rank", K, ctx.num_ranks == 1 or padded == K, expected
 
-        def key() -> ProductKey | ScaledProductKey:
+        def key() -> ProductKey:
             (M, K), contiguous = A.shape, A.is_contiguous()
             key = ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
-            return ScaledProductKey(*key, *scaling.key(A, B)) if A.dtype in FP8 else key
+            return scaling.key_of(key, A, B)
 
         signature = operand_signature(B, A, B, bias)
         if scaling is not NO_SCALING:
-            scales = operand_signature(B, scaling.A_scale, scaling.B_scale)
-            signature = (signature, scales, scaling.use_fast_accum)
+            signature = (signature, scaling.signature(B))
         return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     def check_tiles(self) -> None:

@@ -11,7 +11,6 @@ from triton_dist.kernels.common.context import (
     Check,
     GEMMContext,
     ProductKey,
-    ScaledProductKey,
     agree_to_create,
     checked_buffer,
     checked_once,
@@ -162,7 +161,7 @@ def check_operands(
     local_copy: bool,
     gathered: torch.Tensor | None,
     scaling: Scaling = NO_SCALING,
-) -> ProductKey | ScaledProductKey:
+) -> ProductKey:
     """Check the operands; return the key of a call, one object per signature."""
     buffer = checked_buffer(
         ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context"
@@ -187,15 +186,14 @@ def check_operands(
         if is_fp8 or scaling is not NO_SCALING:
             yield from scaling.checks(A, B)
 
-    def key() -> ProductKey | ScaledProductKey:
+    def key() -> ProductKey:
         M, N, num_ranks = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         key = ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
-        return ScaledProductKey(*key, *scaling.key(A, B)) if A.dtype in FP8 else key
+        return scaling.key_of(key, A, B)
 
     signature = operand_signature(B, A, B)
     if scaling is not NO_SCALING:
-        scales = operand_signature(B, scaling.A_scale, scaling.B_scale)
-        signature = (signature, scales, scaling.out_dtype, scaling.use_fast_accum)
+        signature = (signature, scaling.signature(B))
     accepted = checked_once(ctx.checked_keys, signature, "ag_gemm", checks, key)
     if gathered is not None:
         _check_gathered(gathered, A if local_copy else ctx.own_rows(A.shape[0]), ctx)

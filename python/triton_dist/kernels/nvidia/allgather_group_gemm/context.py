@@ -33,12 +33,7 @@ from triton_dist.kernels.common.moe.routing import (
     MAX_TOPK,
     check_ids,
 )
-from triton_dist.kernels.common.moe.scales import (
-    ScaledKey,
-    packed_form,
-    scaling_checks,
-    scaling_signature,
-)
+from triton_dist.kernels.common.moe.scales import packed_form
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
@@ -229,16 +224,15 @@ def check_operands(
         device = full_topk_ids.device
         yield "full_topk_ids.device", device, device == a.device, f"the device of a, {a.device}"
         if is_fp8 or scaling is not NO_SCALING:
-            yield from scaling_checks(a, b, scaling, "a", "b")
+            yield from scaling.checks(a, b, "a", "b")
 
     def key() -> RoutedKey:
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
         plain = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
-        made: RoutedKey = ScaledKey.of(plain, a, b, scaling)
-        return made
+        return scaling.key_of(plain, a, b)
 
     signature = operand_signature(b, a, b, full_topk_ids)
     if scaling is not NO_SCALING:
-        signature = (*signature, *scaling_signature(scaling))
+        signature = (*signature, *scaling.signature(b))
     return checked_once(ctx.checked_keys, signature, "ag_group_gemm", checks, key)

@@ -67,28 +67,13 @@ class GEMMKey(NamedTuple):
     B_strides: tuple[int, ...]
 
 
-class ScaledGEMMKey(NamedTuple):
-    """Key of a GEMM with scales, a bias or an output dtype; starts like ``GEMMKey``."""
-
-    M: int
-    N: int
-    K: int
-    dtype: torch.dtype
-    A_strides: tuple[int, ...] | None
-    B_strides: tuple[int, ...]
-    recipe: str
-    out_dtype: torch.dtype
-    use_fast_accum: bool
-    has_bias: bool
-
-
-def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey | ScaledGEMMKey:
+def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey:
     scaling = scaling_of(**kwargs) if kwargs else NO_SCALING
     _check(A, B, scaling)
     (M, K), N = A.shape, B.shape[1]
     A_strides = None if A.is_contiguous() else tuple(A.stride())
     key = GEMMKey(M, N, K, A.dtype, A_strides, tuple(B.stride()))
-    return key if scaling is NO_SCALING else ScaledGEMMKey(*key, *scaling.key(A, B))
+    return scaling.key_of(key, A, B)
 
 
 def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
@@ -100,9 +85,10 @@ def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
     return float(tiles / current_device().num_sms)
 
 
-def _fits(
+def fits_matmul(
     config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
+    """Return whether a config of ``matmul`` is worth trying for a call."""
     if config["gemm_config"] is None:
         return A.dtype in FP8 and not current_device().interprets
     return fits_gemm(config, A, B, *args, **kwargs)
@@ -112,7 +98,8 @@ def _space(persistent: bool) -> list[dict[str, Any]]:
     return [{"gemm_config": config} for config in get_config_space(persistent)]
 
 
-def _both_spaces() -> list[dict[str, Any]]:
+def matmul_configs() -> list[dict[str, Any]]:
+    """Return the configs of ``matmul`` for this device; ``None`` stands for a library."""
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
         {"gemm_config": tiles, "persistent": persistent}
@@ -166,9 +153,9 @@ def _prepare(persistent: bool) -> Callable[..., None]:
 
 
 @tuned(
-    config_space=_both_spaces,
+    config_space=matmul_configs,
     key_fn=_key,
-    prune_fn=_fits,
+    prune_fn=fits_matmul,
     prepare_fn=_prepare(True),
     scope="rank",
     sizes=("M",),

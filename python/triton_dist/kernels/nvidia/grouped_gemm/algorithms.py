@@ -33,12 +33,7 @@ from triton_dist.kernels.common.moe.rows import (
     restore_row_order,
     sorted_product,
 )
-from triton_dist.kernels.common.moe.scales import (
-    OperandScales,
-    ScaledKey,
-    scaling_checks,
-    scaling_signature,
-)
+from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.runtime.device import current_device
@@ -84,7 +79,7 @@ def checks(
     expected = f"[E, K, N] with an even N for activation={SILU_MUL!r}"
     yield "B.shape", shape, activation is None or shape[2] % 2 == 0, expected
     if scaling is not NO_SCALING or A.dtype in FP8:
-        yield from scaling_checks(A, B, scaling)
+        yield from scaling.checks(A, B)
 
 
 class GroupedKey(NamedTuple):
@@ -124,15 +119,14 @@ class GroupedKey(NamedTuple):
         scaling = scaling_of(**scales)
         key: tuple[object, ...] = (order, activation)
         if scaling is not NO_SCALING:
-            key = (*key, *scaling_signature(scaling))
+            key = (*key, *scaling.signature(B))
 
         def make() -> GroupedKey:
             (M, topk), (E, K, N) = topk_ids.shape, B.shape
             rows = "token" if len(A) == M else "route"
             sizes = (M, N, K, E, topk, A.dtype)
             plain = cls(*sizes, weights_layout(B), rows, order, activation)
-            made: GroupedKey = ScaledKey.of(plain, A, B, scaling)
-            return made
+            return scaling.key_of(plain, A, B)
 
         signature = operand_signature(B, A, B, topk_ids), current_device().torch_device
         return checked_once(
