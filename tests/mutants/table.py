@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "fp8: long sums are promoted to fp32",
         _SCALES,
-        "scaling = FAST if self.use_fast_accum else PROMOTED",
-        "scaling = FAST",
+        "whole = FAST if self.use_fast_accum else PROMOTED",
+        "whole = FAST",
         ("tests/compile/test_scaled_gemm_kernels.py",),
     ),
     Mutant(

@@ -195,27 +195,6 @@ def blocks(size: int) -> int:
     return -(-size // BLOCK_ELEMENTS)
 
 
-def recipe_of(
-    A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor
-) -> Recipe | None:
-    """Return the recipe of the scales' shapes and strides, or ``None`` if there is none."""
-    (M, K), (*experts, _, N) = A.shape, B.shape
-    a_shape, b_shape = tuple(A_scale.shape), list(B_scale.shape)
-    is_single = B_scale.numel() == 1 or b_shape == experts
-    has_rows = A_scale.numel() == 1 or a_shape in ((M,), (M, 1))
-    has_columns = is_single or b_shape in ([*experts, *end] for end in ((N,), (1, N), (N, 1)))
-    if has_rows and has_columns and A_scale.is_contiguous() and B_scale.is_contiguous():
-        return Recipe.TENSOR if A_scale.numel() == 1 and is_single else Recipe.ROW
-    if A_scale.ndim != 2 or B_scale.ndim != B.ndim:
-        return None
-    in_memory = [*experts, blocks(N), blocks(K)]  # of both layouts of B_scale
-    has_blocks = any(
-        list(each.shape) == in_memory and each.is_contiguous() for each in (B_scale, B_scale.mT)
-    )
-    has_blocks = has_blocks and a_shape == (M, blocks(K)) and A_scale.t().is_contiguous()
-    return Recipe.BLOCK if has_blocks else None
-
-
 NO_SCALES = Scales(*(None,) * 9)
 
 
@@ -276,10 +255,22 @@ class Scaling(NamedTuple):
         return self.out_dtype or (torch.bfloat16 if A.dtype in FP8 else A.dtype)
 
     def recipe(self, A: torch.Tensor, B: torch.Tensor) -> Recipe | None:
-        """Return the recipe of a checked call; ``None`` without scales."""
-        if self.A_scale is None or self.B_scale is None:
+        """Return the recipe of the scales' shapes and strides; ``None`` if there is none."""
+        a, b = self.A_scale, self.B_scale
+        if a is None or b is None:
             return None
-        return recipe_of(A, B, self.A_scale, self.B_scale)
+        (M, K), (*experts, _, N) = A.shape, B.shape
+        a_shape, b_shape = tuple(a.shape), list(b.shape)
+        is_single = b.numel() == 1 or b_shape == experts
+        has_rows = a.numel() == 1 or a_shape in ((M,), (M, 1))
+        has_columns = is_single or b_shape in ([*experts, *end] for end in ((N,), (1, N), (N, 1)))
+        if has_rows and has_columns and a.is_contiguous() and b.is_contiguous():
+            return Recipe.TENSOR if a.numel() == 1 and is_single else Recipe.ROW
+        if a_shape != (M, blocks(K)) or not a.t().is_contiguous() or b.ndim != B.ndim:
+            return None
+        in_memory = [*experts, blocks(N), blocks(K)]  # of both layouts of B_scale
+        has_blocks = any(list(x.shape) == in_memory and x.is_contiguous() for x in (b, b.mT))
+        return Recipe.BLOCK if has_blocks else None
 
     def key_of(self, key: K, A: torch.Tensor, B: torch.Tensor) -> K:
         """Return the tuning key of a checked call: ``key``, or a ``ScaledKey`` that extends it."""
@@ -292,14 +283,9 @@ class Scaling(NamedTuple):
         return extended  # type: ignore[no-any-return]
 
     def constant(self, recipe: Recipe | None) -> int:
-        """Return the kernels' SCALING."""
-        if recipe is None:
-            scaling = UNSCALED if self.bias is None else BIAS_ONLY
-        elif recipe is Recipe.BLOCK:
-            scaling = BLOCKWISE
-        else:
-            scaling = FAST if self.use_fast_accum else PROMOTED
-        return int(scaling.value)
+        """Return the kernels' SCALING for scales of this recipe."""
+        whole = FAST if self.use_fast_accum else PROMOTED
+        return int((BLOCKWISE if recipe is Recipe.BLOCK else whole).value)
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
@@ -310,7 +296,8 @@ class Scaling(NamedTuple):
         """
         A_scale, B_scale, recipe = self.A_scale, self.B_scale, self.recipe(A, B)
         if A_scale is None or B_scale is None:
-            return NO_SCALES._replace(bias=self.bias), self.constant(recipe)
+            scaling = UNSCALED if self.bias is None else BIAS_ONLY
+            return NO_SCALES._replace(bias=self.bias), scaling.value
         strides = (int(A_scale.numel() > 1), 0, 0, int(B_scale.numel() > 1))
         if recipe is Recipe.BLOCK:
             strides = (1, A.shape[0], 1, blocks(A.shape[1]))
@@ -432,5 +419,5 @@ def _fp8_checks(
         f"and [{along_k}, {along_n}] with strides (1, {along_k}) or a contiguous "
         f"[{along_n}, {along_k}] for {b}{of_expert}"
     )
-    good = recipe_of(A, B, A_scale, B_scale) is not None
+    good = Scaling(A_scale, B_scale).recipe(A, B) is not None
     yield "A_scale, B_scale", given, good, expected
