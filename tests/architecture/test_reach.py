@@ -13,12 +13,12 @@ from tests.architecture.source import PACKAGE, tree
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
     "allgather_gemm": (19, 4180),
-    "gemm_reduce_scatter": (22, 3860),
+    "gemm_reduce_scatter": (22, 3870),
     "gemm_allreduce": (24, 4400),
     "gemm": (12, 2700),
-    "grouped_gemm": (14, 2680),
-    "allgather_group_gemm": (23, 4300),
-    "moe_reduce": (30, 5290),
+    "grouped_gemm": (14, 2530),
+    "allgather_group_gemm": (23, 4150),
+    "moe_reduce": (30, 5110),
     "shard_collectives": (14, 2060),
     "allreduce": (12, 2010),
 }
