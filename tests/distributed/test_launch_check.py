@@ -64,7 +64,7 @@ def test_check_without_tuning(spawn_ranks, tmp_path, cache):
     """Into a pipe that takes no check mark."""
     options = (
         "--no-autotune", "--no-persistent", "--no-local-copy", "--no-trans_b", "--debug",
-        "--dtype", "bfloat16",
+        "--dtype", "fp8-block",
     )  # fmt: skip
     path = str(SCRIPTS / "test_ag_gemm.py")
     printed, _ = spawn_ranks(
@@ -82,7 +82,7 @@ GEMM_RS = ("--case", "check", "-M", "2600", "-N", "9344", "-K", "18048")
     "options",
     [
         ("--no-persistent", "--no-trans_b", "--has_bias", "--dtype", "float16"),
-        ("--no-fuse_scatter", "--M_range", "2000-4000-2000", "--verify-iters=2"),
+        ("--no-fuse_scatter", "--M_range", "2000-4000-2000", "--verify-iters=2", "--dtype=fp8-row"),
         ("--reduce_st", "--dtype", "float32", "--seed", "1"),
     ],
 )

@@ -13,10 +13,11 @@ from triton_dist.kernels.common.libraries import all_gather_matmul, all_gather_r
 from triton_dist.kernels.nvidia import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.testing.assertions import assert_allclose, count_mismatches
-from triton_dist.testing.opinfo import GEMM_OPINFOS
+from triton_dist.testing.opinfo import GEMM_OPINFOS, OPINFOS
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM, gather_alone
-from triton_dist.testing.opinfo.base import Baseline
+from triton_dist.testing.opinfo.base import RECIPES, Baseline
 from triton_dist.testing.opinfo.gemm import Shape
+from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples, captured, interleaved
 
@@ -45,19 +46,42 @@ ON_GPUS = {
 }
 
 
-def everything_there_is(name):
-    """Kinds by name; each peer's output is what it says, for other operands than at the start."""
-    info, dtype = GEMM_OPINFOS[name], torch.float32
-    shape = info.of_rank(3, 8, 16, 2)
+def everything_there_is(device="cpu"):
+    """Kinds of the baselines of each GEMM; all baselines of all dtypes return what they should."""
+    kinds = {}
+    for name, info in GEMM_OPINFOS.items():
+        shape = info.of_rank(3, 8, 16, 2)
+        kinds[name] = checked_baselines(
+            info, shape, torch.float32, has_bias=info.sums_over_ranks
+        ).keys()
+        for recipe in RECIPES:
+            found = checked_baselines(info.with_dtype(recipe), Shape(16, 48, 544), torch.bfloat16)
+            assert found.keys() == kinds[name] or device != "cpu"
+        kinds[name] = {each: baseline.kind for each, baseline in found.items()}
+    for name, recipe in (
+        ("ag_group_gemm", "fp8-row"), ("grouped_gemm", "fp8-tensor"), ("grouped_gemm", "fp8-block"),
+        ("run_moe_reduce_ar", "fp8-row"), ("run_moe_reduce_rs", "fp8-block"),
+    ):  # fmt: skip
+        info = OPINFOS[name].with_dtype(recipe)
+        checked_baselines(info, GroupedShape(6, 192, 288, 3, 2), torch.bfloat16)
+    return kinds
+
+
+def checked_baselines(info, shape, dtype, **options):
+    """Baselines of operands that change after the baselines are created."""
     with info.context(shape, dtype) as ctx:
-        operands = info.operands(shape, dtype, 2, has_bias=info.sums_over_ranks)
+        operands = info.operands(shape, dtype, 2, **options)
         baselines = info.baselines(operands, ctx)
         info.refill(operands, 2)
+        args, kwargs = info.arguments(operands, ctx)
         tolerance = info.tolerance(dtype, 2)
-        for each in baselines.values():
+        op = Baseline("own", lambda: info.op(*args, **kwargs), lambda: info.reference(operands))
+        for each in (*baselines.values(), op):
             if each.expected is not None:
                 assert_allclose(each.call(), each.expected(), tolerance, tolerance)
-    return {name: each.kind for name, each in baselines.items()}
+            elif each.kind != "transfer":
+                each.call()
+    return baselines
 
 
 def what_a_rank_gets():
@@ -72,9 +96,9 @@ def what_a_rank_gets():
         torch.testing.assert_close(rows[3 * baseline : 3 * baseline + 3], shards[baseline])
 
 
-@pytest.mark.parametrize("op", KINDS)
-def test_peers_do_what_they_say(spawn_ranks, op):
-    assert spawn_ranks(2, everything_there_is, op) == [KINDS[op], KINDS[op]]
+def test_peers_do_what_they_say(spawn_ranks):
+    untuned = {"TRITON_DIST_AUTOTUNE": "0"}
+    assert spawn_ranks(2, everything_there_is, env=untuned) == [KINDS, KINDS]
 
 
 def test_every_case_is_here():
@@ -86,10 +110,13 @@ def test_the_transfer_alone_brings_the_rows_of_peers(spawn_ranks):
 
 
 @pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("op", ON_GPUS)
-def test_torch_has_peers_on_gpus(spawn_ranks, op):
-    for kinds in spawn_ranks(2, everything_there_is, op, device="cuda", timeout=110):
-        assert {kinds[name] for name in ON_GPUS[op]} == {"baseline"}
+def test_torch_has_peers_on_gpus(spawn_ranks):
+    untuned = {"TRITON_DIST_AUTOTUNE": "0"}
+    for kinds in spawn_ranks(
+        2, everything_there_is, "cuda", device="cuda", timeout=110, env=untuned
+    ):
+        for op, names in ON_GPUS.items():
+            assert {kinds[op][name] for name in names} == {"baseline"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def make_parser(description: str | None) -> ScriptParser:
     """Return a parser with the options of both scripts, except the shape."""
     parser = ScriptParser(description, ("check", "perf"), default="perf")
     parser.add_alias("--check")
-    parser.add_dtype("bfloat16")
+    parser.add_dtype("bfloat16", has_fp8=True)
     parser.add_rounds(iters=15, warmup=3)
     parser.add_common("trans_b", "autotune", "profile", "persistent", "seed")
     parser.add_argument(

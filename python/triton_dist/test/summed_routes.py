@@ -32,7 +32,7 @@ def make_parser(description: str | None) -> ScriptParser:
         ("TOPK", "experts per token"),
     ):
         parser.add_argument(name, type=int, help=help_)
-    parser.add_dtype("float16")
+    parser.add_dtype("float16", has_fp8=True)
     parser.add_rounds(iters=100, warmup=10)
     parser.add_common("autotune", "profile", "seed")
     parser.add_argument("--n_chunks", type=int, help="number of column chunks; default: tuned")
@@ -82,19 +82,20 @@ def main(
 
     Check a call, a call in chunks and a call of ``unfused``, the op without overlap.
     """
+    info = info.with_dtype(args.dtype)
     with on_ranks(args.seed):
         shape = shape_of(args)
         with info.context(shape, dtype_named(args.dtype)) as ctx:
             options = {} if args.n_chunks is None else {"n_chunks": args.n_chunks}
             script = RoutedScript(info, args, ctx, options)
             data = script.operands(shape)
-            operands, _ = info.arguments(data, ctx)
+            operands, scales = info.arguments(data, ctx)
             in_chunks = {"n_chunks": _CHUNKS, "config": grouped_tiles()[0]}
             script.check(
                 data,
                 script.run(data),
-                info.op.fn(*operands, **in_chunks),
-                unfused(*operands[:4], **in_chunks),
+                info.op.fn(*operands, **in_chunks, **scales),
+                *(() if scales else (unfused(*operands[:4], **in_chunks),)),
             )
             script.report_tuning(data)
             report_passed(f"{args.dtype}, {shape}")

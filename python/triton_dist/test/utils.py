@@ -19,7 +19,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.distributed import finalize_distributed, initialize_distributed
 from triton_dist.runtime.random import init_seed
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal, bitwise_equal
-from triton_dist.testing.opinfo.base import Baseline, Call, Operands, OpInfo
+from triton_dist.testing.opinfo.base import RECIPES, Baseline, Call, Operands, OpInfo
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples, captured, interleaved
 from triton_dist.tune import AutoTuner
@@ -46,8 +46,8 @@ LAYER_CONFIGS = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype of this name, for example ``"float16"``; for command lines."""
-    dtype = getattr(torch, name)
+    """Return the torch dtype of a name of a command line; of results, for ``RECIPES``."""
+    dtype = torch.bfloat16 if name in RECIPES else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -119,10 +119,10 @@ class ScriptParser(argparse.ArgumentParser):
         for name in names:
             self.add_argument(f"--{name}", **_COMMON_OPTIONS[name])
 
-    def add_dtype(self, default: str) -> None:
-        """Add ``--dtype``, which accepts torch's names and short names."""
+    def add_dtype(self, default: str, has_fp8: bool = False) -> None:
+        """Add ``--dtype``, which accepts torch's names and short names, and ``RECIPES``."""
         self.add_argument(
-            "--dtype", default=default, choices=list(DTYPES.values()),
+            "--dtype", default=default, choices=[*DTYPES.values(), *(RECIPES if has_fp8 else ())],
             type=lambda name: DTYPES.get(name, name), help="or a short name such as bf16",
         )  # fmt: skip
 

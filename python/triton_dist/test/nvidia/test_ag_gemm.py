@@ -28,7 +28,7 @@ from triton_dist.test.utils import (
     report_times,
 )
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
-from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.testing.opinfo.base import RECIPES, Baseline, Cost, Operands
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
@@ -53,11 +53,14 @@ def get_args() -> argparse.Namespace:
         "--local-copy", action=argparse.BooleanOptionalAction, default=True,
         help="copy this rank's rows of A; with --no-, read them from the workspace",
     )  # fmt: skip
-    parser.add_dtype("float16")
+    parser.add_dtype("float16", has_fp8=True)
     parser.add_argument(
         "--debug", action="store_true", help="tune verbosely, and delay one rank in each round"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dtype in RECIPES and args.case == "correctness_tma_autotune":
+        parser.error("correctness_tma_autotune has no fp8")
+    return args
 
 
 class AllGatherScript(Script):
@@ -82,7 +85,8 @@ class AllGatherScript(Script):
 
 def script_of(args: argparse.Namespace, ctx: Any) -> AllGatherScript:
     fixed = {} if args.persistent is None else {"persistent": args.persistent}
-    return AllGatherScript(AG_GEMM, args, ctx, {"local_copy": args.local_copy}, fixed)
+    info = AG_GEMM.with_dtype(args.dtype)
+    return AllGatherScript(info, args, ctx, {"local_copy": args.local_copy}, fixed)
 
 
 def check_shape(num_ranks: int) -> Shape:
@@ -94,10 +98,10 @@ def check_shape(num_ranks: int) -> Shape:
 
 def check(args: argparse.Namespace) -> None:
     shape = check_shape(dist.get_world_size())
-    with AG_GEMM.context(shape, dtype_named(args.dtype)) as ctx:
+    with AG_GEMM.with_dtype(args.dtype).context(shape, dtype_named(args.dtype)) as ctx:
         script = script_of(args, ctx)
         for round_number in range(5):
-            ctx.symm_workspace[: shape.M].random_()
+            ctx.symm_workspace[: shape.M].view(torch.uint8).random_()
             data = script.operands(shape)
             late = (round_number % script.num_ranks, 2_000_000)
             C = script.run(data, **({"straggler_option": late} if args.debug else {}))
@@ -107,11 +111,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def perf(args: argparse.Namespace) -> None:
-    dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
+    info, dtype, num_ranks = (
+        AG_GEMM.with_dtype(args.dtype),
+        dtype_named(args.dtype),
+        dist.get_world_size(),
+    )
     layer = LAYER_CONFIGS[args.shape_id]
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
-    shape = AG_GEMM.scaled(AG_GEMM.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
-    with AG_GEMM.context(shape, dtype) as ctx:
+    shape = info.scaled(info.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
+    with info.context(shape, dtype) as ctx:
         script = script_of(args, ctx)
         data = script.operands(shape)
         script.check(data)
@@ -120,7 +128,7 @@ def perf(args: argparse.Namespace) -> None:
         def ours() -> torch.Tensor:
             return script.run(data)
 
-        candidates = {AG_GEMM.name: Baseline("own", ours), **AG_GEMM.baselines(data, ctx)}
+        candidates = {info.name: Baseline("own", ours), **info.baselines(data, ctx)}
         calls = {name: each.call for name, each in candidates.items()}
         samples = interleaved(
             calls | {f"{name}, CUDA graph": captured(call) for name, call in calls.items()}
@@ -128,22 +136,20 @@ def perf(args: argparse.Namespace) -> None:
             else calls,
             rounds=15 if is_cuda() else 3,
         )
-        title = f"{shape} {dtype} on {num_ranks} ranks"
+        title = f"{shape} {args.dtype} on {num_ranks} ranks"
         eager = {name: samples[name] for name in calls}
         if is_cuda():
-            report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], shape, dtype)
-        report_times(title, candidates, eager, AG_GEMM.serial, AG_GEMM.transfer)
+            own_ms = perf_func(ours, iters=10, warmup_iters=5)[1]
+            report_rates(own_ms, info.cost(shape, dtype, num_ranks))
+        report_times(title, candidates, eager, info.serial, info.transfer)
         if is_cuda():
             graphs = {name: samples[f"{name}, CUDA graph"] for name in calls}
-            report_times(
-                f"{title}, CUDA graphs", candidates, graphs, AG_GEMM.serial, AG_GEMM.transfer
-            )
+            report_times(f"{title}, CUDA graphs", candidates, graphs, info.serial, info.transfer)
         profile("ag_gemm_perf", args.profile, ours)
 
 
-def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
+def report_rates(own_ms: float, cost: Cost) -> None:
     """Print each rank's rates for back-to-back calls with warm caches."""
-    cost = AG_GEMM.cost(shape, dtype, dist.get_world_size())
     read, written, received = (
         nbytes / own_ms / 1e6 for nbytes in (cost.read_bytes, cost.written_bytes, cost.link_bytes)
     )
@@ -154,7 +160,7 @@ def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
         allowed_ranks="all",
     )
     dist_print(
-        f"peaks: {get_tensorcore_tflops(dtype):.0f} TFLOP/s, "
+        f"peaks: {get_tensorcore_tflops(cost.dtype):.0f} TFLOP/s, "
         f"{get_intranode_max_speed_gbps():.0f} GB/s per link"
     )
 

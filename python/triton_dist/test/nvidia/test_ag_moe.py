@@ -36,7 +36,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--M", "-M", type=int, default=8192, help="tokens over all ranks")
     parser.add_argument("--layer", choices=list(LAYERS), help="run one layer; default: all")
     parser.add_rounds(iters=10, warmup=5)
-    parser.add_dtype("float16")
+    parser.add_dtype("float16", has_fp8=True)
     parser.add_common("autotune", "profile", "seed")
     parser.add_argument("--debug", action="store_true", help="tune verbosely")
     return parser.parse_args()
@@ -62,7 +62,7 @@ class RoutedScript(Script):
 def check(script: Script, data: Operands, title: str) -> None:
     for number in range(_ROUNDS_OF_CHECK if script.args.case == "check" else 1):
         if number:
-            AG_GROUP_GEMM.refill(data, script.num_ranks)
+            script.info.refill(data, script.num_ranks)
             data["full_topk_ids"][number::7] = -1  # like the ids that pad a batch
         script.check(data)
         if number == 0:
@@ -75,8 +75,9 @@ def main() -> None:
     with on_ranks(args.seed):
         for layer in LAYERS if args.layer is None else [args.layer]:
             shape = shape_of(layer, args.M)
-            with AG_GROUP_GEMM.context(shape, dtype_named(args.dtype)) as ctx:
-                script = RoutedScript(AG_GROUP_GEMM, args, ctx)
+            info = AG_GROUP_GEMM.with_dtype(args.dtype)
+            with info.context(shape, dtype_named(args.dtype)) as ctx:
+                script = RoutedScript(info, args, ctx)
                 data = script.operands(shape)
                 check(script, data, f"{layer}, {args.dtype}, {shape}")
                 if args.case == "perf":

@@ -90,9 +90,10 @@ def main() -> None:
     args = get_args()
     with on_ranks(args.seed):
         shape = shape_of(args)
-        with GEMM_AR.context(shape, dtype_named(args.dtype)) as ctx:
+        info = GEMM_AR.with_dtype(args.dtype)
+        with info.context(shape, dtype_named(args.dtype)) as ctx:
             options = {"copy_to_local": args.copy_to_local}
-            script = SummedScript(GEMM_AR, args, ctx, options, fixed_tunables(args))
+            script = SummedScript(info, args, ctx, options, fixed_tunables(args))
             if args.case == "check":
                 check(script, shape)
             else:

@@ -73,9 +73,10 @@ def main() -> None:
     with on_ranks(args.seed):
         asked = shapes(args)
         largest = max(asked, key=lambda shape: shape.M)
-        with GEMM_RS.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
+        info = GEMM_RS.with_dtype(args.dtype)
+        with info.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
             fixed = fixed_tunables(args, "persistent", "fuse_scatter")
-            script = SummedScript(GEMM_RS, args, ctx, fixed=fixed)
+            script = SummedScript(info, args, ctx, fixed=fixed)
             for shape in asked:
                 if args.case == "check":
                     check(script, shape)

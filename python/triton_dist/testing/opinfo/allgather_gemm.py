@@ -11,6 +11,7 @@ import torch
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
+from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.ranks import group_for
@@ -25,6 +26,7 @@ from triton_dist.testing.opinfo.base import (
     meta,
 )
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo, Shape
+from triton_dist.testing.opinfo.scaled import gather, in_fp32, multiply, scales_of
 
 ASYNC_TP = "torch async-TP"
 
@@ -43,8 +45,10 @@ def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
 def transfer_baselines(A: torch.Tensor, ctx: Any) -> dict[str, Baseline]:
     """Return the transfers of ``ag_gemm`` or ``ag_group_gemm`` alone."""
 
+    sent = A.view(torch.uint8) if A.dtype in FP8 else A
+
     def library() -> torch.Tensor:
-        return libraries.all_gather_rows(A, ctx.group)
+        return libraries.all_gather_rows(sent, ctx.group)
 
     return {
         "all-gather alone": Baseline("transfer", library, library),
@@ -71,35 +75,41 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)
         return create_ag_gemm_context(
-            shape.M, shape.N, shape.K, dtype, ranks.rank, ranks.size, group=group, **options
-        )
+            shape.M, shape.N, shape.K, self.dtypes(dtype)[0], ranks.rank, ranks.size,
+            group=group, **options,
+        )  # fmt: skip
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        A, B = operands["A"], operands["B"]
+        A, B = in_fp32(operands["A"], operands["B"], scales_of(operands))
         rows = libraries.all_gather_rows(A, group)
-        return torch.matmul(rows.float(), B.float()).to(A.dtype)
+        return torch.matmul(rows, B).to(self.dtypes(operands["A"].dtype)[1])
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
-        A, B, group = operands["A"], operands["B"], ctx.group
-        rows = libraries.all_gather_rows(A, group)
-        calls = {self.serial: lambda: libraries.all_gather_matmul(A, B, group)}
-        if libraries.has_async_tp(group, libraries.ALL_GATHER_MATMUL):
+        A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
+        rows, all_scales = gather(A, scales, group)
+
+        def serial() -> torch.Tensor:
+            rows, all_scales = gather(A, scales, group)
+            return multiply(rows, B, all_scales)
+
+        calls = {self.serial: serial}
+        if not scales and libraries.has_async_tp(group, libraries.ALL_GATHER_MATMUL):
             calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(A, B, group)
         return {
-            "GEMM alone": Baseline("gemm", lambda: torch.matmul(rows, B)),
+            "GEMM alone": Baseline("gemm", lambda: multiply(rows, B, all_scales)),
             **transfer_baselines(A, ctx),
             **{name: self.whole(call, operands, group) for name, call in calls.items()},
         }
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
-        M, N, K, item = shape.M, shape.N / num_ranks, shape.K, dtype.itemsize
+        M, N, K, (operand, result) = shape.M, shape.N / num_ranks, shape.K, self.dtypes(dtype)
         return Cost(
-            dtype,
+            operand,
             flops=2 * M * N * K,
-            read_bytes=(M * K + K * N) * item,
-            written_bytes=M * N * item,
-            link_bytes=M * K * item * (num_ranks - 1) / num_ranks,
+            read_bytes=(M * K + K * N) * operand.itemsize,
+            written_bytes=M * N * result.itemsize,
+            link_bytes=M * K * operand.itemsize * (num_ranks - 1) / num_ranks,
         )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

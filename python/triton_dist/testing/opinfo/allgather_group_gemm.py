@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton
 from torch import Generator
 
-from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.gemm.scales import scaling_of
 from triton_dist.kernels.common.moe.rows import has_fast_library, is_library_candidate
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     MoEAllGatherGroupGEMMTensorParallelContext,
@@ -30,10 +30,10 @@ from triton_dist.testing.opinfo.base import (
     Cost,
     Group,
     Operands,
+    fill,
     laid_out,
     meta,
     other_dtype,
-    uniform,
 )
 from triton_dist.testing.opinfo.moe import (
     FIRST_PRODUCTS,
@@ -41,6 +41,7 @@ from triton_dist.testing.opinfo.moe import (
     RoutedOpInfo,
     routed_product,
 )
+from triton_dist.testing.opinfo.scaled import gather, new_scales, scales_of
 
 LIBRARIES = "all-gather + torch grouped_mm"
 
@@ -65,16 +66,17 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     ) -> MoEAllGatherGroupGEMMTensorParallelContext:
         ranks = group_for(group)
         return create_ag_group_gemm_context(
-            shape.M, shape.N // ranks.size, shape.K, shape.E, shape.topk, dtype, ranks.rank,
-            ranks.size, ranks.size, group=group, **options,
+            shape.M, shape.N // ranks.size, shape.K, shape.E, shape.topk, self.dtypes(dtype)[0],
+            ranks.rank, ranks.size, ranks.size, group=group, **options,
         )  # fmt: skip
 
     def allocate(
         self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
-        b = uniform((shape.E, shape.K, shape.N // num_ranks), dtype, generator)
+        b = self.weights(shape.E, shape.K, shape.N // num_ranks, dtype, generator)
+        a = b.new_empty(shape.M // num_ranks, shape.K)
         ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=b.device)
-        return {"a": b.new_empty(shape.M // num_ranks, shape.K), "b": b, "full_topk_ids": ids}
+        return {"a": a, "b": b, "full_topk_ids": ids, **new_scales(a, b, self.recipe, generator)}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
         (E, K, columns), (M, topk) = operands["b"].shape, operands["full_topk_ids"].shape
@@ -85,52 +87,59 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     ) -> None:
         """Draw new values of ``a``, scaled as for a GEMM, and new ids."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
-        a.copy_(uniform(a.shape, a.dtype, generator, 3 / a.shape[1] ** 0.5))
+        fill(a, operands, a.shape[1], generator)
         self.draw(ids, len(b), generator)
         if num_ranks > 1:
             dist.broadcast(ids, 0)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["a"], operands["b"], ctx, operands["full_topk_ids"]), {}
+        args = operands["a"], operands["b"], ctx, operands["full_topk_ids"]
+        return args, scales_of(operands)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        a = operands["a"]
-        rows = libraries.all_gather_rows(a, group) if group_for(group).size > 1 else a
-        return routed_product(rows, operands["b"], operands["full_topk_ids"])
+        rows, scales = operands["a"], scales_of(operands)
+        dtype = self.dtypes(rows.dtype)[1]
+        if group_for(group).size > 1:
+            rows, scales = gather(rows, scales, group)
+        return routed_product(rows, operands["b"], operands["full_topk_ids"], dtype, scales)
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The GEMM alone multiplies the rows that this call gathers."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
-        group = ctx.group
-        rows = libraries.all_gather_rows(a, group)
-        grouped_gemm(rows, b, ids)  # tune it now: later calls may be captured
+        group, scales = ctx.group, scales_of(operands)
+        rows, all_scales = gather(a, scales, group)
+        grouped_gemm(rows, b, ids, **all_scales)  # tune it now: later calls may be captured
 
         def serial() -> torch.Tensor:
-            return grouped_gemm(libraries.all_gather_rows(a, group), b, ids)
+            rows, all_scales = gather(a, scales, group)
+            return grouped_gemm(rows, b, ids, **all_scales)
 
         baselines = {
-            "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids)),
+            "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids, **all_scales)),
             **transfer_baselines(a, ctx),
             self.serial: self.whole(serial, operands, group),
         }
-        key = check_operands(a, b, ctx, ids)
+        key = check_operands(a, b, ctx, ids, scaling_of(**scales))
         if has_fast_library() and is_library_candidate(key):
 
             def library() -> torch.Tensor:
-                return ag_group_gemm.fn(a, b, ctx, ids, algorithm=Library.name, gather=COLLECTIVE)
+                return ag_group_gemm.fn(
+                    a, b, ctx, ids, algorithm=Library.name, gather=COLLECTIVE, **scales
+                )
 
             baselines[LIBRARIES] = self.whole(library, operands, group)
         return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost, with the weights of the expected number of used experts."""
-        routes, N, item = shape.M * shape.topk, shape.N / num_ranks, dtype.itemsize
+        routes, N, (operand, result) = shape.M * shape.topk, shape.N / num_ranks, self.dtypes(dtype)
+        elements = shape.M * shape.K + shape.used_experts * shape.K * N
         return Cost(
-            dtype,
+            operand,
             flops=2.0 * routes * N * shape.K,
-            read_bytes=(shape.M * shape.K + shape.used_experts * shape.K * N) * item,
-            written_bytes=routes * N * item,
-            link_bytes=shape.M * shape.K * item * (num_ranks - 1) / num_ranks,
+            read_bytes=elements * operand.itemsize,
+            written_bytes=routes * N * result.itemsize,
+            link_bytes=shape.M * shape.K * operand.itemsize * (num_ranks - 1) / num_ranks,
         )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

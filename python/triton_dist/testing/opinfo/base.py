@@ -6,22 +6,27 @@ and its tolerance, so tests and benchmarks are written once for all ops.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Generator
 
+from triton_dist.kernels.common.gemm.scales import FP8, Recipe
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import two_shot_all_reduce
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import RELATIVE_RATE, Peak
 from triton_dist.tune import AutoTuner
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 S = TypeVar("S", bound=Hashable)
 
@@ -41,6 +46,8 @@ Bound = Literal["arithmetic", "memory", "link"]
 """Resource whose peak limits a call."""
 LAYOUTS = ("row-major", "column-major", "strided")
 """Memory layouts of B and of weights."""
+RECIPES = {f"fp8-{recipe.value}": recipe for recipe in Recipe}
+"""Recipes of fp8 operands, by their names as dtypes on command lines."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 """Names of torch's all-reduces in symmetric memory."""
 
@@ -100,6 +107,9 @@ class Cost:
 # sums of large addends. fp32 (roundoff 2**-24): the summation order dominates. The error of a sum
 # of K random products grows with sqrt(K), up to 2**-15 standard deviations in the worst of 1e8
 # values at K = 28672.
+# fp8 operands, bf16 results: Hopper's tensor cores keep 13 bits. They add 128 products in 4 steps,
+# and then fp32 takes over. The errors of K / 128 partial sums have random signs and shrink with
+# sqrt(128 / K), so 3 standard deviations are 12 * 2**-13, a tenth of the tolerance of bf16.
 _TOLERANCE = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 2**-14}
 
 
@@ -129,6 +139,7 @@ class OpInfo(ABC, Generic[S]):
             and ``serial`` is the library's.
         library_algorithms: algorithms that call libraries, in addition to ``LibraryAlgorithm``.
         choices: names of tunables that count as part of a config's algorithm.
+        recipe: recipe of the scales of e4m3 operands with bf16 results; ``None``: no fp8.
     """
 
     shape: type[S]
@@ -138,6 +149,7 @@ class OpInfo(ABC, Generic[S]):
     overlaps: ClassVar[bool] = True
     library_algorithms: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
+    recipe: Recipe | None = None
 
     def __init__(self, op: AutoTuner[..., Any]) -> None:
         self.op = op  # an instance attribute: a tuned op on the class would become a method
@@ -145,6 +157,17 @@ class OpInfo(ABC, Generic[S]):
     @property
     def name(self) -> str:
         return str(self.op.fn.__name__)
+
+    def with_dtype(self, name: str) -> Self:
+        """Return the OpInfo for a dtype of a command line; ``RECIPES`` have fp8 operands."""
+        info = copy.copy(self)
+        info.recipe = RECIPES.get(name)
+        return info
+
+    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of operands and results; without fp8, both are ``dtype``."""
+        is_fp8 = self.recipe is not None or dtype in FP8
+        return (torch.float8_e4m3fn, torch.bfloat16) if is_fp8 else (dtype, dtype)
 
     @abstractmethod
     def scaled(self, shape: S, divisor: int, num_ranks: int) -> S:
@@ -287,14 +310,30 @@ def uniform(
     return values.mul_(2).sub_(1).mul_(scale).to(dtype)
 
 
+def fill(
+    a: torch.Tensor, operands: Operands, num_terms: int, generator: Generator | None = None
+) -> None:
+    """Draw the left operand ``a``, and its scales if it is fp8.
+
+    Sums of ``num_terms`` products of ``a`` and values from -1 to 1 get a standard deviation of 1;
+    with fp8 scales, of 0.25 to 1.
+    """
+    # A product of U(-s, s) and U(-1, 1) has a standard deviation of s / 3.
+    limit = 3 / num_terms**0.5
+    if "A_scale" in operands:
+        operands["A_scale"].uniform_(limit / 2, limit, generator=generator)
+        limit = 1.0
+    a.copy_(uniform(a.shape, a.dtype, generator, limit))
+
+
 def symmetric_all_reduces(
     like: torch.Tensor,
-    fill: Callable[[torch.Tensor], object],
+    write: Callable[[torch.Tensor], object],
     group: Group,
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return torch's all-reduces in symmetric memory, by name. Collective over ``group``.
 
-    ``fill`` writes a tensor with the shape of ``like`` at each call. The result is empty on CPU
+    ``write`` fills a tensor with the shape of ``like`` at each call. The result is empty on CPU
     ranks and for a single rank.
     """
     if not current_device().has_async_tp or dist.get_world_size(group) == 1:
@@ -306,14 +345,14 @@ def symmetric_all_reduces(
     symm_mem.rendezvous(staged, members)
 
     def one_shot() -> torch.Tensor:
-        fill(staged)
+        write(staged)
         out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
             staged, "sum", members.group_name
         )
         return out
 
     def two_shot() -> torch.Tensor:
-        fill(staged)
+        write(staged)
         return two_shot_all_reduce(staged, members)
 
     return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}

@@ -14,6 +14,7 @@ import triton
 from torch import Generator
 
 from triton_dist.kernels.common.context import ProductKey
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, blocks
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
@@ -24,12 +25,14 @@ from triton_dist.testing.opinfo.base import (
     Group,
     Operands,
     OpInfo,
+    fill,
     laid_out,
     meta,
     other_dtype,
     tolerance,
     uniform,
 )
+from triton_dist.testing.opinfo.scaled import in_fp32, new_scales, scales_of
 
 
 @dataclass(frozen=True)
@@ -109,30 +112,28 @@ class GEMMOpInfo(OpInfo[Shape]):
         column_major: bool = True,
         has_bias: bool = False,
     ) -> Operands:
-        """Return uninitialised A, and B with uniform values from -1 to 1.
+        """Return uninitialised A, and B with uniform values from -1 to 1; an fp8 B is K-major.
 
         With ``has_bias``, add a bias [N] with uniform values from -1 to 1. Rank 0 broadcasts it, so
         it is equal on all ranks of the world.
         """
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
-        B = uniform((N, K) if column_major else (K, N), dtype, generator)
+        operand, result = self.dtypes(dtype)
+        column_major |= self.recipe is not None
+        B = uniform((N, K) if column_major else (K, N), operand, generator)
         operands = {"A": B.new_empty(a_sizes), "B": B.T if column_major else B}
+        operands |= new_scales(operands["A"], operands["B"], self.recipe, generator)
         if has_bias:
-            operands["bias"] = uniform((N,), dtype, generator)
+            operands["bias"] = uniform((N,), result, generator)
             dist.broadcast(operands["bias"], 0)
         return operands
 
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Fill A with uniform values from -s to s.
-
-        A product of U(-s, s) and U(-1, 1) has a standard deviation of s / 3. s is chosen such that
-        sums over all of K have a standard deviation of 1.
-        """
+        """Draw new values of A, with which sums over all of K have a standard deviation of 1."""
         A = operands["A"]
-        terms = A.shape[1] * (num_ranks if self.sums_over_ranks else 1)
-        A.copy_(uniform(A.shape, A.dtype, generator, 3 / terms**0.5))
+        fill(A, operands, A.shape[1] * (num_ranks if self.sums_over_ranks else 1), generator)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         options = {name: value for name, value in operands.items() if name not in ("A", "B")}
@@ -185,6 +186,8 @@ class SummedGEMMOpInfo(GEMMOpInfo):
         self, shape: Shape, num_ranks: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         K = max(1, shape.K // num_ranks)
+        if self.recipe is Recipe.BLOCK:  # a rank's operands are padded to whole blocks
+            K = blocks(K) * BLOCK_ELEMENTS
         return (shape.M, K), (K, shape.N)
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Shape:
@@ -198,19 +201,20 @@ class SummedGEMMOpInfo(GEMMOpInfo):
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)
         return self.create(
-            shape.M, shape.N, ranks.rank, ranks.size, ranks.size, dtype, tp_group=group, **options
-        )
+            shape.M, shape.N, ranks.rank, ranks.size, ranks.size, self.dtypes(dtype)[1],
+            tp_group=group, **options,
+        )  # fmt: skip
 
     @abstractmethod
     def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         """Return this rank's rows of the sum [M, N]."""
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        A, B, bias = operands["A"], operands["B"], operands.get("bias")
-        total = torch.matmul(A.float(), B.float())
+        A, bias = operands["A"], operands.get("bias")
+        total = torch.matmul(*in_fp32(A, operands["B"], scales_of(operands)))
         dist.all_reduce(total, group=group)
         mine = self.own_rows(total, group)
-        return (mine if bias is None else mine + bias.float()).to(A.dtype)
+        return (mine if bias is None else mine + bias.float()).to(self.dtypes(A.dtype)[1])
 
     def whole(
         self, call: Callable[[], torch.Tensor], operands: Operands, group: Group = None
@@ -224,13 +228,14 @@ class SummedGEMMOpInfo(GEMMOpInfo):
 
         Each row is sent to the rank that sums it. With ``any_rows``, each sum is sent to all ranks.
         """
-        M, N, K, item = shape.M, shape.N, shape.K / num_ranks, dtype.itemsize
+        M, N, K, (operand, result) = shape.M, shape.N, shape.K / num_ranks, self.dtypes(dtype)
+        nbytes = M * N * result.itemsize
         return Cost(
-            dtype,
+            operand,
             flops=2 * M * N * K,
-            read_bytes=(M * K + K * N) * item,
-            written_bytes=M * N * item / (1 if self.any_rows else num_ranks),
-            link_bytes=(2 if self.any_rows else 1) * M * N * item * (num_ranks - 1) / num_ranks,
+            read_bytes=(M * K + K * N) * operand.itemsize,
+            written_bytes=nbytes / (1 if self.any_rows else num_ranks),
+            link_bytes=(2 if self.any_rows else 1) * nbytes * (num_ranks - 1) / num_ranks,
         )
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

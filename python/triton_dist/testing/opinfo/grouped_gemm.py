@@ -11,10 +11,8 @@ import torch
 import triton
 from torch import Generator
 
-from triton_dist.kernels.common.moe.rows import grouped_mm
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey, Library
-from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import (
     LAYOUTS,
     Baseline,
@@ -22,16 +20,25 @@ from triton_dist.testing.opinfo.base import (
     Cost,
     Group,
     Operands,
+    fill,
     laid_out,
     meta,
     other_dtype,
-    uniform,
 )
 from triton_dist.testing.opinfo.moe import (
     FIRST_PRODUCTS,
     GroupedShape,
     RoutedOpInfo,
     routed_product,
+)
+from triton_dist.testing.opinfo.scaled import (
+    by_row,
+    library_product,
+    multiply,
+    new_scales,
+    of_expert,
+    rows_of,
+    scales_of,
 )
 
 MODELS = {
@@ -59,10 +66,10 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def allocate(
         self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
-        A = torch.empty((shape.M, shape.K), dtype=dtype, device=current_device().torch_device)
-        B = uniform((shape.E, shape.K, shape.N), dtype, generator)
+        B = self.weights(shape.E, shape.K, shape.N, dtype, generator)
+        A = B.new_empty(shape.M, shape.K)
         ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=A.device)
-        return {"A": A, "B": B, "topk_ids": ids}
+        return {"A": A, "B": B, "topk_ids": ids, **new_scales(A, B, self.recipe, generator)}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
         (E, K, N), (M, topk) = operands["B"].shape, operands["topk_ids"].shape
@@ -73,44 +80,56 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     ) -> None:
         """Draw new values of ``A``, scaled as for a GEMM, and new ids."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
-        A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
+        fill(A, operands, A.shape[1], generator)
         self.draw(ids, B.shape[0], generator)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
-        return (operands["A"], operands["B"], operands["topk_ids"]), {}
+        return (operands["A"], operands["B"], operands["topk_ids"]), scales_of(operands)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        return routed_product(operands["A"], operands["B"], operands["topk_ids"])
+        A, dtype = operands["A"], self.dtypes(operands["A"].dtype)[1]
+        return routed_product(A, operands["B"], operands["topk_ids"], dtype, scales_of(operands))
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines, for the ids at the time of this call.
 
         ``dense``: one expert for all rows. ``grouped_mm alone``: torch's grouped GEMM on sorted
-        rows.
+        rows, for fp8 also in bf16. With BLOCK scales, torch's grouped GEMMs use row-wise scales.
         """
-        A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
+        A, B, ids, scales = operands["A"], operands["B"], operands["topk_ids"], scales_of(operands)
         flat = ids.flatten()
-        rows = A[flat.argsort(stable=True) // ids.shape[1]]
+        order = flat.argsort(stable=True) // ids.shape[1]
+        rows, of_dense, of_library = (
+            rows_of(A, order),
+            of_expert(scales, order, 0),
+            by_row(A, B, scales),
+        )
         ends = torch.bincount(flat, minlength=B.shape[0]).cumsum(0).int()
 
         def library() -> torch.Tensor:
-            C: torch.Tensor = grouped_gemm.fn(A, B, ids, algorithm=Library.name)
+            C: torch.Tensor = grouped_gemm.fn(A, B, ids, algorithm=Library.name, **of_library)
             return C
 
-        return {
-            "grouped_mm alone": Baseline("gemm", lambda: grouped_mm(rows, B, ends)),
-            "dense": Baseline("gemm", lambda: torch.mm(rows, B[0])),
-            self.serial: self.whole(library, operands),
+        whole = self.whole(library, operands)
+        baselines = {
+            "grouped_mm alone": Baseline("gemm", library_product(A, B, ends, order, scales)),
+            "dense": Baseline("gemm", lambda: multiply(rows, B[0], of_dense)),
+            self.serial: whole if of_library is scales else Baseline("baseline", library),
         }
+        if scales:
+            in_bf16 = library_product(A.bfloat16(), B.bfloat16(), ends, order, {})
+            baselines["grouped_mm alone, bf16"] = Baseline("gemm", in_bf16)
+        return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """Return the cost. It includes reading the weights of the experts expected to be used."""
-        routes, item = shape.M * shape.topk, dtype.itemsize
+        routes, (operand, result) = shape.M * shape.topk, self.dtypes(dtype)
+        elements = shape.M * shape.K + shape.used_experts * shape.K * shape.N
         return Cost(
-            dtype,
+            operand,
             flops=2.0 * routes * shape.N * shape.K,
-            read_bytes=(shape.M * shape.K + shape.used_experts * shape.K * shape.N) * item,
-            written_bytes=routes * shape.N * item,
+            read_bytes=elements * operand.itemsize,
+            written_bytes=routes * shape.N * result.itemsize,
             link_bytes=0,
         )
 

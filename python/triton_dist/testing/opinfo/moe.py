@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from triton_dist.testing.opinfo.base import OpInfo
+from triton_dist.testing.opinfo.base import OpInfo, uniform
+from triton_dist.testing.opinfo.scaled import Scales, in_fp32, of_expert, rows_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ ROUTINGS = {"even": even_ids, "zipf": zipf_ids, "one expert": one_expert_ids}
 
 
 def routed_product(
-    A: torch.Tensor, B: torch.Tensor, topk_ids: torch.Tensor, dtype: torch.dtype | None = None
+    A: torch.Tensor,
+    B: torch.Tensor,
+    topk_ids: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Return [M * topk, N] in route order: multiplied in fp32, rounded once to ``dtype``.
 
@@ -92,8 +97,9 @@ def routed_product(
     out = A.new_zeros(len(ids), B.shape[2], dtype=dtype or A.dtype)
     for expert in range(len(B)):
         route = (ids == expert).nonzero().flatten()
-        rows = A[route // (len(ids) // len(A))]
-        out[route] = (rows.float() @ B[expert].float()).to(out.dtype)
+        rows = route // (len(ids) // len(A))
+        a, b = in_fp32(rows_of(A, rows), B[expert], of_expert(scales or {}, rows, expert))
+        out[route] = (a @ b).to(out.dtype)
     return out
 
 
@@ -105,6 +111,14 @@ class RoutedOpInfo(OpInfo[GroupedShape]):
     """Shapes of layers, by name of the model."""
     routing = "even"
     """Key of ``ROUTINGS``."""
+
+    def weights(
+        self, E: int, K: int, N: int, dtype: torch.dtype, generator: Generator | None
+    ) -> torch.Tensor:
+        """Return weights [E, K, N] with uniform values from -1 to 1; fp8 weights are K-major."""
+        if self.recipe is None:
+            return uniform((E, K, N), dtype, generator)
+        return uniform((E, N, K), self.dtypes(dtype)[0], generator).mT
 
     def draw(self, ids: torch.Tensor, E: int, generator: Generator | None) -> None:
         """Fill ids [M, topk]."""

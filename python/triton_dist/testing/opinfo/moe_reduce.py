@@ -13,7 +13,7 @@ import triton
 from torch import Generator
 
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
+from triton_dist.kernels.common.moe.rows import has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumKey, sum_routes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -33,11 +33,11 @@ from triton_dist.testing.opinfo.base import (
     Cost,
     Group,
     Operands,
+    fill,
     laid_out,
     meta,
     other_dtype,
     tolerance,
-    uniform,
 )
 from triton_dist.testing.opinfo.moe import (
     SECOND_PRODUCTS,
@@ -45,6 +45,7 @@ from triton_dist.testing.opinfo.moe import (
     RoutedOpInfo,
     routed_product,
 )
+from triton_dist.testing.opinfo.scaled import library_product, new_scales, scales_of
 
 
 class MoEReduceOpInfo(RoutedOpInfo):
@@ -82,21 +83,22 @@ class MoEReduceOpInfo(RoutedOpInfo):
         ranks = group_for(group)
         routes = shape.M * shape.topk
         return self.create(
-            ranks.rank, ranks.size, ranks.size, routes, shape.N, shape.E, shape.topk, dtype,
-            tp_group=group, **options,
+            ranks.rank, ranks.size, ranks.size, routes, shape.N, shape.E, shape.topk,
+            self.dtypes(dtype)[1], tp_group=group, **options,
         )  # fmt: skip
 
     def allocate(
         self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
         K = max(1, shape.K // num_ranks)
-        weights = uniform((shape.E, K, shape.N), dtype, generator)
-        device = weights.device
+        weights = self.weights(shape.E, K, shape.N, dtype, generator)
+        x, device = weights.new_empty(shape.M * shape.topk, K), weights.device
         return {
-            "x": torch.empty(shape.M * shape.topk, K, dtype=dtype, device=device),
+            "x": x,
             "weights": weights,
             "chosen_experts": torch.empty(shape.M, shape.topk, dtype=torch.int32, device=device),
             "expert_weight": torch.empty(shape.M, shape.topk, device=device),
+            **new_scales(x, weights, self.recipe, generator),
         }
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
@@ -114,7 +116,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
         x, ids, expert_weight = (
             operands[name] for name in ("x", "chosen_experts", "expert_weight")
         )
-        x.copy_(uniform(x.shape, x.dtype, generator, 3 / (x.shape[1] * num_ranks) ** 0.5))
+        fill(x, operands, x.shape[1] * num_ranks, generator)
         self.draw(ids, len(operands["weights"]), generator)
         drawn = (
             torch.rand(expert_weight.shape, generator=generator, device=expert_weight.device) + 0.1
@@ -126,18 +128,18 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         names = ("x", "weights", "chosen_experts", "expert_weight")
-        return (*(operands[name] for name in names), ctx), {}
+        return (*(operands[name] for name in names), ctx), scales_of(operands)
 
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
-        x, weights = operands["x"], operands["weights"]
-        products = routed_product(x, weights, operands["chosen_experts"], torch.float32)
+        x, weights, ids = operands["x"], operands["weights"], operands["chosen_experts"]
+        products = routed_product(x, weights, ids, torch.float32, scales_of(operands))
         expert_weight = operands["expert_weight"]
-        named = (operands["chosen_experts"] >= 0) & (operands["chosen_experts"] < len(weights))
+        named = (ids >= 0) & (ids < len(weights))
         weighed = torch.where(named, expert_weight, 0).float()[:, :, None]
         total = (products.view(*expert_weight.shape, -1) * weighed).sum(1)
         if dist.is_initialized():
             dist.all_reduce(total, group=group)
-        return self.own_rows(total, group).to(x.dtype)
+        return self.own_rows(total, group).to(self.dtypes(x.dtype)[1])
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         """Return the tolerance: products are rounded before weighting, sums before sending."""
@@ -148,40 +150,42 @@ class MoEReduceOpInfo(RoutedOpInfo):
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, expert_weight = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
-        zeros = x.new_zeros(M, N)
+        zeros = x.new_zeros(M, N, dtype=self.dtypes(x.dtype)[1])
+        scales = scales_of(operands)
 
         # Tuning in the interpreter would take too long.
         tiles = grouped_tiles()[0] if current_device().interprets else None
 
         def product() -> torch.Tensor:
-            return sum_routes(self.name, grouped_gemm, x, weights, ids, expert_weight, tiles)
+            return sum_routes(
+                self.name, grouped_gemm, x, weights, ids, expert_weight, tiles, **scales
+            )
 
         baselines = {
             "our product alone": Baseline("gemm", product),
             f"{self.transfer} alone": Baseline("transfer", lambda: self.reduce(zeros, group)),
             self.serial: self.whole(lambda: self.reduce(product(), group), operands, group),
         }
-        if has_fast_library() and x.dtype is torch.bfloat16:
+        if has_fast_library() and x.dtype in (torch.bfloat16, torch.float8_e4m3fn):
             flat = ids.flatten().long()
             order = flat.argsort(stable=True)
             rows = torch.empty_like(order).scatter_(
                 0, order, torch.arange(len(flat), device=flat.device)
             )
             ends = torch.bincount(flat, minlength=len(weights)).cumsum(0).int()
-            ordered = x[order]
+            multiply_sorted = library_product(x, weights, ends, order, scales)
 
             def library_calls() -> torch.Tensor:
-                products = grouped_mm(x.index_select(0, order), weights, ends)
-                added = x.new_empty(M, N)
+                x.view(torch.bfloat16).index_select(0, order)  # the copy that sorts the rows
+                products = multiply_sorted()
+                added = torch.empty_like(zeros)
                 topk_sum(
                     products, expert_weight, ids, rows, added, len(weights),
                     block_rows=M, first=0, N=N,
                 ).run()  # fmt: skip
                 return self.reduce(added, group)
 
-            baselines["grouped_mm alone"] = Baseline(
-                "gemm", lambda: grouped_mm(ordered, weights, ends)
-            )
+            baselines["grouped_mm alone"] = Baseline("gemm", multiply_sorted)
             baselines[f"grouped_mm + {self.transfer}"] = Baseline("baseline", library_calls)
         return baselines
 
@@ -190,12 +194,12 @@ class MoEReduceOpInfo(RoutedOpInfo):
 
         Rows cross links to the rank that adds them; if all ranks get the sums, they cross again.
         """
-        K, routes, item = shape.K / num_ranks, shape.M * shape.topk, dtype.itemsize
-        rows = shape.M * shape.N * item
+        K, routes, (operand, result) = shape.K / num_ranks, shape.M * shape.topk, self.dtypes(dtype)
+        rows = shape.M * shape.N * result.itemsize
         return Cost(
-            dtype,
+            operand,
             flops=2.0 * routes * shape.N * K,
-            read_bytes=(routes * K + shape.used_experts * K * shape.N) * item,
+            read_bytes=(routes * K + shape.used_experts * K * shape.N) * operand.itemsize,
             written_bytes=rows / (num_ranks if self.shares_rows else 1),
             link_bytes=(1 if self.shares_rows else 2) * rows * (num_ranks - 1) / num_ranks,
         )

@@ -1,13 +1,130 @@
-"""fp8 operands for tests and benchmarks: quantisation by recipe, and a bound of the error."""
+"""fp8 operands for tests and benchmarks: scales by recipe, products, and a bound of the error."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, Scaling, blocks
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.gemm.scales import (
+    BLOCK_ELEMENTS,
+    FP8,
+    Recipe,
+    Scaling,
+    blocks,
+    scaled_matmul,
+)
+from triton_dist.kernels.common.libraries import all_gather_rows
+from triton_dist.kernels.common.moe.rows import grouped_mm, scaled_grouped_mm
+from triton_dist.kernels.common.moe.scales import OperandScales
 
 # Unit roundoffs of an output, with a margin for the rounding of the reference.
 _ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
+
+Scales = dict[str, Any]
+"""``A_scale`` and ``B_scale`` of fp8 operands; empty for other operands."""
+
+
+def scales_of(operands: Mapping[str, torch.Tensor]) -> Scales:
+    """Return the scales among the operands."""
+    return {name: operands[name] for name in ("A_scale", "B_scale") if name in operands}
+
+
+def new_scales(
+    a: torch.Tensor, b: torch.Tensor, recipe: Recipe | None, generator: torch.Generator | None
+) -> Scales:
+    """Return scales for ``a`` [M, K] and ``b`` [K, N] or [E, K, N]; empty without a recipe.
+
+    The scales of ``a`` are uninitialised. Those of ``b`` are uniform from 0.5 to 1.
+    """
+    (M, K), (*experts, _, N) = a.shape, b.shape
+    shapes: dict[Recipe | None, tuple[Sequence[int], Sequence[int]]] = {
+        Recipe.TENSOR: ((1,), experts or (1,)),
+        Recipe.ROW: ((M,), (*experts, N)),
+        Recipe.BLOCK: ((blocks(K), M), (*experts, blocks(N), blocks(K))),
+    }
+    if recipe is None:
+        return {}
+    A_scale, B_scale = (torch.empty(tuple(shape), device=b.device) for shape in shapes[recipe])
+    B_scale.uniform_(0.5, 1, generator=generator)
+    return {"A_scale": A_scale.t() if recipe is Recipe.BLOCK else A_scale, "B_scale": B_scale}
+
+
+def in_fp32(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [M, K] and [K, N] in fp32, multiplied by their scales, if any."""
+    return Scaling(**scales).dequantised(A, B) if scales else (A.float(), B.float())
+
+
+def rows_of(A: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return ``A[index]``; not every device indexes fp8."""
+    return A.view(torch.uint8)[index].view(A.dtype) if A.dtype in FP8 else A[index]
+
+
+def of_expert(scales: Scales, rows: torch.Tensor, expert: int) -> Scales:
+    """Return the scales for the rows ``rows`` of A and for the weights of one expert."""
+    if not scales:
+        return scales
+    a, b = scales["A_scale"], scales["B_scale"]
+    if a.ndim == 2:
+        a = a.t()[:, rows].t()
+    elif len(a) > 1:
+        a = a[rows]
+    return {"A_scale": a, "B_scale": b[expert : expert + 1] if b.ndim == 1 else b[expert]}
+
+
+def gather(
+    A: torch.Tensor, scales: Scales, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, Scales]:
+    """Return the rows of all ranks, and their scales, by the group's collective."""
+    if not scales:
+        return all_gather_rows(A, group), scales
+    # Neither NCCL nor gloo gathers every fp8 dtype.
+    rows = all_gather_rows(A.view(torch.uint8), group).view(A.dtype)
+    scale = scales["A_scale"]
+    if scale.ndim == 2:
+        by_rank = all_gather_rows(scale.t(), group).view(-1, *scale.t().shape)
+        scale = by_rank.transpose(0, 1).reshape(scale.shape[1], -1).t()
+    else:  # each rank has its own scale, so one per tensor becomes one per row
+        scale = all_gather_rows(scale.expand(len(A)).contiguous(), group)
+    return rows, {**scales, "A_scale": scale}
+
+
+def multiply(
+    A: torch.Tensor, B: torch.Tensor, scales: Scales, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``A @ B`` by torch, in ``out`` or new memory."""
+    if not scales:
+        return torch.matmul(A, B, out=out)
+    return scaled_matmul(A, B, Scaling(**scales), out)
+
+
+def library_product(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ends: torch.Tensor,
+    order: torch.Tensor,
+    scales: Scales,
+) -> Callable[[], torch.Tensor]:
+    """Return a call of torch's grouped GEMM of the rows ``order`` of A, sorted by expert."""
+    rows = rows_of(A, order)
+    if not scales:
+        return lambda: grouped_mm(rows, B, ends)
+    scales = {**by_row(A, B, scales)}
+    if len(scales["A_scale"]) > 1:
+        scales["A_scale"] = scales["A_scale"][order]
+    of_operands = OperandScales.of(rows, B, Scaling(**scales))
+    assert of_operands is not None
+    return lambda: scaled_grouped_mm(rows, B, ends, of_operands, torch.bfloat16, False)
+
+
+def by_row(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> Scales:
+    """Return scales that torch's grouped GEMM has on Hopper: for BLOCK, row-wise scales of 1."""
+    if not scales or scales["A_scale"].ndim == 1:
+        return scales
+    ones = scales["B_scale"].new_ones
+    return {"A_scale": ones(len(A)), "B_scale": ones(len(B), B.shape[2])}
 
 
 def _block_maxima(x: torch.Tensor, rows: int) -> torch.Tensor:

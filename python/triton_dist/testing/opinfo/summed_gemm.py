@@ -17,6 +17,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import SymmetricCollec
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import create_gemm_rs_context, gemm_rs
 from triton_dist.testing.opinfo.base import Baseline, Group, Operands, symmetric_all_reduces
 from triton_dist.testing.opinfo.gemm import SummedGEMMOpInfo
+from triton_dist.testing.opinfo.scaled import multiply, scales_of
 
 ASYNC_TP = "torch async-TP"
 
@@ -36,23 +37,23 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines. The reduce-scatter alone sums products of this call."""
-        A, B, group = operands["A"], operands["B"], ctx.group
-        product = torch.matmul(A, B)
+        A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
+        product = multiply(A, B, scales)
 
         def serial() -> torch.Tensor:
-            return libraries.reduce_scatter(torch.matmul(A, B), group)
+            return libraries.reduce_scatter(multiply(A, B, scales), group)
 
         def async_tp() -> torch.Tensor:
             return libraries.async_tp_matmul_scatter(A, B, group)
 
         baselines = {
-            "GEMM alone": Baseline("gemm", lambda: torch.matmul(A, B)),
+            "GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales)),
             "reduce-scatter alone": Baseline(
                 "transfer", lambda: libraries.reduce_scatter(product, group)
             ),
             self.serial: self.whole(serial, operands, group),
         }
-        if libraries.has_async_tp(group, libraries.MATMUL_REDUCE_SCATTER):
+        if not scales and libraries.has_async_tp(group, libraries.MATMUL_REDUCE_SCATTER):
             baselines[ASYNC_TP] = self.whole(async_tp, operands, group)
         return baselines
 
@@ -88,17 +89,17 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
 
     def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Return the baselines; all-reduce alone runs in place on zeros."""
-        A, B, group = operands["A"], operands["B"], ctx.group
-        zeros = A.new_zeros((A.shape[0], B.shape[1]))
+        A, B, group, scales = operands["A"], operands["B"], ctx.group, scales_of(operands)
+        zeros = A.new_zeros((A.shape[0], B.shape[1]), dtype=self.dtypes(A.dtype)[1])
 
         def serial() -> torch.Tensor:
-            return libraries.all_reduce(torch.matmul(A, B), group)
+            return libraries.all_reduce(multiply(A, B, scales), group)
 
         symmetric = symmetric_all_reduces(
-            zeros, lambda staged: torch.matmul(A, B, out=staged), group
+            zeros, lambda staged: multiply(A, B, scales, out=staged), group
         )
         return {
-            "GEMM alone": Baseline("gemm", lambda: torch.matmul(A, B)),
+            "GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales)),
             "all-reduce alone": Baseline("transfer", lambda: libraries.all_reduce(zeros, group)),
             self.serial: self.whole(serial, operands, group),
             **{

@@ -361,13 +361,19 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
-def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Return ``A @ B`` of fp8 operands by torch's ``scaled_mm``; on CPU, multiply in fp32."""
+def scaled_matmul(
+    A: torch.Tensor, B: torch.Tensor, scaling: Scaling, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``A @ B`` of fp8 operands by torch's ``scaled_mm``, in ``out`` or new memory.
+
+    On CPU, multiply in fp32.
+    """
     bias, dtype = scaling.bias, scaling.output_dtype(A)
     if A.device.type == "cpu":
         a, b = scaling.dequantised(A, B)
         product = a @ b
-        return (product if bias is None else product + bias).to(dtype)
+        product = (product if bias is None else product + bias).to(dtype)
+        return product if out is None else out.copy_(product)
     recipe, a_scale, b_scale = scaling.factors(A, B)
     if recipe is Recipe.ROW:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
@@ -375,10 +381,10 @@ def scaled_matmul(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> torch.T
         a_scale, b_scale = a_scale[:1, :1], b_scale[:1, :1]
     fast = scaling.use_fast_accum and recipe is not Recipe.BLOCK  # torch refuses it
     functional: Any = torch.nn.functional
-    if not hasattr(functional, "scaled_mm"):  # torch below 2.11
+    if out is not None or not hasattr(functional, "scaled_mm"):  # torch below 2.11
         multiply: Any = torch._scaled_mm
         old: torch.Tensor = multiply(
-            A, B, a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast
+            A, B, a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast, out=out
         )
         return old
     kinds = functional.ScalingType

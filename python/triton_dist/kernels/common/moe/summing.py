@@ -453,20 +453,22 @@ def sum_routes(
     chosen_experts: torch.Tensor,
     expert_weight: torch.Tensor,
     config: triton.Config | None,
+    **scales: torch.Tensor,
 ) -> torch.Tensor:
     """Return one rank's addend [M, N], without a context.
 
-    ``multiply`` is ``grouped_gemm``; ``function`` is the name of the caller, for errors.
+    ``multiply`` is ``grouped_gemm``, which is called with ``scales``; ``function`` is the name of
+    the caller, for errors.
     """
     E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
     raise_first_error(function, route_checks(x, weights, chosen_experts, expert_weight, E, None))
     check_config(function, config)
     if config is None:
-        products = multiply(x, weights, chosen_experts)
+        products = multiply(x, weights, chosen_experts, **scales)
     else:
-        products = multiply.fn(x, weights, chosen_experts, gemm_config=config)
+        products = multiply.fn(x, weights, chosen_experts, gemm_config=config, **scales)
     M, N = len(chosen_experts), weights.shape[2]
-    total = x.new_empty(M, N)
+    total: torch.Tensor = products.new_empty(M, N)
     routing = expert_weight.detach(), chosen_experts
     topk_sum(products, *routing, None, total, E, block_rows=M, first=0, N=N).run()
     return total
