@@ -12,7 +12,7 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
-    "allgather_gemm": (19, 4180),
+    "allgather_gemm": (19, 4200),
     "gemm_reduce_scatter": (22, 3870),
     "gemm_allreduce": (24, 4400),
     "gemm": (12, 2700),

@@ -371,9 +371,8 @@ def scaled_matmul(
     bias, dtype = scaling.bias, scaling.output_dtype(A)
     if A.device.type == "cpu":
         a, b = scaling.dequantised(A, B)
-        product = a @ b
-        product = (product if bias is None else product + bias).to(dtype)
-        return product if out is None else out.copy_(product)
+        product = a @ b if bias is None else a @ b + bias
+        return product.to(dtype) if out is None else out.copy_(product)
     recipe, a_scale, b_scale = scaling.factors(A, B)
     if recipe is Recipe.ROW:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
