@@ -381,11 +381,8 @@ def scaled_matmul(
     fast = scaling.use_fast_accum and recipe is not Recipe.BLOCK  # torch refuses it
     functional: Any = torch.nn.functional
     if out is not None or not hasattr(functional, "scaled_mm"):  # torch below 2.11
-        multiply: Any = torch._scaled_mm
-        old: torch.Tensor = multiply(
-            A, B, a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast, out=out
-        )
-        return old
+        options: Any = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, "out": out}
+        return torch._scaled_mm(A, B, a_scale, b_scale, **options)
     kinds = functional.ScalingType
     a_kind, b_kind = {
         Recipe.TENSOR: (kinds.TensorWise, kinds.TensorWise),
