@@ -2,6 +2,7 @@
 
     scripts/python benchmarks/bench_any_m.py --op gemm_rs --layer llama-70b-gate-up --M-random 64
     scripts/python benchmarks/bench_any_m.py --op ag_gemm --bounds 20 --regret 8 --json any.json
+    scripts/python benchmarks/bench_any_m.py --dtype fp8-row --layer Qwen2-72B --M-random 40
     scripts/python benchmarks/bench_any_m.py --from-json any.json --png any.png
 
 M is drawn log-uniformly from 1 to --most. In addition, b - 1 to b + 2 are measured for each upper
@@ -36,7 +37,7 @@ from overlap.knobs import environment_with
 from overlap.measuring import Row, measure
 from overlap.plot import check_matplotlib
 from overlap.results import environment, software
-from overlap.shapes import NAMED, parse_numbers
+from overlap.shapes import DTYPE_CHOICES, NAMED, parse_numbers
 from overlap.tuned_op import TunedOp
 from overlap.workload import TUNED, TUNED_AGAIN, Choice
 
@@ -65,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=16384, help="largest M")
     parser.add_argument("--regret", type=int, default=0, metavar="N", help="tune N points in full")
     parser.add_argument("--limit", action="store_true", help="also time the limit")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_CHOICES)
     parser.add_argument("--rounds", type=int, default=15, help="samples of each candidate")
     parser.add_argument("--minutes", type=float, help="start no point after this time")
     parser.add_argument("--json", type=Path, help="file for the results; resumed")
@@ -81,7 +82,7 @@ class Sweep:
     """One op and layer, with one context for all M. Collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.info = options, GEMM_OPINFOS[options.op]
+        self.options, self.info = options, GEMM_OPINFOS[options.op].with_dtype(options.dtype)
         self.ranks, self.dtype = dist.get_world_size(), dtype_named(options.dtype)
         self.scale = 1 if is_cuda() else _CPU_SCALE
         self.tree = self._read()
@@ -221,7 +222,8 @@ def _short(row: Row) -> str:
 
 
 def show(tree: dict[str, Any], png: Path | None) -> None:
-    print(f"{tree['op']}, {tree['layer']}: N = {tree['N']}, K = {tree['K']}, {tree['ranks']} ranks")
+    sizes = f"N = {tree['N']}, K = {tree['K']}, {tree['ranks']} ranks, {tree['dtype']}"
+    print(f"{tree['op']}, {tree['layer']}: {sizes}")
     print(*summary(tree["points"]), sep="\n")
     if png is not None:
         draw(tree, png)

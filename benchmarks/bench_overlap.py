@@ -4,6 +4,7 @@
     bash scripts/launch.sh benchmarks/bench_overlap.py --shapes 8192:28672:8192 --mode graph
     bash scripts/launch.sh benchmarks/bench_overlap.py --layers all --M 512,2048,8192
     bash scripts/launch.sh benchmarks/bench_overlap.py --op ag_group_gemm --routing zipf
+    bash scripts/launch.sh benchmarks/bench_overlap.py --dtype fp8-row --shapes 8192:29696:8192
     scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
 For each shape the op is tuned, or its recorded config is used. The candidates are the winner, the
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from overlap.measuring import MODES, measure
 from overlap.plot import check_matplotlib, draw
 from overlap.results import report, shape_tree
-from overlap.shapes import parse_layers, parse_numbers, parse_shapes
+from overlap.shapes import DTYPE_CHOICES, parse_layers, parse_numbers, parse_shapes
 from overlap.table import console, shape_table, summary_table
 from overlap.tuned_op import open_op
 from overlap.workload import Choice
@@ -64,7 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
     parser.add_argument("--best", type=int, default=4, help="further recorded configs")
     parser.add_argument("--all-candidates", action="store_true", help="all unpruned configs")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_CHOICES)
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
     parser.add_argument("--limit", type=int, default=300, help="seconds per shape, with tuning")
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each shape")
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or (25 if is_cuda() else 3)
     dtype = dtype_named(options.dtype)
     choice = Choice(options.best, options.all_candidates)
-    trees, info = [], INFOS[options.op]
+    trees, info = [], INFOS[options.op].with_dtype(options.dtype)
     if isinstance(info, RoutedOpInfo):
         info.routing = options.routing
     asked = (info.scaled(each, scale, num_ranks) for each in wanted(options, info))
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
         trees.append(measured(info, shape, dtype, choice, modes, rounds))
         faulthandler.cancel_dump_traceback_later()
-        result = report(options.op, dtype, rounds, trees)
+        result = report(options.op, options.dtype, rounds, trees)
         if dist.get_rank() == 0:
             console().print(shape_table(trees[-1]))
             if options.json is not None:

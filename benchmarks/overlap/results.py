@@ -23,12 +23,12 @@ from .workload import TUNED, TUNED_AGAIN, Workload
 Tree = dict[str, Any]
 
 
-def report(op: str, dtype: torch.dtype, rounds: int, shapes: Sequence[Tree]) -> Tree:
+def report(op: str, dtype: str, rounds: int, shapes: Sequence[Tree]) -> Tree:
     """Return the results of one run."""
     return {
         "benchmark": "overlap",
         "op": op,
-        "dtype": str(dtype),
+        "dtype": dtype,
         "rounds": rounds,
         "command": sys.argv,
         "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from triton_dist.test.utils import LAYER_CONFIGS
-from triton_dist.testing.opinfo.base import OpInfo
+from triton_dist.test.utils import DTYPES, LAYER_CONFIGS
+from triton_dist.testing.opinfo.base import RECIPES, OpInfo
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape, RoutedOpInfo
 
@@ -24,6 +24,9 @@ LAYERS = {
 }
 NAMED = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
 """The same, with what the test scripts name."""
+
+
+DTYPE_CHOICES = [*DTYPES.values(), *RECIPES]
 
 
 def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:

@@ -100,14 +100,15 @@ def test_a_run_is_gone_on_with_and_low_points_are_measured_again(spawn_ranks, tm
     """On CPU ranks every point is low beside gloo."""
     path = tmp_path / "any.json"
     command = (SCRIPT, "--op", "gemm_rs", "--M", "3", "--M-random", "0", "--bounds", "1")
-    command += ("--most", "4", "--rounds", "3", "--json", str(path))
+    command += ("--most", "4", "--rounds", "3", "--json", str(path), "--dtype", "fp8-block")
     env = {"TRITON_DIST_AUTOTUNE": "0"}
     first, _ = spawn_ranks(2, run_program, *command, init=False, env=env)
     points = {each["M"]: each for each in json.loads(path.read_text())["points"]}
     assert 2 in points
     assert len(points) > 1
     assert all(each["failures"] == {} and each["rounds"] == 3 for each in points.values())
-    assert "gemm_rs, llama-70b-gate-up: N = 32, K = 112, 2 ranks" in first  # scaled down
+    sizes = "N = 32, K = 112, 2 ranks, fp8-block"  # scaled down
+    assert f"gemm_rs, llama-70b-gate-up: {sizes}" in first
     spawn_ranks(2, run_program, *command, init=False, env=env)
     assert json.loads(path.read_text())["points"] == list(points.values())  # nothing was left to do
     spawn_ranks(2, run_program, *command, "--again", init=False, env=env)

@@ -97,7 +97,7 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
         if not scales and libraries.has_async_tp(group, libraries.ALL_GATHER_MATMUL):
             calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(A, B, group)
         return {
-            "GEMM alone": Baseline("gemm", lambda: multiply(rows, B, all_scales)),
+            **self.gemms(rows, B, all_scales),
             **transfer_baselines(A, ctx),
             **{name: self.whole(call, operands, group) for name, call in calls.items()},
         }

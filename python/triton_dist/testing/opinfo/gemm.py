@@ -16,6 +16,8 @@ from torch import Generator
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, blocks
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
+from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
     LAYOUTS,
@@ -32,7 +34,7 @@ from triton_dist.testing.opinfo.base import (
     tolerance,
     uniform,
 )
-from triton_dist.testing.opinfo.scaled import in_fp32, new_scales, scales_of
+from triton_dist.testing.opinfo.scaled import Scales, in_fp32, multiply, new_scales, scales_of
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,16 @@ class GEMMOpInfo(OpInfo[Shape]):
         """Draw new values of A, with which sums over all of K have a standard deviation of 1."""
         A = operands["A"]
         fill(A, operands, A.shape[1] * (num_ranks if self.sums_over_ranks else 1), generator)
+
+    def gemms(self, A: torch.Tensor, B: torch.Tensor, scales: Scales) -> dict[str, Baseline]:
+        """Return the GEMM alone: torch's, and for fp8 on GPUs also ``matmul``, tuned when called.
+
+        No library multiplies all shapes with all recipes at the best rate.
+        """
+        gemms = {"GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales))}
+        if scales and not current_device().interprets:
+            gemms["our GEMM alone"] = Baseline("gemm", lambda: matmul(A, B, **scales))
+        return gemms
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         options = {name: value for name, value in operands.items() if name not in ("A", "B")}

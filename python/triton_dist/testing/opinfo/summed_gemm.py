@@ -47,7 +47,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             return libraries.async_tp_matmul_scatter(A, B, group)
 
         baselines = {
-            "GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales)),
+            **self.gemms(A, B, scales),
             "reduce-scatter alone": Baseline(
                 "transfer", lambda: libraries.reduce_scatter(product, group)
             ),
@@ -99,7 +99,7 @@ class GEMMAllReduceOpInfo(SummedGEMMOpInfo):
             zeros, lambda staged: multiply(A, B, scales, out=staged), group
         )
         return {
-            "GEMM alone": Baseline("gemm", lambda: multiply(A, B, scales)),
+            **self.gemms(A, B, scales),
             "all-reduce alone": Baseline("transfer", lambda: libraries.all_reduce(zeros, group)),
             self.serial: self.whole(serial, operands, group),
             **{
