@@ -1,8 +1,7 @@
-"""What every rank does in the tests of bad input, on CPU ranks and on GPUs alike."""
+"""Scenarios of ranks with bad input, on CPU ranks and on GPUs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_calls import AllGatherGEMM
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.symmetric import host
 
 ROWS, COLUMNS, K = 6, 40, 72
 
@@ -67,21 +65,6 @@ def one_rank_differs() -> list[tuple[str, str]]:
     return seen
 
 
-def one_rank_does_not_come() -> float:
-    """Seconds until this rank gave up on a first call that rank 1 never makes."""
-    calls = AllGatherGEMM(ROWS, COLUMNS, K)
-    if dist.get_rank() == 1:
-        dist.barrier()  # until rank 0 gave up
-        return 0.0
-    begin = time.monotonic()
-    error = refusal(lambda: ag_gemm(like_a(), like_b(), calls.ctx))
-    seconds = time.monotonic() - begin
-    assert type(error).__name__ == "TuningTimeout", error
-    assert "rank(s) 1 did not arrive" in str(error)
-    dist.barrier()
-    return seconds
-
-
 def too_large() -> tuple[str, int, int, str]:
     """More symmetric memory than there is; then a context that fits."""
     error = refusal(lambda: create(max_M=2**40 * dist.get_world_size()))
@@ -89,14 +72,3 @@ def too_large() -> tuple[str, int, int, str]:
     calls(ROWS)
     calls.finish()
     return type(error).__name__, error.needed, error.available, str(error)
-
-
-def full_on_one_rank() -> str:
-    """CPU ranks: /dev/shm is too small for rank 1 only; then it fits."""
-    reserve = host._reserve
-    if dist.get_rank() == 1:
-        host._reserve = lambda fd, nbytes: 123
-    error = refusal(create)
-    host._reserve = reserve
-    create().finalize()
-    return f"{type(error).__name__}: {error}"

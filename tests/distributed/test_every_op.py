@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import every_op_ranks
+from tests.distributed import bad_input_ranks, every_op_ranks
 from tests.distributed.every_op_ranks import NAMES
 
 MESSAGES = {
@@ -69,3 +69,16 @@ def test_errors_contexts_and_autograd_modes(spawn_ranks, name):
             assert CONTEXT_MESSAGES.get((name, case), "") in message
         assert f"rank is {rank + 1}, expected {rank}" in refused["rank"][1]
         assert "  rank 1: " in differs
+
+
+def test_one_rank_that_differs_is_an_error_on_all(on_any):
+    by_rank = on_any(bad_input_ranks.one_rank_differs, env={"TRITON_DIST_WAIT_TIMEOUT": "2"})
+    for rank, seen in enumerate(by_rank):
+        max_m, k, dtype, a_dtype, rows, layout, local_copy = seen
+        own_fault = "InvalidArgument" if rank == 1 else "RankDisagreement"
+        assert max_m[0] == a_dtype[0] == own_fault
+        assert "max_M is" in max_m[1]
+        assert "A.dtype is torch.bfloat16" in a_dtype[1]
+        for kind, message in (k, dtype, rows, layout, local_copy):
+            assert kind == "RankDisagreement"
+            assert "  rank 1: " in message
