@@ -202,7 +202,8 @@ def context_inputs(
         bad = {
             **bad_own_ranks,
             "max_ntokens": 6 * size + 1, "max_ntokens (none)": 0, "N_per_rank": 0, "K": 0,
-            "num_experts": 513, "topk": 11, "dtype": torch.int8,
+            "num_experts": 513, "topk": 11, "dtype": torch.int8, "BLOCK_SIZE_M": 48,
+            "BLOCK_SIZE_N": 512, "BLOCK_SIZE_K": 8, "GROUP_SIZE_M": 0, "stages": 0, "num_warps": 3,
         }  # fmt: skip
         return nvidia.create_ag_group_gemm_context, good, bad
     if name in ("gemm_ar", "gemm_rs"):

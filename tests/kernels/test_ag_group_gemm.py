@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.agreement import as_text
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
-from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
+from triton_dist.kernels.nvidia import ag_group_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm import algorithms
 from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, group_ends
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
@@ -138,25 +138,6 @@ def test_tiles_of_the_context_are_those_of_calls_that_name_none():
         )  # fmt: skip
         assert call.tiles.kwargs == given
         assert (call.tiles.num_stages, call.tiles.num_warps) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_ntokens", 0), ("N_per_rank", 0), ("K", 0), ("num_experts", 513), ("topk", 11),
-        ("dtype", torch.int32), ("rank", 1), ("num_ranks", 2), ("BLOCK_SIZE_M", 48),
-        ("BLOCK_SIZE_N", 512), ("BLOCK_SIZE_K", 8), ("GROUP_SIZE_M", 0), ("stages", 0),
-        ("num_warps", 3),
-    ],
-)  # fmt: skip
-def test_a_bad_context_names_the_argument(name, value):
-    good = {
-        "max_ntokens": 8, "N_per_rank": 8, "K": 16, "num_experts": 4, "topk": 2,
-        "dtype": torch.float16, "rank": 0, "num_ranks": 1, "num_local_ranks": 1,
-    }  # fmt: skip
-    with pytest.raises(InvalidArgument) as refusal:
-        create_ag_group_gemm_context(**good | {name: value})
-    assert refusal.value.argument == name
 
 
 def test_text_of_ids_differs_where_they_do():

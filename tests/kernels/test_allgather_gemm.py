@@ -13,7 +13,6 @@ from triton_dist.errors import (
     ContextFinalized,
     DeviceUnavailable,
     InvalidArgument,
-    NoValidConfig,
 )
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common import libraries
@@ -35,7 +34,6 @@ from triton_dist.kernels.nvidia.allgather_gemm.algorithms import (
     serial_params,
 )
 from triton_dist.kernels.nvidia.allgather_gemm.context import GATHERED_BYTES, exchanged_rows
-from triton_dist.kernels.nvidia.allgather_gemm.op import key_fn
 from triton_dist.runtime.device import cpu, current_device
 
 config_space, prune_fn = ALGORITHMS.config_space, ag_gemm.prune_fn
@@ -235,24 +233,6 @@ def test_one_rank_tries_no_vendor():
     assert prune_fn(config, A, B, SimpleNamespace(num_ranks=2))
 
 
-def test_keys_differ_in_what_a_tuning_depends_on():
-    A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 48, dtype=torch.float16)
-    with create_ag_gemm_context(16, 48, 64, torch.float16, 0, 1) as ctx:
-        keys = [
-            key_fn(A, B, ctx),
-            key_fn(A[:4], B, ctx),
-            key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
-            key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
-            key_fn(A, B, ctx, local_copy=False),
-            key_fn(A, B, ctx, method=AllGatherMethod.SERIAL),
-            key_fn(A, B, ctx, method=LibraryAlgorithm.COLLECTIVE),
-        ]
-        assert len(set(keys)) == 7
-        assert keys[0] == key_fn(A.clone(), B.clone(), ctx, local_copy=True)
-        assert keys[0] == ((8, 48, 64, torch.float16, "row-major", True, 1), True)
-        assert [key[0].layout for key in keys[2:4]] == ["column-major", "strided"]
-
-
 def test_rows_of_one_range_are_tuned_once():
     calls = AllGatherGEMM(max_rows=16, columns=40, K=72)
     ag_gemm.clear()
@@ -348,11 +328,3 @@ def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
                 )
     calls(5)
     assert calls.finish() == 1
-
-
-def test_no_valid_config_is_an_error_that_says_so(monkeypatch):
-    monkeypatch.setattr(type(current_device()), "shared_memory_bytes", lambda self: 16)
-    calls = AllGatherGEMM(max_rows=3, columns=48, K=72)
-    with pytest.raises(NoValidConfig):
-        calls(3, op=ag_gemm)
-    calls.ctx.finalize()

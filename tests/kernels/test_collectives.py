@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.collective_calls import COLLECTIVES
-from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.exchange.buffer import (
     LARGE_PARAMS,
@@ -165,28 +165,6 @@ def test_a_slot_holds_what_every_way_needs(num_ranks, workspace_nbytes):
         addends = num_ranks * shard_elements(one_shot_exchange)
         assert max(shards, addends) * item <= slot
         assert max(shards, addends) * item <= sums.slot_bytes(workspace_nbytes, num_ranks)
-
-
-def test_attributes_of_a_context():
-    ctx = create_allreduce_ctx(1 << 14, 0, 1, 8)
-    assert (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size) == (0, 1, 1, 1)
-    assert ctx.workspace_nbytes == 1 << 14
-    ctx.finalize()
-    ctx.finalize()
-    with pytest.raises(ContextFinalized, match="AllReduceContext was finalized"):
-        ctx.buffer  # noqa: B018
-
-
-@EACH_OP
-def test_a_key_has_the_way_that_is_named(op):
-    x = torch.empty(4096, dtype=torch.float16)
-    with COLLECTIVES[op].create(1 << 14, 0, 1, 1) as ctx:
-        key_fn = COLLECTIVES[op].op.key_fn
-        keys = [
-            key_fn(x, ctx),
-            *(key_fn(x, ctx, method=each) for each in METHODS[op] if each.value in methods_of(op)),
-        ]
-    assert len(set(keys)) == 1 + len(methods_of(op))
 
 
 @EACH_OP

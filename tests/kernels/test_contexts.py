@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import dropped_contexts
+from tests.distributed.every_op_ranks import NAMES, context_inputs
 from triton_dist.errors import ContextFinalized, InvalidArgument, SymmetricMemoryFull
 from triton_dist.kernels.nvidia import (
     ag_gemm,
     all_gather,
     all_reduce,
     create_ag_gemm_context,
-    create_ag_group_gemm_context,
     create_all_gather_ctx,
     create_allreduce_ctx,
     create_gemm_ar_context,
@@ -139,34 +139,29 @@ def test_operands_that_kernels_would_misread_are_refused():
             ag_gemm(A, B.resolve_neg(), ctx, gathered=A, autotune=False)
 
 
-GOOD = {
-    create_ag_gemm_context: {"max_M": 8, "N": 8, "K": 8, "dtype": FP16, "num_local_ranks": 1},
-    create_gemm_rs_context: {"max_M": 8, "N": 8, "output_dtype": FP16, "local_world_size": 1},
-    create_gemm_ar_context: {"max_M": 8, "N": 8, "output_dtype": FP16, "local_world_size": 1},
-    create_allreduce_ctx: {"workspace_nbytes": 64, "local_world_size": 1},
-    create_all_gather_ctx: {"workspace_nbytes": 64, "local_world_size": 1},
-    create_moe_rs_context: {
-        "max_token_num": 16, "hidden_dim": 8, "num_experts": 4, "topk": 2, "input_dtype": FP16,
-        "local_world_size": 1,
-    },
-    create_ag_group_gemm_context: {
-        "max_ntokens": 8, "N_per_rank": 8, "K": 8, "num_experts": 4, "topk": 2, "dtype": FP16,
-        "num_local_ranks": 1,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("create", GOOD)
-@pytest.mark.parametrize("value", [8.0, "8", None, [8], True])
-def test_a_size_that_is_no_whole_number_is_refused(create, value):
-    good = {"rank": 0, **GOOD[create]}
-    good["num_ranks" if "num_local_ranks" in good else "world_size"] = 1
-    for name in good:
-        if not name.endswith("dtype"):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_size_that_is_no_whole_number_is_refused(name):
+    create, good, _ = context_inputs(name, 0, 1)
+    for argument in [each for each, given in good.items() if isinstance(given, int)]:
+        for value in (8.0, "8", None, [8], True):
             with pytest.raises(InvalidArgument) as refusal:
-                create(**{**good, name: value})
-            assert refusal.value.argument == name
+                create(**{**good, argument: value})
+            assert refusal.value.argument == argument
             assert refusal.value.expected == "an int"
+
+
+def test_attributes_of_contexts():
+    with (
+        create_gemm_rs_context(12, 40, 0, 1, 8, torch.bfloat16) as rs,
+        create_gemm_ar_context(11, 40, 0, 1, 8, torch.bfloat16) as ar,
+        create_allreduce_ctx(1 << 14, 0, 1, 8) as all_reducing,
+    ):
+        for ctx in (rs, ar, all_reducing):
+            ranks = (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size)
+            assert ranks == (0, 1, 1, 1)
+        assert (rs.max_M, rs.N, rs.output_dtype, rs.reduce_st) == (12, 40, torch.bfloat16, False)
+        assert (ar.max_M, ar.N, ar.output_dtype) == (11, 40, torch.bfloat16)
+        assert all_reducing.workspace_nbytes == 1 << 14
 
 
 def test_a_context_of_another_op_is_refused():

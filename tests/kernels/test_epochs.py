@@ -91,42 +91,6 @@ def test_the_host_waits_in_the_call_only_if_nobody_settles(spawn_ranks):
         assert told == error
 
 
-def count_peer_checks():
-    """Count peer checks of our calls and of library calls."""
-    used, looked = slots(), []
-    look = used._check_peers
-    used._check_peers = lambda slot, size: (looked.append((slot, used.index)), look(slot, size))
-    counts = []
-
-    def own():
-        used.take()
-        used.finish(awaited=True)
-        counts.append(len(looked))
-
-    def run_without_slots():
-        assert used.run_without_slots(lambda: 7) == 7
-        counts.append(len(looked))
-
-    own()
-    own()
-    run_without_slots()  # in production, nothing
-    with bounded_waits(20.0), waits.deferred_checks(current_device(), 20.0) as run_checks:
-        run_without_slots()
-        run_checks()
-        run_without_slots()
-        run_checks()
-        assert looked[-1] == (1, 0)  # at the slot of the next call, which stays that
-        own()
-        run_checks()
-    used.memory.barrier()
-    used.free()
-    return counts
-
-
-def test_what_runs_beside_pays_for_the_look_of_an_eager_trial(spawn_ranks):
-    assert spawn_ranks(2, count_peer_checks) == [[1, 1, 1, 2, 3, 4]] * 2
-
-
 def nothing_is_left_of_earlier_trials():
     used = slots()
     for _ in range(2):

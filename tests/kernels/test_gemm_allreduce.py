@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.distributed.gemm_calls import LAYOUTS, GEMMAllReduce, default_tiles
-from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
 from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
@@ -164,30 +163,3 @@ def test_the_order_of_tiles_allows_no_circle_of_waits(num_ranks, num_chunks):
             assert all(index < own and there == where for index, there in peers)
     for row_block in range(num_ranks):
         assert len({place[0, row_block, tile][1] for tile in range(21)}) == 21
-
-
-def test_keys_differ_in_what_a_tuning_depends_on():
-    A, B = torch.empty(16, 64, dtype=torch.float16), torch.empty(64, 48, dtype=torch.float16)
-    with create() as ctx:
-        keys = [
-            key_fn(A, B, ctx),
-            key_fn(A[:8], B, ctx),
-            key_fn(A[:, :32], B[:32], ctx),
-            key_fn(A.T.contiguous().T, B, ctx),
-            key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
-            key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
-            key_fn(A, B, ctx, copy_to_local=False),
-        ]
-        assert len(set(keys)) == len(keys)
-        bias = torch.empty(48, dtype=torch.float16)
-        assert keys[0] == key_fn(A.clone(), B.clone(), ctx, bias=bias)
-
-
-def test_attributes_of_a_context():
-    ctx = create(11, 40, torch.bfloat16)
-    assert (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size) == (0, 1, 1, 1)
-    assert (ctx.max_M, ctx.N, ctx.output_dtype) == (11, 40, torch.bfloat16)
-    ctx.finalize()
-    ctx.finalize()
-    with pytest.raises(ContextFinalized, match="AllReduceTensorParallelContext was finalized"):
-        ctx.buffer  # noqa: B018

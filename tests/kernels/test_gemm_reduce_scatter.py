@@ -9,9 +9,8 @@ import torch
 import triton
 
 from tests.distributed.gemm_calls import LAYOUTS, GEMMReduceScatter, default_tiles
-from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
+from triton_dist.errors import CaptureInProgress, InvalidArgument
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import (
     Chunks,
     chunks_of_row_block,
@@ -131,34 +130,6 @@ def test_tile_shapes_are_pushed_once():
     assert {config["num_chunks"] for config in pushed} == {1, 2, 4, 8}
 
 
-def test_keys_differ_in_what_a_tuning_depends_on():
-    A, B = torch.empty(16, 64, dtype=torch.float16), torch.empty(64, 48, dtype=torch.float16)
-    with create(reduce_st=True) as ctx:
-        keys = [
-            key_fn(A, B, ctx),
-            key_fn(A[:8], B, ctx),
-            key_fn(A[:, :32], B[:32], ctx),
-            key_fn(A.T.contiguous().T, B, ctx),
-            key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
-            key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
-            key_fn(A, B, ctx, reduce_st=False),
-        ]
-        assert len(set(keys)) == len(keys)
-        bias = torch.empty(48, dtype=torch.float16)
-        assert keys[0] == key_fn(A.clone(), B.clone(), ctx, bias=bias, reduce_st=True)
-
-
-def test_attributes_of_a_context():
-    ctx = create(12, 40, torch.bfloat16)
-    assert (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size) == (0, 1, 1, 1)
-    assert (ctx.max_M, ctx.N, ctx.output_dtype) == (12, 40, torch.bfloat16)
-    assert ctx.reduce_st is False
-    ctx.finalize()
-    ctx.finalize()
-    with pytest.raises(ContextFinalized, match="ReduceScatterTensorParallelContext was finalized"):
-        ctx.buffer  # noqa: B018
-
-
 def test_a_sum_is_not_pushed_by_row_blocks():
     A, B = torch.ones(4, 8).half(), torch.ones(8, 48).half()
     with (
@@ -177,17 +148,6 @@ def test_no_copy_engine_where_a_launch_waits_for_its_kernel(monkeypatch):
     assert {config["algorithm"] for config in left} == {"fused", "one_launch"}
     with create(max_M=8) as ctx, pytest.raises(InvalidArgument, match="CUDA_LAUNCH_BLOCKING"):
         gemm_rs.fn(A[:8], torch.ones(64, 48).half(), ctx, default_tiles(), fuse_scatter=False)
-
-
-def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
-    calls = GEMMReduceScatter(max_rows=5, columns=40, K=72)
-    with monkeypatch.context() as patch:
-        patch.setattr(scatter_algorithms, "scattered_gemm", lambda *_, **__: 1 / 0)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                calls(5)
-    calls(5)
-    assert calls.finish() == 1
 
 
 def test_one_call_before_a_capture_is_enough(monkeypatch):

@@ -184,27 +184,6 @@ def test_one_rank_tries_products_alone(monkeypatch, info):
     assert values(found["chunks"], "num_chunks") == {1}
 
 
-@INFOS
-def test_keys_differ_in_what_a_tuning_depends_on(info):
-    shape = GroupedShape(8, 48, 32, 4, 2)
-    data = info.operands(shape, BF16, 1)
-    with info.context(shape, BF16) as ctx, info.context(shape, BF16, n_chunks_max=2) as few:
-        (x, weights, ids, choices, _), _ = info.arguments(data, ctx)
-        key = info.op.key_fn
-        keys = [
-            key(x, weights, ids, choices, ctx),
-            key(x[:8], weights, ids[:4], choices[:4], ctx),
-            key(x[:, :16], weights[:, :16], ids, choices, ctx),
-            key(x, weights.transpose(1, 2).contiguous().transpose(1, 2), ids, choices, ctx),
-            key(x, weights, ids, choices, ctx, n_chunks=2),
-            key(x, weights, ids, choices, ctx, config=grouped_tiles()[0]),
-            key(x, weights, ids, choices, few),
-        ]
-        assert len(set(keys)) == len(keys)
-        assert keys[0] == key(x.clone(), weights, ids.long(), choices.bfloat16(), ctx)
-        assert keys[0] == key(x, weights, ids, choices, ctx, persistent=False)
-
-
 def test_work_of_a_call():
     rs, ar = (info.cost(GroupedShape(1000, 64, 32, 4, 2), BF16, 4) for info in (RS, AR))
     assert rs.flops == ar.flops == 2 * 2000 * 64 * 8

@@ -22,7 +22,6 @@ from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime import triton_compat
-from triton_dist.runtime.device import current_device
 
 SMALL = triton.Config(
     {
@@ -140,28 +139,3 @@ def test_what_tma_and_wgmma_cannot_take_is_pruned(hopper, A, B, kept):
         "num_chunks": 1,
     }
     assert ag_gemm.prune_fn(config, A, B, SimpleNamespace(num_ranks=4)) is kept
-
-
-def test_elsewhere_it_is_pruned():
-    assert current_device().name == "cpu"
-    config = {
-        "gemm_config": WARP_SPECIALIZED_TILES[0],
-        "persistent": True,
-        "algorithm": "full_mesh_push",
-        "num_streams": 1,
-        "num_chunks": 1,
-    }
-    A, B = matrix(512, 1024), matrix(1024, 7168)
-    assert not ag_gemm.prune_fn(config, A, B, SimpleNamespace(num_ranks=4))
-
-
-def test_cuts_are_tried_where_they_save_waves(hopper, monkeypatch):
-    """4 x 512 rows: 448 tiles are 3.39 waves. 4 x 2048: 13.58, and cut as many."""
-    gpu = SimpleNamespace(
-        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, num_sms=132
-    )
-    monkeypatch.setattr(sys.modules[is_worth_trying.__module__], "current_device", lambda: gpu)
-
-    for config in WARP_SPECIALIZED_SPLIT_K_TILES:
-        assert is_worth_trying(config, 512, 7168, 4)
-        assert not is_worth_trying(config, 2048, 7168, 4)

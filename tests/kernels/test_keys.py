@@ -1,0 +1,71 @@
+"""Keys of all ops: they differ in what a tuning depends on, and in nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from triton_dist.kernels.common.moe.spaces import grouped_tiles
+from triton_dist.kernels.nvidia import (
+    AllGatherMethod,
+    AllReduceMethod,
+    GatherMethod,
+    LibraryAlgorithm,
+    ReduceScatterMethod,
+)
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.gemm import Shape
+from triton_dist.testing.opinfo.moe import GroupedShape
+
+SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
+REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}]
+OPTIONS = {
+    "ag_gemm": [
+        {"local_copy": False},
+        {"method": AllGatherMethod.SERIAL},
+        {"method": LibraryAlgorithm.COLLECTIVE},
+    ],
+    "gemm_rs": [{"reduce_st": True}],
+    "gemm_ar": [{"copy_to_local": False}],
+    "all_gather": [{"method": each} for each in GatherMethod],
+    "all_reduce": [{"method": each} for each in AllReduceMethod if each.replacement is None],
+    "reduce_scatter": [{"method": each} for each in ReduceScatterMethod],
+    "run_moe_reduce_ar": REDUCE,
+    "run_moe_reduce_rs": REDUCE,
+}
+"""Options of calls that a tuning depends on."""
+LAYOUTS = {
+    "row-major": lambda B: B.contiguous(),
+    "column-major": lambda B: B.mT.contiguous().mT,
+    "strided": lambda B: torch.stack([B, B], dim=-1).flatten(-2)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("name", OPINFOS)
+def test_keys_differ_in_what_a_tuning_depends_on(name):
+    info = OPINFOS[name]
+    base, keys = SHAPES[info.shape], []
+
+    def add(shape=base, dtype=torch.float16, change=lambda operands: None, **options):
+        operands = info.operands(shape, dtype, 1)
+        change(operands)
+        created = {"reduce_st": True} if "reduce_st" in options else {}
+        with info.context(shape, dtype, **created) as ctx:
+            args, kwargs = info.arguments(operands, ctx)
+            keys.append(info.op.key_fn(*args, **kwargs, **options))
+
+    add()
+    add()
+    assert keys.pop() == keys[0]
+    add(dtype=torch.bfloat16)
+    for field in dataclasses.fields(base):
+        add(dataclasses.replace(base, **{field.name: 2 * getattr(base, field.name)}))
+    for options in OPTIONS.get(name, []):
+        add(**options)
+    right = {"B", "b", "weights"} & info.operands(base, torch.float16, 1).keys()
+    for lay_out in LAYOUTS.values() if right else ():
+        add(change=lambda given, f=lay_out: given.update({n: f(given[n]) for n in right}))
+    assert len(set(keys)) == len(keys) - bool(right)  # the first key has one of the layouts
