@@ -101,7 +101,7 @@ def who_is_late(late: int) -> tuple[str, int, int]:
         calls.skip()
     else:
         try:
-            with bounded_waits(4.0):  # the others send meanwhile, on a loaded host too
+            with bounded_waits(2.0):  # the others send meanwhile, on a loaded host too
                 calls(300, **PACKETS, num_ctas=2)
         except WaitTimeout as error:
             seen = error.flag, error.expected, error.seen

@@ -126,17 +126,13 @@ def every_algorithm(kind: Kind, turns: int) -> int:
 
 
 @compiled_ahead
-def every_operand(
-    kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES, first: int = 0, step: int = 1
-) -> int:
-    """Dtypes x sizes x layouts of B x kernels, and layouts of A; of the four sizes, every ``step``
-    from the ``first`` on."""
+def every_operand(kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
+    """Call with dtypes x sizes x layouts of B x kernels, and with layouts of A."""
     count = 0
     # An odd K, or an odd N, cannot be read or written through descriptors.
     shapes = ((72, 72), (24, 16), (65, 33), (1, 1))
     for dtype in dtypes:
-        sizes = list(zip(kind.operand_algorithms, shapes, strict=True))
-        for (rows, algorithms), (columns, K) in sizes[first::step]:
+        for (rows, algorithms), (columns, K) in zip(kind.operand_algorithms, shapes, strict=True):
             calls = kind(rows, columns, K, dtype)
             for layout, algorithm in zip(LAYOUTS, itertools.cycle(kind.layout_algorithms)):
                 calls(rows, layout, **algorithm)
@@ -285,18 +281,6 @@ def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
 
 def ones(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.ones(rows, columns, dtype=dtype, device=current_device().torch_device)
-
-
-@compiled_ahead
-def every_size() -> int:
-    """Use every algorithm at sizes near multiples of the ranks and of row blocks."""
-    world = dist.get_world_size()
-    calls = GEMMAllReduce(max_rows=16 * world + 1, columns=40, K=24)
-    sizes = (1, 3, 5, world, world + 1, 16 * world - 1, 16 * world, 16 * world + 1)
-    for rows in sizes:
-        for algorithm in GEMMAllReduce.tiled:
-            calls(rows, **algorithm)
-    return calls.finish()
 
 
 def same_bits_on_all_ranks() -> int:

@@ -50,8 +50,8 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_errors_contexts_and_autograd_modes(spawn_ranks, name):
-    first, other = spawn_ranks(2, every_op_ranks.everything, name)
+def test_errors_contexts_and_autograd_modes(on_two, name):
+    first, other = on_two(every_op_ranks.everything, name)
     (seen, of_bad, of_good), _, history = first
     assert (seen, of_bad, of_good) == other[0]
     assert of_bad == []

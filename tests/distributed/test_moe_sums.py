@@ -22,37 +22,37 @@ def name(request):
 @pytest.mark.parametrize(
     ("name", "size", "dtype"), [(RS.name, 2, torch.bfloat16), (AR.name, 3, torch.float16)]
 )
-def test_every_way_any_tokens_and_routing(spawn_ranks, name, size, dtype):
+def test_every_way_any_tokens_and_routing(on_ranks, name, size, dtype):
     shape = GroupedShape(0, 72, 40 * size, 5, 3)
-    counts = spawn_ranks(size, moe_sum_ranks.every_algorithm, name, dtype, shape, (5, 1))
+    counts = on_ranks(size)(moe_sum_ranks.every_algorithm, name, dtype, shape, (5, 1))
     assert counts == [2 * (6 if name == RS.name else 7)] * size
 
 
-def test_layouts_odd_sizes_many_choices_and_experts(spawn_ranks, name):
+def test_layouts_odd_sizes_many_choices_and_experts(on_two, name):
     shapes = (GroupedShape(6, 35, 42, 1, 1), GroupedShape(2, 24, 16, 24, 10))
     count = (3 + 1) * (3 if name == RS.name else 4)
-    assert spawn_ranks(2, moe_sum_ranks.layouts, name, shapes) == [count] * 2
+    assert on_two(moe_sum_ranks.layouts, name, shapes) == [count] * 2
 
 
-def test_the_same_operands_give_the_same_bits(spawn_ranks, name):
+def test_the_same_operands_give_the_same_bits(on_any, name):
     count = 2 * (4 if name == RS.name else 5)
-    assert spawn_ranks(3, moe_sum_ranks.same_bits, name, SHAPE, 2) == [count] * 3
+    assert on_any(moe_sum_ranks.same_bits, name, SHAPE, 2) == [count] * 3
 
 
 @pytest.mark.parametrize("name", [RS.name])  # whose calls are those of the other op
-def test_tuned_over_the_ranks_with_what_the_caller_fixes(spawn_ranks, name):
-    for count, configs in spawn_ranks(2, moe_sum_ranks.tuned, name, SMALL):
+def test_tuned_over_the_ranks_with_what_the_caller_fixes(on_two, name):
+    for count, configs in on_two(moe_sum_ranks.tuned, name, SMALL):
         assert count == 3
         assert configs[2] == "chunks"
 
 
-def test_without_a_context(spawn_ranks, name):
-    spawn_ranks(2, moe_sum_ranks.without_context, name, SHAPE)
+def test_without_a_context(on_two, name):
+    on_two(moe_sum_ranks.without_context, name, SHAPE)
 
 
-def test_what_is_launched(spawn_ranks, name):
+def test_what_is_launched(on_two, name):
     """The map's two launches once, a product and a sum for each chunk, and no copy of rows."""
-    seen, other = spawn_ranks(2, moe_sum_ranks.launches, name, SHAPE)
+    seen, other = on_two(moe_sum_ranks.launches, name, SHAPE)
     assert seen == other
     blocks = ["kernel_count_routes", "kernel_map_blocks"]
     product = ["kernel_grouped_gemm", "kernel_topk_sum"]
@@ -72,15 +72,15 @@ def test_what_is_launched(spawn_ranks, name):
     assert seen == expected
 
 
-def test_other_ids_on_one_rank_are_an_error_on_all(spawn_ranks, name):
-    for first, later in spawn_ranks(2, moe_sum_ranks.other_ids_on_one_rank, name, SHAPE):
+def test_other_ids_on_one_rank_are_an_error_on_all(on_two, name):
+    for first, later in on_two(moe_sum_ranks.other_ids_on_one_rank, name, SHAPE):
         assert "disagree on the arguments of triton_dist.kernels.nvidia" in first
         assert f"disagree on the ids of a call of {name}" in later
         assert first.count("ids (12, 3), digest ") == later.count("ids (12, 3), digest ") == 2
 
 
-def test_other_tokens_on_one_rank_are_told_by_the_kernels(spawn_ranks, name):
+def test_other_tokens_on_one_rank_are_told_by_the_kernels(on_two, name):
     env = {"TRITON_DIST_WAIT_TIMEOUT": "60"}
-    for told in spawn_ranks(2, moe_sum_ranks.other_tokens_on_one_rank, name, SHAPE, env=env):
+    for told in on_two(moe_sum_ranks.other_tokens_on_one_rank, name, SHAPE, env=env):
         assert told == [{0: 12, 1: 10}] * len(told)
         assert len(told) == (3 if name == RS.name else 4)

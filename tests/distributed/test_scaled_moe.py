@@ -17,9 +17,9 @@ from tests.distributed.scaled_moe_ranks import E4M3, E5M2, GATHERS, SUMS
         (1, "tensor", 1, 7, 19, E4M3, False),
     ],
 )
-def test_scales_travel_with_the_rows(spawn_ranks, size, recipe, m, N, K, dtype, library):
+def test_scales_travel_with_the_rows(on_ranks, size, recipe, m, N, K, dtype, library):
     count = len(GATHERS) + library
-    assert spawn_ranks(size, ranks.gathered, recipe, m, N, K, dtype) == [count] * size
+    assert on_ranks(size)(ranks.gathered, recipe, m, N, K, dtype) == [count] * size
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def test_scales_travel_with_the_rows(spawn_ranks, size, recipe, m, N, K, dtype, 
         (2, "tensor", True, 1, 16, 16, torch.bfloat16),
     ],
 )
-def test_sums_of_scaled_products(spawn_ranks, size, recipe, all_rows, m, N, k, dtype):
+def test_sums_of_scaled_products(on_ranks, size, recipe, all_rows, m, N, k, dtype):
     count = {"block": 2, "row": len(SUMS), "tensor": len(SUMS) + 1}[recipe]
-    assert spawn_ranks(size, ranks.summed, recipe, all_rows, m, N, k, dtype) == [count] * size
+    assert on_ranks(size)(ranks.summed, recipe, all_rows, m, N, k, dtype) == [count] * size
 
 
-def test_what_is_refused(spawn_ranks):
-    spawn_ranks(2, ranks.refusals)
+def test_what_is_refused(on_two):
+    on_two(ranks.refusals)

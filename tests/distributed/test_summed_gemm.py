@@ -16,10 +16,6 @@ class TestGEMMAllReduce(SummedGEMMSuite):
     kind = GEMMAllReduce
 
 
-def test_any_number_of_rows(on_any):
-    assert set(on_any(summed_gemm_ranks.every_size)) == {8 * len(GEMMAllReduce.tiled)}
-
-
 def test_every_rank_has_the_same_bits(on_any):
     calls = 2 * len(GEMMAllReduce.algorithms)
     assert set(on_any(summed_gemm_ranks.same_bits_on_all_ranks)) == {calls}

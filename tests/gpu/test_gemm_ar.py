@@ -8,7 +8,6 @@ from tests.distributed import summed_gemm_ranks
 from tests.distributed.gemm_calls import GEMMAllReduce
 from tests.distributed.test_summed_gemm import (  # noqa: F401
     test_a_result_without_a_copy_outlives_the_next_call,
-    test_any_number_of_rows,
     test_every_rank_has_the_same_bits,
 )
 from tests.gpu.op_suite import GPUSummedGEMMSuite
