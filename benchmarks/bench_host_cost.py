@@ -131,7 +131,8 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
         times |= {f"  {name}": value for name, value in measured.items()}
         add("NCCL + matmul" if device.name == "cuda" else "gloo + matmul",
             lambda: all_gather_matmul(A, B))  # fmt: skip
-    slowest = group_for(None).maximum("host cost", list(times.values()))
+    everyone = group_for(None).all_gather("host cost", list(times.values()))
+    slowest = [max(each) for each in zip(*everyone, strict=True)]
     return dict(zip(times, slowest, strict=True))
 
 

@@ -49,9 +49,8 @@ def say_every_word(members):
                 ranks.is_leader,
                 ranks.all_gather("all_gather", {"rank": dist.get_rank(), "number": number}),
                 ranks.broadcast("broadcast", [number, "leader's"] if ranks.is_leader else None),
-                ranks.maximum("maximum", [float(ranks.rank), -float(ranks.rank), 7.5]),
                 ranks.barrier("barrier"),
-                ranks.align(),
+                ranks.align_devices(),
             )
         )
     return said
@@ -70,11 +69,10 @@ def test_words(spawn_ranks, world_size, members):
         group = range(world_size) if members is None else next(g for g in members if rank in g)
         group = sorted(group)
         for number, words in enumerate(said):
-            own, size, is_leader, gathered, decided, slowest, *nothing = words
+            own, size, is_leader, gathered, decided, *nothing = words
             assert (own, size, is_leader) == (group.index(rank), len(group), own == 0)
             assert gathered == [{"rank": member, "number": number} for member in group]
             assert decided == [number, "leader's"]
-            assert slowest == [size - 1.0, 0.0, 7.5]
             assert nothing == [None, None]
 
 
@@ -216,8 +214,7 @@ def test_alone_every_word_is_answered_here():
     assert (alone.rank, alone.size, alone.is_leader) == (0, 1, True)
     assert alone.all_gather("phase", 3) == [3]
     assert alone.broadcast("phase", 3) == 3
-    assert alone.maximum("phase", [1.0, 2.0]) == [1.0, 2.0]
-    assert alone.barrier("phase") is alone.align() is None
+    assert alone.barrier("phase") is alone.align_devices() is None
     assert alone.facts()["world_size"] == "1"
 
 

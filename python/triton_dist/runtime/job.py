@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from triton_dist import knobs
@@ -62,10 +61,18 @@ def _members(folder: Path) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """Return whether process ``pid`` runs. A zombie does not count."""
+    return process_state(pid)[0] not in ENDED
+
+
+ENDED = ("", "Z", "X")
+"""State letters of a process that does not exist, of a zombie and of a dead process."""
+
+
+def process_state(pid: int) -> tuple[str, str]:
+    """Return state letter and start time, empty if the process or ``/proc`` does not exist."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
+        # The name in parentheses may contain spaces and parentheses itself.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]

@@ -70,14 +70,13 @@ def interleaved(
     milliseconds: dict[str, list[float]] = {name: [] for name in candidates}
     queueing = 0.0  # longest host time of a call, in seconds
 
-    def delay_stream() -> None:
-        device.flush_cache()
-        device.delay_stream(queueing)
-
     for round_number in range(warmup_rounds + rounds):
         for name, call in candidates.items():
             timer = device.timer()
-            ranks.align("interleaved timing", queue_work=delay_stream)
+            ranks.barrier("interleaved timing")
+            device.flush_cache()
+            device.delay_stream(queueing)
+            ranks.align_devices()
             timer.start()
             began = time.perf_counter()
             call()
@@ -86,9 +85,9 @@ def interleaved(
             device.synchronize()
             if round_number >= warmup_rounds:
                 milliseconds[name].append(timer.milliseconds())
-    slowest = ranks.maximum(
-        "interleaved timing", [t for times in milliseconds.values() for t in times]
-    )
+    own = [t for times in milliseconds.values() for t in times]
+    everyone = ranks.all_gather("interleaved timing", own)
+    slowest = [max(times) for times in zip(*everyone, strict=True)]
     return {
         name: Samples(tuple(slowest[i * rounds : (i + 1) * rounds]))
         for i, name in enumerate(candidates)

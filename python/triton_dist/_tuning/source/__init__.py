@@ -16,8 +16,8 @@ from typing import Any
 from triton_dist._tuning.source import libraries
 from triton_dist._tuning.source.modules import digest, file_at
 from triton_dist._tuning.source.runtime_values import Snapshot, function_in, globals_of
-from triton_dist._tuning.source.slices import Slice, Source, bytecode
-from triton_dist._tuning.values import Origin, original
+from triton_dist._tuning.source.slices import Slice, Source
+from triton_dist._tuning.values import Origin, codec, original
 
 __all__ = ["Snapshot", "Source", "origin_of", "source_of"]
 
@@ -57,6 +57,6 @@ def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
         return origin
     file = file_at(inner.__code__.co_filename, inner.__globals__)
     if not file.has(inner.__code__):  # without source, the bytecode identifies it
-        return origin.with_distinction(f"code {digest([bytecode(inner.__code__)])[:8]}")
+        return origin.with_distinction(f"code {digest(codec.encode_code(inner.__code__))[:8]}")
     ordinal = file.ordinal(inner.__code__)
     return origin.with_distinction(f"definition {ordinal + 1}") if ordinal else origin

@@ -103,7 +103,7 @@ class Slice:
             rebound = rebound.union(*(each.nonlocals for each in found))
             self._add_statements(label, found, scope, cells)
         elif function:
-            self.digests.setdefault(label, f"bytecode {digest([bytecode(code)])}")
+            self.digests.setdefault(label, f"bytecode {digest(codec.encode_code(code))}")
             self._follow({x for _, each in modules.with_inner(code) for x in each.co_names}, scope)
         elif held:
             data = [(x, text_of(y)) for x, y in vars(value).items() if not x.startswith("__")]
@@ -437,13 +437,3 @@ def _module_name(scope: Globals) -> str:
     """Return the name of a module, also if it was started with ``python -m``."""
     name, spec = scope.get("__name__") or "", scope.get("__spec__")
     return spec.name if name == "__main__" and spec is not None else name
-
-
-def bytecode(code: types.CodeType) -> object:
-    """Return instructions, constants and names, equal in all processes of a version of Python."""
-    constants = [
-        bytecode(x) if isinstance(x, types.CodeType)
-        else sorted(map(repr, x)) if isinstance(x, frozenset) else x
-        for x in code.co_consts
-    ]  # fmt: skip
-    return code.co_code, constants, code.co_names, code.co_varnames

@@ -193,23 +193,24 @@ def _encode_function(value: Any, binding: bool) -> Tree:
     if code is not None and "<" in value.__qualname__:
         closure = (value.__closure__ or ()) if binding else ()
         cells = [encode(cell.cell_contents) for cell in closure]
-        tree["code"] = digest(code.co_code.hex(), _constants(code), list(code.co_names), cells)
+        tree["code"] = digest(*encode_code(code), cells)
     return tree
 
 
-def _constants(code: types.CodeType) -> Tree:
-    """Return the constants of a code object and its inner code objects.
+def encode_code(code: types.CodeType) -> list[Tree]:
+    """Encode instructions, constants and names, equally in all processes of a version of Python.
 
     Sets are sorted, because the ``repr`` of a set differs between processes.
     """
-    return [
-        [each.co_code.hex(), _constants(each), list(each.co_names)]
+    constants = [
+        encode_code(each)
         if isinstance(each, types.CodeType)
         else sorted(map(repr, each))
         if isinstance(each, frozenset)
         else repr(each)
         for each in code.co_consts
     ]
+    return [code.co_code.hex(), constants, list(code.co_names)]
 
 
 def _name_of(item: Any) -> str:

@@ -20,12 +20,13 @@ from triton_dist._tuning.values.key import Key
 from triton_dist._tuning.values.outcome import (
     UNREADABLE,
     ByRank,
+    Measurement,
     Outcome,
     outcome_tree,
     read_number,
     read_outcome,
 )
-from triton_dist._tuning.values.winner import could_win, winner
+from triton_dist._tuning.values.winner import winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
 SCHEMA = 4
@@ -101,18 +102,6 @@ class TuningRecord:
             raise NoValidConfig(self.key.full_name, self.key, causes)
         return self.trials[index]
 
-    def _chosen(self, digest: str) -> Trial:
-        """Return the recorded winner. An earlier version may have used a different rule."""
-        best = self.best
-        if best.digest == digest:
-            return best
-        indifference = float(self.fingerprint.policy.get("indifference", 0.0))
-        outcomes = [trial.outcome for trial in self.trials]
-        for index, trial in enumerate(self.trials):
-            if trial.digest == digest and could_win(outcomes, index, indifference):
-                return trial
-        raise ValueError("its best config is not the fastest of its trials")
-
     @property
     def shipped(self) -> bool:
         """True for a record from a pack, which has few trials and a loose fingerprint."""
@@ -181,11 +170,11 @@ class TuningRecord:
         """
         tree = _upgraded(tree)
         try:
-            record = cls(
-                trials=tuple(map(_read_trial, tree["trials"])), **_from_tree_without_trials(tree)
-            )
-            record.__dict__["best"] = record._chosen(tree["best"]["digest"])
-        except (*UNREADABLE, NoValidConfig) as error:
+            trials = tuple(map(_read_trial, tree["trials"]))
+            record = cls(trials=trials, **_from_tree_without_trials(tree))
+            measured = {t.digest: t for t in trials if isinstance(t.outcome, Measurement)}
+            record.__dict__["best"] = measured[tree["best"]["digest"]]
+        except UNREADABLE as error:
             raise _malformed(error) from error
         return record
 

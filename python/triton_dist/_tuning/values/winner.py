@@ -125,18 +125,6 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     raise AssertionError("the fastest is near itself")
 
 
-def could_win(outcomes: Sequence[Outcome], index: int, indifference: float) -> bool:
-    """Return whether earlier versions of :func:`winner` may have selected ``outcomes[index]``.
-
-    This is true if its median is within ``indifference`` of the lowest. Raises like :func:`winner`.
-    """
-    medians = _well_sampled(outcomes, indifference)
-    if index not in medians:
-        return False
-    lowest = min(medians.values())
-    return medians[index] <= lowest + indifference * abs(lowest)
-
-
 def _well_sampled(outcomes: Sequence[Outcome], indifference: float) -> dict[int, float]:
     """Return the medians of the outcomes with enough samples, by index."""
     if not 0 <= indifference < 1:

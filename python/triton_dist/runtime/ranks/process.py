@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from triton_dist import knobs
+from triton_dist.runtime.job import ENDED, process_state
 
 
 class Process(NamedTuple):
@@ -31,13 +31,13 @@ class Process(NamedTuple):
         local_rank = -1
         with suppress(knobs.InvalidKnob):
             local_rank = knobs.get_int_env("LOCAL_RANK", -1)
-        return cls(socket.gethostname(), namespace, pid, _state(pid)[1], local_rank)
+        return cls(socket.gethostname(), namespace, pid, process_state(pid)[1], local_rank)
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended; ``False`` if unknown (another
         host)."""
         state = self._known_state()
-        return state is not None and state in ("", "Z", "X")  # a zombie has ended too
+        return state is not None and state in ENDED
 
     def is_stopped(self) -> bool:
         """Return whether the process is known to be stopped, by a signal or a debugger."""
@@ -48,18 +48,8 @@ class Process(NamedTuple):
         own = Process.own()
         if not self.started or (self.host, self.namespace) != (own.host, own.namespace):
             return None
-        state, started = _state(self.pid)
+        state, started = process_state(self.pid)
         return state if started == self.started else ""
-
-
-def _state(pid: int) -> tuple[str, str]:
-    """Return state letter and start time, empty if the process or ``/proc`` does not exist."""
-    try:
-        # The name in parentheses may contain spaces and parentheses itself.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
 
 
 class WorldRank(int):

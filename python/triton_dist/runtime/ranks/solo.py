@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -53,20 +53,8 @@ class SoloRank:
     def all_gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
-    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
-        return list(values)
-
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         pass
-
-    def align(
-        self,
-        phase: str = "align",
-        seconds: float | None = None,
-        queue_work: Callable[[], object] | None = None,
-    ) -> None:
-        if queue_work is not None:
-            queue_work()
 
     def align_devices(self) -> None:
         pass

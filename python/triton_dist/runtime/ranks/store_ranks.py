@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -211,23 +211,8 @@ class StoreRanks:
         entries = self._receive_all(step, phase, range(self.size), seconds)
         return self._checked_values(step, phase, entries, before)
 
-    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
-        return [max(column) for column in zip(*self.all_gather(phase, list(values)), strict=True)]
-
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.all_gather(phase, None, seconds)
-
-    def align(
-        self,
-        phase: str = "align",
-        seconds: float | None = None,
-        queue_work: Callable[[], object] | None = None,
-    ) -> None:
-        """Wait at a barrier, call ``queue_work``, then align the devices."""
-        self.barrier(phase, seconds)
-        if queue_work is not None:
-            queue_work()
-        self.align_devices()
 
     def pending_values(self) -> tuple[dict[int, Any], dict[int, str]]:
         values: dict[int, Any] = {}

@@ -21,6 +21,7 @@ from triton.runtime.autotuner import Autotuner
 
 from triton_dist._tuning.engine.inputs import unexpanded
 from triton_dist._tuning.protocols import Device, Timer
+from triton_dist._tuning.source.modules import with_inner
 from triton_dist.errors import TuningWarning
 
 Run = Callable[..., Any]
@@ -65,18 +66,11 @@ def _names(run: Any, kind: type) -> Iterator[str]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        for each in _with_inner(code):
+        for _, each in with_inner(code):
             yield from each.co_names
             methods = (inspect.getattr_static(kind, name, None) for name in each.co_names)
             own = (each for each in methods if isinstance(each, types.FunctionType))
             left += [each for each in own if each not in vars(Autotuner).values()]
-
-
-def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _with_inner(constant)
 
 
 def keeps_own_table(tuner: Any) -> bool:
