@@ -16,7 +16,7 @@ from tests.browser import CHROMIUM
 from tests.timelines import timeline_ranks
 from tests.timelines.perfetto import interface, perfetto
 from triton_dist import tune
-from triton_dist._tuning.engine.dispatch import AutoTuner, wrapped_calls
+from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist.cli.main import main
 from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.profiler_utils import group_profile
@@ -24,7 +24,7 @@ from triton_dist.runtime.peaks import Peak, device_peak
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.timelines import trace
 from triton_dist.timelines.recording import ProgramRecording
-from triton_dist.timelines.scopes import facts_of
+from triton_dist.timelines.scopes import facts_of, wrapped_calls
 from triton_dist.timelines.summary import summaries
 
 MICROSECOND = 1000

@@ -18,9 +18,9 @@ import pytest
 
 from benchmarks import bench_dispatch
 from triton_dist import errors
-from triton_dist._tuning.engine.dispatch import wrapped_calls
 from triton_dist._tuning.values import record
 from triton_dist.errors import TuningWarning
+from triton_dist.timelines.scopes import wrapped_calls
 from triton_dist.tune import AutoTuner, autotune
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from triton_dist import _files, knobs
-from triton_dist._tuning.engine.dispatch import wrapped_calls
 from triton_dist._warn import note
 from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.runtime.device import current_device
@@ -317,5 +316,5 @@ def install() -> None:
         program = ProgramRecording(file, first, last, knobs.profile_marks.get())
         until_the_end = ExitStack()
         until_the_end.callback(program.stop)
-        until_the_end.enter_context(wrapped_calls(program.around))
+        until_the_end.enter_context(scopes.wrapped_calls(program.around))
         atexit.register(until_the_end.close)

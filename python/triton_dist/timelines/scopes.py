@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from triton_dist import _files
-from triton_dist._tuning.engine.dispatch import wrapped_calls
+from triton_dist._tuning.engine.decorated import CALL_KEYWORDS
+from triton_dist._tuning.engine.dispatch import AutoTuner
+from triton_dist._warn import register_entry_points
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
@@ -104,6 +106,38 @@ def _opinfos() -> dict[int, Any]:
     from triton_dist.testing.opinfo import OPINFOS
 
     return {id(info.op): info for info in OPINFOS.values()}
+
+
+CallWrapper: TypeAlias = Callable[
+    [AutoTuner[..., Any], tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
+]
+"""Receives a tuned function and the arguments of a call. Returns a context manager in which the
+call is made."""
+
+
+@contextmanager
+def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
+    """Context manager in which each call of a tuned function is made inside ``wrapper(...)``.
+
+    This includes all tuned functions of the process, except calls in code that torch compiles.
+    Inside the context, ``AutoTuner.__call__`` is replaced. Calls outside have no overhead.
+    """
+    before: Any = AutoTuner.__call__
+
+    def call(self: AutoTuner[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiled():
+            return before(self, *args, **kwargs)
+        with wrapper(
+            self, args, {name: kwargs[name] for name in kwargs if name not in CALL_KEYWORDS}
+        ):
+            return before(self, *args, **kwargs)
+
+    register_entry_points([call])
+    AutoTuner.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoTuner.__call__ = before  # type: ignore[method-assign]
 
 
 @contextmanager

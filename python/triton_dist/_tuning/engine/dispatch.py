@@ -6,8 +6,8 @@ environment variable, log, lock, context manager or message to other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
@@ -15,14 +15,12 @@ from typing import (
     Concatenate,
     ParamSpec,
     Protocol,
-    TypeAlias,
     TypeVar,
     overload,
 )
 
 from triton_dist._tuning.engine.choice import Choice, Choices
 from triton_dist._tuning.engine.decorated import (
-    CALL_KEYWORDS,
     Decorated,
     P,
     R_co,
@@ -44,7 +42,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.config import on_complete_configs
-from triton_dist._warn import deferred_warnings, register_entry_points
+from triton_dist._warn import deferred_warnings
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -551,35 +549,3 @@ class AutoTuner(Decorated[P, R_co]):
             (when, key),
         )
         return self._default()
-
-
-CallWrapper: TypeAlias = Callable[
-    ["AutoTuner[..., Any]", tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
-]
-"""Receives a tuned function and the arguments of a call. Returns a context manager in which the
-call is made."""
-
-
-@contextmanager
-def wrapped_calls(wrapper: CallWrapper) -> Iterator[None]:
-    """Context manager in which each call of a tuned function is made inside ``wrapper(...)``.
-
-    This includes all tuned functions of the process, except calls in code that torch compiles.
-    Inside the context, ``AutoTuner.__call__`` is replaced. Calls outside have no overhead.
-    """
-    before: Any = AutoTuner.__call__
-
-    def call(self: AutoTuner[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._is_compiled():
-            return before(self, *args, **kwargs)
-        with wrapper(
-            self, args, {name: kwargs[name] for name in kwargs if name not in CALL_KEYWORDS}
-        ):
-            return before(self, *args, **kwargs)
-
-    register_entry_points([call])
-    AutoTuner.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AutoTuner.__call__ = before  # type: ignore[method-assign]

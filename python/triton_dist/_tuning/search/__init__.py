@@ -3,5 +3,3 @@
 from triton_dist._tuning.search.brief import ShortRace
 from triton_dist._tuning.search.choose import Exhaustive, Factory, Search, check_search, search_for
 from triton_dist._tuning.search.racing import Racing
-
-__all__ = ["ShortRace", "Exhaustive", "Factory", "Racing", "Search", "check_search", "search_for"]

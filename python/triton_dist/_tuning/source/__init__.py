@@ -19,8 +19,6 @@ from triton_dist._tuning.source.runtime_values import Snapshot, function_in, glo
 from triton_dist._tuning.source.slices import Slice, Source
 from triton_dist._tuning.values import Origin, codec, original
 
-__all__ = ["Snapshot", "Source", "origin_of", "source_of"]
-
 
 def source_of(
     roots: Iterable[Callable[..., Any]],

@@ -127,9 +127,6 @@ class Slice:
             imports = [each._replace(attribute=name) for each in file.stars]
         for each in imports:
             self._imported(each, scope)
-        package = scope.get("__package__")
-        if any(self._library.has_module(each.full_name(package)) for each in imports):
-            found = []  # using an object of a library does not change it
         found = [each for each in found if name not in each.imports]
         if found:
             self._add_statements(self.label(scope, name), found, scope)

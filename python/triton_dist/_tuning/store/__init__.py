@@ -14,22 +14,3 @@ from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
 from triton_dist._tuning.store.log import FileLog, StepLog, last_line_by_rank, tunings_in_log
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
-
-__all__ = [
-    "FileJournal",
-    "FileLog",
-    "FileStore",
-    "Interrupted",
-    "LayeredStore",
-    "MemoryStore",
-    "PackStore",
-    "ReadOnlyStore",
-    "StepLog",
-    "foreign",
-    "interrupted",
-    "is_in_use",
-    "places",
-    "last_line_by_rank",
-    "removable",
-    "tunings_in_log",
-]

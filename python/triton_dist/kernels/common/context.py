@@ -109,7 +109,9 @@ class OpContext(Generic[B]):
 
     def barrier_all(self) -> None:
         """Align all ranks on their current streams."""
-        group_for(self.group).align()
+        ranks = group_for(self.group)
+        ranks.barrier("barrier_all")
+        ranks.align_devices()
 
     def sleep(self, straggler_option: tuple[int, int] | None) -> None:
         """Delay one rank: ``straggler_option`` is (rank, cycles) or ``None``."""
