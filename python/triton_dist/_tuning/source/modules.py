@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from triton_dist._tuning.values.codec import with_inner
 from triton_dist.runtime.garbage import no_garbage_collection
 
 _FUTURE_ANNOTATIONS_FLAG = __future__.annotations.compiler_flag
@@ -244,14 +245,6 @@ def roots(names: Iterable[str]) -> set[str]:
 def _first_line(node: Any) -> int:
     """Return the line of the first decorator, as in a code object."""
     return min(int(each.lineno) for each in (node, *getattr(node, "decorator_list", ())))
-
-
-def with_inner(code: types.CodeType, name: str = "") -> Iterator[tuple[str, types.CodeType]]:
-    """Yield ``code`` and all code objects in it, with dotted names."""
-    yield name, code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from with_inner(each, f"{name}.{each.co_name}")
 
 
 class File:

@@ -104,7 +104,7 @@ class Slice:
             self._add_statements(label, found, scope, cells)
         elif function:
             self.digests.setdefault(label, f"bytecode {digest(codec.encode_code(code))}")
-            self._follow({x for _, each in modules.with_inner(code) for x in each.co_names}, scope)
+            self._follow({x for _, each in codec.with_inner(code) for x in each.co_names}, scope)
         elif held:
             data = [(x, text_of(y)) for x, y in vars(value).items() if not x.startswith("__")]
             self.digests.setdefault(label, f"bytecode {digest(sorted(data, key=str))}")

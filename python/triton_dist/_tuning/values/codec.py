@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Tree = Any
@@ -195,6 +195,14 @@ def _encode_function(value: Any, binding: bool) -> Tree:
         cells = [encode(cell.cell_contents) for cell in closure]
         tree["code"] = digest(*encode_code(code), cells)
     return tree
+
+
+def with_inner(code: types.CodeType, name: str = "") -> Iterator[tuple[str, types.CodeType]]:
+    """Yield ``code`` and all code objects in it, with dotted names."""
+    yield name, code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from with_inner(each, f"{name}.{each.co_name}")
 
 
 def encode_code(code: types.CodeType) -> list[Tree]:

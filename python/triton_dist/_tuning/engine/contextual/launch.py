@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner
 
 from triton_dist._tuning.engine.inputs import unexpanded
 from triton_dist._tuning.protocols import Device, Timer
-from triton_dist._tuning.source.modules import with_inner
+from triton_dist._tuning.values.codec import with_inner
 from triton_dist.errors import TuningWarning
 
 Run = Callable[..., Any]
