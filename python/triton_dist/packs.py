@@ -58,7 +58,7 @@ class Recording:
         records = []
         for function in functions:
             key = Key.of(function.origin(), "", "")
-            found = own_records(key, function.fingerprint(), store.records_of(key))
+            found = own_records(key, function.fingerprint(), store.records(key.function_name))
             if not found:
                 raise NoSuchFunction(key.full_name, "it has no record", "Tune it first")
             records += found

@@ -192,9 +192,6 @@ class Store(Protocol):
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         """Yield all records, or the records of functions with the bare name ``function``."""
 
-    def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        """Yield the records, for any key, of functions with the same name as in ``key``."""
-
 
 class Journal(Protocol):
     """State of an unfinished tuning of one key, on disk. No method raises."""

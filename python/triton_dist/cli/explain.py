@@ -114,7 +114,8 @@ def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
             continue
         for function in (name, f"{module}.{name}"):  # records of schema 1 have the module too
             key = Key(function, "", "", module)
-            found += [(layer, each) for each in store.records_of(key)]
+            stored = store.records(key.function_name)
+            found += [(layer, each) for each in stored if each.is_of(key)]
     return found
 
 

@@ -286,6 +286,7 @@ class Selection:
         def is_valid(record: TuningRecord) -> bool:
             return not validity(record, self.fingerprint, subject.space, strict).reasons
 
-        records = (record for record, _ in parts.store.records_of(self.key))
+        stored = parts.store.records(self.key.function_name)
+        records = (each.record for each in stored if each.is_of(self.key))
         value, fallback_fn = self._call.key, subject.fallback_fn
         return Neighbours.of(subject.sizes, fallback_fn, self.key, value, records, is_valid)

@@ -19,9 +19,9 @@ from triton_dist._tuning.values import (
     Measurement,
     Outcome,
     Request,
-    Trial,
     TuningRecord,
 )
+from triton_dist._tuning.values.analysis import Analysis
 from triton_dist._tuning.values.outcome import outcome_tree
 from triton_dist._tuning.values.show import error_text, spread
 from triton_dist._warn import print_line, printable, warn
@@ -243,29 +243,28 @@ def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> 
 
     ``default`` is the digest of the first config of the space. ``phases`` are seconds by phase.
     """
-    measured = sorted(
-        ((t, t.outcome) for t in record.trials if isinstance(t.outcome, Measurement)),
-        key=lambda pair: pair[1].median,
-    )
-    medians = {trial.digest: outcome.median for trial, outcome in measured}
-    fastest, best = measured[0][1].median, record.best.digest
+    found, best = Analysis(record), record.best.digest
+    fastest = found.timed[0].ms
+    default_ms = next((each.ms for each in found.timed if each.trial.digest == default), None)
     lines = [f"  {'ms':>10} {'spread':>7} {'to best':>8} {'to default':>10} {'samples':>7}  config"]
-    for place, (trial, outcome) in enumerate(measured):
+    for place, (trial, _, ms, samples) in enumerate(found.timed):
         marks = [name for name, d in (("winner", best), ("default", default)) if d == trial.digest]
-        if place >= _ROWS and not marks:
-            continue
-        to_default = _ratio(outcome.median, medians.get(default))
-        note = f"  <- {', '.join(marks)}" if marks else ""
-        to_best = _ratio(outcome.median, fastest)
-        lines.append(
-            f"  {outcome.median:10.4f} {spread(outcome.samples):>7} {to_best:>8} "
-            f"{to_default:>10} {len(outcome.samples):>7}  {trial}{note}"
-        )
-    if len(measured) > len(lines) - 1:
-        lines.append(f"  and {len(measured) - len(lines) + 1} more")
+        if place < _ROWS or marks:
+            note = f"  <- {', '.join(marks)}" if marks else ""
+            lines.append(
+                f"  {ms:10.4f} {spread(samples):>7} {_ratio(ms, fastest):>8} "
+                f"{_ratio(ms, default_ms):>10} {len(samples):>7}  {trial}{note}"
+            )
+    if len(found.timed) > len(lines) - 1:
+        lines.append(f"  and {len(found.timed) - len(lines) + 1} more")
     ranks = record.by_rank.get(best)
     lines += [] if ranks is None else [f"  the winner by rank: {ranks}"]
-    lines += [_LEGEND, *_failures(record.trials)]
+    pruned = [f"  pruned: {config}, {one_line(reason)}" for config, reason in found.pruned]
+    lines += [_LEGEND, *pruned[:_PRUNED]]
+    if len(pruned) > _PRUNED:
+        lines.append(f"  and {len(pruned) - _PRUNED} more were pruned")
+    for each in found.failed:
+        lines.append(f"  {each.count} x {each.kind}, the first: {one_line(each.first)}")
     lines += [f"  {number} x pruned: {reason}" for reason, number in record.dropped.items()]
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
     return [*lines, f"  of {record.seconds:.1f} s: {spent}"]
@@ -288,22 +287,6 @@ def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
 
 def _ratio(time: float, other: float | None) -> str:
     return f"{time / other:.3f}x" if other else "-"
-
-
-def _failures(trials: tuple[Trial, ...]) -> Iterator[str]:
-    """Yield a line for each pruned config, then a line for each kind of failure."""
-    kinds: dict[str, list[Failure]] = {}
-    pruned: list[str] = []
-    for trial in trials:
-        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "pruned":
-            pruned.append(f"  pruned: {trial}, {one_line(trial.outcome.message)}")
-        elif isinstance(trial.outcome, Failure):
-            kinds.setdefault(trial.outcome.kind, []).append(trial.outcome)
-    yield from pruned[:_PRUNED]
-    if len(pruned) > _PRUNED:
-        yield f"  and {len(pruned) - _PRUNED} more were pruned"
-    for kind, failures in kinds.items():
-        yield f"  {len(failures)} x {kind}, the first: {one_line(failures[0].message)}"
 
 
 def one_line(text: str) -> str:

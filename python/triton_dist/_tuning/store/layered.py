@@ -26,9 +26,6 @@ class LayeredStore:
         places = [layer.put(record) for layer in self._layers]
         return next(filter(None, reversed(places)), "")
 
-    def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        return chain.from_iterable(layer.records_of(key) for layer in self._layers)
-
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         return chain.from_iterable(layer.records(function) for layer in self._layers)
 
@@ -55,9 +52,6 @@ class MemoryStore:
         for record in list(self._records.values()):
             if function in (None, record.key.function_name):
                 yield StoredRecord(record, _WHERE)
-
-    def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        return (each for each in self.records() if each.record.key.function == key.function)
 
     def clear(self) -> None:
         self._records.clear()

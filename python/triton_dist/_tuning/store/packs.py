@@ -67,11 +67,6 @@ class PackStore:
         for where, records in self._files(function):
             yield from (StoredRecord(record, where) for record in records.values())
 
-    def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        for stored in self.records(key.function_name):
-            if stored.record.key.full_name == key.full_name:
-                yield stored
-
     def _files(self, function: str | None) -> Iterator[tuple[str, Mapping[Key, TuningRecord]]]:
         """Yield the path and the records of each file of records of ``function``, or of all."""
         start = "" if function is None else f"{_readable(function)}."
@@ -152,7 +147,7 @@ def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> li
     module name is replaced because a pack matches it exactly.
     """
     own = []
-    for record, _ in found:
+    for record, _ in (each for each in found if each.is_of(key)):
         elsewhere = replace(
             record.fingerprint,
             source=now.source,

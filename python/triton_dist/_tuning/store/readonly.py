@@ -17,7 +17,7 @@ import dataclasses
 import errno
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
@@ -40,7 +40,7 @@ class ReadOnlyStore:
     def __init__(self, root: Path) -> None:
         self.root = expanded(root) / "autotune"
         self._known: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
-        """Records from :meth:`records_of`, by path, with the state of the file."""
+        """Records from :meth:`records`, by path, with the state of the file."""
         self._warned: set[Path] = set()
         self._refused: set[str] = set()
 
@@ -69,11 +69,11 @@ class ReadOnlyStore:
     def records(self, function: str | None = None) -> Iterator[StoredRecord]:
         every = function is None
         for folder in self._names_in(self.root) if every else [self.folder(function or "")]:
-            yield from self._records_in(self.root / folder, self._read)
-
-    def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        found = self._records_in(self.folder(key.function_name), self._unchanged)
-        return (each for each in found if each.record.key.function == key.function)
+            for name in self._names_in(self.root / folder):
+                path = self.root / folder / name
+                record = self._unchanged(path) if name.endswith(".json") else None
+                if record is not None:
+                    yield StoredRecord(record, str(path))
 
     def _unchanged(self, path: Path) -> TuningRecord | None:
         """Return the record in ``path``; parse the file only if it changed.
@@ -92,15 +92,6 @@ class ReadOnlyStore:
         if record is not None:
             self._known[path] = state, record
         return record
-
-    def _records_in(
-        self, folder: Path, read: Callable[[Path], TuningRecord | None]
-    ) -> Iterator[StoredRecord]:
-        for name in self._names_in(folder):
-            path = folder / name
-            record = read(path) if name.endswith(".json") else None
-            if record is not None:
-                yield StoredRecord(record, str(path))
 
     def _candidates(self, key: Key) -> Iterator[Path]:
         """Yield paths of records of ``key``: first its own place, last the places of schema 1."""

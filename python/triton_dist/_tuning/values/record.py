@@ -205,6 +205,11 @@ class StoredRecord(NamedTuple):
     where: str
     """Path of its file, or ``"memory"``."""
 
+    def is_of(self, key: Key) -> bool:
+        """Return whether it is of the function of ``key``; a shipped record also of its module."""
+        own, shipped = self.record.key, self.record.shipped
+        return own.function == key.function and (not shipped or own.module == key.module)
+
 
 def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
     """Convert ``tree`` to the current schema."""
