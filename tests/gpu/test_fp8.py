@@ -14,6 +14,8 @@ from tests.layers import fp8_ranks
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
+from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
+from triton_dist.layers.nvidia.fp8 import quantise
 from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
 pytestmark = [
@@ -110,6 +112,46 @@ def test_sums_of_scaled_products(on_gpus, recipe, all_rows, m, N, k):
 
 
 @few_ranks
-@pytest.mark.parametrize(("recipe", "columns"), [("row", 32), ("block", 256)])
-def test_served_experts(on_gpus, recipe, columns):
-    on_gpus(fp8_ranks.served, recipe, columns)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "columns"),
+    [
+        (TP_MLP, "static", 32),
+        (TP_MLP, "block", 300),
+        (TP_Attn, "row", 0),
+        (TP_Attn, "block", 0),
+        (TP_MoE, "static", 32),
+        (TP_MoE, "block", 300),
+    ],
+)
+def test_served_layers(on_gpus, kind, recipe, columns):
+    on_gpus(fp8_ranks.served, kind, recipe, columns)
+
+
+@few_ranks
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_a_model_folder_of_fp8_weights(on_gpus, tmp_path, recipe):
+    pytest.importorskip("safetensors", reason="needs safetensors, of the extra models")
+    for errors in on_gpus(fp8_ranks.loaded, tmp_path, recipe):
+        assert max(errors) < 0.1, errors
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("given", [None, torch.tensor([0.25, 0.5])])
+@pytest.mark.parametrize("is_block", [False, True])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_quantised_rows(rows, is_block, given, silu_mul):
+    """Equal to torch's quotients, except for elements between two numbers of fp8."""
+    if is_block and given is not None:
+        pytest.skip("a given scale is for all elements")
+    x = torch.randn(rows, 1000 * (1 + silu_mul), device="cuda").bfloat16() * 100
+    x[0, :4] = torch.tensor([6e4, -6e4, 0.0, 1e-30])
+    out, scale = quantise(x, is_block, silu_mul, None if given is None else given.cuda())
+    wanted = x.float()
+    if silu_mul:
+        gate, up = wanted.chunk(2, 1)
+        wanted = torch.nn.functional.silu(gate) * up
+    factor = scale.repeat_interleave(128, 1)[:, :1000] if is_block else scale[:, None]
+    wanted = (wanted / factor).clamp(-448, 448)
+    error = (out.float() - wanted).abs()
+    assert (error <= wanted.abs() * 2.0**-4 * 1.01 + 2.0**-10 * 1.01).all()
+    assert given is None or scale.tolist() == [0.5]

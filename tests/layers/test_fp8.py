@@ -6,15 +6,43 @@ import pytest
 import torch
 
 from tests.layers import fp8_ranks
+from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import quantise
 
 
-@pytest.mark.parametrize(("recipe", "columns"), [("row", 24), ("block", 256)])
-def test_served_experts(on_two_ranks, recipe, columns):
-    assert on_two_ranks(fp8_ranks.served, recipe, columns) == [3, 3]
+@pytest.mark.parametrize(
+    ("kind", "recipe", "columns"),
+    [
+        (TP_MLP, "static", 24),
+        (TP_MLP, "block", 300),  # three blocks, the last is partial
+        (TP_Attn, "row", 0),
+        (TP_Attn, "block", 0),
+        (TP_MoE, "static", 24),
+        (TP_MoE, "block", 300),
+    ],
+)
+def test_served_layers(on_two_ranks, kind, recipe, columns):
+    assert on_two_ranks(fp8_ranks.served, kind, recipe, columns) == [3, 3]
 
 
-def test_experts_that_are_refused(on_two_ranks):
+@pytest.mark.parametrize(("kind", "recipe"), [(TP_MoE, "block"), (TP_Attn, "static")])
+def test_served_by_one_rank(kind, recipe):
+    assert fp8_ranks.served(kind, recipe, 24) == 3
+
+
+def test_shards_that_are_padding(on_four_ranks):
+    """Of three blocks, the last of four ranks has none."""
+    assert on_four_ranks(fp8_ranks.served, TP_MLP, "block", 300) == [3] * 4
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])  # dense, and of experts
+def test_a_model_folder_of_fp8_weights(on_two_ranks, tmp_path, recipe):
+    pytest.importorskip("safetensors", reason="needs safetensors, of the extra models")
+    for errors in on_two_ranks(fp8_ranks.loaded, tmp_path, recipe):
+        assert max(errors) < 0.1, errors
+
+
+def test_weights_that_are_refused(on_two_ranks):
     on_two_ranks(fp8_ranks.refused)
 
 
@@ -42,3 +70,17 @@ def test_quantised_rows(is_block, silu_mul, sizes):
     factor = scale.repeat_interleave(128, 1)[:, :K] if is_block else scale[:, None]
     error = (out.float() * factor - wanted).abs()
     assert (error <= wanted.abs() * 2.0**-4 * 1.01 + factor * 2.0**-10 * 1.01).all()
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_rows_quantised_by_given_scales(silu_mul):
+    """The largest scale counts, and large elements become 448 times it."""
+    large = -80.0 if silu_mul else -5e4  # exp of more overflows
+    x = torch.tensor([[3.0, large, 5e4, float("nan")] * (1 + silu_mul)] * 70).bfloat16()
+    out, scale = quantise(x, False, silu_mul, torch.tensor([0.5, 2.0, 1.0]))
+    assert scale.tolist() == [2]
+    gate, up = x.float().chunk(2, 1) if silu_mul else (x.float(), None)
+    wanted = gate if up is None else torch.nn.functional.silu(gate) * up
+    wanted = (wanted / 2).clamp(-448, 448).to(out.dtype)
+    assert torch.equal(out.view(torch.uint8) & 127, wanted.view(torch.uint8) & 127)
+    assert torch.equal(out.float() < 0, wanted.float() < 0)

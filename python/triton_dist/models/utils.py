@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from triton_dist.errors import MissingExtra
-from triton_dist.models.llama import Llama, LlamaConfig
+from triton_dist.errors import InvalidArgument, MissingExtra
+from triton_dist.models.llama import Llama, LlamaConfig, RotaryEmbedding
 
+_FP8_FAMILIES = ("llama", "qwen3", "qwen3_moe")
 __all__ = ["init_model_cpu", "seed_everything"]
 
 
@@ -29,7 +31,9 @@ def init_model_cpu(
     """Return a model on the CPU.
 
     A folder with weights gives Hugging Face's model. A known name, or a folder with only a
-    ``config.json``, gives a ``Llama`` with random weights, equal on all ranks.
+    ``config.json``, gives a ``Llama`` with random weights, equal on all ranks. A folder with fp8
+    weights (``layers/nvidia/fp8.py``) gives a ``Llama`` that holds them with their scales: the
+    tensor-parallel layers multiply them, the ``Llama`` itself cannot.
 
     Args:
         model_name: name or folder.
@@ -39,10 +43,13 @@ def init_model_cpu(
 
     Raises:
         InvalidArgument: ``model_name`` is neither a known name nor a folder with a
-            ``config.json``.
+            ``config.json``, or a ``Llama`` does not have the architecture of the fp8 weights.
         MissingExtra: the folder has weights, but ``transformers`` is not installed.
     """
     if any(Path(model_name).glob("*.safetensors")):
+        settings = json.loads(Path(model_name, "config.json").read_text(encoding="utf-8"))
+        if settings.get("quantization_config"):
+            return _fp8_model(model_name, settings, dtype)
         try:
             from transformers import AutoModelForCausalLM
         except ModuleNotFoundError as error:
@@ -58,6 +65,39 @@ def init_model_cpu(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # ``torch.manual_seed`` would also seed the GPUs
         return Llama(config, dtype)
+
+
+def _fp8_model(folder: str, settings: dict[str, Any], dtype: torch.dtype) -> Llama:
+    """Return a model with the weights of a folder; weights that are not fp8 become ``dtype``."""
+    try:
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"init_model_cpu({folder!r})", "safetensors", "models") from error
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    for name, value, plain in (
+        ("model_type", settings.get("model_type"), _FP8_FAMILIES),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",)),
+        ("norm_topk_prob", settings.get("norm_topk_prob", True), (True,)),
+    ):
+        if value not in plain:
+            expected = f"one of {plain} for fp8 weights"
+            raise InvalidArgument("init_model_cpu", name, value, expected)
+    with torch.device("meta"):
+        model = Llama(LlamaConfig.of(folder), dtype)
+    missing = {name for name, _ in model.named_parameters()}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        for name, weight in load_file(path).items():
+            where, _, member = name.rpartition(".")
+            is_other = weight.is_floating_point() and weight.itemsize > 1 and "_scale" not in member
+            parameter = torch.nn.Parameter(weight.to(dtype) if is_other else weight, False)
+            model.get_submodule(where).register_parameter(member, parameter)
+            missing.discard(name)
+    if missing == {"lm_head.weight"}:  # tied
+        model.lm_head.weight = model.model.embed_tokens.weight
+    elif missing:
+        raise InvalidArgument("init_model_cpu", "weights", sorted(missing), "no missing weights")
+    model.model.rotary_emb = RotaryEmbedding(model.config.head_dim, model.config.rope_theta)
+    return model
 
 
 def scaled_down(config: LlamaConfig, scale: int) -> LlamaConfig:

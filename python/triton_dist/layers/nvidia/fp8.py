@@ -3,15 +3,15 @@
 Weights of two layouts are accepted, each a ``weight`` in ``float8_e4m3fn`` [N, K] with its scales:
 
 * ``weight_scale_inv`` [N / 128, K / 128], one scale per block (DeepSeek-V3);
-* ``weight_scale`` [N, 1], one scale per row (compressed-tensors).
+* ``weight_scale`` [N, 1], one scale per row, or one element (compressed-tensors).
 
-Activations are quantised in each call, by the same recipe: one scale per row, or per 128 elements
-of a row.
+Activations are quantised in each call: by the recipe of the weights, or by a static
+``input_scale``, one element, next to ``weight_scale``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,16 +20,41 @@ from triton_dist.kernels.common.gemm.scales import blocks
 from triton_dist.layers.nvidia.stock_weights import FP8
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, ranks_by_name
 
-BLOCK_SCALES, ROW_SCALES = "weight_scale_inv", "weight_scale"
-SCALES = "_scale"
-"""End of the name of a layer's parameter that has the scales of another parameter."""
+_BLOCK_SCALES, _ROW_SCALES = "weight_scale_inv", "weight_scale"
+_INPUT_SCALE = "input_scale"
+SCALES, INPUT_SCALES = "_scale", "_input_scale"
+"""Ends of the names of the layers' parameters that have scales of another parameter."""
 
 
-def scale_name(module: torch.nn.Module) -> str | None:
-    """Return the name of the scales of a module with an fp8 weight, or ``None``."""
-    if getattr(getattr(module, "weight", None), "dtype", None) is not FP8:
-        return None
-    return next((name for name in (BLOCK_SCALES, ROW_SCALES) if hasattr(module, name)), None)
+class WeightScales(NamedTuple):
+    """Layout of the scales of fp8 weights in a checkpoint.
+
+    Attributes:
+        name: name of the scales in a module.
+        single: shape of the scale, if each weight has a single one.
+        input: shape of the static scale of the input, or ``None``.
+    """
+
+    name: str
+    single: torch.Size | None
+    input: torch.Size | None
+
+    @property
+    def is_block(self) -> bool:
+        return self.name == _BLOCK_SCALES
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> WeightScales | None:
+        """Return the layout of a module with an fp8 weight, or ``None``."""
+        if getattr(getattr(module, "weight", None), "dtype", None) is not FP8:
+            return None
+        if hasattr(module, _BLOCK_SCALES):
+            return cls(_BLOCK_SCALES, None, None)
+        scale, given = (getattr(module, name, None) for name in (_ROW_SCALES, _INPUT_SCALE))
+        if scale is None:
+            return None
+        single = scale.shape if scale.numel() == 1 else None
+        return cls(_ROW_SCALES, single, None if given is None else given.shape)
 
 
 def is_silu(function: object) -> bool:
@@ -39,29 +64,35 @@ def is_silu(function: object) -> bool:
 
 
 @torch.library.custom_op("triton_dist::quantise", mutates_args=())
-def quantise(x: torch.Tensor, is_block: bool, silu_mul: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [rows, K] in fp8, and its scales in the layout of ``grouped_gemm``.
+def quantise(
+    x: torch.Tensor, is_block: bool, silu_mul: bool, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [rows, K] in fp8, and its scales in the layout of the GEMMs.
 
-    With ``silu_mul``, x is [rows, 2 * K], and silu(left half) * right half is quantised.
+    With ``silu_mul``, x is [rows, 2 * K], and silu(left half) * right half is quantised. ``given``:
+    static scales; the largest one is used.
     """
-    out, scale = _quantised(x, is_block, silu_mul)
+    out, scale = _quantised(x, is_block, silu_mul, given)
     if len(out):
-        quantisation(x, out, scale, silu_mul).run()
+        x = x if x.stride(1) == 1 else x.contiguous()
+        quantisation(x, out, scale, silu_mul, given).run()
     return out, scale
 
 
 @quantise.register_fake
-def _quantised(x: torch.Tensor, is_block: bool, silu_mul: bool) -> Any:
+def _quantised(
+    x: torch.Tensor, is_block: bool, silu_mul: bool, given: torch.Tensor | None = None
+) -> Any:
     """Return memory for the results of ``quantise``."""
     rows, K = len(x), x.shape[1] // (2 if silu_mul else 1)
     if is_block:
         scale = x.new_empty(blocks(K), rows, dtype=torch.float32).t()
     else:
-        scale = x.new_empty(rows, dtype=torch.float32)
+        scale = x.new_empty(rows if given is None else 1, dtype=torch.float32)
     return x.new_empty(rows, K, dtype=FP8), scale
 
 
-def experts_product(
+def fp8_product(
     function: str,
     A: tuple[torch.Tensor, torch.Tensor],
     B: tuple[torch.Tensor, torch.Tensor],
@@ -69,23 +100,21 @@ def experts_product(
     out_dtype: torch.dtype,
     ranks: Collectives,
 ) -> torch.Tensor:
-    """Return the product of a method of ``Collectives`` for experts, of fp8 operands.
+    """Return the product of a method of ``Collectives``, of fp8 operands.
 
     Args:
-        function: ``"ag_group_gemm"``, ``"group_gemm"``, ``"moe_reduce_rs"`` or ``"moe_reduce_ar"``.
+        function: name of the method.
         A, B: operands, each with its scales.
-        routing: ids, and weights of the choices for the last two functions.
+        routing: of experts only: ids, and weights of the choices for sums.
         out_dtype: dtype of the result.
         ranks: ``TensorParallel`` or ``Collectives``.
     """
-    product: torch.Tensor = _experts_product(
-        function, [*A, *B], list(routing), out_dtype, ranks.name
-    )
+    product: torch.Tensor = _fp8_product(function, [*A, *B], list(routing), out_dtype, ranks.name)
     return product
 
 
-@torch.library.custom_op("triton_dist::fp8_experts_product", mutates_args=())
-def _experts_product(
+@torch.library.custom_op("triton_dist::fp8_product", mutates_args=())
+def _fp8_product(
     function: str,
     operands: list[torch.Tensor],
     routing: list[torch.Tensor],
@@ -98,10 +127,12 @@ def _experts_product(
     return product
 
 
-@_experts_product.register_fake
+@_fp8_product.register_fake
 def _(function: str, operands: Any, routing: Any, out_dtype: Any, ranks: str) -> Any:
-    (M, topk), N = routing[0].shape, operands[2].shape[2]
-    rows = M * topk
-    if function.startswith("moe_reduce"):
-        rows = M // (ranks_by_name(ranks).num_ranks if function.endswith("rs") else 1)
-    return operands[0].new_empty(rows, N, dtype=out_dtype)
+    A, N, num_ranks = operands[0], operands[2].shape[-1], ranks_by_name(ranks).num_ranks
+    rows = len(A) * (num_ranks if function == "ag_gemm" else 1)
+    if routing:
+        rows = len(routing[0]) if function.startswith("moe_reduce") else routing[0].numel()
+    if function.endswith("_rs"):
+        rows = rows // num_ranks
+    return A.new_empty(rows, N, dtype=out_dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -13,8 +14,16 @@ import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_compares
+from triton_dist.kernels.common.context import is_differentiated
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
 from triton_dist.layers.nvidia import functional
-from triton_dist.layers.nvidia.fp8 import SCALES, scale_name
+from triton_dist.layers.nvidia.fp8 import (
+    INPUT_SCALES,
+    SCALES,
+    WeightScales,
+    fp8_product,
+    quantise,
+)
 from triton_dist.layers.nvidia.stock_weights import (
     FP8,
     StockWeight,
@@ -23,7 +32,11 @@ from triton_dist.layers.nvidia.stock_weights import (
     saves_shards,
     undistributed,
 )
-from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
+from triton_dist.layers.nvidia.tensor_parallel import (
+    Collectives,
+    TensorParallel,
+    check_operand,
+)
 from triton_dist.runtime.ranks import Group, group_for
 
 _FORWARD = torch.nn.Linear.forward
@@ -69,6 +82,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
 
     shards: ClassVar[tuple[str, ...]]
     """Names of the sharded parameters. Their gradients are sharded too."""
+    scales: WeightScales | None = None
+    """Layout of the scales of fp8 weights; ``None`` for other weights. Each fp8 parameter then has
+    a parameter of scales, and if the layout has an ``input_scale``, a parameter of these too."""
+    stock_columns: int | None = None
+    """Number of columns that ``_split_columns`` padded with zeros, else ``None``."""
 
     def __init__(
         self,
@@ -107,11 +125,35 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """Copy this rank's shard of the weights of ``module``."""
 
     @abstractmethod
-    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+    def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         """Return the stock weights whose shards parameter ``name`` has, as views of ``tensor``.
 
-        ``tensor`` has the parameter's shape.
+        ``tensor`` has the parameter's shape, or the shape of its scales.
         """
+
+    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+        """Return ``_weights_of`` of a parameter; also of the scales of a parameter."""
+        scales, of = self.scales, name.removesuffix(SCALES).removesuffix("_input")
+        if scales is None or of == name:
+            return self._weights_of(name, tensor)
+        found = []
+        is_input = name.endswith(INPUT_SCALES)
+        for number, weight in enumerate(
+            self._weights_of(of, getattr(self, of) if is_input else tensor)
+        ):
+            where = weight.name.removesuffix("weight")
+            if is_input:
+                shard = tensor[number : number + 1]
+                found.append(StockWeight(f"{where}input_scale", shard, None, single=scales.input))
+                continue
+            is_sharded = scales.single is None and (scales.is_block or weight.dim == 0)
+            found.append(
+                replace(
+                    weight, name=where + scales.name, dim=weight.dim if is_sharded else None,
+                    size=weight.size and blocks(weight.size), single=scales.single,
+                )
+            )  # fmt: skip
+        return found
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -197,26 +239,66 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _two_gemms(
         self,
         x: torch.Tensor,
-        first: torch.Tensor,
-        activation: Callable[[torch.Tensor], torch.Tensor],
-        last: torch.Tensor,
+        first: str,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None,
+        last: str,
         ranks: Collectives,
         sequence_parallel: bool,
     ) -> torch.Tensor:
         """Multiply rows by the transposes of ``first`` (column-sharded) and ``last`` (row-sharded).
 
         Args:
-            activation: function applied to the first product.
+            first, last: names of parameters.
+            activation: function applied to the first product; ``None``: silu(left half) *
+                right half, for fp8 weights.
             sequence_parallel: use the sequence-parallel mode, else the all-reduce mode.
         """
         rows = x.reshape(-1, x.shape[-1])
         ranks = self._ranks_for(rows, ranks, sequence_parallel)
-        if sequence_parallel:
-            product = functional.ag_gemm(rows, first.T, ranks, keep_gathered=self.keep_gathered)
-        else:
-            product = functional.gemm(rows, first.T, ranks)
-        multiply = functional.gemm_rs if sequence_parallel else functional.gemm_ar
-        return multiply(activation(product), last.T, ranks)
+        rows = self._product("ag_gemm" if sequence_parallel else "gemm", rows, first, ranks)
+        if activation is not None:
+            rows = activation(rows)
+        function = "gemm_rs" if sequence_parallel else "gemm_ar"
+        return self._product(function, rows, last, ranks, silu_mul=activation is None)
+
+    def _product(
+        self, function: str, x: torch.Tensor, name: str, ranks: Collectives, silu_mul: bool = False
+    ) -> torch.Tensor:
+        """Return x times the transpose of parameter ``name``, by a function of ``functional``.
+
+        ``silu_mul``: multiply silu(left half) * right half of x instead, for fp8 weights.
+        """
+        if self.scales is not None:
+            return self._fp8_product(function, x, name, (), ranks, silu_mul)
+        options = {"keep_gathered": self.keep_gathered} if function == "ag_gemm" else {}
+        product: torch.Tensor = getattr(functional, function)(
+            x, getattr(self, name).T, ranks, **options
+        )
+        return product
+
+    def _fp8_product(
+        self,
+        function: str,
+        x: torch.Tensor,
+        name: str,
+        routing: tuple[torch.Tensor, ...],
+        ranks: Collectives,
+        silu_mul: bool,
+    ) -> torch.Tensor:
+        """Quantise x and multiply it by fp8 parameter ``name``. Arguments: ``fp8_product``."""
+        if is_differentiated(x):
+            expected = "False: fp8 weights have no backward; call under torch.no_grad()"
+            raise self._invalid("x.requires_grad", True, expected)
+        assert self.scales is not None
+        weight: torch.Tensor = getattr(self, name)
+        weight = weight.T if weight.ndim == 2 else weight
+        if not silu_mul:
+            matrix = weight[0] if weight.ndim == 3 else weight
+            check_operand(type(self).__name__, "x", x, matrix, ranks)
+        given = getattr(self, name + INPUT_SCALES, None)
+        A = quantise(x, self.scales.is_block, silu_mul, given)
+        B = weight, getattr(self, name + SCALES)
+        return fp8_product(function, A, B, routing, x.dtype, ranks)
 
     def _ranks_for(
         self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
@@ -270,7 +352,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """
         weight = getattr(linear, "weight", None)
         is_trusted = allows_router and not isinstance(linear, torch.nn.Linear)
-        is_fp8 = scale_name(linear) is not None
+        is_fp8 = WeightScales.of(linear) is not None
         is_trusted = is_trusted or is_fp8
         if type(linear).forward is not _FORWARD and not is_trusted:
             expected = "a torch.nn.Linear that does not override forward"
@@ -295,6 +377,43 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if size % self.world_size:
             raise self._invalid(name, size, f"a multiple of the {self.world_size} ranks")
 
+    def _set_scales(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Set ``scales`` to the layout of all ``modules``."""
+        layouts = {WeightScales.of(module) for module in modules}
+        if len(layouts) > 1:
+            raise self._invalid("scales of weights", layouts, "scales of one name and shape")
+        (self.scales,) = layouts
+
+    def _split_columns(self, name: str, columns: int) -> int:
+        """Return this rank's number of columns. Weights with block scales are padded with zeros so
+        that each rank has whole blocks."""
+        if self.scales is None or not self.scales.is_block:
+            self._check_split(name, columns)
+            return columns // self.world_size
+        own = -(-blocks(columns) // self.world_size) * BLOCK_ELEMENTS
+        self.stock_columns = None if own * self.world_size == columns else columns
+        return own
+
+    def _init_scales(self, module: torch.nn.Module, *names: str) -> None:
+        """Copy this rank's scales of the fp8 parameters ``names``, and of their inputs."""
+        if self.scales is None:
+            return
+        for name in names:
+            parameter: torch.Tensor = getattr(self, name)
+            *experts, rows, columns = parameter.shape
+            if self.scales.is_block:
+                rows, columns = blocks(rows), blocks(columns)
+            elif experts:  # [E, K, N]
+                rows = 1
+            else:
+                columns = 1
+            scales = self._parameter(name + SCALES, module, *experts, rows, columns)
+            setattr(self, name + SCALES, scales)
+            if self.scales.input is not None:
+                number = len(self._weights_of(name, parameter))
+                given = self._parameter(name + INPUT_SCALES, module, number)
+                setattr(self, name + INPUT_SCALES, given)
+
     @torch.no_grad()
     def _parameter(self, name: str, module: torch.nn.Module, *shape: int) -> torch.nn.Parameter:
         """Return parameter ``name`` with this rank's shards of the weights of ``module``.
@@ -303,18 +422,15 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         """
         weights = self._stock_weights(name, torch.empty(shape, device="meta"))
         stock = [attrgetter(each.name)(module) for each in weights]
-        *batch, rows, columns = shape
-        dtype, device = stock[0].dtype, self.torch_ranks.device
-        if name.endswith(SCALES):
-            dtype = torch.float32
-        if dtype is FP8 and batch:  # weights of experts, which must be K-major
-            filled = torch.empty(*batch, columns, rows, dtype=dtype, device=device).mT
-        else:
-            filled = torch.empty(shape, dtype=dtype, device=device)
+        is_scale = name.endswith(SCALES)
+        dtype = torch.float32 if is_scale else stock[0].dtype
+        filled = torch.empty(shape, dtype=dtype, device=self.torch_ranks.device)
+        if len(shape) == 3 and (is_scale or dtype is FP8):  # of experts, which must be K-major
+            filled = filled.mT.contiguous().mT
         for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
             weight.fill(whole, self.torch_ranks, weight.name)
-        is_trained = stock[0].requires_grad and FP8 not in (dtype, stock[0].dtype)
-        return torch.nn.Parameter(filled, is_trained and not name.endswith(SCALES))
+        is_trained = stock[0].requires_grad and dtype is not FP8 and not is_scale
+        return torch.nn.Parameter(filled, is_trained)
 
     def _print_shapes(self, verbose: bool) -> None:
         if verbose:

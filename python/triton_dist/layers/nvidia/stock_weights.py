@@ -33,6 +33,8 @@ class StockWeight:
         replicas: number of consecutive ranks that have the same shard.
         is_pair: ``shard`` has dimensions [..., 2, n] at ``dim - 1`` and ``dim``, which the stock
             weight flattens into one. Gate and up of stacked experts are a pair.
+        size: length of ``dim`` in the stock weight if zeros pad the last shards, else ``None``.
+        single: shape of a stock weight with one element, which all elements of ``shard`` repeat.
     """
 
     name: str
@@ -40,6 +42,8 @@ class StockWeight:
     dim: int | None
     replicas: int = 1
     is_pair: bool = False
+    size: int | None = None
+    single: torch.Size | None = None
 
     def gathered(self, ranks: Collectives) -> torch.Tensor:
         """Return the stock weight on this rank's device. Collective."""
@@ -49,9 +53,9 @@ class StockWeight:
     def distributed(self, ranks: Collectives, mesh: DeviceMesh | None) -> torch.Tensor:
         """Return the weight as a ``DTensor`` over ``mesh``, or as a tensor if no mesh can shard it.
 
-        A pair keeps its two dimensions. Replicated shards are gathered. Collective.
+        A pair keeps its two dimensions. Replicated and padded shards are gathered. Collective.
         """
-        if mesh is None or self.dim is None or self.replicas > 1:
+        if mesh is None or self.dim is None or self.replicas > 1 or self.size is not None:
             return self._gathered_shards(ranks)
         return DTensor.from_local(self.shard.detach(), mesh, [Shard(self.dim)], run_check=False)
 
@@ -64,9 +68,9 @@ class StockWeight:
             InvalidArgument: ``weight`` has a wrong shape, or is the shard of another rank.
         """
         shards = ranks.num_ranks // self.replicas
-        shape = list(self.shard.shape)
+        shape = list(self.shard.shape if self.single is None else self.single)
         if self.dim is not None:
-            shape[self.dim] *= shards
+            shape[self.dim] = self.size or shape[self.dim] * shards
         whole = torch.empty(shape, device="meta")
         if self.is_pair and self.dim:
             whole = whole.flatten(self.dim - 1, self.dim)
@@ -91,17 +95,27 @@ class StockWeight:
         else:
             part = weight.reshape(shape)
             if self.dim is not None:
-                part = part.chunk(shards, self.dim)[ranks.rank // self.replicas]
-        self.shard.copy_(part)
+                own, index = self.shard.shape[self.dim], ranks.rank // self.replicas
+                part = part.movedim(self.dim, 0)[own * index : own * (index + 1)]
+                part = part.movedim(0, self.dim)
+        if part.shape != self.shard.shape and self.dim is not None:
+            self.shard.zero_()
+            self.shard.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+        else:
+            self.shard.copy_(part)
 
     def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:
         shard = self.shard.detach()
-        if self.dim is None or ranks.num_ranks == 1:
+        if self.single is not None:
+            return shard.flatten()[:1].view(self.single)
+        if self.dim is None:
             return shard
+        if ranks.num_ranks == 1:
+            return shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])
         # gloo has no fp8.
         travelling = shard.view(torch.uint8) if shard.itemsize == 1 else shard
         shards = ranks.all_gather(travelling.movedim(self.dim, 0)).chunk(ranks.num_ranks)
-        whole = torch.cat(shards[:: self.replicas]).movedim(0, self.dim)
+        whole = torch.cat(shards[:: self.replicas])[: self.size].movedim(0, self.dim)
         return whole.view(shard.dtype)
 
 

@@ -36,6 +36,7 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
     gemm_rs,
     grouped_gemm,
+    matmul,
     run_moe_reduce_ar,
     run_moe_reduce_rs,
 )
@@ -126,25 +127,41 @@ class Collectives:
         """Sum ``addend`` over ranks in place and return it."""
         return addend if self.num_ranks == 1 else libraries.all_reduce(addend, self.group)
 
+    def gemm(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
+        """Return ``A @ B`` on this rank: [M, K] and [K, n] to [M, n].
+
+        ``scaling`` of fp8 operands: ``A_scale``, ``B_scale`` and ``out_dtype``, for this and the
+        following functions.
+        """
+        if scaling:
+            A, B = Scaling(**scaling).dequantised(A, B)
+        return (A @ B).to(scaling.get("out_dtype", A.dtype))
+
     def ag_gemm(
-        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        gathered: torch.Tensor | None = None,
+        **scaling: Any,
     ) -> torch.Tensor:
         """Return ``all_gather(A) @ B``: [m, K] and [K, n] to [M, n].
 
         ``gathered``: optional output [M, K] for ``all_gather(A)``.
         """
+        if scaling:
+            A, B = Scaling(**scaling).dequantised(A, B)
         rows = self.all_gather(A)
         if gathered is not None:
             gathered.copy_(rows)
-        return rows @ B
+        return (rows @ B).to(scaling.get("out_dtype", A.dtype))
 
-    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
         """Return this rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
-        return self.reduce_scatter(A @ B)
+        return self.reduce_scatter(Collectives.gemm(self, A, B, **scaling))
 
-    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
         """Return the sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
-        return self.all_reduce(A @ B)
+        return self.all_reduce(Collectives.gemm(self, A, B, **scaling))
 
     def group_gemm(
         self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
@@ -152,8 +169,7 @@ class Collectives:
         """Return each row times the weights of its route's expert, on this rank.
 
         [M, K] or [M * topk, K], [E, K, n] and ids [M, topk] to [M * topk, n]. Dropped tokens give
-        rows of zeros. ``scaling`` of fp8 operands: ``A_scale``, ``B_scale`` and ``out_dtype``, for
-        this and the following functions.
+        rows of zeros.
         """
         if scaling:
             A, B = Scaling(**scaling).dequantised(A, B)
@@ -240,17 +256,26 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         self.sizes = self.rank, self.num_ranks, self.num_ranks  # all ranks are on one host
         self._contexts: dict[Hashable, OpContext[Any]] | None = {}
 
+    def gemm(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
+        return matmul(A, B, **scaling) if scaling else A @ B
+
     def ag_gemm(
-        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        gathered: torch.Tensor | None = None,
+        **scaling: Any,
     ) -> torch.Tensor:
         context = self.ag_context(B.shape[1], A.shape[1], A.dtype)
-        return self._call(ag_gemm, A.contiguous(), B, context, gathered=gathered)
+        return self._call(ag_gemm, A.contiguous(), B, context, gathered=gathered, **scaling)
 
-    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return self._call(gemm_rs, A, B, self.rs_context(B.shape[1], A.dtype))
+    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
+        context = self.rs_context(B.shape[1], scaling.pop("out_dtype", A.dtype))
+        return self._call(gemm_rs, A, B, context, **scaling)
 
-    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return self._call(gemm_ar, A, B, self.ar_context(B.shape[1], A.dtype))
+    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
+        context = self.ar_context(B.shape[1], scaling.pop("out_dtype", A.dtype))
+        return self._call(gemm_ar, A, B, context, **scaling)
 
     def group_gemm(
         self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
@@ -370,11 +395,11 @@ def check_operand(
     """Check an operand against ``weight`` [K, N].
 
     Raises:
-        InvalidArgument: dtype, device or width differ.
+        InvalidArgument: dtype, device or width differ. An fp8 weight accepts any dtype.
     """
     ranks.check_dtype(function, f"{argument}.dtype", x.dtype)
     expected = f"the weight's {weight.dtype}"
-    if x.dtype != weight.dtype:
+    if x.dtype != weight.dtype and weight.itemsize > 1:
         raise InvalidArgument(function, f"{argument}.dtype", x.dtype, expected)
     for name, tensor in ((argument, x), ("weight", weight)):
         if tensor.device != ranks.device:

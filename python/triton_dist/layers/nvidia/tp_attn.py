@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from triton_dist.errors import TritonDistWarning
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS
 from triton_dist.layers.nvidia.layer import TensorParallelLayer
 from triton_dist.layers.nvidia.stock_weights import StockWeight, local_part
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
@@ -37,6 +38,8 @@ class TP_Attn(TensorParallelLayer):
     Attributes:
         wqkv: [(q heads + 2 * kv heads) * head_dim, hidden], heads of this rank.
         wo: [hidden, q heads * head_dim].
+        wqkv_scale, wo_scale, wqkv_input_scale, wo_input_scale: scales of fp8 weights and of their
+            inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
         bqkv, bo: biases, or ``None``.
         num_heads, num_kv_heads: heads of this rank.
         replicas: number of ranks that have the same kv head.
@@ -90,9 +93,12 @@ class TP_Attn(TensorParallelLayer):
         if q_columns % k.shape[0]:
             expected = f"a multiple of the {k.shape[0] // self.head_dim} key-value heads"
             raise self._invalid("heads of q_proj", q_columns // self.head_dim, expected)
+        self._set_scales(getattr(source, f"{name}_proj") for name in "qkvo")
+        self._check_blocks()
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.wqkv = self._parameter("wqkv", self_attn, rows, hidden)
         self.wo = self._parameter("wo", self_attn, hidden, self.num_heads * self.head_dim)
+        self._init_scales(self_attn, "wqkv", "wo")
         biases = [getattr(getattr(source, f"{name}_proj"), "bias", None) for name in "qkvo"]
         given = [bias for bias in biases[:3] if bias is not None]
         if len(given) not in (0, 3):
@@ -126,14 +132,25 @@ class TP_Attn(TensorParallelLayer):
                 stacklevel=3,
             )
 
-    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+    def _check_blocks(self) -> None:
+        """Raise if a rank's heads split a block of scales."""
+        if self.scales is None or not self.scales.is_block:
+            return
+        unit = BLOCK_ELEMENTS // math.gcd(BLOCK_ELEMENTS, self.head_dim)
+        for name, heads in (("q_proj", self.num_heads), ("k_proj", self.num_kv_heads)):
+            if heads % unit:
+                padded = -(-heads // unit) * unit
+                expected = f"whole blocks of 128 rows: pad with zeros to {padded} heads per rank"
+                raise self._invalid(f"heads of {name} per rank", heads, expected)
+
+    def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         if name == "wo":
             return [StockWeight("o_proj.weight", tensor, 1)]
         if name == "bo":
             return [StockWeight("o_proj.bias", tensor, None)]
         member = "weight" if name == "wqkv" else "bias"
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        q, k, v = tensor.split([each * self.head_dim for each in heads])
+        q, k, v = tensor.split([each * tensor.shape[0] // sum(heads) for each in heads])
         return [
             StockWeight(f"q_proj.{member}", q, 0),
             StockWeight(f"k_proj.{member}", k, 0, self.replicas),
@@ -259,7 +276,7 @@ class TP_Attn(TensorParallelLayer):
             raise self._invalid("rows of hidden_states", rows, expected)
 
         between = partial(self._attend_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
-        y = self._two_gemms(x, self.wqkv, between, self.wo, ranks, sequence_parallel)
+        y = self._two_gemms(x, "wqkv", between, "wo", ranks, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
     def _attend_rows(
@@ -308,8 +325,8 @@ class TP_Attn(TensorParallelLayer):
         if k_cache.shape[2] != self.num_kv_heads:
             expected = f"{self.num_kv_heads}, the heads of this rank"
             raise self._invalid("heads of kv_cache", k_cache.shape[2], expected)
-        if k_cache.dtype != self.wqkv.dtype:
-            expected = f"the dtype of the weights, {self.wqkv.dtype}"
+        if k_cache.dtype != x.dtype:
+            expected = f"the dtype of x, {x.dtype}"
             raise self._invalid("dtype of kv_cache", k_cache.dtype, expected)
         batch = x.shape[0] * (ranks.num_ranks if sequence_parallel else 1)
         if batch > k_cache.shape[0]:

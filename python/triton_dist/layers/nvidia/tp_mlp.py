@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from triton_dist.layers.nvidia.fp8 import is_silu
 from triton_dist.layers.nvidia.layer import TokenLayer
 from triton_dist.layers.nvidia.stock_weights import StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
@@ -20,6 +21,8 @@ class TP_MLP(TokenLayer):
     Attributes:
         gate_up_proj: [2 * I / ranks, hidden], this rank's gate, then its up.
         down_proj: [hidden, I / ranks].
+        gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
+            of fp8 weights and of their inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
     """
 
     shards = ("gate_up_proj", "down_proj")
@@ -43,26 +46,32 @@ class TP_MLP(TokenLayer):
         like = ("gate_proj", gate)
         self._checked_weight("up_proj", source.up_proj, (columns, hidden), like=like)
         self._checked_weight("down_proj", source.down_proj, (hidden, columns), like=like)
-        self._check_split("columns of gate_proj", columns)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            bias = getattr(getattr(source, name), "bias", None)
+        projections = [getattr(source, name) for name in ("gate_proj", "up_proj", "down_proj")]
+        for name, projection in zip(
+            ("gate_proj", "up_proj", "down_proj"), projections, strict=True
+        ):
+            bias = getattr(projection, "bias", None)
             if bias is not None:
                 raise self._invalid(f"{name}.bias", tuple(bias.shape), "None")
-        own = columns // self.world_size
+        self._set_scales(projections)
+        own = self._split_columns("columns of gate_proj", columns)
         self.gate_up_proj = self._parameter("gate_up_proj", mlp, 2 * own, hidden)
         self.down_proj = self._parameter("down_proj", mlp, hidden, own)
+        self._init_scales(mlp, "gate_up_proj", "down_proj")
         self.act_fn: Any = source.act_fn
         self._print_shapes(verbose)
 
-    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+    def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+        size = self.stock_columns
         if name == "down_proj":
-            return [StockWeight("down_proj.weight", tensor, 1)]
-        gate, up = tensor.chunk(2)
-        return [StockWeight("gate_proj.weight", gate, 0), StockWeight("up_proj.weight", up, 0)]
+            return [StockWeight("down_proj.weight", tensor, 1, size=size)]
+        parts = zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True)
+        return [StockWeight(f"{part}.weight", shard, 0, size=size) for part, shard in parts]
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
-        weights = self.gate_up_proj, self._activate, self.down_proj
-        return self._two_gemms(x, *weights, ranks, sequence_parallel).view(x.shape)
+        is_fused = self.scales is not None and is_silu(self.act_fn)
+        steps = "gate_up_proj", None if is_fused else self._activate, "down_proj"
+        return self._two_gemms(x, *steps, ranks, sequence_parallel).view(x.shape)
 
     def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_and_up.chunk(2, -1)
@@ -72,23 +81,23 @@ class TP_MLP(TokenLayer):
     @torch.no_grad()
     def torch_ag_gemm(self, x: torch.Tensor) -> torch.Tensor:
         """Return the first product by torch: [tokens / ranks, hidden] to [tokens, 2 I / ranks]."""
-        return self.torch_ranks.ag_gemm(x, self.gate_up_proj.T)
+        return self._product("ag_gemm", x, "gate_up_proj", self.torch_ranks)
 
     @torch.no_grad()
     def dist_triton_ag_gemm(
         self, x: torch.Tensor, *unused: Any, **also_unused: Any
     ) -> torch.Tensor:
         """Return the first product by ``ag_gemm``; shapes as in ``torch_ag_gemm``."""
-        return self._required_ranks().ag_gemm(x, self.gate_up_proj.T)
+        return self._product("ag_gemm", x, "gate_up_proj", self._required_ranks())
 
     @torch.no_grad()
     def torch_gemm_rs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last product by torch: [tokens, I / ranks] to [tokens / ranks, hidden]."""
-        return self.torch_ranks.gemm_rs(x, self.down_proj.T)
+        return self._product("gemm_rs", x, "down_proj", self.torch_ranks)
 
     @torch.no_grad()
     def dist_triton_gemm_rs(
         self, x: torch.Tensor, *unused: Any, **also_unused: Any
     ) -> torch.Tensor:
         """Return the last product by ``gemm_rs``; shapes as in ``torch_gemm_rs``."""
-        return self._required_ranks().gemm_rs(x, self.down_proj.T)
+        return self._product("gemm_rs", x, "down_proj", self._required_ranks())

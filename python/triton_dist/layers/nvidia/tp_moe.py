@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, one_hot
 
-from triton_dist.kernels.common.context import is_differentiated
-from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
 from triton_dist.layers.nvidia import experts, functional
-from triton_dist.layers.nvidia.fp8 import (
-    BLOCK_SCALES,
-    SCALES,
-    experts_product,
-    is_silu,
-    quantise,
-    scale_name,
-)
+from triton_dist.layers.nvidia.fp8 import is_silu
 from triton_dist.layers.nvidia.layer import TokenLayer
 from triton_dist.layers.nvidia.stock_weights import FP8, StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
@@ -39,18 +30,15 @@ class TP_MoE(TokenLayer):
         gate: [E, hidden], the router, equal on all ranks.
         gate_up_proj: [E, hidden, 2 * I / ranks].
         down_proj: [E, I / ranks, hidden].
-        gate_up_proj_scale, down_proj_scale: scales of fp8 weights, in the layout of a checkpoint
-            (``layers/nvidia/fp8.py``). Only then they exist. fp8 weights are for inference.
+        gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
+            of fp8 weights and of their inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
+            Products use the largest scale of an input. fp8 weights are for inference.
     """
 
     shards = ("gate_up_proj", "down_proj")
     gate: torch.nn.Parameter
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
-    gate_up_proj_scale: torch.nn.Parameter
-    down_proj_scale: torch.nn.Parameter
-    scale_name: str | None = None
-    """Name of the scales of fp8 weights in a checkpoint; ``None`` for other weights."""
 
     def __init__(
         self,
@@ -96,7 +84,6 @@ class TP_MoE(TokenLayer):
             raise self._invalid("top_k", self.top_k, f"1 to {self.num_experts} experts")
         self.normalises: bool = getattr(router, "norm_topk_prob", True)
         columns = len(each[0][0])
-        self._check_split("columns of an expert", columns)
         shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
         dtype = each[0][0].dtype if each[0][0].dtype is FP8 else gate.dtype
         for number, weights in enumerate(each):
@@ -110,36 +97,17 @@ class TP_MoE(TokenLayer):
         self.has_stacked_experts = not isinstance(source.experts, torch.nn.ModuleList)
         first = source.experts if self.has_stacked_experts else source.experts[0]
         self.act_fn: Any = first.act_fn
-        (E, hidden), own = gate.shape, columns // self.world_size
+        if dtype is FP8 and self.has_stacked_experts:
+            expected = "a list of experts, because stacked experts have no fp8 layout"
+            raise self._invalid("experts.gate_up_proj.dtype", FP8, expected)
+        if dtype is FP8:
+            self._set_scales(getattr(each, name) for each in source.experts for name in _NAMES)
+        (E, hidden), own = gate.shape, self._split_columns("columns of an expert", columns)
         self.gate = self._parameter("gate", module, E, hidden)
         self.gate_up_proj = self._parameter("gate_up_proj", module, E, hidden, 2 * own)
         self.down_proj = self._parameter("down_proj", module, E, own, hidden)
-        if dtype is FP8:
-            self._init_scales(module)
+        self._init_scales(module, "gate_up_proj", "down_proj")
         self._print_shapes(verbose)
-
-    def _init_scales(self, module: torch.nn.Module) -> None:
-        """Copy this rank's scales of fp8 weights."""
-        source: Any = module
-        if self.has_stacked_experts:
-            expected = "a list of experts, because stacked experts have no fp8 layout"
-            raise self._invalid("experts.gate_up_proj.dtype", FP8, expected)
-        modules = [getattr(expert, name) for expert in source.experts for name in _NAMES]
-        names = {scale_name(each) for each in modules}
-        if len(names) > 1:
-            raise self._invalid("scales of experts", names, "scales of one name")
-        (self.scale_name,) = names
-        (E, hidden, columns), own = self.gate_up_proj.shape, self.down_proj.shape[1]
-        if self.scale_name == BLOCK_SCALES:
-            if own % BLOCK_ELEMENTS and self.world_size > 1:
-                padded = blocks(own) * BLOCK_ELEMENTS * self.world_size
-                expected = f"a multiple of 128 per rank: pad each expert with zeros to {padded}"
-                raise self._invalid("columns of an expert", own * self.world_size, expected)
-            shapes = (2 * blocks(own), blocks(hidden)), (blocks(hidden), blocks(own))
-        else:
-            shapes = (columns, 1), (hidden, 1)
-        self.gate_up_proj_scale = self._parameter("gate_up_proj_scale", module, E, *shapes[0])
-        self.down_proj_scale = self._parameter("down_proj_scale", module, E, *shapes[1])
 
     def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield gate, up and down of each expert, [outputs, inputs]."""
@@ -165,39 +133,24 @@ class TP_MoE(TokenLayer):
         for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
             yield (*both.chunk(2), down)
 
-    def _stock_weights(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
+    def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         if name == "gate":
             return [StockWeight("gate.weight", tensor, None)]
-        if name.endswith(SCALES):
-            return self._stock_scales(name, tensor)
         stacked = tensor.transpose(1, 2)  # [E, outputs, inputs], as stock modules store weights
         if self.has_stacked_experts:
             if name == "down_proj":
                 return [StockWeight("experts.down_proj", stacked, 2)]
             pair = stacked.unflatten(1, (2, -1))
             return [StockWeight("experts.gate_up_proj", pair, 2, is_pair=True)]
-        weights = []
+        weights, size = [], self.stock_columns
         for number, expert in enumerate(stacked):
             where = f"experts.{number}"
             if name == "down_proj":
-                weights.append(StockWeight(f"{where}.down_proj.weight", expert, 1))
+                weights.append(StockWeight(f"{where}.down_proj.weight", expert, 1, size=size))
             else:
                 gate, up = expert.chunk(2)
-                weights.append(StockWeight(f"{where}.gate_proj.weight", gate, 0))
-                weights.append(StockWeight(f"{where}.up_proj.weight", up, 0))
-        return weights
-
-    def _stock_scales(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
-        weights = []
-        for number, expert in enumerate(tensor):
-            where, end = f"experts.{number}", self.scale_name
-            if name == f"down_proj{SCALES}":
-                dim = 1 if end == BLOCK_SCALES else None
-                weights.append(StockWeight(f"{where}.down_proj.{end}", expert, dim))
-            else:
-                gate, up = expert.chunk(2)
-                weights.append(StockWeight(f"{where}.gate_proj.{end}", gate, 0))
-                weights.append(StockWeight(f"{where}.up_proj.{end}", up, 0))
+                weights.append(StockWeight(f"{where}.gate_proj.weight", gate, 0, size=size))
+                weights.append(StockWeight(f"{where}.up_proj.weight", up, 0, size=size))
         return weights
 
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +166,7 @@ class TP_MoE(TokenLayer):
         if sequence_parallel:
             ids = functional.all_gather(ids, ranks)
             scales = functional.all_gather(scales, ranks)
-        if self.scale_name is not None:
+        if self.scales is not None:
             return self._run_fp8(rows, (ids, scales), ranks, sequence_parallel).view(x.shape)
         first = experts.ag_group_gemm if sequence_parallel else experts.group_gemm
         gate, up = first(rows, self.gate_up_proj, ids, ranks).chunk(2, -1)
@@ -229,23 +182,15 @@ class TP_MoE(TokenLayer):
         sequence_parallel: bool,
     ) -> torch.Tensor:
         """Return the layer's result from fp8 weights, quantising the input of both products."""
-        if is_differentiated(rows):
-            expected = "False: fp8 weights have no backward; call under torch.no_grad()"
-            raise self._invalid("x.requires_grad", True, expected)
         first, last = "group_gemm", "moe_reduce_ar"
         if sequence_parallel:
             first, last = "ag_group_gemm", "moe_reduce_rs"
-        is_block, ids = self.scale_name == BLOCK_SCALES, routing[0]
-        weights = self.gate_up_proj, self.gate_up_proj_scale
-        A = quantise(rows, is_block, False)
-        both = experts_product(first, A, weights, (ids,), rows.dtype, ranks)
+        both = self._fp8_product(first, rows, "gate_up_proj", routing[:1], ranks, False)
         is_fused = is_silu(self.act_fn)
         if not is_fused:
             gate, up = both.chunk(2, -1)
             both = self.act_fn(gate) * up
-        A = quantise(both, is_block, is_fused)
-        weights = self.down_proj, self.down_proj_scale
-        return experts_product(last, A, weights, routing, rows.dtype, ranks)
+        return self._fp8_product(last, both, "down_proj", routing, ranks, is_fused)
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:

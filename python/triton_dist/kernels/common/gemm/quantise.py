@@ -1,4 +1,4 @@
-"""Quantise rows to fp8, with one scale per row or per 128 elements of a row."""
+"""Quantise rows to fp8, by one scale per row, per 128 elements of a row, or given in advance."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ def kernel_quantise(
     stride_x,
     stride_sm,
     stride_sk,
+    given_ptr,
+    num_given,
     SILU_MUL: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
+    GIVEN_SCALES: tl.constexpr,
 ):
     """Divide each BLOCK_SIZE_K elements of a row by their scale. Grid (row blocks, blocks of K).
 
     out: [rows, columns]. With SILU_MUL, x has twice the columns, and out is
-    silu(left half) * right half.
+    silu(left half) * right half. If ``given_ptr`` is not ``None``, the largest of its numbers is
+    the scale of all elements.
     """
     row = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_K + tl.arange(0, BLOCK_SIZE_K)
@@ -42,30 +46,60 @@ def kernel_quantise(
     if SILU_MUL:
         up = tl.load(x_block + columns, mask=inside, other=0.0).to(tl.float32)
         x = x / (1.0 + tl.exp(-x)) * up
-    # A row of zeros keeps a scale that can divide.
-    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _MAXIMUM
-    tl.store(scale_ptr + row * stride_sm + tl.program_id(1) * stride_sk, scale, mask=row < rows)
+    if given_ptr is None:
+        # A row of zeros keeps a scale that can divide.
+        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _MAXIMUM
+        tl.store(scale_ptr + row * stride_sm + tl.program_id(1) * stride_sk, scale, mask=row < rows)
+        x = x / scale[:, None]
+    else:
+        number = tl.arange(0, GIVEN_SCALES)
+        given = tl.max(tl.load(given_ptr + number, mask=number < num_given, other=0.0), 0)
+        tl.store(scale_ptr, given)
+        x = tl.clamp(x / given, -_MAXIMUM, _MAXIMUM, tl.PropagateNan.ALL)
     out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(out, (x / scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def quantisation(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, silu_mul: bool) -> Launch:
+def quantisation(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    silu_mul: bool,
+    given: torch.Tensor | None = None,
+) -> Launch:
     """Return the launch that quantises x to ``out`` [rows, K].
 
-    ``scale`` is [rows], or [rows, K / 128] with strides (1, rows). x is [rows, K] with unit stride
-    along K; with ``silu_mul`` [rows, 2 * K], and silu(left half) * right half is quantised.
+    Args:
+        x: [rows, K] with unit stride along K; with ``silu_mul`` [rows, 2 * K], and
+            silu(left half) * right half is quantised.
+        out: result.
+        scale: result, [rows], or [rows, K / 128] with strides (1, rows); [1] with ``given``.
+        given: scales, of which the largest one is used. Larger quotients than 448 become 448.
     """
     rows, K = out.shape
-    block_k = triton.next_power_of_2(K) if scale.ndim == 1 else BLOCK_ELEMENTS
+    is_whole_row = scale.ndim == 1 and given is None
+    block_k = triton.next_power_of_2(K) if is_whole_row else BLOCK_ELEMENTS
     block_m = max(1, _TILE_ELEMENTS // block_k)
     return Launch(
         kernel_quantise,
-        (triton.cdiv(rows, block_m), scale.numel() // rows),
-        (x, out, scale, rows, K, x.stride(0), 1, rows),
+        (triton.cdiv(rows, block_m), triton.cdiv(K, block_k)),
+        (
+            x,
+            out,
+            scale,
+            rows,
+            K,
+            x.stride(0),
+            1,
+            rows,
+            given,
+            0 if given is None else given.numel(),
+        ),
         {
             "SILU_MUL": silu_mul,
             "BLOCK_SIZE_M": block_m,
             "BLOCK_SIZE_K": block_k,
+            "GIVEN_SCALES": 1 if given is None else triton.next_power_of_2(given.numel()),
             "num_warps": 4 if block_k <= _TILE_ELEMENTS else 16,
         },
     )
