@@ -63,6 +63,9 @@ OTHER_NAMES = {
     "triton_dist.kernels.common.libraries": [
         "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
     ],
+    "triton_dist.layers.nvidia.symm_mem": [
+        "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter",
+    ],
     "triton_dist.testing.opinfo.base": ["OpInfo", "Cost", "Baseline", "tolerance"],
     "triton_dist.testing.opinfo.allgather_gemm": ["gather_alone"],
     "triton_dist.testing.opinfo": ["OPINFOS"],

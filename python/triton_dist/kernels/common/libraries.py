@@ -7,7 +7,7 @@ tests.
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
 ALL_GATHER_MATMUL = "fused_all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
-"""Operators of async tensor parallelism in ``torch.ops.symm_mem``."""
+"""Operators of async tensor parallelism in ``torch.ops.symm_mem``. torch 2.9 and later also have
+operators with ``scaled_matmul`` in their names."""
+RowScales: TypeAlias = tuple[torch.Tensor, torch.Tensor, bool]
+"""Scales of fp8 A [M, 1] and B [1, N], contiguous, and ``use_fast_accum``."""
 
 
 class LibraryAlgorithm(enum.Enum):
@@ -127,6 +130,7 @@ def async_tp_matmul(
     B: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     gathered: torch.Tensor | None = None,
+    scales: RowScales | None = None,
 ) -> torch.Tensor:
     """Return ``all_gather(A) @ B`` by torch's async tensor parallelism. GPUs only.
 
@@ -137,18 +141,39 @@ def async_tp_matmul(
         A: [M_per_rank, K], contiguous.
         B: [K, N_per_rank].
         gathered: receives all_gather(A).
+        scales: of this rank's e4m3 A and B. The product is then bf16.
     """
     name, keeps = group_name(group), gathered is not None
-    rows, products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=keeps)
+    if scales is None:
+        rows, products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=keeps)
+    else:
+        A_scale, B_scale, fast = scales
+        rows, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            A, [B], A_scale, [B_scale], 0, name, [None], [None], [torch.bfloat16], [fast]
+        )
     if gathered is not None:
         gathered.copy_(rows)
     return products[0]  # type: ignore[no-any-return]
 
 
 def async_tp_matmul_scatter(
-    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
+    A: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    scales: RowScales | None = None,
 ) -> torch.Tensor:
-    """Return this rank's rows of the sum of ``A @ B`` over ranks, by async tensor parallelism."""
-    name = group_name(group)
-    rows: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
+    """Return this rank's rows of the sum of ``A @ B`` over ranks, by async tensor parallelism.
+
+    ``scales``: see ``async_tp_matmul``.
+    """
+    name, operators = group_name(group), torch.ops.symm_mem
+    rows: torch.Tensor
+    if scales is None:
+        rows = operators.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
+        return rows
+    A_scale, B_scale, fast = scales
+    shape = [A.shape[0], B.shape[1]]
+    rows = operators.fused_scaled_matmul_reduce_scatter(
+        A, B, A_scale, B_scale, "sum", 0, 0, name, shape, None, None, torch.bfloat16, fast
+    )
     return rows

@@ -11,7 +11,7 @@ import torch
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
-from triton_dist.kernels.common.gemm.scales import FP8
+from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.ranks import group_for
@@ -94,8 +94,10 @@ class AllGatherGEMMOpInfo(GEMMOpInfo):
             return multiply(rows, B, all_scales)
 
         calls = {self.serial: serial}
-        if not scales and libraries.has_async_tp(group, libraries.ALL_GATHER_MATMUL):
-            calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(A, B, group)
+        if self.has_async_tp(A, group, libraries.ALL_GATHER_MATMUL):
+            calls[ASYNC_TP] = lambda: libraries.async_tp_matmul(
+                A, B, group, scales=Scaling(**scales).row_wise(A, B)
+            )
         return {
             **self.gemms(rows, B, all_scales),
             **transfer_baselines(A, ctx),

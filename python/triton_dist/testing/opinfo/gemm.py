@@ -13,6 +13,7 @@ import torch.distributed as dist
 import triton
 from torch import Generator
 
+from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, Recipe, blocks
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
@@ -136,6 +137,12 @@ class GEMMOpInfo(OpInfo[Shape]):
         """Draw new values of A, with which sums over all of K have a standard deviation of 1."""
         A = operands["A"]
         fill(A, operands, A.shape[1] * (num_ranks if self.sums_over_ranks else 1), generator)
+
+    def has_async_tp(self, A: torch.Tensor, group: Group, operator: str) -> bool:
+        """Return whether async tensor parallelism multiplies A; it has no BLOCK scales."""
+        # cuBLAS requires that the row-wise scales of a shard begin at a multiple of 16 bytes.
+        fits = self.recipe is None or (self.recipe is not Recipe.BLOCK and A.shape[0] % 4 == 0)
+        return fits and libraries.has_async_tp(group, operator)
 
     def gemms(self, A: torch.Tensor, B: torch.Tensor, scales: Scales) -> dict[str, Baseline]:
         """Return the GEMM alone: torch's, and for fp8 on GPUs also ``matmul``, tuned when called.

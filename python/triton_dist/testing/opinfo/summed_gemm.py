@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.gemm.scales import Scaling
 from triton_dist.kernels.nvidia.gemm_allreduce import (
     GEMMAllReduceMethod,
     create_gemm_ar_context,
@@ -44,7 +45,8 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             return libraries.reduce_scatter(multiply(A, B, scales), group)
 
         def async_tp() -> torch.Tensor:
-            return libraries.async_tp_matmul_scatter(A, B, group)
+            row_wise = Scaling(**scales).row_wise(A, B)
+            return libraries.async_tp_matmul_scatter(A, B, group, row_wise)
 
         baselines = {
             **self.gemms(A, B, scales),
@@ -53,7 +55,7 @@ class GEMMReduceScatterOpInfo(SummedGEMMOpInfo):
             ),
             self.serial: self.whole(serial, operands, group),
         }
-        if not scales and libraries.has_async_tp(group, libraries.MATMUL_REDUCE_SCATTER):
+        if self.has_async_tp(A, group, libraries.MATMUL_REDUCE_SCATTER):
             baselines[ASYNC_TP] = self.whole(async_tp, operands, group)
         return baselines
 

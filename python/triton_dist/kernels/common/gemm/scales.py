@@ -323,6 +323,15 @@ class Scaling(NamedTuple):
         b = b.reshape(*((1,) * len(experts) if b.numel() == 1 else experts), 1, -1)
         return recipe, a.reshape(-1, 1).expand(len(A), 1), b.expand(*experts, 1, N)
 
+    def row_wise(
+        self, A: torch.Tensor, B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+        """Return scales [M, 1] and [1, N] and ``use_fast_accum``; ``None`` without scales."""
+        if self.A_scale is None:
+            return None
+        _, a, b = self.factors(A, B)
+        return a.contiguous(), b.contiguous(), self.use_fast_accum
+
     def dequantised(
         self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,6 +368,13 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
         return True
     fits = A.shape[1] % 16 == 0 and B.shape[1] % 16 == 0
     return fits and scaling.output_dtype(A) is torch.bfloat16
+
+
+def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
+    """Return whether async tensor parallelism has the recipe: of fp8, e4m3 without BLOCK scales."""
+    if A.dtype not in FP8:
+        return True
+    return A.dtype is torch.float8_e4m3fn and scaling.recipe(A, B) is not Recipe.BLOCK
 
 
 def scaled_matmul(

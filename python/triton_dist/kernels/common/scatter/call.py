@@ -104,9 +104,13 @@ class SummingCall(OpCall):
         )
         return self.operands, A.stride(), B.stride(), self.bias is None, precision, scales
 
-    def product(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return this rank's product by torch."""
-        return scaled_matmul(A, B, self.scaling) if A.dtype in FP8 else torch.matmul(A, B)
+    def product(
+        self, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return this rank's product by torch, in ``out`` or new memory."""
+        if A.dtype in FP8:
+            return scaled_matmul(A, B, self.scaling, out)
+        return torch.matmul(A, B, out=out)
 
     @staticmethod
     def scaling_of(

@@ -34,6 +34,7 @@ from triton_dist.kernels.common.gemm.scales import (
     NO_SCALING,
     Recipe,
     Scaling,
+    fits_async_tp,
     fits_library,
     scaled_matmul,
     scaling_of,
@@ -452,16 +453,22 @@ class AsyncTP(Collective):
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.A.dtype not in FP8 and super().fits_sizes(config, sizes)
+        fits = fits_async_tp(sizes.A, sizes.B, sizes.scaling)
+        return fits and super().fits_sizes(config, sizes)
 
     def check(self, call: Call) -> None:
-        if call.A.dtype in FP8:
-            expected = "another algorithm for fp8"
+        super().check(call)
+        if not fits_async_tp(call.A, call.B, call.scaling):
+            expected = "another algorithm for block scales and for e5m2"
             raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
         libraries.check_async_tp("ag_gemm", libraries.ALL_GATHER_MATMUL, call.ctx.num_ranks)
 
     def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return libraries.async_tp_matmul(local_shard, B, call.ctx.group, call.gathered)
+        # cuBLAS requires that the scales of each shard begin at a multiple of 16 bytes.
+        if call.A.dtype in FP8 and call.A.shape[0] % 4:
+            return super().multiply(call, local_shard, B)
+        scales = call.scaling.row_wise(call.A, B)
+        return libraries.async_tp_matmul(local_shard, B, call.ctx.group, call.gathered, scales)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,7 +26,6 @@ from triton_dist.kernels.common.exchange.sums import (
     max_one_shot_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.op import Algorithm, Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
     OneLaunchAlgorithm,
@@ -291,19 +290,17 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
         yield ()
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.A.dtype not in FP8 and self._supports(sizes.B)
+        return self._supports(sizes.scaling.output_dtype(sizes.A), sizes.B.shape[1])
 
     def check(self, call: Call) -> None:
-        if call.A.dtype in FP8:
-            expected = "another algorithm for fp8"
-            raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
-        if not self._supports(call.B):
+        super().check(call)
+        if not self._supports(call.ctx.output_dtype, call.ctx.N):
             expected = "another algorithm: torch's all-reduce in symmetric memory requires bf16 or "
             expected += "fp32, rows of a multiple of 16 bytes, and one GPU per rank"
             raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return self.sum(call, torch.matmul(A, B, out=call.ctx.buffer.spare_sums(A.shape[0])))
+        return self.sum(call, call.product(A, B, call.ctx.buffer.spare_sums(A.shape[0])))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         if call.copy_to_local:
@@ -312,8 +309,8 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
         return two_shot_all_reduce(product, call.ctx.group)
 
     @staticmethod
-    def _supports(B: torch.Tensor) -> bool:
-        return sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
+    def _supports(dtype: torch.dtype, columns: int) -> bool:
+        return sums_symmetric_memory(dtype, columns * dtype.itemsize)
 
 
 ALGORITHMS = Algorithms(

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.scales import FP8
+from triton_dist.kernels.common.gemm.scales import fits_async_tp
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
@@ -260,16 +260,18 @@ class AsyncTP(Collective):
     name, method = LibraryAlgorithm.ASYNC_TP.value, LibraryAlgorithm.ASYNC_TP
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.A.dtype not in FP8
+        return fits_async_tp(sizes.A, sizes.B, sizes.scaling)
 
     def check(self, call: Call) -> None:
-        if call.A.dtype in FP8:
-            expected = "another algorithm for fp8"
+        super().check(call)
+        if not fits_async_tp(call.A, call.B, call.scaling):
+            expected = "another algorithm for block scales and for e5m2"
             raise InvalidArgument("gemm_rs", "algorithm", self.name, expected)
         libraries.check_async_tp("gemm_rs", libraries.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return libraries.async_tp_matmul_scatter(A, B, call.ctx.group)
+        scales = call.scaling.row_wise(A, B)
+        return libraries.async_tp_matmul_scatter(A, B, call.ctx.group, scales)
 
 
 ALGORITHMS = Algorithms(

@@ -1,0 +1,214 @@
+"""Two operators of ``torch.ops.symm_mem`` for fp8, argument for argument, on ``ag_gemm`` and
+``gemm_rs``.
+
+torch's operators call ``_scaled_mm`` once per shard. These functions take the same arguments and
+return the same results, up to rounding. They also run on CPU ranks.
+
+The first call with a size creates a context, collectively, which lives as long as the process. It
+serves up to the next power of two of rows. The call tunes the op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.context import Check, raise_first_error
+from triton_dist.kernels.common.gemm.scales import FP8, OUTPUTS
+from triton_dist.kernels.nvidia import ag_gemm, gemm_rs, matmul
+from triton_dist.layers.nvidia.tensor_parallel import TensorParallel
+
+Tensors = Sequence[torch.Tensor]
+Optionals = Sequence[torch.Tensor | None]
+
+
+def fused_all_gather_scaled_matmul(
+    A: torch.Tensor,
+    Bs: Tensors,
+    A_scale: torch.Tensor,
+    B_scales: Tensors,
+    gather_dim: int,
+    group_name: Any,
+    biases: Optionals,
+    result_scales: Optionals,
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return ``all_gather(A)`` along ``gather_dim``, and its product with each B.
+
+    Args:
+        A: fp8 [..., K], the shard of this rank.
+        Bs: e4m3 [K, N] each, K-major.
+        A_scale: one element, equal on all ranks; [..., 1] of this rank's shard; or [..., 1] of the
+            gathered A.
+        B_scales: one element or [1, N] for each B.
+        gather_dim: dimension of A, not the last one.
+        group_name: name of the process group.
+        biases: [N] or ``None`` for each B.
+        result_scales: ignored unless the result is fp8, and then ``None``.
+        out_dtypes: dtype of each product; ``None`` is the dtype of B.
+        use_fast_accum: see ``matmul``, for each B.
+
+    Raises:
+        InvalidArgument: shapes, dtypes or numbers of arguments do not match.
+    """
+    function = "fused_all_gather_scaled_matmul"
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    dtypes = [dtype or B.dtype for B, dtype in zip(Bs, out_dtypes, strict=False)]
+
+    def checks() -> Iterator[Check]:
+        lists = {
+            "B_scales": B_scales, "biases": biases, "result_scales": result_scales,
+            "out_dtypes": out_dtypes, "use_fast_accum": use_fast_accum,
+        }  # fmt: skip
+        for name, each in lists.items():
+            yield f"len({name})", len(each), len(each) == len(Bs), f"len(Bs) = {len(Bs)}"
+        expected = "a dimension of A before the last"
+        yield "gather_dim", gather_dim, 0 <= gather_dim < A.ndim - 1, expected
+        yield from _result_scale_checks(result_scales, dtypes)
+        good = A_scale.numel() == 1 or tuple(A_scale.shape) in (shard, whole)
+        expected = f"one element, {shard} or {whole}"
+        yield "A_scale.shape", tuple(A_scale.shape), good, expected
+
+    shard, whole = ((*shape[:-1], 1) for shape in (A.shape, _times(A.shape, gather_dim, num_ranks)))
+    raise_first_error(function, checks())
+    first = functools.partial(_in_front, dim=gather_dim)
+    own = A_scale.flatten()
+    if A_scale.numel() > 1:
+        own = first(A_scale).flatten()
+        own = own if A_scale.shape == shard else own.chunk(num_ranks)[rank]
+    local = first(A).contiguous()
+    rows = local.new_empty(len(local) * num_ranks, A.shape[-1])
+    ranks = _ranks(group, triton.next_power_of_2(len(rows)))
+    products = []
+    for number, B in enumerate(Bs):
+        dtype, bias, fast = dtypes[number], biases[number], use_fast_accum[number]
+        computed = torch.float32 if bias is not None or dtype in FP8 else dtype
+        if number == 0:
+            context = ranks.ag_context(B.shape[1], B.shape[0], A.dtype)
+            C = ag_gemm(
+                local, B, context, gathered=rows, A_scale=own, B_scale=B_scales[0],
+                out_dtype=computed, use_fast_accum=fast,
+            )  # fmt: skip
+            if len(Bs) > 1 and own.numel() > 1:
+                own = libraries.all_gather_rows(own.contiguous(), group)
+        else:
+            C = matmul(
+                rows, B, A_scale=own, B_scale=B_scales[number], out_dtype=computed,
+                use_fast_accum=fast,
+            )  # fmt: skip
+        products.append(_rounded(C if bias is None else C + bias, dtype))
+
+    def restored(x: torch.Tensor) -> torch.Tensor:
+        leading = A.movedim(gather_dim, 0).shape[1:-1]
+        return x.view(-1, *leading, x.shape[1]).movedim(0, gather_dim)
+
+    return restored(rows), [restored(C) for C in products]
+
+
+def fused_scaled_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: Any,
+    output_shape: Sequence[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Return this rank's part of the sum of ``A @ B`` over ranks, scattered along a dimension.
+
+    Args:
+        A: fp8 [..., K], the part of this rank.
+        B: e4m3 [K, N], K-major.
+        A_scale: one element, or [..., 1].
+        B_scale: one element, or [1, N].
+        reduce_op: ``"sum"`` or ``"avg"``.
+        orig_scatter_dim: dimension of ``output_shape`` to scatter, not the last one.
+        scatter_dim_after_maybe_reshape: ignored; ``output_shape`` determines the order of rows.
+        group_name: name of the process group.
+        output_shape: shape of the whole sum, [..., N]; ``None``: the dimensions of A.
+        bias: [N], added to the product of each rank, as torch does.
+        result_scale: ignored.
+        out_dtype: bf16, fp16 or fp32.
+        use_fast_accum: see ``matmul``.
+
+    Raises:
+        InvalidArgument: shapes, dtypes or ``reduce_op`` do not match.
+    """
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    num_ranks, dim = dist.get_world_size(group), orig_scatter_dim
+    shape = [*A.shape[:-1], B.shape[1]] if output_shape is None else [*output_shape]
+
+    def checks() -> Iterator[Check]:
+        yield "reduce_op", reduce_op, reduce_op in ("sum", "avg"), "'sum' or 'avg'"
+        expected = f"the {prod(A.shape[:-1])} rows of A, and N = {B.shape[1]}"
+        good = prod(shape[:-1]) == prod(A.shape[:-1]) and shape[-1] == B.shape[1]
+        yield "output_shape", shape, good, expected
+        expected = f"a dimension of {shape} before the last, of a multiple of {num_ranks}"
+        good = 0 <= dim < len(shape) - 1 and shape[dim] % num_ranks == 0
+        yield "orig_scatter_dim", dim, good, expected
+        expected = f"one element, or {(*A.shape[:-1], 1)}"
+        good = A_scale.numel() == 1 or A_scale.shape == (*A.shape[:-1], 1)
+        yield "A_scale.shape", tuple(A_scale.shape), good, expected
+        yield "out_dtype", out_dtype, out_dtype in OUTPUTS, "bf16, fp16 or fp32: sums are not fp8"
+
+    raise_first_error("fused_scaled_matmul_reduce_scatter", checks())
+    assert out_dtype is not None
+
+    def in_order(x: torch.Tensor) -> torch.Tensor:
+        return _in_front(x.reshape(*shape[:-1], x.shape[-1]), dim)
+
+    rows = in_order(A)
+    if bias is not None:
+        bias = libraries.all_reduce(bias.float(), group).to(out_dtype)
+    context = _ranks(group, triton.next_power_of_2(len(rows))).rs_context(B.shape[1], out_dtype)
+    C = gemm_rs(
+        rows, B, context, bias=bias, B_scale=B_scale, use_fast_accum=use_fast_accum,
+        A_scale=A_scale.flatten() if A_scale.numel() == 1 else in_order(A_scale).contiguous(),
+    )  # fmt: skip
+    if reduce_op == "avg":
+        C = C.div_(num_ranks)
+    others = [size for number, size in enumerate(shape) if number != dim]
+    return C.view(-1, *others).movedim(0, dim).contiguous()
+
+
+@functools.cache
+def _ranks(group: dist.ProcessGroup, max_M: int) -> TensorParallel:
+    """Return the contexts of a group; they are never freed, because CUDA graphs may use them."""
+    return TensorParallel(max_M, group)
+
+
+def _times(shape: torch.Size, dim: int, factor: int) -> tuple[int, ...]:
+    return tuple(size * factor if each == dim else size for each, size in enumerate(shape))
+
+
+def _in_front(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return [..., n] as a matrix whose rows are ordered by ``dim`` first."""
+    return x.movedim(dim, 0).flatten(0, -2)
+
+
+def _rounded(C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype in FP8:
+        largest = torch.finfo(dtype).max
+        C = C.clamp(-largest, largest)
+    return C.to(dtype)
+
+
+def _result_scale_checks(scales: Optionals, dtypes: Sequence[torch.dtype]) -> Iterator[Check]:
+    for scale, dtype in zip(scales, dtypes, strict=False):
+        good = scale is None or dtype not in FP8
+        yield "result_scales", "given", good, "None for a result in fp8"
