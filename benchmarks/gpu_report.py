@@ -79,6 +79,8 @@ def _steps() -> tuple[Step, ...]:
         f"{train} {experts}",
         serve,
         f"{serve} {experts}",
+        f"{serve} --fp8",
+        f"{serve} {experts} --fp8 block",
     )
     scripts = (
         "test_tp_mlp.py --check",

@@ -21,6 +21,8 @@ PROGRAMS = {
     "wait_for_a_peer": (2, ["rank 0 received the data of rank 1"]),
     "train_llama": (2, ["step 3: loss ", ", on one rank "]),
     "serve_llama": (2, [" sequences, as on one rank: [["]),
+    "serve_llama --fp8": (2, [" sequences, logits at most 0."]),
+    "serve_llama --model tiny-moe --fp8 block": (2, [" sequences, logits at most 0."]),
     "model_folder": (1, [": 1 layers of tiny, "]),
     # Where optuna is not installed, as in CI, it says so: the search is tested in
     # tests/tuning/test_big_spaces.py with one that needs no library.
@@ -31,15 +33,18 @@ PROGRAMS = {
 
 def run(name, spawn_ranks, device):
     ranks, lines = PROGRAMS[name]
-    path = str(EXAMPLES / f"{name}.py")
+    program, *arguments = name.split()
+    path = str(EXAMPLES / f"{program}.py")
     # Tuning every product of a model takes long, and is tested elsewhere.
-    env = {"TRITON_DIST_AUTOTUNE": "0"} if name.endswith("llama") else {}
-    printed = spawn_ranks(ranks, run_program, path, init=False, device=device, env=env)
+    env = {"TRITON_DIST_AUTOTUNE": "0"} if program.endswith("llama") else {}
+    printed = spawn_ranks(ranks, run_program, path, *arguments, init=False, device=device, env=env)
     for line in lines:
         assert line.format(device=device) in printed[0]
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "model_step"])
+@pytest.mark.parametrize(
+    "name", [name for name in PROGRAMS if name not in ("model_step", "serve_llama --fp8")]
+)
 def test_example_runs(name, spawn_ranks):
     run(name, spawn_ranks, "cpu")
 
@@ -51,4 +56,4 @@ def test_example_runs_on_gpus(name, spawn_ranks):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == PROGRAMS.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {name.split()[0] for name in PROGRAMS}
