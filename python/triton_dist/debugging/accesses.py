@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,11 +49,14 @@ class Access:
         return self.addresses[np.broadcast_to(self.mask, self.addresses.shape)]
 
 
-class Observer(Protocol):
+class Observer:
     """A check. ``before`` may raise to prevent the access. ``after`` receives the loaded values."""
 
-    def before(self, access: Access) -> None: ...
-    def after(self, access: Access, values: Any) -> None: ...
+    def before(self, access: Access) -> None:
+        pass
+
+    def after(self, access: Access, values: Any) -> None:
+        pass
 
 
 def patch(owner: Any, name: str, call: Callable[..., Any]) -> Undo:

@@ -23,7 +23,7 @@ import numpy as np
 
 from triton_dist import knobs
 from triton_dist.debugging import rank_status
-from triton_dist.debugging.accesses import Access, Undo
+from triton_dist.debugging.accesses import Access, Observer, Undo
 from triton_dist.debugging.faults import WaitNeverEnds
 from triton_dist.debugging.site import is_of_program, site
 from triton_dist.runtime import waits
@@ -52,7 +52,7 @@ def _rank() -> int:
     return knobs.rank.get()
 
 
-class DeadlockCheck:
+class DeadlockCheck(Observer):
     """The status of this rank, recorded from accesses and waits.
 
     Args:
@@ -99,9 +99,6 @@ class DeadlockCheck:
                 self._set_flags.move_to_end(flag)
             while len(self._set_flags) > _MAX_SET_FLAGS:
                 self._set_flags.popitem(last=False)
-
-    def after(self, access: Access, values: Any) -> None:
-        pass
 
     def record_poll(
         self, ptr: Any, seen: Any, value: Any, size_bits: int, polls: int, overdue: bool

@@ -25,6 +25,7 @@ from triton_dist.debugging.accesses import (
     POISON_FLOAT,
     POISON_INTEGER,
     Access,
+    Observer,
     Undo,
     patch,
     pattern,
@@ -85,7 +86,7 @@ def _region_of(pointers: Any) -> Origin | None:
     return None if region is None else Origin(*region)
 
 
-class Bounds:
+class Bounds(Observer):
     """Raise for accesses outside of the origin of their pointers."""
 
     def before(self, access: Access) -> None:
@@ -96,9 +97,6 @@ class Bounds:
         outside = (touched < origin.begin) | (touched + access.itemsize > origin.end)
         if outside.any():
             raise OutOfBounds(_message(site(), access, origin, touched[outside], touched.size))
-
-    def after(self, access: Access, values: Any) -> None:
-        pass
 
 
 def _message(at: Site, access: Access, origin: Origin, outside: Any, of: int) -> str:
@@ -163,11 +161,8 @@ def track_origins(upstream: Any) -> Undo:
     return undo_all(undos)
 
 
-class Uninitialised:
+class Uninitialised(Observer):
     """Raise for loads of poison."""
-
-    def before(self, access: Access) -> None:
-        pass
 
     def after(self, access: Access, values: Any) -> None:
         if access.kind != "load" or values is None or access.itemsize < 2:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.debugging.accesses import Access, Undo, patch, undo_all
+from triton_dist.debugging.accesses import Access, Observer, Undo, patch, undo_all
 from triton_dist.debugging.faults import DataRace
 from triton_dist.debugging.race_state import (
     FIRST_CLOCK,
@@ -77,7 +77,7 @@ def expected() -> Iterator[list[str]]:
         _expected_races = before
 
 
-class Races:
+class Races(Observer):
     """Raise for accesses of symmetric memory that race with another access."""
 
     def __init__(self) -> None:

@@ -66,9 +66,9 @@ def has_links_between_all_gpus() -> bool:
 def _has_native_atomics(source: int, target: int) -> bool:
     value = ctypes.c_int()
     ends = cuda_driver.device(source), cuda_driver.device(target)
-    ask = cuda_driver.function("cuDeviceGetP2PAttribute")
-    status = ask(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *ends)
-    cuda_driver.check(status, f"query peer access from GPU {source} to GPU {target}")
+    what = f"query peer access from GPU {source} to GPU {target}"
+    known = ctypes.byref(value)
+    cuda_driver.call("cuDeviceGetP2PAttribute", what, known, _NATIVE_ATOMIC_SUPPORTED, *ends)
     return value.value == 1
 
 

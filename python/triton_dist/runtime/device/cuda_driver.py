@@ -94,23 +94,28 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"the CUDA driver refused to {what}: {said} ({status})")
 
 
+def call(name: str, what: str, *values: Any) -> None:
+    """Call the driver function ``name`` with ``values``, and check the result."""
+    check(function(name)(*values), what)
+
+
 def device(ordinal: int) -> int:
     found = ctypes.c_int()
-    check(function("cuDeviceGet")(ctypes.byref(found), ordinal), f"find GPU {ordinal}")
+    call("cuDeviceGet", f"find GPU {ordinal}", ctypes.byref(found), ordinal)
     return found.value
 
 
 def primary_context(ordinal: int) -> int:
     """Return the primary context, which torch uses, of the GPU with this CUDA ordinal."""
     context = ctypes.c_void_p()
-    retain = function("cuDevicePrimaryCtxRetain")
-    check(retain(ctypes.byref(context), device(ordinal)), f"return the context of GPU {ordinal}")
+    what = f"return the context of GPU {ordinal}"
+    call("cuDevicePrimaryCtxRetain", what, ctypes.byref(context), device(ordinal))
     return context.value or 0
 
 
 def use_context(context: int) -> None:
     """Make ``context`` current on this thread if it has none, such as a new thread."""
     current = ctypes.c_void_p()
-    check(function("cuCtxGetCurrent")(ctypes.byref(current)), "return the current context")
+    call("cuCtxGetCurrent", "return the current context", ctypes.byref(current))
     if current.value is None:
-        check(function("cuCtxSetCurrent")(context), "use a context on another thread")
+        call("cuCtxSetCurrent", "use a context on another thread", context)

@@ -30,42 +30,41 @@ def allocate(nbytes: int) -> int:
     """
     address = ctypes.c_uint64()
     size = -(-nbytes // _UNIT) * _UNIT
-    status = cuda_driver.function("cuMemAlloc_v2")(ctypes.byref(address), size)
-    cuda_driver.check(status, f"allocate {size} bytes")
+    cuda_driver.call("cuMemAlloc_v2", f"allocate {size} bytes", ctypes.byref(address), size)
     return address.value
 
 
 def free_bytes() -> int:
     """Return the free memory of the current GPU."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    status = cuda_driver.function("cuMemGetInfo_v2")(ctypes.byref(free), ctypes.byref(total))
-    cuda_driver.check(status, "return the size of free memory")
+    what = "return the size of free memory"
+    cuda_driver.call("cuMemGetInfo_v2", what, ctypes.byref(free), ctypes.byref(total))
     return free.value
 
 
 def free(address: int) -> None:
     """Free memory of ``allocate``. No other process may have the memory open."""
-    cuda_driver.check(cuda_driver.function("cuMemFree_v2")(address), "free shared memory")
+    cuda_driver.call("cuMemFree_v2", "free shared memory", address)
 
 
 def export(address: int) -> bytes:
     """Return a handle with which another process can open memory of ``allocate``."""
     handle = IpcHandle()
-    status = cuda_driver.function("cuIpcGetMemHandle")(ctypes.byref(handle), address)
-    cuda_driver.check(status, "export memory by CUDA IPC")
+    what = "export memory by CUDA IPC"
+    cuda_driver.call("cuIpcGetMemHandle", what, ctypes.byref(handle), address)
     return bytes(handle)
 
 
 def open_(handle: bytes) -> int:
     """Map another process's memory and return its address."""
     address = ctypes.c_uint64()
-    status = cuda_driver.function("cuIpcOpenMemHandle_v2")(
-        ctypes.byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
-    )
-    cuda_driver.check(status, "open memory of another process by CUDA IPC")
+    cuda_driver.call(
+        "cuIpcOpenMemHandle_v2", "open memory of another process by CUDA IPC",
+        ctypes.byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS,
+    )  # fmt: skip
     return address.value
 
 
 def close(address: int) -> None:
     """Unmap memory of ``open_``."""
-    cuda_driver.check(cuda_driver.function("cuIpcCloseMemHandle")(address), "close shared memory")
+    cuda_driver.call("cuIpcCloseMemHandle", "close shared memory", address)

@@ -44,14 +44,13 @@ class Place:
     @classmethod
     def of(cls, ordinal: int) -> Place:
         """Return the place of this process, without creating a CUDA context."""
-        cuda_driver.check(cuda_driver.function("cuInit")(0), "start")
+        cuda_driver.call("cuInit", "start", 0)
         count = ctypes.c_int()
-        status = cuda_driver.function("cuDeviceGetCount")(ctypes.byref(count))
-        cuda_driver.check(status, "count GPUs")
+        cuda_driver.call("cuDeviceGetCount", "count GPUs", ctypes.byref(count))
         visible = tuple(_uuid(each) for each in range(count.value))
         bus = ctypes.create_string_buffer(32)
-        status = cuda_driver.function("cuDeviceGetPCIBusId")(bus, 32, cuda_driver.device(ordinal))
-        cuda_driver.check(status, f"return the location of GPU {ordinal}")
+        what = f"return the location of GPU {ordinal}"
+        cuda_driver.call("cuDeviceGetPCIBusId", what, bus, 32, cuda_driver.device(ordinal))
         machine = ""
         with suppress(OSError):
             machine = _BOOT.read_text().strip()
@@ -137,10 +136,8 @@ def sharing_error(
 
 def _uuid(ordinal: int) -> str:
     uuid = cuda_driver.Uuid()
-    status = cuda_driver.function("cuDeviceGetUuid_v2")(
-        ctypes.byref(uuid), cuda_driver.device(ordinal)
-    )
-    cuda_driver.check(status, f"name GPU {ordinal}")
+    gpu = cuda_driver.device(ordinal)
+    cuda_driver.call("cuDeviceGetUuid_v2", f"name GPU {ordinal}", ctypes.byref(uuid), gpu)
     return bytes(uuid.bytes).hex()
 
 
