@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -24,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton_dist import _files, knobs
-from triton_dist._tuning.source.stale import changes
+from triton_dist._tuning.source.stale import changes, package_path
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -171,25 +172,25 @@ def _verdicts(
     ranks: Mapping[str, str],
     any_settings: bool,
 ) -> list[Verdict]:
-    validators: dict[str, Validator | NoSuchFunction] = {}
     try:
         loaded = load_module(module)
-        for function in dict.fromkeys(function for function, _ in pairs):
-            try:
-                validator = Validator(function_in(loaded, function), ranks, any_settings)
-                if module.endswith(".py"):
-                    validator.origin = validator.origin._replace(module=os.path.abspath(module))
-                validators[function] = validator
-            except NoSuchFunction as error:
-                validators[function] = error
     except NoSuchFunction as error:
         return [Verdict(None, (str(error),))] * len(pairs)
-    return [
-        validator.verdict(record)
-        if isinstance(validator, Validator)
-        else Verdict(None, (str(validator),))
-        for validator, record in ((validators[function], record) for function, record in pairs)
-    ]
+
+    @functools.cache
+    def validator_of(function: str) -> Validator:
+        validator = Validator(function_in(loaded, function), ranks, any_settings)
+        if module.endswith(".py"):
+            validator.origin = validator.origin._replace(module=os.path.abspath(module))
+        return validator
+
+    verdicts = []
+    for function, record in pairs:
+        try:
+            verdicts.append(validator_of(function).verdict(record))
+        except NoSuchFunction as error:
+            verdicts.append(Verdict(None, (str(error),)))
+    return verdicts
 
 
 def _under_its_settings(now: Fingerprint, made: Fingerprint) -> Fingerprint:
@@ -303,10 +304,7 @@ def _from_file(path: Path) -> ModuleType:
 
     The digest separates scripts of equal name, and ``profile.py`` from Python's own module.
     """
-    parts, root = [path.stem], path.parent
-    while (root / "__init__.py").exists():
-        parts.insert(0, root.name)
-        root = root.parent
+    parts, root = package_path(path)
     sys.path.insert(0, str(root))
     if len(parts) > 1:
         return importlib.import_module(".".join(parts))

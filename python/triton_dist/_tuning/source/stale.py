@@ -40,6 +40,14 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
     return list(found), unknown
 
 
+def package_path(path: Path) -> tuple[list[str], Path]:
+    """Return the parts of the dotted name of a ``.py`` file, and the folder to import it from."""
+    parts, root = [path.stem], path.parent
+    while (root / "__init__.py").exists():
+        parts, root = [root.name, *parts], root.parent
+    return parts, root
+
+
 class _Files:
     """Source files of modules, found without importing the modules."""
 
@@ -48,9 +56,7 @@ class _Files:
         self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
         file, name = file_at(str(path)), function.partition(".")[0]
         if module.endswith(".py"):
-            parts, root = [path.stem], path.parent
-            while (root / "__init__.py").exists():
-                parts, root = [root.name, *parts], root.parent
+            parts, root = package_path(path)
             self._folders.insert(0, str(root))
             self._function_module = ".".join(parts) if len(parts) > 1 else module
         else:

@@ -52,7 +52,7 @@ def read_record(content: bytes) -> TuningRecord:
     cut = _trials(text) if is_whole else None
     if cut is not None:
         tree = codec.loads(cut[0])
-        return TuningRecord.with_unread_trials(tree, _winner(tree, cut[1]), cut[1])
+        return TuningRecord.from_tree(tree, _winner(tree, cut[1]), cut[1])
     tree = codec.loads(content)
     if not _is_as_written(tree):
         raise ValueError("its checksum does not match: it was edited or is damaged")

@@ -66,12 +66,13 @@ class _Result:
             "config": best.digest[:_DIGITS],
             "ms": _median(best),
             "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
-            **(
-                {"near": {t.digest[:_DIGITS]: _median(t) for t in runners_up}} if runners_up else {}
-            ),
-            **({"warm_started_from": record.warm_started_from} if record.warm_started_from else {}),
-            **({"at": list(record.at)} if record.at else {}),
         }
+        rare = {
+            "near": {t.digest[:_DIGITS]: _median(t) for t in runners_up},
+            "warm_started_from": record.warm_started_from,
+            "at": list(record.at),
+        }
+        result |= {name: part for name, part in rare.items() if part}
         configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *runners_up)}
         found = record.fingerprint
         driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}

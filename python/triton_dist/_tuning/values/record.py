@@ -76,7 +76,7 @@ class TuningRecord:
     """Times per rank of the configs with the most samples, by digest of the config."""
 
     def __getattr__(self, name: str) -> Any:
-        """Read the trials of a record from :meth:`with_unread_trials` at first use."""
+        """Read the unread trials of a record from :meth:`from_tree` at first use."""
         unread = self.__dict__.get("_unread")
         if name != "trials" or unread is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -122,6 +122,12 @@ class TuningRecord:
     def to_tree(self) -> codec.Tree:
         """Return the tree for a file, with the most interesting parts first."""
         best = self.best
+        rare = {
+            "warm_started_from": self.warm_started_from,
+            "at": list(self.at),
+            "dropped": dict(self.dropped),
+            "by_rank": {digest: own.to_tree() for digest, own in self.by_rank.items()},
+        }
         return {
             "schema": 3 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
             "function": self.key.function,
@@ -144,14 +150,7 @@ class TuningRecord:
             ],
             "timestamp": self.timestamp,
             "seconds": self.seconds,
-            **({"warm_started_from": self.warm_started_from} if self.warm_started_from else {}),
-            **({"at": list(self.at)} if self.at else {}),
-            **({"dropped": dict(self.dropped)} if self.dropped else {}),
-            **(
-                {"by_rank": {d: own.to_tree() for d, own in self.by_rank.items()}}
-                if self.by_rank
-                else {}
-            ),
+            **{name: part for name, part in rare.items() if part},
             "hardware_group": self.key.hardware,
             "fingerprint": {
                 name: facts if isinstance(facts, str) else dict(facts)
@@ -161,39 +160,33 @@ class TuningRecord:
         }
 
     @classmethod
-    def from_tree(cls, tree: codec.Tree) -> TuningRecord:
+    def from_tree(
+        cls, tree: codec.Tree, best: codec.Tree = None, unread: bytes = b""
+    ) -> TuningRecord:
         """Return the record in a tree written by :meth:`to_tree`.
+
+        Args:
+            unread: JSON text of the trials, with a verified checksum, if ``tree`` lacks them. They
+                are parsed at first use.
+            best: tree of the winner, in addition to ``unread``.
 
         Raises:
             NewerSchema: a later version of triton_dist wrote the tree, which may be undamaged.
             ValueError: the tree is malformed, for the reason in the message.
         """
-        tree = _upgraded(tree)
-        try:
-            trials = tuple(map(_read_trial, tree["trials"]))
-            record = cls(trials=trials, **_from_tree_without_trials(tree))
-            measured = {t.digest: t for t in trials if isinstance(t.outcome, Measurement)}
-            record.__dict__["best"] = measured[tree["best"]["digest"]]
-        except UNREADABLE as error:
-            raise _malformed(error) from error
-        return record
-
-    @classmethod
-    def with_unread_trials(cls, tree: codec.Tree, best: codec.Tree, trials: bytes) -> TuningRecord:
-        """Return a record whose trials are parsed at first use. Raises like :meth:`from_tree`.
-
-        ``trials`` is JSON text with a verified checksum; ``tree`` lacks them; ``best`` is the
-        winner.
-        """
         tree, record = _upgraded(tree), object.__new__(cls)
         try:
-            parts = {
-                **_from_tree_without_trials(tree),
-                "best": _read_trial(best),
-                "_unread": trials,
-            }
+            parts = _from_tree_without_trials(tree)
+            if unread:
+                parts |= {"best": _read_trial(best), "_unread": unread}
+            else:
+                trials = tuple(map(_read_trial, tree["trials"]))
+                measured = {t.digest: t for t in trials if isinstance(t.outcome, Measurement)}
+                parts |= {"best": measured[tree["best"]["digest"]], "trials": trials}
         except UNREADABLE as error:
-            raise _malformed(error) from error
+            if type(error) is ValueError:
+                raise
+            raise ValueError(f"{type(error).__name__}: {error}") from error
         record.__dict__.update(parts)
         return record
 
@@ -260,10 +253,6 @@ def _from_tree_without_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         },
         "dropped": {str(name): int(number) for name, number in tree.get("dropped", {}).items()},
     }
-
-
-def _malformed(error: Exception) -> ValueError:
-    return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
 
 
 def _read_trial(tree: Mapping[str, Any]) -> Trial:
