@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,11 @@ from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia.allgather_gemm import local_copy_and_barrier_all
+from triton_dist.kernels.nvidia.allgather_gemm.algorithms import ALGORITHMS as AG_GEMM
+from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS as ALL_REDUCE
+from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import ALGORITHMS as GEMM_AR
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import ALGORITHMS as GEMM_RS
+from triton_dist.kernels.nvidia.shard_collectives.algorithms import AllGatherCall, ReduceScatterCall
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo import OPINFOS
@@ -28,6 +35,7 @@ from triton_dist.testing.opinfo.moe import GroupedShape
 
 NAMES = sorted(OPINFOS.keys() - {"grouped_gemm"})
 DTYPE = torch.float16
+COLLECTIVE = nvidia.LibraryAlgorithm.COLLECTIVE
 
 
 class Calls:
@@ -247,6 +255,60 @@ def refused_contexts(name: str) -> tuple[str, dict[str, tuple[str, str]], str]:
     assert isinstance(error, RankDisagreement)
     create(**good).finalize()
     return create.__name__, seen, str(error)
+
+
+SUMS = {"copy_engine": {"fuse_scatter": False}, "fused": {"fuse_scatter": True}}
+BY_NAME: dict[str, tuple[Any, Iterable[Any], dict[str, Any]]] = {
+    "ag_gemm": (AG_GEMM, (*nvidia.AllGatherMethod, COLLECTIVE), {}),
+    "gemm_rs": (GEMM_RS, (COLLECTIVE,), SUMS),
+    "gemm_ar": (GEMM_AR, nvidia.GEMMAllReduceMethod, {}),
+    "all_reduce": (ALL_REDUCE, [m for m in nvidia.AllReduceMethod if not m.replacement], {}),
+    "all_gather": (AllGatherCall.algorithms, nvidia.GatherMethod, {}),
+    "reduce_scatter": (ReduceScatterCall.algorithms, nvidia.ReduceScatterMethod, {}),
+}
+"""Algorithms of each op, the methods that name one, and other keywords that name one."""
+
+
+def named_algorithms(name: str) -> int:
+    """Call the op without tuning, with each keyword that names an algorithm; then with wrong ones.
+
+    Returns the number of calls.
+    """
+    calls, (algorithms, methods, others) = Calls(name), BY_NAME[name]
+    asked = {each.value: {"method": each} for each in methods} | others
+    ran: list[str] = []
+
+    def call(ctx: Any, **options: Any) -> None:
+        args, kwargs = calls.info.arguments(calls.operands, ctx)
+        C = calls.info.op(*args, **kwargs, autotune=False, **options)
+        limit = calls.info.tolerance(DTYPE, calls.size)
+        assert_allclose(C, calls.info.reference(calls.operands), rtol=limit, atol=limit)
+
+    with ExitStack() as patches:
+        for algorithm in algorithms.values():
+            noted = functools.partial(_noted, ran, algorithm.name, algorithm.run)
+            patches.enter_context(mock.patch.object(algorithm, "run", noted))
+        for expected, options in asked.items():
+            with calls.context() as ctx:
+                call(ctx, **options)
+            assert ran == [expected]
+            ran.clear()
+        if name == "ag_gemm":
+            ring = nvidia.AllGatherMethod.RING_PUSH_1D
+            with calls.info.context(calls.shape, DTYPE, all_gather_method=ring) as ctx:
+                call(ctx)
+            assert ran == [ring.value]
+        with calls.context() as ctx:
+            for method in ("one_shot", 5, nvidia.LibraryAlgorithm.ASYNC_TP):
+                error = refusal(lambda m=method: call(ctx, method=m))
+                assert isinstance(error, InvalidArgument)
+                assert re.search(r"method is |algorithm is 'async_tp', expected", str(error))
+    return len(asked)
+
+
+def _noted(ran: list[str], name: str, run: Callable[[Any], Any], call: Any) -> Any:
+    ran.append(name)
+    return run(call)
 
 
 def everything(name: str) -> tuple[Any, ...]:

@@ -82,3 +82,9 @@ def test_one_rank_that_differs_is_an_error_on_all(on_any):
         for kind, message in (k, dtype, rows, layout, local_copy):
             assert kind == "RankDisagreement"
             assert "  rank 1: " in message
+
+
+@pytest.mark.parametrize("name", every_op_ranks.BY_NAME)
+def test_an_algorithm_that_is_named_runs_untuned(on_two, name):
+    first, second = on_two(every_op_ranks.named_algorithms, name)
+    assert first == second > 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.distributed.gemm_calls import LAYOUTS, AllGatherGEMM, default_tiles
+from tests.distributed.gemm_calls import AllGatherGEMM, default_tiles
 from triton_dist.errors import (
     ContextFinalized,
     DeviceUnavailable,
@@ -34,21 +33,9 @@ from triton_dist.kernels.nvidia.allgather_gemm.algorithms import (
     serial_params,
 )
 from triton_dist.kernels.nvidia.allgather_gemm.context import GATHERED_BYTES, exchanged_rows
-from triton_dist.runtime.device import cpu, current_device
+from triton_dist.runtime.device import cpu
 
 config_space, prune_fn = ALGORITHMS.config_space, ag_gemm.prune_fn
-
-
-def test_a_world_of_one_is_a_plain_product():
-    calls = AllGatherGEMM(max_rows=37, columns=40, K=72)
-    for layout, method in zip(LAYOUTS, itertools.cycle(AllGatherMethod)):
-        calls(37, layout, algorithm=method.value, num_chunks=3)
-    calls(5, local_copy=False)
-    calls(5, persistent=False, local_copy=False)
-    calls(11, op=ag_gemm)
-    calls(11, op=ag_gemm, autotune=False)
-    assert calls.finish() == len(LAYOUTS) + 4
-    assert len(LAYOUTS) >= len(AllGatherMethod), "a method was left out"
 
 
 @pytest.mark.parametrize("local_copy", [True, False])
@@ -62,14 +49,6 @@ def test_all_rows_go_to_memory_apart_from_the_own_ones(local_copy):
             ag_gemm.fn(A, B, ctx, gathered=own, **options)
         assert ag_gemm.fn(A, B, ctx, gathered=apart.fill_(0), **options).eq(64).all()
         assert apart.eq(1).all()
-
-
-def test_the_first_config_is_the_default_of_all_arguments():
-    first = config_space()[0]
-    assert first["algorithm"] == "full_mesh_push"
-    assert (first["num_streams"], first["num_chunks"]) == (1, 1)
-    assert first["persistent"] is current_device().prefers_descriptors
-    assert str(first["gemm_config"]) == str(default_tiles())
 
 
 def on_gpus(monkeypatch):

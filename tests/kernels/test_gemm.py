@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
-from tests.distributed.gemm_calls import LAYOUTS, uniform
+from tests.distributed.gemm_calls import (
+    LAYOUTS,
+    AllGatherGEMM,
+    GEMMAllReduce,
+    GEMMReduceScatter,
+    default_tiles,
+    uniform,
+)
 from triton_dist.errors import InvalidArgument, NoValidConfig
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.nvidia import gemm_non_persistent, gemm_persistent, matmul
@@ -17,6 +25,7 @@ from triton_dist.kernels.nvidia.gemm import (
     prune_fn_by_group_size_m,
     prune_fn_by_shared_memory,
 )
+from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.base import tolerance
 
@@ -42,6 +51,31 @@ def test_every_size_and_layout(op, dtype):
             )
             B = b_layout(uniform(2, (K, N), dtype))
             check(op(A, B, autotune=False), A, B)
+
+
+@pytest.mark.parametrize("kind", [AllGatherGEMM, GEMMReduceScatter, GEMMAllReduce])
+def test_ops_in_a_world_of_one_are_plain_products(kind):
+    calls, most = kind(37, 40, 72, **kind.context_options), max(len(LAYOUTS), len(kind.algorithms))
+    for _, layout, algorithm in zip(range(most), cycle(LAYOUTS), cycle(kind.algorithms)):
+        calls(37, layout, **algorithm)
+    calls(5, persistent=False)
+    calls(5, algorithm="collective", gemm_config=None)
+    calls(11, op=kind.op)
+    calls(11, op=kind.op, autotune=False)
+    calls(1, **({"has_bias": True} if kind.bias else {"local_copy": False}))
+    assert calls.finish() == most + 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [(AllGatherGEMM, "full_mesh_push"), (GEMMReduceScatter, "fused"), (GEMMAllReduce, "by_size")],
+)
+def test_the_first_config_is_the_default_of_all_arguments(kind, algorithm):
+    first = kind.op.config_space[0]
+    assert first["algorithm"] == algorithm
+    assert first["persistent"] is current_device().prefers_descriptors
+    assert str(first["gemm_config"]) == str(default_tiles())
+    assert (first.get("num_streams", 1), first.get("num_chunks", 1)) == (1, 1)
 
 
 @pytest.mark.parametrize("a_layout", list(LAYOUTS))
@@ -166,8 +200,6 @@ def test_the_gathered_m_counts():
 
 
 def test_no_config_left_is_an_error(monkeypatch):
-    from triton_dist.runtime.device import current_device
-
     A, B = uniform(1, (20, 48), torch.float16), uniform(2, (48, 24), torch.float16)
     monkeypatch.setattr(type(current_device()), "shared_memory_bytes", lambda self: 16)
     matmul.clear()

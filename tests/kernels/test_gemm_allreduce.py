@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.distributed.gemm_calls import LAYOUTS, GEMMAllReduce, default_tiles
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
 from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
@@ -19,7 +17,6 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.kernels.nvidia.gemm import op as gemm_op
 from triton_dist.kernels.nvidia.gemm_allreduce import algorithms as gemm_allreduce_algorithms
-from triton_dist.runtime.device import current_device
 
 config_space = gemm_allreduce_algorithms.ALGORITHMS.config_space
 prune_fn, key_fn = gemm_ar.prune_fn, gemm_ar.key_fn
@@ -27,25 +24,6 @@ prune_fn, key_fn = gemm_ar.prune_fn, gemm_ar.key_fn
 
 def create(max_M=16, N=48, dtype=torch.float16):
     return create_gemm_ar_context(max_M, N, 0, 1, 8, dtype)
-
-
-def test_a_world_of_one_is_a_plain_product():
-    calls = GEMMAllReduce(max_rows=37, columns=40, K=72)
-    for algorithm, layout in zip(calls.algorithms, itertools.cycle(LAYOUTS)):
-        calls(37, layout, **algorithm)
-    calls(1, has_bias=True)
-    calls(5, algorithm="collective", gemm_config=None)
-    calls(11, op=gemm_ar)
-    calls(11, op=gemm_ar, autotune=False, copy_to_local=False)
-    assert calls.finish() == len(calls.algorithms) + 4
-    assert len(calls.algorithms) >= len(LAYOUTS), "a layout was left out"
-
-
-def test_the_first_config_is_the_default_of_all_arguments():
-    first = config_space()[0]
-    assert first["persistent"] is current_device().prefers_descriptors
-    assert first["algorithm"] == "by_size"
-    assert str(first["gemm_config"]) == str(default_tiles())
 
 
 def test_the_space_has_tiles_and_ways():

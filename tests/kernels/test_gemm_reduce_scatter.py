@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from tests.distributed.gemm_calls import LAYOUTS, GEMMReduceScatter, default_tiles
+from tests.distributed.gemm_calls import default_tiles
 from triton_dist.errors import CaptureInProgress, InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.scatter.partials import (
@@ -29,26 +29,6 @@ prune_fn, key_fn = gemm_rs.prune_fn, gemm_rs.key_fn
 
 def create(max_M=16, N=48, dtype=torch.float16, **options):
     return create_gemm_rs_context(max_M, N, 0, 1, 8, dtype, **options)
-
-
-def test_a_world_of_one_is_a_plain_product():
-    calls = GEMMReduceScatter(max_rows=37, columns=40, K=72, reduce_st=True)
-    for layout in LAYOUTS:
-        for algorithm in calls.algorithms:
-            calls(37, layout, **algorithm)
-    calls(1, has_bias=True)
-    calls(5, persistent=False)
-    calls(5, algorithm="collective", gemm_config=None)
-    calls(11, op=gemm_rs)
-    calls(11, op=gemm_rs, autotune=False)
-    assert calls.finish() == len(calls.algorithms) * len(LAYOUTS) + 5
-
-
-def test_the_first_config_is_the_default_of_all_arguments():
-    first = config_space()[0]
-    assert first["persistent"] is current_device().prefers_descriptors
-    assert first["algorithm"] == "fused"
-    assert str(first["gemm_config"]) == str(default_tiles())
 
 
 def test_the_space_has_tiles_and_transfers(monkeypatch):

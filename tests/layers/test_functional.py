@@ -29,14 +29,6 @@ def test_gradients_of_the_wrappers_in_fp64(on_two_ranks):
     assert on_two_ranks(functional_ranks.gradients_of_wrappers) == [10, 10]
 
 
-@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "gemm", "gemm_ar"])
-def test_gradcheck_on_one_rank(name):
-    A, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3, 5)))
-    product, ranks = getattr(functional, name), Collectives()
-    leaves = A.requires_grad_(), B.requires_grad_()
-    assert torch.autograd.gradcheck(lambda A, B: product(A, B, ranks), leaves)
-
-
 @pytest.mark.parametrize("name", ["ag_group_gemm", "group_gemm"])
 def test_gradcheck_of_rows_of_experts(name):
     A, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3, 3, 2)))

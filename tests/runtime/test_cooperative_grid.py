@@ -78,19 +78,6 @@ def test_turns_go_round_robin():
     assert log == [0, 1, 2] * 3
 
 
-def test_one_program_runs_at_a_time():
-    running = []
-
-    def body(program):
-        for _ in range(20):
-            running.append(program)
-            assert running == [program]
-            running.remove(program)
-            pause()
-
-    run(10, body)
-
-
 def test_a_waiting_program_gets_a_turn_whenever_another_ends():
     log, released = [], []
 
@@ -221,19 +208,6 @@ def test_the_first_exception_ends_the_grid(failing):
     with pytest.raises(LookupError, match=str(failing)):
         run(8, body)
     assert sorted(unwound) == list(range(8))
-
-
-def test_programs_after_a_failed_one_are_not_started():
-    started = []
-
-    def body(program):
-        started.append(program)
-        if program == 2:
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        run(5, body)
-    assert started == [0, 1, 2]
 
 
 def test_a_grid_within_a_program():

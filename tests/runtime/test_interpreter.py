@@ -167,31 +167,6 @@ def test_every_bfloat16_survives_the_way_through_float32():
 
 
 @triton.jit
-def matmul(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
-    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK])
-    c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])
-    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k in range(tl.cdiv(K, BK)):
-        acc = tl.dot(a.load([m, k * BK]), b.load([n, k * BK]).T, acc)
-    c.store([m, n], acc.to(c.dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)]
-)
-def test_a_descriptor_matmul_with_odd_sizes(dtype, error):
-    torch.manual_seed(1)
-    M, N, K = 37, 88, 72
-    a, b = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype)
-    c = torch.full((M + 8, N), 5.0, dtype=dtype)
-    matmul[(2, 2)](a, b, c, M, N, K, BM=32, BN=64, BK=32)
-    torch.testing.assert_close(c[:M].float(), a.float() @ b.float().T, rtol=error, atol=error * 10)
-    assert (c[M:] == 5).all()
-
-
-@triton.jit
 def copy_block(source, target, block, row, BM: tl.constexpr, BN: tl.constexpr):
     target.store([block, row, 0], source.load([block, row, 0]))
 
@@ -394,11 +369,6 @@ def test_launch_options_and_hooks_reach_their_places():
         add_one.pre_run_hooks.clear()
     assert (x == 1).all()
     assert seen == [{"B": 8}]
-
-
-def test_a_missing_argument_is_named():
-    with pytest.raises(TypeError, match="'B'"):
-        add_one[(1,)](torch.zeros(16))
 
 
 def test_values_of_one_shape_share_it_and_have_their_own_type():

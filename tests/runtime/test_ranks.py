@@ -76,19 +76,6 @@ def test_words(spawn_ranks, world_size, members):
             assert nothing == [None, None]
 
 
-def come_late(here):
-    """Whether the last rank has come when a barrier ends."""
-    if dist.get_rank() == 1:
-        time.sleep(0.2)
-        here.touch()
-    group_for().barrier("late")
-    return here.exists()
-
-
-def test_a_barrier_waits_for_the_last(spawn_ranks, tmp_path):
-    assert spawn_ranks(2, come_late, tmp_path / "here") == [True, True]
-
-
 def say_different_things():
     ranks, seen = group_for(), []
     for call in (

@@ -93,16 +93,6 @@ def test_a_group_of_one(spawn_ranks):
     spawn_ranks(3, check_regions, [[1], [0, 2]])
 
 
-def test_alone_it_is_plain_memory():
-    with symmetric.allocate("alone", {"flags": ((4,), torch.int32)}) as memory:
-        region = memory["flags"]
-        assert region.peers == (region.local,)
-        assert region.local.tolist() == [0, 0, 0, 0]
-        assert region.pointers.tolist() == [region.local.data_ptr()]
-        assert describe_address(region.local.data_ptr() + 4) == "alone.flags[1]"
-        memory.barrier()
-
-
 @pytest.mark.parametrize(
     "asked", [((2,), "int32"), (2, torch.int32), ((2.0,), torch.int32), ((-1,), torch.int32), (2,)]
 )
