@@ -187,11 +187,10 @@ def assert_waits(ptx):
     [
         (True, 0, False, 90, torch.bfloat16),
         (False, 0, False, 90, torch.float16),
-        (True, 0, True, 90, torch.float16),
         # fp32 is multiplied without matrix units; of the pointer tiles, number 5 is the smallest.
         (False, 5, True, 90, torch.float32),
         (True, 0, True, 100, torch.bfloat16),
-        (True, 0, True, 80, torch.bfloat16),
+        (True, 11, True, 80, torch.bfloat16),
     ],
 )
 def test_a_plain_gemm_does_not_wait_and_other_dtypes_and_generations_do(

@@ -4,7 +4,7 @@ GPUs alike; ``name`` says which op."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
 from tests.distributed.every_op_ranks import launched, refusal
+from tests.distributed.group_gemm_calls import LAYOUTS
 from tests.distributed.unequal_rows_ranks import told_in_between
 from triton_dist.debugging import races
 from triton_dist.errors import RankDisagreement, TritonDistError
@@ -93,13 +94,6 @@ def reroute(data: dict[str, torch.Tensor], routing: str) -> None:
     dist.broadcast(ids, 0)
     choices.nan_to_num_(0.5)
     choices.masked_fill_((ids < 0) | (ids >= E), NAN)
-
-
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "row-major": lambda B: B,
-    "column-major": lambda B: B.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda B: torch.stack([B, B], -1).flatten(-2)[..., ::2],
-}
 
 
 @contextmanager

@@ -7,30 +7,6 @@ import pytest
 from tests.distributed import bad_input_ranks, every_op_ranks
 from tests.distributed.every_op_ranks import NAMES
 
-MESSAGES = {
-    ("ag_gemm", "A.dtype"): "torch.bfloat16, expected the context's torch.float16",
-    ("ag_gemm", "A.dtype (integers)"): "torch.int32, expected the context's torch.float16",
-    ("ag_gemm", "B.dtype"): "torch.bfloat16, expected the context's torch.float16",
-    ("ag_gemm", "A.device"): "device(type='meta'), expected the context's cpu",
-    ("ag_gemm", "A.shape"): "(6, 49), expected [M_per_rank, K = 48]",
-    ("ag_gemm", "A.shape (no rows)"): "(0, 48), expected [M_per_rank, K = 48] with at least one",
-    ("ag_gemm", "M (too many)"): "14, expected at most the context's max_M = 12",
-    ("ag_gemm", "B.shape"): "(48, 41), expected [K, N_per_rank] = (48, 40)",
-    ("ag_gemm", "A.stride()"): "(96, 1), expected a contiguous A; call A.contiguous()",
-    ("ag_gemm", "num_chunks"): "0, expected 1 to 8",
-    ("ag_gemm", "num_streams"): "0, expected at least 1",
-    ("ag_gemm", "method"): "'full_mesh_push', expected",
-    ("ag_gemm", "algorithm"): "'ring', expected None or one of 'full_mesh_push', ",
-    ("ag_gemm", "num_comm_sms"): "0, expected 1 to 256",
-    ("ag_group_gemm", "M"): "14, expected at most the context's max_ntokens = 12",
-}
-CONTEXT_MESSAGES = {
-    ("ag_gemm", "num_ranks"): "3, expected 2, the size of the group",
-    ("ag_gemm", "max_M"): "13, expected a positive multiple of num_ranks = 2",
-    ("ag_gemm", "N"): "81, expected a positive multiple of num_ranks = 2",
-    ("ag_gemm", "K"): "0, expected at least 1",
-    ("ag_gemm", "dtype"): "torch.float64, expected torch.float16, torch.bfloat16 or torch.float32",
-}
 MAP = ["kernel_count_routes", "kernel_map_blocks"]
 PUSHED_CHUNK = [
     "kernel_grouped_gemm", "kernel_topk_sum", "kernel_add_columns", "kernel_finish_epoch",
@@ -58,7 +34,6 @@ def test_errors_contexts_and_autograd_modes(on_two, name):
     for case, (argument, message) in seen.items():
         assert argument == case.split(" (")[0]
         assert message.startswith(f"{name}: {argument} is ")
-        assert MESSAGES.get((name, case), "") in message
         assert ("torch.no_grad()" in message) is argument.endswith("requires_grad")
     assert of_good == LAUNCHES[name]
     assert history == other[2] == 0
@@ -66,7 +41,6 @@ def test_errors_contexts_and_autograd_modes(on_two, name):
         for case, (argument, message) in refused.items():
             assert argument == case.split(" (")[0]
             assert message.startswith(f"{create}: {argument} is ")
-            assert CONTEXT_MESSAGES.get((name, case), "") in message
         assert f"rank is {rank + 1}, expected {rank}" in refused["rank"][1]
         assert "  rank 1: " in differs
 

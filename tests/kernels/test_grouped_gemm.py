@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.gemm_calls import uniform
+from tests.distributed.group_gemm_calls import LAYOUTS
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
@@ -23,13 +24,9 @@ from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing import assert_allclose, poisoned_empty
 from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM, GroupedShape
+from triton_dist.testing.opinfo.moe import routed_product
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LAYOUTS = {
-    "row-major": lambda B: B,
-    "column-major": lambda B: B.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda B: torch.stack([B, B], dim=-1).flatten(-2)[..., ::2],
-}
 # (M, topk, E, K, N): several tiles an expert; one route; more experts than routes; sizes that are
 # no multiple of 16 bytes, nor of tiles.
 SIZES = ((37, 3, 4, 40, 72), (1, 1, 1, 16, 8), (2, 2, 60, 48, 24), (29, 2, 3, 33, 31))
@@ -48,24 +45,14 @@ def operands(M, topk, E, K, N, dtype, layout="row-major", per_route=False):
     return A.to(dtype), LAYOUTS[layout](uniform(2, (E, K, N), dtype))
 
 
-def expected(A, B, ids, activation=None):
-    """In the order of routes; zero where an id is nobody's."""
-    topk, E = ids.shape[1], B.shape[0]
-    per_row = ids.numel() // len(A)
-    out = torch.zeros(ids.numel(), B.shape[2])
-    for route, e in enumerate(ids.flatten().tolist()):
-        if 0 <= e < E:
-            out[route] = A[route // per_row].float() @ B[e].float()
-    assert per_row in (1, topk)
-    if activation is not None:
-        gate, up = out.chunk(2, dim=1)
-        out = gate * torch.sigmoid(gate) * up
-    return out.to(A.dtype)
-
-
 def check(C, A, B, ids, activation=None):
+    """Compare with ``routed_product``, in the order of routes; it is zero for dropped tokens."""
+    expected = routed_product(A.float(), B.float(), ids)
+    if activation is not None:
+        gate, up = expected.chunk(2, dim=1)
+        expected = gate * torch.sigmoid(gate) * up
     limit = tolerance(A.dtype)
-    assert_allclose(C, expected(A, B, ids, activation), rtol=limit, atol=limit)
+    assert_allclose(C, expected.to(A.dtype), rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

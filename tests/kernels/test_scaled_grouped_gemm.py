@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from tests.distributed.scaled_moe_ranks import products
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -38,13 +39,7 @@ def check(C, A, B, scales, ids, activation=None):
     silu(x) * y adds |y| times the error of x and |silu(x)| times that of y: silu' is at most 1.1.
     """
     a, b = Scaling(**scales).dequantised(A, B, torch.float64)
-    per_row, routes = ids.numel() // len(A), ids.flatten().tolist()
-    expected = a.new_zeros(ids.numel(), B.shape[2])
-    magnitudes = torch.zeros_like(expected)
-    for route, expert in enumerate(routes):
-        if 0 <= expert < len(B):
-            row = a[route // per_row]
-            expected[route], magnitudes[route] = row @ b[expert], row.abs() @ b[expert].abs()
+    expected, magnitudes = products(a, b, ids)
     bound = (A.shape[1] + 3) * 2.0**-24 * magnitudes
     if activation is not None:
         (x, y), (dx, dy) = expected.chunk(2, 1), bound.chunk(2, 1)
