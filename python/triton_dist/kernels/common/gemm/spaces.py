@@ -272,14 +272,15 @@ def prune_fn_by_group_size_m(
 
 def fits_registers(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: bool) -> bool:
     """Return whether the accumulator and the partial sum of an fp8 tile fit in registers."""
-    if current_device().interprets or (use_fast_accum and recipe is not Recipe.BLOCK):
+    if use_fast_accum and recipe is not Recipe.BLOCK:
         return True
     block_n = tiles.kwargs["BLOCK_SIZE_N"]
     accumulator = tiles.kwargs["BLOCK_SIZE_M"] * block_n // (32 * tiles.num_warps)
     if tiles.kwargs.get("WARP_SPECIALIZED"):
-        # A group multiplies one half of its columns at a time, and cannot split K.
-        fits = accumulator + block_n // 4 <= _MAX_PROMOTED_REGISTERS
-        return bool(fits and "SPLIT_K" not in tiles.kwargs)
+        # Promoted products cannot split K. BLOCK scales of wider tiles spill.
+        return "SPLIT_K" not in tiles.kwargs and (
+            recipe is not Recipe.BLOCK or block_n <= BLOCK_ELEMENTS
+        )
     # Without scales per block, the partial sum of one instruction of 64 rows is promoted at a time.
     partial = accumulator if recipe is Recipe.BLOCK else min(accumulator, block_n // 2)
     return bool(accumulator + partial <= _MAX_PROMOTED_REGISTERS)

@@ -236,35 +236,41 @@ def _multiply_promoted(
     left = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     right = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     if SCALING == BLOCKWISE:
-        # Clamp indices instead of masking the loads: registers are scarce.
+        # Registers are scarce: clamp indices instead of masking the loads, use the known strides
+        # of BLOCK scales, and read one scale of B for both halves of the columns.
+        gl.static_assert(2 * HALF_N <= 128)
         row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
         row_index = gl.minimum(row_index, rows - 1)
-        a_scale_ptr += row_index * scales.stride_am
-        b_ptr = scales.b_scale + column // 128 * scales.stride_bn
-        to_right = (min(column + HALF_N, N - 1) // 128 - column // 128) * scales.stride_bn
-    for _ in range(num_steps):
+        b_scale_ptr = scales.b_scale + column // 128 * scales.stride_bn
+        a_scale = gl.load(a_scale_ptr + row_index, cache_modifier=".cg")
+        b_scale = gl.load(b_scale_ptr)
+    for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
         b = b_ring.index(stage).slice(0, HALF_N, dim=0).permute((1, 0))
         product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-        if SCALING == BLOCKWISE:  # Load the scales while the product is computed.
-            a_scale = gl.load(a_scale_ptr, cache_modifier=".cg")
-            b_left, b_right = gl.load(b_ptr), gl.load(b_ptr + to_right)
-            a_scale_ptr += scales.stride_ak
-            b_ptr += scales.stride_bk
+        if SCALING == BLOCKWISE:
+            scale = a_scale * b_scale
         product = warpgroup_mma_wait(0, deps=(product,))
         if SCALING == BLOCKWISE:
-            left += product * (a_scale * b_left)[:, None]
+            left += product * scale[:, None]
         else:
             left += product
         # Finish these additions before the next product, which needs the registers.
         left = warpgroup_mma_wait(0, deps=(left,))
         b = b_ring.index(stage).slice(HALF_N, HALF_N, dim=0).permute((1, 0))
         product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+        if SCALING == BLOCKWISE:
+            # Load the scales of the next step, because a load takes longer than one product.
+            has_next = step + 1 < num_steps
+            a_scale_ptr += gl.where(has_next, rows, 0)
+            b_scale_ptr += has_next.to(gl.int32)
+            a_scale = gl.load(a_scale_ptr + row_index, cache_modifier=".cg")
+            b_scale = gl.load(b_scale_ptr)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage))
         if SCALING == BLOCKWISE:
-            right += product * (a_scale * b_right)[:, None]
+            right += product * scale[:, None]
         else:
             right += product
         right = warpgroup_mma_wait(0, deps=(right,))
