@@ -262,9 +262,8 @@ def _multiply_promoted(
         product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
         if SCALING == BLOCKWISE:
             # Load the scales of the next step, because a load takes longer than one product.
-            has_next = step + 1 < num_steps
-            a_scale_ptr += gl.where(has_next, rows, 0)
-            b_scale_ptr += has_next.to(gl.int32)
+            a_scale_ptr += gl.where(step + 1 < num_steps, rows, 0)
+            b_scale_ptr += gl.where(step + 1 < num_steps, 1, 0)
             a_scale = gl.load(a_scale_ptr + row_index, cache_modifier=".cg")
             b_scale = gl.load(b_scale_ptr)
         product = warpgroup_mma_wait(0, deps=(product,))
