@@ -572,8 +572,7 @@ def test_explain_counts_records_with_the_same_reasons_and_prints_one_of_each(run
 
 
 @pytest.mark.parametrize(
-    "subcommand",
-    [subcommand.__name__.rpartition(".")[2] for subcommand in SUBCOMMANDS] + ["diff"],
+    "subcommand", [subcommand.__name__.rpartition(".")[2] for subcommand in SUBCOMMANDS] + ["diff"]
 )
 def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lacks(
     subcommand, capsys

@@ -53,9 +53,7 @@ def a_tool(folder, monkeypatch, more=""):
 
 def test_a_tool_runs_around_the_command_and_its_reports_are_merged(tmp_path, monkeypatch, capfd):
     a_tool(
-        tmp_path,
-        monkeypatch,
-        'printf "========= ERROR SUMMARY: 0 errors\\n" >"${log/\\%p/2}"\n',
+        tmp_path, monkeypatch, 'printf "========= ERROR SUMMARY: 0 errors\\n" >"${log/\\%p/2}"\n'
     )
     reports = tmp_path / "reports"
     show = SHOW.format(["DIST_DEBUG", "DIST_DEBUG_TOOL", "DIST_AUTOTUNE_TIMEOUT"])

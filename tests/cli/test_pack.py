@@ -144,8 +144,7 @@ def test_what_cannot_be_packed(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["pack work --out {}", "export work --out {}", "pack merge {pack} --out {}"],
+    "command", ["pack work --out {}", "export work --out {}", "pack merge {pack} --out {}"]
 )
 def test_a_file_is_replaced_in_one_step_and_what_is_no_file_is_written_through(
     run, tmp_path, command

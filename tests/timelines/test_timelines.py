@@ -140,10 +140,7 @@ def test_perfetto_draws_all_arrows_and_counters(ranks, folder, tmp_path):
         names = "select a.name, b.name from flow join slice a on a.id = slice_out"
         arrows = query(f"{names} join slice b on b.id = slice_in")
         assert len(arrows) == ARROWS
-        assert {tuple(each) for each in arrows} == {
-            ("push", "flag seen"),
-            ("notify", "flag seen"),
-        }
+        assert {tuple(each) for each in arrows} == {("push", "flag seen"), ("notify", "flag seen")}
         values = query("select name, value from counter join track on track.id = track_id")
         written = sorted([f"{e['name']} GB/s", e["args"]["GB/s"]] for e in counters)
         for value, expected in zip(sorted(values), written, strict=True):

@@ -29,10 +29,7 @@ from triton_dist.tune import AutoTuner, autotune
     [
         ("hit", ["__call__", "key_fn", "function"]),
         ("hit with keywords", ["__call__", "key_fn", "function"]),
-        (
-            "hit of a method",
-            ["__get__", "__call__", "<lambda>", "tuned"],
-        ),
+        ("hit of a method", ["__get__", "__call__", "<lambda>", "tuned"]),
     ],
 )
 def test_a_hit_is_a_look_up_after_key_fn(algorithm, called):

@@ -194,8 +194,5 @@ def test_a_hit_asks_nobody(capturing):
 
 
 def test_tune_refuses(capturing):
-    with (
-        pytest.warns(TuningWarning),
-        pytest.raises(CaptureInProgress, match=r"Call its tune\(\)"),
-    ):
+    with pytest.warns(TuningWarning), pytest.raises(CaptureInProgress, match=r"Call its tune\(\)"):
         capturing.tuned.tune(1)

@@ -13,14 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.chaos_rank import (
-    MILLISECONDS,
-    Me,
-    Moments,
-    ScriptedTimer,
-    is_victim,
-    tuner,
-)
+from tests.distributed.chaos_rank import MILLISECONDS, Me, Moments, ScriptedTimer, is_victim, tuner
 from tests.distributed.chaos_start import attempts, start
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from triton_dist._tuning.engine.parts import Hooks

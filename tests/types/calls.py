@@ -17,12 +17,7 @@ from triton_dist import language as dl
 from triton_dist import runner
 from triton_dist._tuning.values import Config, TuningRecord
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.kernels.nvidia import (
-    AllGatherGEMMTensorParallelContext,
-    ag_gemm,
-    gemm_rs,
-    matmul,
-)
+from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, ag_gemm, gemm_rs, matmul
 from triton_dist.layers.nvidia import TensorParallel
 from triton_dist.tune import AutoTuner, autotune, bucket
 
