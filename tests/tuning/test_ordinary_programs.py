@@ -782,6 +782,26 @@ from elsewhere import width
 class Plan:
     width: int = dataclasses.field(default_factory=width)
 return Plan().width
+=== the second of two closures of one statement, over another module
+def run(x): return VALUE
+---
+import elsewhere
+def make(module):
+    def call(x): return module.run(x)
+    return call
+def build(first, second):
+    @autotune(S, K)
+    def op(x, n): return first(x) + second(x)
+    return op
+op = build(make(types), make(elsewhere))
+=== a helper of a prune_fn and of the function
+def keep(config, *args): return h(config)
+@autotune(S, K, keep)
+def op(x, n): return h(x)
+=== a helper of a prune_fn alone
+def keep(config, *args): return h(config)
+@autotune(S, K, keep)
+def op(x, n): return x
 """)
 
 # Documented as not followed: an edit is not seen.

@@ -29,7 +29,7 @@ from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, ProcessFunct
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Factory, ShortRace, check_search, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
-from triton_dist._tuning.source import Snapshot, origin_of, source_of
+from triton_dist._tuning.source import Snapshot, origin_of, source_of, sources_of
 from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.store.packs import records_of
 from triton_dist._tuning.values import (
@@ -283,7 +283,7 @@ def _read_sources() -> None:
     for tuned in list(_tuned):
         origin = Origin.of(tuned.fn, ())
         if (origin.module, origin.function) in names:
-            source_of([tuned.fn], (), Snapshot([tuned.fn]))
+            source_of([tuned.fn])
 
 
 shipped.background_jobs.append(_read_sources)
@@ -333,8 +333,9 @@ class _Composer:
     def _fingerprint(
         self, ranks: RankGroup, policy: Policy, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
-        validators = source_of(self.validators, self.ignore, self.snapshot)
-        source = source_of([function, *space.functions], self.ignore, self.snapshot, space.classes)
+        source, validators = sources_of(
+            [function, *space.functions], self.validators, self.ignore, self.snapshot, space.classes
+        )
         restored = [list(self.restore)] if self.restore else []  # unchanged digest without restore
         digest = codec.digest(space.digest, validators.digests, *restored)
         return fingerprint_of(ranks, policy, source, validators, digest, self.version)

@@ -19,7 +19,7 @@ from triton_dist._tuning.engine.parts import NoGroup
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
 from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off
-from triton_dist._tuning.source import source_of
+from triton_dist._tuning.source import sources_of
 from triton_dist._tuning.store import StepLog
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
 from triton_dist.debugging import modes
@@ -144,10 +144,10 @@ def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpac
     for name in ("pre_hook", "post_hook"):
         if getattr(tuner, f"user_defined_{name}"):
             hooks.append(getattr(tuner, name))
-    validators = source_of(
-        [validator for validator in (tuner.early_config_prune, tuner.perf_model) if validator]
+    source, validators = sources_of(
+        [tuner.base_fn, *_heuristics(tuner.fn), *hooks],
+        [validator for validator in (tuner.early_config_prune, tuner.perf_model) if validator],
     )
-    source = source_of([tuner.base_fn, *_heuristics(tuner.fn), *hooks])
     digest = codec.digest(space.digest, validators.digests, tuner.configs_top_k)
     return fingerprint_of(ranks, policy, source, validators, digest)
 

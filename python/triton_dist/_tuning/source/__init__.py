@@ -20,28 +20,38 @@ from triton_dist._tuning.source.slices import Slice, Source
 from triton_dist._tuning.values import Origin, codec, original
 
 
-def source_of(
+
+def source_of(roots: Iterable[Callable[..., Any]]) -> Source:
+    """Return the slice of ``roots``."""
+    return sources_of(roots, ())[0]
+
+
+def sources_of(
     roots: Iterable[Callable[..., Any]],
+    validators: Iterable[Callable[..., Any]],
     ignore: Iterable[str] = (),
     snapshot: Snapshot | None = None,
     classes: Iterable[type] = (),
-) -> Source:
-    """Return the slice of ``roots``.
+) -> tuple[Source, Source]:
+    """Return the slice of ``roots``, and what the slice of ``validators`` contains in addition.
 
     Args:
         ignore: names of constants that do not count.
         snapshot: values at decoration that change as the program runs.
         classes: classes of values that the roots are called with.
     """
-    roots = list(roots)
-    inner = list(map(original, roots))
+    roots, validators = list(roots), list(validators)
+    inner = [original(each) for each in (*roots, *validators)]
     library = libraries.Libraries(each.__module__ for each in inner)
     home = globals_of(inner[0]) if inner else {}
     found = Slice(library, snapshot or Snapshot(()), ignore, home)
-    for each in roots:
-        found.follow_root(each)
-    found.follow(list(classes))
-    return found.source
+    sources = []
+    for part, more in ((roots, list(classes)), (validators, [])):
+        sources.append(found.begin_source())
+        for each in part:
+            found.follow_root(each)
+        found.follow(more)
+    return sources[0], sources[1]
 
 
 def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:

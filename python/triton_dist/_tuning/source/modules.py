@@ -252,10 +252,13 @@ class File:
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
+        self.definitions = functools.cache(self._definitions)
+        self.without_tuner = functools.cache(self._without_tuner)
         tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
         self.codes, self.names = [*with_inner(code)][1:], {*code.co_names}
         self._known_codes = {each for _, each in self.codes}
+        self._matched: dict[int, types.CodeType] = {}
         self.imports: dict[str, set[Import]] = {}
         leaves = [*_leaves(tree.body)]
         for node, _ in leaves:
@@ -316,6 +319,8 @@ class File:
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``: it was not edited after the import."""
+        if self._matched.get(id(code)) is code:  # a hash of a code object takes 60 us
+            return True
         if code not in self._known_codes and (around := self.statement_at(code.co_firstlineno)):
             # A notebook compiles each statement by itself. Without the imports before it, calls of
             # functions in modules have other instructions.
@@ -323,7 +328,10 @@ class File:
             flags = code.co_flags & _FUTURE_ANNOTATIONS_FLAG
             alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
             self._known_codes |= {each for _, each in with_inner(alone)}
-        return code in self._known_codes
+        if code not in self._known_codes:
+            return False
+        self._matched[id(code)] = code
+        return True
 
     def ordinal(self, code: types.CodeType) -> int:
         """Return the number of definitions before ``code`` that have its dotted name."""
@@ -335,7 +343,7 @@ class File:
         same = [each for each in known if each[0] == path]
         return same.index(max(same))
 
-    def definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
+    def _definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
         """Return functions, lambdas and classes in file order, without the statements around them.
 
         Args:
@@ -362,7 +370,7 @@ class File:
             ordered = [ordered[codes.index(code)]]
         return [Statement(self, node, (), _first_line(node)) for node in ordered]
 
-    def without_tuner(self, line: int) -> Statement:
+    def _without_tuner(self, line: int) -> Statement:
         """Return the statement around ``line`` without the tuner's decorators of the function that
         begins there."""
         return Statement(self, *self._trees(line)[0], line)

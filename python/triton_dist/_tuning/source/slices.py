@@ -61,15 +61,19 @@ class Slice:
         ignore: Iterable[str],
         home: Globals,
     ) -> None:
-        self.source = Source({}, {}, {}, {})
-        self.digests, self._library, self._snapshot = self.source.digests, library, snapshot
+        self._library, self._snapshot = library, snapshot
         self._home, self._ignore = home, frozenset(ignore)
         self._visited: set[Any] = set()
         self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and thus their ids
-        self._holders: dict[str, int] = {}
         self._files: dict[int, File] = {}
         self._undecorated: dict[Statement, Statement] = {}
         self._set_at_run_time: set[tuple[int, str]] = set()
+
+    def begin_source(self) -> Source:
+        """Return a source for what is found from now on; what was found before is not repeated."""
+        self.source = Source({}, {}, {}, {})
+        self.digests, self._holders = self.source.digests, dict[str, int]()
+        return self.source
 
     def follow_root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
@@ -275,7 +279,7 @@ class Slice:
             digests = sorted({*before, *digests})
         self.digests[label] = " ".join(digests)
         for each in found:
-            if each not in self._visited:
+            if cells or each not in self._visited:  # functions of one statement have own cells
                 self._visited.add(each)
                 self._follow(each.reads, scope, cells, each.inner_imports)
 
