@@ -20,7 +20,6 @@ from triton_dist._tuning.source.slices import Slice, Source
 from triton_dist._tuning.values import Origin, codec, original
 
 
-
 def source_of(roots: Iterable[Callable[..., Any]]) -> Source:
     """Return the slice of ``roots``."""
     return sources_of(roots, ())[0]
