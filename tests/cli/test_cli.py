@@ -10,7 +10,6 @@ import linecache
 import os
 import platform
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +21,7 @@ import triton
 
 import triton_dist
 from tests.architecture.source import ROOT
+from tests.commands import python
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
 from triton_dist._tuning.store import packs
@@ -57,29 +57,6 @@ def test_only_records_of_functions_with_the_name_are_read(run, package_records, 
         assert {each.partition(".")[0] for each in parsed} == {"all_gather"}
 
 
-def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from triton_dist.tune import autotune\n\n"
-        "@autotune([{'n': 1}, {'n': 2}], key_fn=lambda x: x)\n"
-        "def scale(x, n):\n    return x * n\n\n"
-        "if __name__ == '__main__':\n    scale(3)\n"
-    )
-
-    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    spawn_ranks(1, run_program, str(script), init=False)
-    explained = python("-m", "triton_dist", "explain", "scale", "--module", "script.py", "--import")
-    assert explained.returncode == 0, explained.stderr
-    assert "\n  used\n" in explained.stdout
-    assert f"{script}.scale, key 3\n" in explained.stdout
-
-
 def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
     run, spawn_ranks, tmp_path, monkeypatch
 ):
@@ -98,10 +75,12 @@ def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
     ran.unlink()
     files = {path: path.read_bytes() for path in cache().rglob("*") if path.is_file()}
     for command in ("list", "show work", "status", "explain work", "explain plain:work",
-                    f"explain work --module {scripts[0]}", "clear --all --stale",
+                    "clear --all --stale",
                     "clear --all --import --dry-run"):  # fmt: skip
         shown = run(*command.split())[1]
     assert "would remove 2 records" in shown
+    monkeypatch.chdir(tmp_path)
+    assert f"{scripts[0]}.work, key 3\n" in run("explain", "work", "--module", "a/plain.py")[1]
     assert not ran.exists()
     assert {path: path.read_bytes() for path in cache().rglob("*") if path.is_file()} == files
 
@@ -593,10 +572,12 @@ def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lac
     assert [each for each in re.findall(r"--[a-z][-a-z_]*", usage) if each not in section] == []
 
 
-def test_only_explain_needs_torch():
+def test_it_runs_as_a_module_which_needs_no_torch_for_a_list():
     """So that ``list`` is quick, and ``env`` works where torch does not."""
-    program = "import sys, triton_dist.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    ended = python("-X", "importtime", "-m", "triton_dist", "list")
+    assert (ended.returncode, ended.stdout[:10]) == (0, "No record "), ended.stderr
+    assert re.search(r"triton_dist\.cli\.listing$", ended.stderr, re.MULTILINE)
+    assert not re.search(r"\| +torch$", ended.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
