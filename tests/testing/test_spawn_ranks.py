@@ -293,9 +293,9 @@ def run_ranks_for_ever(folder: str) -> None:
 
 def kill_a_parent(folder: str) -> bool:
     """Kill a process that waits for two ranks; whether these ranks then end."""
-    import multiprocessing
-
-    parent = multiprocessing.get_context("spawn").Process(target=run_ranks_for_ever, args=(folder,))
+    parent = multiprocessing.get_context("forkserver").Process(
+        target=run_ranks_for_ever, args=(folder,)
+    )
     parent.start()
     files = [Path(folder, str(rank)) for rank in range(2)]
     limit = time.monotonic() + 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from pathlib import Path
 
@@ -217,6 +218,19 @@ def test_always_tune_replaces_the_record(monkeypatch):
     tuned(1)
     assert tuned.tuning_count == 2
     assert cache_files()[0].stat().st_ino != before
+
+
+def test_a_record_of_an_older_version_is_not_used_and_the_error_says_why(monkeypatch):
+    tuned = make([{"n": 1}, {"n": 2}])
+    tuned(1)
+    (path,) = cache_files()
+    tree = json.loads(path.read_text())
+    del tree["checksum"]
+    path.write_text(json.dumps(tree | {"schema": 2}))
+    tuned.clear()
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    with pytest.raises(errors.TuningFrozen, match="source: not comparable, because an older vers"):
+        tuned(1)
 
 
 @pytest.mark.parametrize(
