@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_calls import default_tiles, uniform
-from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, fits_library
+from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, fits_async_tp, fits_library
+from triton_dist.kernels.common.libraries import has_async_tp
 from triton_dist.kernels.nvidia import (
     ag_gemm,
     create_ag_gemm_context,
@@ -45,13 +46,23 @@ def all_rows(shards: list[Operands]) -> tuple[torch.Tensor, torch.Tensor]:
     return A, scale.t().contiguous().t() if scale.ndim == 2 else scale
 
 
-LIBRARY = ("serial", "collective")
+def runs(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
+    """Return whether an algorithm multiplies these operands, if it is a library's."""
+    if algorithm in ("serial", "collective"):
+        return fits_library(A, B, scaling)
+    if algorithm not in ("async_tp", "symmetric_collective"):
+        return True
+    fits = algorithm == "symmetric_collective" or fits_async_tp(A, B, scaling)
+    return fits and has_async_tp() and fits_library(A, B, scaling)
+
+
 GATHERED = (
     {"algorithm": "full_mesh_push", "num_streams": 2, "num_chunks": 3},
     {"algorithm": "full_mesh_push", "persistent": False, "num_chunks": 2},
     {"algorithm": "ring_push_1d", "num_streams": 2, "num_chunks": 3},
     {"algorithm": "serial"},
     {"algorithm": "collective"},
+    {"algorithm": "async_tp"},
 )
 
 
@@ -66,9 +77,7 @@ def ag_gemm_of(
             seeds = [size * number + each for each in range(size)]
             shards = [operands(seed, recipe, rows, N, K, dtype) for seed in seeds]
             A, B, scaling = shards[rank]
-            if options["algorithm"] in LIBRARY and not fits_library(
-                A, B, scaling._replace(out_dtype=out_dtype)
-            ):
+            if not runs(options["algorithm"], A, B, scaling._replace(out_dtype=out_dtype)):
                 continue
             rest = {**options, "A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
             if number % 2:
@@ -118,6 +127,7 @@ SCATTERED = (
     {"algorithm": "one_launch"},
     {"algorithm": "serial"},
     {"algorithm": "collective"},
+    {"algorithm": "async_tp"},
 )
 REDUCED = (
     {"algorithm": "two_shot", "num_chunks": 2},
@@ -127,6 +137,7 @@ REDUCED = (
     {"algorithm": "two_shot_in_one_launch"},
     {"algorithm": "serial"},
     {"algorithm": "collective"},
+    {"algorithm": "symmetric_collective"},
 )
 
 
@@ -167,9 +178,7 @@ def sum_of(name: str, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -
             seeds = [size * number + each for each in range(size)]
             shards = [operands(seed, recipe, M, N, K, FP8[number % 2]) for seed in seeds]
             A, B, scaling = shards[rank]
-            if options["algorithm"] in LIBRARY and not fits_library(
-                A, B, scaling._replace(out_dtype=dtype)
-            ):
+            if not runs(options["algorithm"], A, B, scaling._replace(out_dtype=dtype)):
                 continue
             bias = uniform(number, (1, N), torch.float32)[0].to(dtype)
             scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}

@@ -363,10 +363,11 @@ def scaling_of(
 
 
 def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
-    """Return whether torch multiplies these operands; of fp8 operands, with one scale per row."""
+    """Return whether torch multiplies these operands. cuBLAS restricts sizes of fp8 operands."""
     if A.dtype not in FP8 or A.device.type == "cpu":
         return True
-    fits = A.shape[1] % 16 == 0 and B.shape[1] % 16 == 0
+    (K, N), is_block = B.shape, scaling.recipe(A, B) is Recipe.BLOCK
+    fits = K % 16 == 0 and N % 16 == 0 and not (is_block and blocks(K) % 4)
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
@@ -385,6 +386,8 @@ def scaled_matmul(
     On CPU, multiply in fp32.
     """
     bias, dtype = scaling.bias, scaling.output_dtype(A)
+    if scaling.recipe(A, B) is Recipe.BLOCK and len(A) % 4:
+        return _padded_matmul(A, B, scaling, out)
     if A.device.type == "cpu":
         a, b = scaling.dequantised(A, B)
         product = a @ b if bias is None else a @ b + bias
@@ -410,6 +413,18 @@ def scaled_matmul(
         bias=bias, output_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip
     return result
+
+
+def _padded_matmul(
+    A: torch.Tensor, B: torch.Tensor, scaling: Scaling, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``scaled_matmul`` with rows padded to a multiple of 4, which cuBLAS requires."""
+    assert scaling.A_scale is not None
+    pad, more = torch.nn.functional.pad, -len(A) % 4
+    scaling = scaling._replace(A_scale=pad(scaling.A_scale.t(), (0, more)).t())
+    padded = pad(A.view(torch.uint8), (0, 0, 0, more)).view(A.dtype)
+    product = scaled_matmul(padded, B, scaling)[: len(A)]
+    return product if out is None else out.copy_(product)
 
 
 def _fp8_checks(

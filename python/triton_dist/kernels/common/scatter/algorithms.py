@@ -239,7 +239,10 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
     def check(self, call: C) -> None:
         if not fits_library(call.A, call.B, call.scaling):
-            expected = "another algorithm: scaled_mm needs bf16 output, and K and N in steps of 16"
+            expected = (
+                "another algorithm: scaled_mm needs bf16 output, K and N in steps of 16, and "
+            )
+            expected += "4 * n blocks of K"
             raise InvalidArgument(call.ctx_type.function, "algorithm", self.name, expected)
 
     def run(self, call: C) -> torch.Tensor:

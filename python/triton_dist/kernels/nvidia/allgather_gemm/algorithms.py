@@ -348,7 +348,10 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
 
     def check(self, call: Call) -> None:
         if not fits_library(call.A, call.B, call.scaling):
-            expected = "another algorithm: scaled_mm needs bf16 output, and K and N in steps of 16"
+            expected = (
+                "another algorithm: scaled_mm needs bf16 output, K and N in steps of 16, and "
+            )
+            expected += "4 * n blocks of K"
             raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
 
     def run(self, call: Call) -> torch.Tensor:
