@@ -12,10 +12,10 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
-    "allgather_gemm": (19, 4240),
+    "allgather_gemm": (19, 4250),
     "gemm_reduce_scatter": (22, 3920),
     "gemm_allreduce": (24, 4430),
-    "gemm": (12, 2720),
+    "gemm": (12, 2730),
     "grouped_gemm": (14, 2560),
     "allgather_group_gemm": (23, 4200),
     "moe_reduce": (30, 5150),
