@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -81,60 +80,43 @@ def contextual_autotune(
             )
     if group is not None and not is_dist:
         raise InvalidArgument("contextual_autotune", "group", group, "None unless is_dist=True")
-    composer = _Composer(is_dist, n_repeat, n_warmup, race, group)
+    search = "race" if race else "exhaustive"
+    policy = Policy(warmup=n_warmup, repeat=n_repeat, timing="contextual", search=search)
 
-    def decorate(fn: Any) -> Any:
-        if isinstance(fn, (staticmethod, classmethod)):
-            return type(fn)(decorate(fn.__func__))
-        check_tunable(fn, "contextual_autotune")
-        group = default_group if is_dist else NoGroup
-        return ContextualAutoTuner(
-            fn,
-            composer.compose,
-            _interception,
-            group,
-            composer.ranks,
-            is_off,
-            functools.partial(RandomState, torch_only=True),
-        )
+    def ranks_now() -> RankGroup:
+        return group_for(group, "world" if is_dist else "rank")
 
-    return decorate
-
-
-@dataclass(frozen=True)
-class _Composer:
-    """The arguments of one decorator. :meth:`compose` makes the parts of a tuning from them."""
-
-    is_dist: bool
-    repeat: int
-    warmup: int
-    race: bool
-    group: Any
-
-    def ranks(self) -> RankGroup:
-        return group_for(self.group, "world" if self.is_dist else "rank")
-
-    def compose(self) -> ContextualParts:
+    def parts_now() -> ContextualParts:
         """Return the parts of a tuning, with the current environment."""
         if is_interpreting():
             # Kernels of libraries do not call triton_dist.jit, which installs the interpreter.
             modes.install_interpreter()
-        ranks = self.ranks()
-        policy = Policy(
-            warmup=self.warmup,
-            repeat=self.repeat,
-            timing="contextual",
-            search="race" if self.race else "exhaustive",
-        )
+        ranks = ranks_now()
         common = common_parts(policy, ranks, verbose=False)
         path = knobs.autotune_log_dir.get() / f"rank-{int(ranks.global_rank(ranks.rank))}.log"
         return ContextualParts(
             **vars(common),
             fingerprint=functools.partial(_fingerprint, ranks, policy),
-            plan=RacingPlan if self.race else OrderedPlan,
+            plan=RacingPlan if race else OrderedPlan,
             log=StepLog(path, prints=common.settings.verbose and ranks.is_leader),
             no_grad=torch.no_grad,
         )
+
+    def decorate(fn: Any) -> Any:
+        if isinstance(fn, (staticmethod, classmethod)):
+            return type(fn)(decorate(fn.__func__))
+        check_tunable(fn, "contextual_autotune")
+        return ContextualAutoTuner(
+            fn,
+            parts_now,
+            _interception,
+            default_group if is_dist else NoGroup,
+            ranks_now,
+            is_off,
+            functools.partial(RandomState, torch_only=True),
+        )
+
+    return decorate
 
 
 def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
