@@ -156,6 +156,9 @@ def test_methods_classmethods_and_staticmethods():
         assert Layer.static(5) == layer.static(5) == 10
     assert Layer.method.tune(layer, 5).best.config in ({"n": 1}, {"n": 2})
     assert Layer.method.tuning_count == 1
+    narrow = type("Narrow", (Layer,), {"factor": 1})
+    assert narrow().method(6)[0] == 6
+    assert narrow.method is Layer.method
 
 
 def test_tuning_a_bound_method_says_how_to_give_the_object():
@@ -167,14 +170,6 @@ def test_tuning_a_bound_method_says_how_to_give_the_object():
         Layer().method()
     with pytest.raises(TypeError, match=r"'x'$"):
         function.tune()
-
-
-def test_a_method_of_a_subclass_is_the_same_tuner():
-    class Narrow(Layer):
-        factor = 1
-
-    assert Narrow().method(6)[0] == 6
-    assert Narrow.method is Layer.method
 
 
 def test_copies_and_pickles_are_the_function():
@@ -193,7 +188,6 @@ def test_partial_and_signature():
     assert inspect.unwrap(function) is function.fn
     assert inspect.getdoc(function) == "Doc."
     assert functools.wraps(function)(lambda: None).__name__ == "function"
-    assert callable(function)
     assert "function(x, y=0, *, n)\n    Doc." in pydoc.plain(pydoc.render_doc(function))
     assert "method(x, n) method of" in pydoc.plain(pydoc.render_doc(Layer().method))
 

@@ -69,6 +69,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path, run):
     assert runs_of(rank) == [1, 2]
     record = rank.tuned.tune(1)
     assert [trial.outcome.samples for trial in record.trials] == [(n,) * 3 for n in (4, 3, 1, 2)]
+    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_a_second_interruption_is_gone_on_with_too(tmp_path):
@@ -85,12 +86,6 @@ def test_within_one_process_the_next_call_goes_on(tmp_path):
     rank.calls.clear()
     assert rank.tuned(1) == (1, {"n": 1})
     assert runs_of(rank) == [1, 2]
-
-
-def test_once_it_is_finished_the_journal_is_gone(tmp_path):
-    rank = one(tmp_path)
-    rank.tuned(1)
-    assert not list(tmp_path.glob("*.journal"))
 
 
 def test_told_to_tune_always_it_goes_on_and_begins_anew_only_when_it_was_finished(tmp_path):

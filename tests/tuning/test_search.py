@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tests.tuning.strategies  # noqa: F401  its profile: no example has a deadline
@@ -251,25 +251,19 @@ def test_whom_a_failure_put_out_of_the_race_is_called_back():
     assert samples_of(played) == {0: 5 + FINAL, 1: 5 + FINAL, 2: 2, 3: 1}
 
 
-def test_all_fail():
-    played = list(play(Racing(configs(3), POLICY), constant([None] * 3)))
-    assert [request.config["n"] for request, _ in played] == [0, 1, 2]
-
-
-def test_no_candidates():
-    assert Racing([], POLICY).ask() is None
-
-
 times = st.lists(st.floats(0.001, 1000.0) | st.none(), min_size=1, max_size=40)
 close = st.lists(st.floats(1.0, 1.02), min_size=1, max_size=40)
 
 
 @given(times | close)
+@example([])
+@example([None] * 3)
 def test_without_noise_the_best_is_never_dropped(each):
     played = list(play(Racing(configs(len(each)), POLICY), constant(each)))
     counts = samples_of(played)
     valid = [time for time in each if time is not None]
     if not valid:
+        assert [request.config["n"] for request, _ in played] == [*range(len(each))]
         return
     best = each.index(min(valid))
     assert counts[best] == max(counts.values())
