@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from triton_dist.errors import CandidateFailed
-from triton_dist.kernels.common.gemm.scales import Scaling, scaled_matmul
+from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, scaled_matmul
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, tile_shapes
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.kernels.nvidia.gemm.op import matmul_configs
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.opinfo.scaled import quantised
+from triton_dist.testing.opinfo.base import uniform
+from triton_dist.testing.opinfo.scaled import new_scales
 from triton_dist.testing.timing import captured, interleaved
 
 SHAPES = ("8192,14848,8192", "2048,14336,8192", "256,14336,8192")
@@ -70,9 +71,11 @@ def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dic
     recipe, fast = KINDS[kind]
     device = current_device().torch_device
     generator = torch.Generator(device).manual_seed(M + N + K)
-    A, B = (torch.randn(n, K, device=device, generator=generator) for n in (M, N))
-    A, B, scaling = quantised(A, B, recipe)
-    scaling = scaling._replace(use_fast_accum=fast)
+    A, B = (uniform((n, K), torch.float8_e4m3fn, generator) for n in (M, N))
+    B = B.t()
+    scales = new_scales(A, B, Recipe(recipe), generator)
+    scales["A_scale"].uniform_(0.5, 1, generator=generator)
+    scaling = Scaling(**scales, use_fast_accum=fast)
     a, b = scaling.dequantised(A, B, torch.float64)
     expected, magnitudes = a @ b, a.abs() @ b.abs()
     del a, b

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_calls import default_tiles, uniform
+from tests.fp8 import error_of_sum, largest_error, quantised
 from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, fits_async_tp, fits_library
 from triton_dist.kernels.common.libraries import has_async_tp
 from triton_dist.kernels.nvidia import (
@@ -20,7 +21,6 @@ from triton_dist.kernels.nvidia import (
     gemm_rs,
 )
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.opinfo.scaled import error_of_sum, largest_error, quantised
 
 Operands = tuple[torch.Tensor, torch.Tensor, Scaling]
 

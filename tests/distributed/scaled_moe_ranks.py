@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
+from tests.fp8 import error_of_sum, quantised_experts
 from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -21,7 +22,6 @@ from triton_dist.kernels.nvidia import (
     run_moe_reduce_rs,
 )
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.opinfo.scaled import error_of_sum, quantised_experts
 
 GATHERS = (
     {"algorithm": "arrivals"},

@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed import scaled_gemm_ranks, scaled_moe_ranks
 from tests.distributed.scaled_moe_ranks import GATHERS, SUMS
+from tests.fp8 import largest_error, quantised
 from tests.gpu.ranks import few_ranks
 from tests.layers import fp8_ranks
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
@@ -16,7 +17,6 @@ from triton_dist.kernels.nvidia import matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
 from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import quantise
-from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
 pytestmark = [
     pytest.mark.timeout(600),

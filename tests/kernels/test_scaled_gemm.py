@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.fp8 import largest_error, quantised
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Recipe, blocks, scaled_matmul
 from triton_dist.kernels.nvidia import (
@@ -20,7 +21,6 @@ from triton_dist.kernels.nvidia import (
     matmul,
 )
 from triton_dist.kernels.nvidia.gemm import get_config_space
-from triton_dist.testing.opinfo.scaled import largest_error, quantised
 
 E4M3, E5M2 = FP8
 RECIPES = ("tensor", "row", "block")

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.distributed.scaled_moe_ranks import products
+from tests.fp8 import quantised_experts
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import grouped_gemm
 from triton_dist.testing import poisoned_empty
-from triton_dist.testing.opinfo.scaled import quantised_experts
 
 E4M3, E5M2 = FP8
 RECIPES = ("tensor", "row", "block")

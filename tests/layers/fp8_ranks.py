@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.fp8 import quantised_experts
 from tests.layers.functional_ranks import drawn, part
 from tests.layers.layer_ranks import model, token_ids
 from triton_dist.errors import InvalidArgument, TritonDistWarning
@@ -20,7 +21,6 @@ from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import FP8
 from triton_dist.models import LLM, ModelConfig
 from triton_dist.models.llama import RotaryEmbedding
-from triton_dist.testing.opinfo.scaled import quantised_experts
 from triton_dist.testing.timing import captured
 
 
