@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
 import linecache
-import os
 import re
 import shutil
 import sys
@@ -17,8 +15,6 @@ import pytest
 import torch
 import triton
 
-from tests.architecture.source import ROOT
-from tests.commands import python
 from triton_dist._tuning.source import libraries, source_of
 from triton_dist._tuning.source.stale import changes
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
@@ -80,25 +76,6 @@ def odd(n):
 
 def test_functions_that_call_one_another_end():
     assert set(all_of([even])) == {"even", "odd"}
-
-
-def test_processes_that_interpret_or_compile_find_the_same_whatever_their_hash_seed():
-    """This process interprets the kernels of the op, and has another hash seed."""
-    path = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-    report = f"import {__name__} as here; print(here.sources_of_an_op())"
-    done = python("-c", report, PYTHONPATH=path, PYTHONHASHSEED="1", TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr
-    digests = sources_of_an_op()
-    assert done.stdout.strip() == digests
-    for name in ("kernel_gemm_persistent", "multiply_tile", "wait", "sharded_gemm"):
-        assert f":{name}" in digests
-
-
-def sources_of_an_op():
-    def choose(x):
-        return x in {"push", "pull", "both", "tree", "ring", "none"}
-
-    return json.dumps(source_of([ag_gemm.fn, choose])._asdict(), sort_keys=True)
 
 
 def test_files_alone_tell_what_changed_of_the_real_op():

@@ -12,7 +12,6 @@ import time
 import pytest
 import torch
 
-from tests.commands import python
 from tests.tuning.fakes import in_threads
 from triton_dist._tuning.engine import watchdog as module
 from triton_dist._tuning.engine.watchdog import Watchdog, watchdog
@@ -98,35 +97,6 @@ class Deep(torch.autograd.Function):
             x = gradient.detach().requires_grad_()
             Deep.apply(x, depth - 1, last).backward(torch.ones_like(x))
         return x.grad, None, None
-
-
-ENDS_SLOWLY = """
-import ctypes, sys, threading, time, torch
-from triton_dist.runtime.inherited import InheritedValue
-
-class Slow:
-    def __del__(self):
-        time.sleep(0.5)
-
-def work():
-    value, slow = InheritedValue("value"), Slow()
-    value.put(value.put(1))
-    count = sys.getrefcount(slow)
-    torch._C._stash_obj_in_tls("slow", slow)
-    if sys.getrefcount(slow) == count:  # torch 2.11 takes a reference without adding one
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(slow))
-
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-print("joined")
-"""
-
-
-def test_a_process_waits_at_its_exit_for_threads_that_torch_still_cleans_up():
-    """``join`` returned; torch drops what the thread put, which takes as long as under load."""
-    ended = python("-c", ENDS_SLOWLY)
-    assert (ended.returncode, ended.stdout) == (0, "joined\n"), ended.stderr
 
 
 _STASHED: list[object] = []

@@ -3,13 +3,9 @@ graph once."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
-import triton_dist.kernels.nvidia
-from triton_dist.testing import spawn_ranks
 from triton_dist.tune import autotune, to_hashable
 
 pytestmark = pytest.mark.filterwarnings(
@@ -130,24 +126,3 @@ def test_clearing_is_seen_by_what_was_compiled():
     scaled.clear()
     torch.testing.assert_close(model(A), A * 3 + B)
     assert len(scaled._hits) == 1
-
-
-def graphs_after_an_eager_call() -> list[int]:
-    """Tune before anything is compiled, then inside; graphs of a first call, and of a hit."""
-    assert hasattr(triton_dist.kernels.nvidia, "gemm_rs")
-    scaled = make()
-    scaled(A, B)
-    assert scaled.tuning_count == 1
-    assert "torch._dynamo" not in sys.modules
-    counts = []
-    for size in (4, 3):
-        torch.compiler.reset()
-        a, b, graphs = torch.arange(float(size)), torch.ones(size), graph_counter()
-        result = torch.compile(lambda a, b: scaled(a.sin(), b).cos(), backend=graphs)(a, b)
-        torch.testing.assert_close(result, (a.sin() * 3 + b).cos())
-        counts.append(graphs.frame_count)
-    return counts
-
-
-def test_tuning_does_not_import_the_compiler():
-    assert spawn_ranks(1, graphs_after_an_eager_call, init=False, fresh=True) == [[2, 1]]
