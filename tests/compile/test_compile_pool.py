@@ -69,14 +69,6 @@ def test_what_another_process_compiled_is_found(pool, compilations):
     assert compilations == [("scale", "found")] * 3
 
 
-def test_a_kernel_that_is_cached_is_not_missing(pool):
-    prepare = warm(kernels.scale, 3.0, BLOCK=32)
-    prepare()
-    assert pool.missing(prepare) == []
-    kernels.scale.device_caches.clear()
-    assert pool.missing(prepare) == []
-
-
 def test_listing_compiles_nothing_and_forgives_what_prepare_makes_of_it(pool, compilations):
     def prepare():
         warm(kernels.scale, 2.0, BLOCK=32)()._init_handles()  # of None

@@ -27,7 +27,7 @@ from tests.compile.test_gemm_kernels import (
     cut,
     prepared,
 )
-from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES, sharded_gemm
+from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia.gemm import op as gemm
 from triton_dist.runtime.compiling import CompilePool
@@ -168,26 +168,3 @@ def test_where_it_cannot_serve_the_ordinary_kernel_does(arch, dtype, kernel):
         A, B = (matrix(4096, 4096, dtype=dtype) for _ in range(2))
         kept = gemm.fits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
         assert kept is (kernel == "kernel_gemm_warp_specialized")
-
-
-def test_what_tma_cannot_read_goes_to_the_kernel_on_pointers(sm90):
-    A, wide = matrix(512, 1024), matrix(1024, 2048)
-
-    def kept(A, B):
-        return gemm.fits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
-
-    assert kept(A, wide)
-    assert kept(A, wide[:, 8:1024])
-    assert not kept(A, wide[:, ::2])
-    assert not kept(A, wide[:, :1025])  # rows of the product
-    assert not kept(wide.T, wide[:512])  # A is not contiguous
-    launch = sharded_gemm(
-        A, wide[:, ::2], A.new_empty(512, 1024), EVERY_TILE[0], num_sms=132, persistent=True
-    )
-    assert launch.kernel.fn.__name__ == "kernel_gemm_non_persistent"
-
-
-def test_each_is_a_candidate_once(sm90):
-    assert warp_specialized_tiles() == list(WARP_SPECIALIZED_TILES)
-    assert len({str(config.all_kwargs()) for config in EVERY_TILE}) == len(EVERY_TILE)
-    assert all(config.num_warps == 8 for config in EVERY_TILE)

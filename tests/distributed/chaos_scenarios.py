@@ -212,11 +212,6 @@ def config_spaces_differ(me: Me) -> int:
 
 
 @scenario("RankDisagreement", says=("key of", "rank {victim}: 8"))
-def keys_differ(me: Me) -> int:
-    return chosen(key=8 if is_victim() else 7)
-
-
-@scenario("RankDisagreement", says=("key of", "rank {victim}: 8"))
 def threads_come_in_another_order(me: Me) -> int:
     """Two threads tune two keys; every rank begins with another one."""
     op = tuner()
@@ -228,16 +223,6 @@ def threads_come_in_another_order(me: Me) -> int:
     assert isinstance(two.exception(), RankDisagreement), two.exception()
     result: int = one.result()
     return result
-
-
-@scenario("RankDisagreement", says=("the function that is called", r"rank {victim}: \S+other"))
-def functions_differ(me: Me) -> int:
-    return chosen(name="other" if is_victim() else "op")
-
-
-@scenario("RankDisagreement", says=("source code or settings of", "rank {victim}: source"))
-def sources_differ(me: Me) -> int:
-    return chosen((lambda n: n) if is_victim() else (lambda n: None))
 
 
 @scenario("RankDisagreement", "ValueError", says=("rank {victim}: ValueError: M is 7",))

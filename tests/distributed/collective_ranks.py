@@ -140,18 +140,6 @@ def same_bits(rounds: int) -> int:
     return seen
 
 
-def tuned_for_a_method() -> list[str]:
-    """Return the algorithm of the best config for each method that the caller can name."""
-    calls = AllReduce()
-    found = []
-    for method in (AllReduceMethod.OneShot, AllReduceMethod.TwoShot, AllReduceMethod.DoubleTree):
-        calls(512, op=all_reduce, method=method)
-        x = torch.zeros(512, dtype=torch.float16, device=current_device().torch_device)
-        found.append(all_reduce.best_config(x, calls.ctx, method=method)["algorithm"])
-    calls.finish()
-    return found
-
-
 def calls_without_end(kind: type[Collective]) -> tuple[int, int]:
     """Count calls beyond 32 bits; return the difference of the count and the number of calls."""
     calls = kind()

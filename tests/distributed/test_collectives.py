@@ -49,11 +49,6 @@ def test_all_ranks_and_algorithms_give_the_same_bits(on_ranks):
     assert on_ranks(4)(collective_ranks.same_bits, 3) == [3 * len(AllReduce.names)] * 4
 
 
-def test_a_named_method_has_its_own_tuning(spawn_ranks):
-    found = spawn_ranks(2, collective_ranks.tuned_for_a_method)
-    assert found == [["one_shot", "two_shot", "two_shot"]] * 2
-
-
 @EACH
 def test_calls_are_counted_without_end(on_two, kind):
     assert set(on_two(collective_ranks.calls_without_end, kind)) == {(6, 6)}

@@ -212,16 +212,6 @@ def test_one_rank_tries_no_vendor():
     assert prune_fn(config, A, B, SimpleNamespace(num_ranks=2))
 
 
-def test_rows_of_one_range_are_tuned_once():
-    calls = AllGatherGEMM(max_rows=16, columns=40, K=72)
-    ag_gemm.clear()
-    before = ag_gemm.tuning_count
-    for rows in (16, 9, 13, 12):
-        calls(rows, op=ag_gemm)
-    assert ag_gemm.tuning_count == before + 1
-    assert calls.finish() == 4
-
-
 def test_attributes_of_a_context():
     ctx = create_ag_gemm_context(12, 40, 72, torch.bfloat16, 0, 1, num_local_ranks=8)
     assert isinstance(ctx, AllGatherGEMMTensorParallelContext)

@@ -163,7 +163,6 @@ def test_the_case_describes_the_op():
     C = grouped_gemm(*args, **options, autotune=False)
     limit = GROUPED_GEMM.tolerance(torch.bfloat16, 1)
     assert_allclose(C, GROUPED_GEMM.reference(data), rtol=limit, atol=limit)
-    check(GROUPED_GEMM.reference(data), *args)
     assert 0.5 < C.float().std() < 2
     for peer in GROUPED_GEMM.baselines(data, None).values():
         if peer.expected is not None:

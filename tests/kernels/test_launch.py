@@ -14,7 +14,13 @@ from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
 )
-from triton_dist.kernels.common.launch import Launch, Launcher, dot_precision, fits_descriptor
+from triton_dist.kernels.common.launch import (
+    BoundedDict,
+    Launch,
+    Launcher,
+    dot_precision,
+    fits_descriptor,
+)
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.peers import GatheredShards
 
@@ -185,3 +191,14 @@ def test_a_launch_runs_its_kernel(monkeypatch):
 
 def test_nothing_is_compiled_for_the_interpreter():
     Launch(Recorded(), (1,), (), {}).compile()
+
+
+def test_a_cache_is_emptied_before_it_has_more_than_its_most():
+    cache = BoundedDict()
+    cache.max_entries = 3
+    for number in range(3):
+        cache[number] = number
+    cache[2] = "again"
+    assert cache == {0: 0, 1: 1, 2: "again"}
+    cache[3] = 3
+    assert cache == {3: 3}

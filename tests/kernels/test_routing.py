@@ -114,13 +114,6 @@ def test_ids_beyond_32_bits_name_nobody():
     check(ids, 2, 16)
 
 
-def test_the_same_ids_give_the_same_map():
-    ids = torch.randint(0, 6, (90, 4), generator=torch.Generator().manual_seed(3))
-    first, second = (block_map(ids, 6, 16).queue() for _ in range(2))
-    assert torch.equal(first.routes, second.routes)
-    assert torch.equal(first.rows, second.rows)
-
-
 @pytest.mark.parametrize(
     ("counts", "most"), [([1] * 7, 7), ([40], 3), ([17, 17, 17], 6), ([33, 1, 1], 5)]
 )

@@ -168,17 +168,6 @@ def test_all_programs_wait_for_something_outside(count, monkeypatch):
     assert slept[0] == pytest.approx(200e-6)
 
 
-def test_a_program_that_fails_ends_those_that_wait():
-    def body(program):
-        if program == 1:
-            raise ValueError("broken")
-        pause(0, lambda: True)
-        pytest.fail("went on")
-
-    with pytest.raises(ValueError, match="broken"):
-        run(3, body)
-
-
 def test_only_waiting_programs_cost_a_thread():
     threads = set()
 

@@ -410,10 +410,3 @@ def test_an_unknown_gpu_is_scaled_from_its_generation(gpu):
 def test_gpus_that_do_not_reach_each_other_go_over_pcie(gpu):
     gpu("NVIDIA H200", reachable=False)
     assert peaks.get_intranode_max_speed_gbps() < 100
-
-
-def test_cpu_ranks_prune_as_on_h200(monkeypatch):
-    monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
-    peaks.device_peak.cache_clear()
-    assert peaks.device_peak().tflops == 989.0
-    assert peaks.get_intranode_max_speed_gbps() == 0.0
