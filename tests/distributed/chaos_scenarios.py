@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.distributed.chaos_rank import (
-    SPACE,
     Me,
     at,
     chosen,
@@ -174,41 +173,7 @@ def read_only_cache(me: Me) -> int:
     return chosen()
 
 
-@scenario(1)
-def always_tune_on_a_follower_only(me: Me) -> int:
-    op = tuner()
-    op(7)
-    op.clear()
-    if is_victim():
-        os.environ["TRITON_DIST_AUTOTUNE_ALWAYS_TUNE"] = "1"
-    result: int = op(7)
-    assert op.tuning_count == 1
-    return result
-
-
-@scenario(1, leads=True)
-def always_tune_on_the_leader_only(me: Me) -> int:
-    op = tuner()
-    op(7)
-    op.clear()
-    if is_victim():
-        os.environ["TRITON_DIST_AUTOTUNE_ALWAYS_TUNE"] = "1"
-    result: int = op(7)
-    assert op.tuning_count == 2
-    return result
-
-
 # Ranks that come with different things, or not at all.
-
-
-@scenario(1, quick=True)
-def prune_fn_differs_by_rank(me: Me) -> int:
-    return chosen(prune_fn=lambda config, x: config["n"] != 1 or not is_victim())
-
-
-@scenario("RankDisagreement", says=("config space of", "rank {victim}: 2 configs"), quick=True)
-def config_spaces_differ(me: Me) -> int:
-    return chosen(space=SPACE[:2] if is_victim() else SPACE)
 
 
 @scenario("RankDisagreement", says=("key of", "rank {victim}: 8"))
@@ -223,16 +188,6 @@ def threads_come_in_another_order(me: Me) -> int:
     assert isinstance(two.exception(), RankDisagreement), two.exception()
     result: int = one.result()
     return result
-
-
-@scenario("RankDisagreement", "ValueError", says=("rank {victim}: ValueError: M is 7",))
-def key_fn_raises(me: Me) -> int:
-    def key_fn(x: int) -> int:
-        if is_victim():
-            raise ValueError("M is 7")
-        return x
-
-    return chosen(key_fn=key_fn)
 
 
 @either("TuningTimeout", 0, says=("first call of a key", r"rank\(s\) {victim} did not"))
@@ -260,20 +215,6 @@ def group_smaller_than_the_world(me: Me) -> int:
     group = dist.new_group(list(range(me.size - 1)))
     result: int = 1 if is_victim() else tuner()(7, autotune_pg=group)
     return result
-
-
-@scenario(1)
-def two_groups_at_once(me: Me) -> int:
-    half = me.size // 2
-    groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, me.size)))]
-    mine = me.rank // half
-    result: int = tuner()(mine, autotune_pg=groups[mine])
-    return result
-
-
-@scenario(1)
-def scope_rank_beside_a_world(me: Me) -> int:
-    return chosen(scope="rank") if is_victim() else 1
 
 
 @scenario("RankDisagreement", "KeyError", says=("rank {victim}: KeyError: 9",), quick=True)
@@ -370,16 +311,6 @@ def config_raises_in_a_timed_run(me: Me) -> int:
     return chosen(run)
 
 
-@scenario(2)
-def prepare_fn_raises_on_one_rank(me: Me) -> int:
-    return chosen(prepare_fn=lambda x, n: fail() if n == 1 and is_victim() else None)
-
-
-@scenario(2)
-def check_fn_rejects_on_one_rank(me: Me) -> int:
-    return chosen(check_fn=lambda output, reference: not (output == 1 and is_victim()))
-
-
 @scenario(
     "TuningAborted", says=("rank {victim}: RuntimeError: stays broken", "config {{'n': 1}}"), then=2
 )
@@ -389,16 +320,6 @@ def recover_fn_raises_on_one_rank(me: Me) -> int:
             fail("stays broken")
 
     return chosen(lambda n: fail() if n == 1 and is_armed() else None, recover_fn=recover_fn)
-
-
-@scenario("RankDisagreement", "ValueError", leads=True, says=("prune_fn", "no such shape"))
-def prune_fn_raises_on_the_leader(me: Me) -> int:
-    def prune_fn(config: Any, x: int) -> bool:
-        if is_victim():
-            raise ValueError("no such shape")
-        return True
-
-    return chosen(prune_fn=prune_fn)
 
 
 @scenario("NoValidConfig", says=("launch on rank {victim}: RuntimeError: bad PTX",), then=1)
