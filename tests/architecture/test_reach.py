@@ -13,13 +13,13 @@ from tests.architecture.source import PACKAGE, tree
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
     "allgather_gemm": (19, 4250),
-    "gemm_reduce_scatter": (22, 3920),
-    "gemm_allreduce": (24, 4430),
-    "gemm": (12, 2730),
-    "grouped_gemm": (14, 2560),
-    "allgather_group_gemm": (23, 4200),
-    "moe_reduce": (30, 5150),
-    "shard_collectives": (14, 2060),
+    "gemm_reduce_scatter": (22, 3930),
+    "gemm_allreduce": (24, 4440),
+    "gemm": (12, 2740),
+    "grouped_gemm": (14, 2570),
+    "allgather_group_gemm": (23, 4220),
+    "moe_reduce": (30, 5170),
+    "shard_collectives": (14, 2070),
     "allreduce": (12, 2010),
 }
 OWN_FILES = ("__init__", "op", "context", "algorithms", "kernel")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_calls import default_tiles, uniform
 from tests.fp8 import error_of_sum, largest_error, quantised
+from triton_dist.debugging import races
+from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, fits_async_tp, fits_library
 from triton_dist.kernels.common.libraries import has_async_tp
 from triton_dist.kernels.nvidia import (
@@ -117,6 +120,34 @@ def one_rank_has_another_recipe() -> list[tuple[str, str]]:
             options.pop("bias")
             error = refusal(lambda: ag_gemm(A, B, ctx, **options))  # noqa: B023  # called here
             seen.append((type(error).__name__, str(error)))
+    return seen
+
+
+def scales_of_another_layout() -> list[dict[int, object]]:
+    """Let rank 1 pass scales by block, the others by row, in calls that are not tuned.
+
+    Return the values of ranks in the error of each algorithm. After a reset the context works.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, N, K, dtype, seen = 6, 56, 272, FP8[0], []
+    with create_ag_gemm_context(rows * size, N * size, K, dtype, rank, size) as ctx:
+
+        def call(recipe: str, **options: Any) -> float:
+            shards = [operands(seed, recipe, rows, N, K, dtype) for seed in range(size)]
+            A, B, scaling = shards[rank]
+            scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
+            C = ag_gemm.fn(A, B, ctx, default_tiles(dtype), **scales, **options)
+            ctx.check()
+            A, scale = all_rows(shards)
+            return largest_error(C, A, B, scaling._replace(A_scale=scale))
+
+        for options in GATHERED[:4]:
+            assert call("row", **options) <= 1
+            with races.expected(), pytest.raises(RankDisagreement, match="the rows of A") as error:
+                call("block" if rank == 1 else "row", **options)
+            seen.append(error.value.by_rank)
+            ctx.reset()
+            assert call("block", **options) <= 1
     return seen
 
 

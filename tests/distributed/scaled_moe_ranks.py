@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
 from tests.fp8 import error_of_sum, quantised_experts
+from triton_dist.debugging import races
 from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -155,6 +156,15 @@ def refusals() -> None:
         a, b, scales = (row, block)[rank]
         with pytest.raises(RankDisagreement):
             ag_group_gemm(a, b, ctx, ids, **scales)
+        for options in (GATHERS[0], GATHERS[2]):  # kernels detect it too
+
+            def call(**chosen: Any) -> None:
+                ag_group_gemm.fn(a, b, ctx, ids, **scales, **tiles(chosen, 0))
+                ctx.check()
+
+            with races.expected(), pytest.raises(RankDisagreement, match="3 rows, scales of block"):
+                call(**options)
+            ctx.reset()
     with (
         create_ag_group_gemm_context(*sizes, torch.bfloat16, rank, size, size) as ctx,
         pytest.raises(InvalidArgument, match=r"a\.dtype"),

@@ -27,7 +27,17 @@ def test_ag_gemm_of_every_recipe(on_any, on_two, recipe):
 def test_ranks_that_disagree_on_scales(on_two):
     for seen in on_two(scaled_gemm_ranks.one_rank_has_another_recipe):
         assert [name for name, _ in seen] == ["RankDisagreement"] * 4
-        assert "A_scale of 6 elements" in seen[1][1]
+        assert "(False, False)" in seen[1][1]
+        assert "(True, False)" in seen[1][1]
+
+
+def test_kernels_detect_scales_of_another_layout(on_any):
+    for rank, seen in enumerate(on_any(scaled_gemm_ranks.scales_of_another_layout)):
+        assert len(seen) == 4
+        for by_rank in seen:
+            layout = "blocks" if rank == 1 else "rows"
+            assert by_rank[rank] == f"6 rows, scales of {layout}"
+            assert set(by_rank.values()) == {"6 rows, scales of rows", "6 rows, scales of blocks"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -235,7 +235,7 @@ def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
     )
     start = ctx.buffer.start
 
-    def record(own, method, num_streams, num_chunks, scales):
+    def record(own, method, num_streams, num_chunks, *rest):
         started.append((method, num_streams, num_chunks))
         return start(own, method, num_streams, num_chunks)
 

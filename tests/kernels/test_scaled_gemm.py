@@ -223,7 +223,7 @@ def test_ag_gemm_checks_scales_and_prunes_what_sends_none():
         check(ag_gemm(A, B, ctx, autotune=False, **options), A, B, scaling)
         check(ag_gemm.fn(A, B, ctx, algorithm="serial", **options), A, B, scaling)
         key, _ = ag_gemm.key_fn(A, B, ctx, **options)
-        assert key[-4:] == ("row", torch.bfloat16, True, False)
+        assert key[-5:] == ("row", (False, False), torch.bfloat16, True, False)
         fits = [
             each for each in ag_gemm.config_space if ag_gemm.prune_fn(each, A, B, ctx, **options)
         ]
@@ -259,7 +259,7 @@ def test_sums_over_ranks_check_scales(op, create, monkeypatch):
         C = op(A, B, ctx, autotune=False, **options)
         check(C, A, B, scaling)
         key, _ = op.key_fn(A, B, ctx, **options)
-        assert key[-4:] == ("block", torch.float16, False, False)
+        assert key[-5:] == ("block", (False, False), torch.float16, False, False)
         for message, given in (
             ("A_scale is None", {"A_scale": None}),
             ("A_scale, B_scale is", {"B_scale": scaling.B_scale[:, :1]}),

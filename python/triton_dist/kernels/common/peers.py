@@ -151,10 +151,16 @@ class Disagreements:
 
     Args:
         what: the value that must be equal on all ranks, for errors.
+        describe: returns a size as errors print it.
     """
 
-    def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
-        self._what, self._group = what, group
+    def __init__(
+        self,
+        what: str,
+        group: dist.ProcessGroup | None,
+        describe: Callable[[int], object] = int,
+    ) -> None:
+        self._what, self._group, self._describe = what, group, describe
         self._device = current_device()
         memory = self._device.host_word()
         self.address = memory.data_ptr()
@@ -216,12 +222,12 @@ class Disagreements:
         ``flags`` are searched for the flag with another size, to name the rank that set it.
         """
         own_size, other_size = flag_size(timeout_words[AWAITED]), flag_size(timeout_words[SEEN])
-        by_rank: dict[int, object] = {self._global_rank(rank): own_size}
+        by_rank: dict[int, object] = {self._global_rank(rank): self._describe(own_size)}
         for words, source_of in flags:
             # Find the flag by the address that the kernel noted.
             index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
-                by_rank[self._global_rank(source_of(index))] = other_size
+                by_rank[self._global_rank(source_of(index))] = self._describe(other_size)
         remedy = (
             "All ranks must call with the same value. The result of this call is invalid. Call "
             "the context's reset() on all ranks before the next call."

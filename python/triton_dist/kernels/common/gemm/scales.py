@@ -203,12 +203,34 @@ class ScaledKey(NamedTuple):
 
     key: Any
     recipe: str
+    single_scales: tuple[bool, bool]
+    """Whether A, and B, has a single scale: a ROW call may have one on one side."""
     out_dtype: torch.dtype
     use_fast_accum: bool
     has_bias: bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.key, name)
+
+
+_SIZE_BITS = 18
+_LAYOUTS = ("no scales", "one scale", "scales of rows", "scales of blocks")
+
+
+def call_size(key: Any, rows: int) -> int:
+    """Return the size in the flags of a call (``common/peers.py``): rows and layout of A's scales.
+
+    ``key`` is the call's key.
+    """
+    if not isinstance(key, ScaledKey) or not key.recipe:
+        return rows
+    layout = 3 if key.recipe == Recipe.BLOCK.value else 2 - key.single_scales[0]
+    return rows % (1 << _SIZE_BITS) | layout << _SIZE_BITS
+
+
+def describe_size(size: int) -> str:
+    """Return a result of ``call_size`` as text."""
+    return f"{size % (1 << _SIZE_BITS)} rows, {_LAYOUTS[size >> _SIZE_BITS]}"
 
 
 class Scaling(NamedTuple):
@@ -279,7 +301,9 @@ class Scaling(NamedTuple):
             return key
         recipe = self.recipe(A, B)
         name = "" if recipe is None else recipe.value
-        extended: Any = ScaledKey(key, name, self.output_dtype(A), self.use_fast_accum, has_bias)
+        single: Any = tuple(x is not None and x.numel() == 1 for x in (self.A_scale, self.B_scale))
+        dtype, fast = self.output_dtype(A), self.use_fast_accum
+        extended: Any = ScaledKey(key, name, single, dtype, fast, has_bias)
         return extended  # type: ignore[no-any-return]
 
     def constant(self, recipe: Recipe | None) -> int:

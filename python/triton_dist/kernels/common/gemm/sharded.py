@@ -68,16 +68,15 @@ def gathered_tile(
 
 
 @jit
-def wait_for_rows(
-    shards, shard, rows, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr
-):
-    """Wait for rows ``first_row`` to ``last_row`` of a shard with ``rows`` rows; return a token."""
+def wait_for_rows(shards, shard, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr):
+    """Wait for rows ``first_row`` to ``last_row`` of a shard; return a token.
+
+    The flags are copies of the peers' epoch words, which contain the size of the call.
+    """
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
     flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
-    return dl.wait(
-        flags_ptr, count, flag_of(shards.epoch, rows), timeout_word_of(shards.epoch), True
-    )
+    return dl.wait(flags_ptr, count, tl.load(shards.epoch), timeout_word_of(shards.epoch), True)
 
 
 @jit
@@ -225,7 +224,7 @@ def kernel_gemm_persistent(
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(
-                    shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
+                    shards, shard, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
                 accumulator = multiply_tile(
                     dl.only_rows(gathered_desc, shard * rows, shard * rows + last_row + 1), b_desc,
@@ -298,7 +297,7 @@ def kernel_gemm_non_persistent(
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(
-                    shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
+                    shards, shard, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
             a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
             a_scale_ptr = scales_of_shard(shards, shard, SCALING)

@@ -179,7 +179,7 @@ def _produce(
             row = m * BLOCK_SIZE_M
             last_row = min(row + BLOCK_SIZE_M, rows) - 1
             token = wait_for_rows(
-                shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
+                shards, shard, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
             )
             first_step, end_step = _steps_of_split(K, split, num_splits, BLOCK_SIZE_K)
             with dl.mark("load"):

@@ -38,7 +38,7 @@ from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
 from triton_dist.kernels.common.moe.scales import OperandScales
-from triton_dist.kernels.common.peers import GatheredShards, flag_of, timeout_word_of
+from triton_dist.kernels.common.peers import GatheredShards, timeout_word_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
@@ -115,7 +115,6 @@ def await_positions(
     last,
     sources,
     rank,
-    shard_rows,
     grouped_plan: tl.constexpr,
 ):
     """Wait for the shards of positions after ``awaited`` up to ``last``.
@@ -127,7 +126,8 @@ def await_positions(
         awaited += 1
         source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
         flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
-        value = flag_of(sources.epoch, shard_rows)
+        # Flags are copies of the peers' epoch words, which contain the size of the call.
+        value = tl.load(sources.epoch)
         token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
     return awaited, token
 
@@ -239,7 +239,7 @@ def kernel_grouped_gemm(
         if grouped_plan.NUM_SOURCES > 1:
             # Word 6: last position of arrival among the rows of the tile.
             last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
-            awaited, token = await_positions(awaited, last, sources, rank, shard_rows, grouped_plan)
+            awaited, token = await_positions(awaited, last, sources, rank, grouped_plan)
             a_row = dl.consume_token(a_row, token)
             is_local = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
             rows_ptr = tl.where(is_local, local_base_ptr, a_ptr)

@@ -97,12 +97,7 @@ class SummingCall(OpCall):
     def layouts(self) -> tuple[object, ...]:
         """Return everything but the addresses of the operands that determines their launches."""
         A, B = self.A, self.B
-        precision = dot_precision(A.dtype)
-        # One scale has other strides than several, which the recipe does not determine.
-        scales = tuple(
-            each is not None and each.numel() > 1 for each in (self.A_scale, self.B_scale)
-        )
-        return self.operands, A.stride(), B.stride(), self.bias is None, precision, scales
+        return self.operands, A.stride(), B.stride(), self.bias is None, dot_precision(A.dtype)
 
     def product(
         self, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None = None

@@ -12,7 +12,7 @@ checks its peers itself (``gemm/work_items.py``).
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,7 +201,7 @@ class AllGatherBuffer(SlotMemory):
         scales fp32 [source rank, scales of a shard]: scales of an fp8 A, written by peers. A copy
             engine reads this rank's scales from here, because transfers have fixed sources.
     ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it. ``max_scales``:
-    scales of all shards.
+    scales of all shards. ``describe_size``: text of a call's size, for errors.
     """
 
     def __init__(
@@ -212,6 +212,7 @@ class AllGatherBuffer(SlotMemory):
         group: dist.ProcessGroup | None,
         name: str,
         max_scales: int = 0,
+        describe_size: Callable[[int], object] = int,
     ) -> None:
         num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         flags = {
@@ -227,7 +228,7 @@ class AllGatherBuffer(SlotMemory):
             "a kernel of the all-gather or its consumer",
             group,
             single_regions={"workspace": ((max_M, K), dtype)},
-            disagreements=Disagreements(f"the rows of A in {name}", group),
+            disagreements=Disagreements(f"the rows of A in {name}", group, describe_size),
             flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
         )
         super().__init__(slots)
@@ -248,17 +249,19 @@ class AllGatherBuffer(SlotMemory):
         num_streams: int,
         num_chunks: int,
         scales: torch.Tensor | None = None,
+        size: int | None = None,
     ) -> GatheredShards:
         """Queue the all-gather of ``local_shard`` [rows, K], contiguous. The caller queues the
         consumer next.
 
-        ``scales`` of the shard, fp32 [number], travel before its flags.
+        ``scales`` of the shard, fp32 [number], travel before its flags. ``size`` must be equal on
+        all ranks; default: the number of rows.
         """
         if not method.by_copy_engine:
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
         rows = local_shard.shape[0]
-        self.slots.take(rows, copied=True)
+        self.slots.take(rows if size is None else size, copied=True)
         if self.num_ranks == 1:
             return self.describe(rows, num_chunks)
         number = 0 if scales is None else len(scales)

@@ -34,6 +34,7 @@ from triton_dist.kernels.common.gemm.scales import (
     NO_SCALING,
     Recipe,
     Scaling,
+    call_size,
     fits_async_tp,
     fits_library,
     scaled_matmul,
@@ -101,6 +102,7 @@ class Call(OpCall):
             if known is None
             else known[0]
         )
+        self.size = call_size(self.operands, len(self.A))
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.local_shard = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
@@ -222,15 +224,12 @@ class _Tiled(SelectableAlgorithm[Call, Sizes]):
         """Launch the consumer; reuse the pre-built launch if only addresses changed."""
         local_shard, B, tiles = call.local_shard, call.B, call.gemm_config
         tensors = {"local_ptr": local_shard, "b_ptr": B, "c_ptr": C}
-        scales: tuple[int, ...] = ()
         if call.A_scale is not None and call.B_scale is not None:
             tensors |= {"shards.a_scale": call.A_scale, "shards.b_scale": call.B_scale}
-            # Strides of the scales, which the recipe does not determine.
-            scales = call.A_scale.numel(), call.B_scale.numel()
         call.ctx.launcher.run(
             (
                 call.operands, local_shard.stride(), B.stride(), dot_precision(B.dtype),
-                id(gathered), id(tiles), bool(call.persistent), scales,
+                id(gathered), id(tiles), bool(call.persistent),
             ),
             lambda: self._consumer(call, C, gathered),
             tensors,
@@ -258,7 +257,7 @@ class CopyEngine(_Tiled):
     def start(self, call: Call) -> GatheredShards:
         return call.ctx.buffer.start(
             call.local_shard, self._method, call.num_streams, call.num_chunks,
-            call.scales_in_memory(),
+            call.scales_in_memory(), call.size,
         )  # fmt: skip
 
 
@@ -430,7 +429,7 @@ class Serial(_GatherThenMultiply):
         call: Call, shard: torch.Tensor, out: torch.Tensor | None
     ) -> tuple[Exchange, torch.Tensor]:
         params = serial_params(shard.nbytes, call.num_comm_sms, call.num_chunks)
-        return all_gather_exchange(shard, call.ctx.num_ranks, params, call.A.shape[0], out)
+        return all_gather_exchange(shard, call.ctx.num_ranks, params, call.size, out)
 
 
 class Collective(_GatherThenMultiply):

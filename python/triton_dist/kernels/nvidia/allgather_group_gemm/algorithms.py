@@ -17,7 +17,7 @@ from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.agreement import compare_over_ranks
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
-from triton_dist.kernels.common.gemm.scales import scaling_of
+from triton_dist.kernels.common.gemm.scales import call_size, scaling_of
 from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
@@ -134,7 +134,11 @@ class Call(OpCall):
         """Describe our all-gather in one launch, whose programs move the shard in one step."""
         a, num_ranks = self.shard, self.ctx.num_ranks
         return Exchange(
-            kernel_all_gather, a.numel(), a.numel() * num_ranks, small_params(a.nbytes), a.shape[0]
+            kernel_all_gather,
+            a.numel(),
+            a.numel() * num_ranks,
+            small_params(a.nbytes),
+            call_size(self.key, len(a)),
         )
 
     def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
@@ -207,7 +211,11 @@ class Arrivals(_Gathering):
     def run(self, call: Call) -> torch.Tensor:
         buffer, awaited = call.ctx.buffer, False
         gathered = buffer.start(
-            call.shard, AllGatherMethod(call.gather), num_streams=1, num_chunks=1
+            call.shard,
+            AllGatherMethod(call.gather),
+            num_streams=1,
+            num_chunks=1,
+            size=call_size(call.key, len(call.a)),
         )
         call.ctx.sleep(call.straggler_option)
         try:

@@ -26,7 +26,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
-from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, describe_size
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
@@ -95,7 +95,10 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.exchanged_rows = rows_of_each * num_ranks if num_ranks > 1 else 0
         nbytes = bytes_of_slot(rows_of_each * width, packed_dtype, num_ranks)
         with self.allocating() as add:
-            rows = AllGatherBuffer(max_ntokens, width, packed_dtype, group, "ag_group_gemm")
+            rows = AllGatherBuffer(
+                max_ntokens, width, packed_dtype, group, "ag_group_gemm",
+                describe_size=describe_size if dtype in FP8 else int,
+            )  # fmt: skip
             self.buffer = add(rows)
             disagreements, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
             self.exchange = add(ExchangeBuffer(nbytes, group, name, disagreements=disagreements))
