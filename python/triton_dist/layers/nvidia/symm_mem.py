@@ -25,19 +25,16 @@ from triton_dist.kernels.common.gemm.scales import FP8, OUTPUTS
 from triton_dist.kernels.nvidia import ag_gemm, gemm_rs, matmul
 from triton_dist.layers.nvidia.tensor_parallel import TensorParallel
 
-Tensors = Sequence[torch.Tensor]
-Optionals = Sequence[torch.Tensor | None]
-
 
 def fused_all_gather_scaled_matmul(
     A: torch.Tensor,
-    Bs: Tensors,
+    Bs: Sequence[torch.Tensor],
     A_scale: torch.Tensor,
-    B_scales: Tensors,
+    B_scales: Sequence[torch.Tensor],
     gather_dim: int,
     group_name: Any,
-    biases: Optionals,
-    result_scales: Optionals,
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -59,10 +56,10 @@ def fused_all_gather_scaled_matmul(
     Raises:
         InvalidArgument: shapes, dtypes or numbers of arguments do not match.
     """
-    function = "fused_all_gather_scaled_matmul"
     group = dist.distributed_c10d._resolve_process_group(group_name)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    dtypes = [dtype or B.dtype for B, dtype in zip(Bs, out_dtypes, strict=False)]
+    shard = (*A.shape[:-1], 1)
+    whole = tuple(size * num_ranks if d == gather_dim else size for d, size in enumerate(shard))
 
     def checks() -> Iterator[Check]:
         lists = {
@@ -73,39 +70,38 @@ def fused_all_gather_scaled_matmul(
             yield f"len({name})", len(each), len(each) == len(Bs), f"len(Bs) = {len(Bs)}"
         expected = "a dimension of A before the last"
         yield "gather_dim", gather_dim, 0 <= gather_dim < A.ndim - 1, expected
-        yield from _result_scale_checks(result_scales, dtypes)
+        for scale, dtype in zip(result_scales, out_dtypes, strict=True):
+            good = scale is None or dtype in OUTPUTS
+            yield "result_scales", "given", good, "None for a result in fp8"
         good = A_scale.numel() == 1 or tuple(A_scale.shape) in (shard, whole)
-        expected = f"one element, {shard} or {whole}"
-        yield "A_scale.shape", tuple(A_scale.shape), good, expected
+        yield "A_scale.shape", tuple(A_scale.shape), good, f"one element, {shard} or {whole}"
 
-    shard, whole = ((*shape[:-1], 1) for shape in (A.shape, _times(A.shape, gather_dim, num_ranks)))
-    raise_first_error(function, checks())
-    first = functools.partial(_in_front, dim=gather_dim)
+    raise_first_error("fused_all_gather_scaled_matmul", checks())
     own = A_scale.flatten()
     if A_scale.numel() > 1:
-        own = first(A_scale).flatten()
+        own = _in_front(A_scale, gather_dim).flatten()
         own = own if A_scale.shape == shard else own.chunk(num_ranks)[rank]
-    local = first(A).contiguous()
+    local = _in_front(A, gather_dim).contiguous()
     rows = local.new_empty(len(local) * num_ranks, A.shape[-1])
     ranks = _ranks(group, triton.next_power_of_2(len(rows)))
     products = []
-    for number, B in enumerate(Bs):
-        dtype, bias, fast = dtypes[number], biases[number], use_fast_accum[number]
-        computed = torch.float32 if bias is not None or dtype in FP8 else dtype
+    for number, (B, bias) in enumerate(zip(Bs, biases, strict=True)):
+        dtype = out_dtypes[number] or B.dtype
+        options: Any = {
+            "A_scale": own, "B_scale": B_scales[number], "use_fast_accum": use_fast_accum[number],
+            "out_dtype": torch.float32 if bias is not None or dtype in FP8 else dtype,
+        }  # fmt: skip
         if number == 0:
             context = ranks.ag_context(B.shape[1], B.shape[0], A.dtype)
-            C = ag_gemm(
-                local, B, context, gathered=rows, A_scale=own, B_scale=B_scales[0],
-                out_dtype=computed, use_fast_accum=fast,
-            )  # fmt: skip
+            C = ag_gemm(local, B, context, gathered=rows, **options)
             if len(Bs) > 1 and own.numel() > 1:
                 own = libraries.all_gather_rows(own.contiguous(), group)
         else:
-            C = matmul(
-                rows, B, A_scale=own, B_scale=B_scales[number], out_dtype=computed,
-                use_fast_accum=fast,
-            )  # fmt: skip
-        products.append(_rounded(C if bias is None else C + bias, dtype))
+            C = matmul(rows, B, **options)
+        C = C if bias is None else C + bias
+        if dtype in FP8:
+            C = C.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+        products.append(C.to(dtype))
 
     def restored(x: torch.Tensor) -> torch.Tensor:
         leading = A.movedim(gather_dim, 0).shape[1:-1]
@@ -192,23 +188,6 @@ def _ranks(group: dist.ProcessGroup, max_M: int) -> TensorParallel:
     return TensorParallel(max_M, group)
 
 
-def _times(shape: torch.Size, dim: int, factor: int) -> tuple[int, ...]:
-    return tuple(size * factor if each == dim else size for each, size in enumerate(shape))
-
-
 def _in_front(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return [..., n] as a matrix whose rows are ordered by ``dim`` first."""
     return x.movedim(dim, 0).flatten(0, -2)
-
-
-def _rounded(C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype in FP8:
-        largest = torch.finfo(dtype).max
-        C = C.clamp(-largest, largest)
-    return C.to(dtype)
-
-
-def _result_scale_checks(scales: Optionals, dtypes: Sequence[torch.dtype]) -> Iterator[Check]:
-    for scale, dtype in zip(scales, dtypes, strict=False):
-        good = scale is None or dtype not in FP8
-        yield "result_scales", "given", good, "None for a result in fp8"
