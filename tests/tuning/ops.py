@@ -6,12 +6,10 @@ machine decides no race.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -53,45 +51,11 @@ class Layer:
         return x * self.weight, chunks
 
 
-def slow_by_rank(n):
-    """n times 8 milliseconds, more than a loaded machine adds; but 1 takes 9 on the last rank."""
-    last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
-    spend((9 if last and n == 1 else n) * 8e-3)
-
-
-@autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x: x)
-def collective(x, n):
-    if dist.is_initialized():
-        dist.barrier()
-    slow_by_rank(n)
-    return n
-
-
 @autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x, group: x)
 def in_group(x, group, n):
     dist.barrier(group)
     spend(n * 8e-3)
     return n
-
-
-def tune_in_rank(folders: list[str], monitored: bool) -> tuple[int, int, int]:
-    """In a rank with a cache folder of its own: what was chosen, how often it was tuned, files."""
-    folder = folders[dist.get_rank()]
-    os.environ["TRITON_DIST_CACHE_DIR"] = folder
-    chosen = collective(7, autotune_verbose=monitored)
-    assert collective(7) == chosen
-    return chosen, collective.tuning_count, len(list(Path(folder).rglob("*.json")))
-
-
-def frozen_on_rank_1(folders: list[str]) -> str:
-    """What comes of a call when rank 1 alone forbids tuning."""
-    os.environ["TRITON_DIST_CACHE_DIR"] = folders[dist.get_rank()]
-    if dist.get_rank() == 1:
-        os.environ["TRITON_DIST_AUTOTUNE_FROZEN"] = "1"
-    try:
-        return f"{collective(7)}, tunings: {collective.tuning_count}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def tune_in_two_groups() -> tuple[int, int]:

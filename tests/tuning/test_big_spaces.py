@@ -282,15 +282,11 @@ def test_without_optuna_every_rank_raises_the_same_error_before_it_tunes(monkeyp
     found = one(tmp_path, policy=QUICK)
     found.tuned(1)
     assert one(tmp_path, policy=policy, check_search=check, disk=found.disk).tuned(1)[0] == 1
-
-
-def test_autotune_needs_optuna_only_to_tune(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    space = [{"n": 1}, {"n": 2}]
-    tuned = tune.autotune(space, lambda x: x, search="optuna", scope="rank")(lambda x, n: n)
-    assert tuned(1, autotune=False) == 1
-    with pytest.raises(MissingExtra, match=r"triton-dist-tuner\[optuna\]"):
-        tuned(1)
+    # Nor does the default config.
+    tuned = tune.autotune([{"n": 1}, {"n": 2}], len, search="optuna", scope="rank")(lambda x, n: n)
+    assert tuned("", autotune=False) == 1
+    with pytest.raises(MissingExtra):
+        tuned("")
     with pytest.raises(MissingExtra):  # also on the ranks that do not search
         tuned._parts_for(None, False).check_search()
 

@@ -143,18 +143,6 @@ def test_a_region_allows_what_the_variables_forbid(monkeypatch):
         work(4)
 
 
-def test_over_real_ranks_one_of_which_is_frozen(spawn_ranks, tmp_path):
-    folders = [str(tmp_path / "shared")] * 2
-    refused = spawn_ranks(2, ops.frozen_on_rank_1, folders)
-    assert refused[0] == refused[1]
-    assert refused[0].startswith("TuningFrozen: tests.tuning.ops.collective, key 7 on cpu, none")
-    assert "no record" in refused[0]
-    assert "FROZEN is set on rank(s) 1." in refused[0]
-    assert spawn_ranks(2, ops.tune_in_rank, folders, False) == [(2, 1, 1)] * 2
-    for shared in (folders, [folders[0], str(tmp_path / "empty")]):
-        assert spawn_ranks(2, ops.frozen_on_rank_1, shared) == ["2, tunings: 0"] * 2
-
-
 @pytest.fixture
 def capturing(monkeypatch):
     """One rank in a capture, in which the device must be left alone."""

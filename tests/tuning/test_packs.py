@@ -275,13 +275,6 @@ def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
     assert reads == ["run.fake.json"]
 
 
-def test_told_to_tune_always_it_is_not_used(tmp_path):
-    written(tree_of(1), tmp_path)
-    rank = one(tmp_path, always_tune=True)
-    rank.tuned(1)
-    assert rank.tuned.tuning_count == 1
-
-
 def test_the_users_own_valid_record_goes_before_it(tmp_path):
     written(tree_of(1), tmp_path)
     own = MemoryStore()
