@@ -11,7 +11,7 @@ from tests.distributed import scaled_gemm_ranks, scaled_moe_ranks
 from tests.distributed.scaled_moe_ranks import GATHERS, SUMS
 from tests.fp8 import largest_error, quantised
 from tests.gpu.ranks import few_ranks
-from tests.layers import fp8_ranks
+from tests.layers import fp8_ranks, test_symm_mem
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
@@ -90,6 +90,14 @@ def test_sums_of_every_recipe(on_gpus, name, recipe):
         for errors in on_gpus(scaled_gemm_ranks.sum_of, name, recipe, *size):
             assert len(errors) >= 4, size
             assert max(errors) <= 1, size
+
+
+@few_ranks
+def test_functions_return_what_torch_returns(on_gpus, alternate):
+    if alternate:
+        pytest.skip("torch's operators need a GPU for each rank")
+    on_gpus(test_symm_mem.gathers)
+    on_gpus(test_symm_mem.scatters)
 
 
 @few_ranks
