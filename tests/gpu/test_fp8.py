@@ -78,6 +78,12 @@ def test_ag_gemm_of_every_recipe(on_gpus, recipe):
 
 
 @few_ranks
+def test_kernels_detect_scales_of_another_layout(on_gpus):
+    for seen in on_gpus(scaled_gemm_ranks.scales_of_another_layout):
+        assert all(len(set(by_rank.values())) == 2 for by_rank in seen)
+
+
+@few_ranks
 @each_recipe
 @pytest.mark.parametrize("name", ["gemm_rs", "gemm_ar"])
 def test_sums_of_every_recipe(on_gpus, name, recipe):
