@@ -1,10 +1,9 @@
-"""The test suite under checks of the interpreter, file by file: what they report, and how much
-longer the tests take.
+"""Run the test suite under checks of the interpreter, file by file, and print reports and cost.
 
 python tests/debugging/suite.py [--mode MODE …] [--seconds 600] [FILE | FOLDER …]
 
-A file and mode is a process of its own, and a line: how the tests ended, and what processor time
-they and their ranks took, starts included. That is compared with the first mode's, file by file.
+Each file and mode runs in its own process and prints a line: how the tests ended, and the processor
+time of the tests and their ranks, starts included. The first mode's time is the baseline.
 """
 
 from __future__ import annotations
@@ -19,42 +18,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = "none"
-MODES = (PLAIN, "interp:race", "interp:bounds")
+MODES = ("none", "interp:race", "interp:bounds")
 FOLDERS = ("kernels", "language", "distributed", "layers", "runtime", "examples", "contextual")
-"""Of tests that run kernels."""
+"""Folders of tests that run kernels."""
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT / "python"),
-    "TRITON_INTERPRET": "1",
-    "TRITON_DIST_DEVICE": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "RES_OPTIONS": "timeout:1 attempts:1",  # as scripts/test.sh
+    "PYTHONPATH": str(ROOT / "python"), "TRITON_INTERPRET": "1", "TRITON_DIST_DEVICE": "cpu",
+    "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1",
     "CI": "1",  # pytest then prints whole reasons
-}
+}  # fmt: skip
 _PR_SET_CHILD_SUBREAPER = 36
-_COMPARED_FROM = 8.0  # seconds in the first mode: what takes less imports torch, and little else
+_COMPARED_FROM = 8.0  # seconds in the first mode; shorter files mostly import torch
 
 
-class Outcome(NamedTuple):
-    """How the tests of a file ended under a mode."""
+def run(file: str, mode: str, seconds: float) -> tuple[str, list[str], float]:
+    """Run the tests of ``file`` under ``mode`` for at most ``seconds``.
 
-    summary: str
-    """pytest's last line."""
-    failed: Sequence[str] = ()
-    """Name and first line of the reason of each failed test. Ranks name the failed check there."""
-    seconds: float = 0.0
-    """Processor time; 0 if the tests did not end."""
-
-
-def run(file: str, mode: str, seconds: float) -> Outcome:
-    """Run the tests of ``file`` under ``mode`` for at most ``seconds``."""
+    Returns pytest's last line, a line for each failed test, and the processor seconds, which are 0
+    if the tests did not end.
+    """
     environment = {**os.environ, **ENVIRONMENT}
-    if mode != PLAIN:
+    if mode != MODES[0]:
         environment["TRITON_DIST_DEBUG"] = mode
     words = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no"]
     before = _processor_seconds()
@@ -70,20 +56,16 @@ def run(file: str, mode: str, seconds: float) -> Outcome:
             process.wait()
         _await_orphans()
         output.seek(0)
-        lines = output.read().splitlines()
+        lines = output.read().splitlines() or ["no output"]
     if process.returncode < 0:
-        return Outcome(f"did not end in {seconds:.0f} s")
+        return f"did not end in {seconds:.0f} s", [], 0.0
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return Outcome(lines[-1] if lines else "no output", failed, _processor_seconds() - before)
-
-
-def _adopt_orphans() -> None:
-    """Let processes whose parent has ended become this one's. Ranks are forked by a server that
-    pytest does not wait for, and what nobody waits for is counted nowhere."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return lines[-1], failed, _processor_seconds() - before
 
 
 def _await_orphans(seconds: float = 20.0) -> None:
+    """Wait for ranks. They are forked by a server that pytest does not wait for, and the time of a
+    process is counted only if its parent waits for it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -94,43 +76,32 @@ def _await_orphans(seconds: float = 20.0) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of all processes below this one that have ended and were waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def files_of(paths: Iterable[str]) -> list[str]:
-    """Test files of ``paths``, in this order."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        files += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
-    return [str(file.resolve().relative_to(ROOT)) for file in files]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", action="append", help="several: the first is compared with")
-    parser.add_argument("--seconds", type=float, default=600.0, help="longest time of a file")
-    parser.add_argument("paths", nargs="*", help="default: all that run kernels")
+    parser.add_argument("--mode", action="append", help="repeatable; the first is the baseline")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit of a file")
+    parser.add_argument("paths", nargs="*", help="default: all tests that run kernels")
     options = parser.parse_args()
-    _adopt_orphans()
-    modes = options.mode or MODES
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts ranks as children
+    modes, bad = options.mode or MODES, 0
     times: dict[str, list[float]] = {mode: [] for mode in modes[1:]}
-    bad = 0
-    for file in files_of(options.paths or [f"{ROOT}/tests/{folder}" for folder in FOLDERS]):
-        first = 0.0
-        for mode in modes:
-            outcome = run(file, mode, options.seconds)
-            line = f"{mode} {file}: {outcome.summary}, {outcome.seconds:.1f} s"
-            if mode not in times:
-                first = outcome.seconds
-            elif first >= _COMPARED_FROM and outcome.seconds:
-                times[mode].append(outcome.seconds / first)
-                line += f", {times[mode][-1]:.2f} x"
-            print(line, flush=True)
-            for name in outcome.failed:
-                print(f"    {name}", flush=True)
-            bad += bool(outcome.failed) or not outcome.seconds
+    for path in map(Path, options.paths or [ROOT / "tests" / folder for folder in FOLDERS]):
+        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+            first = 0.0
+            for mode in modes:
+                summary, failed, seconds = run(str(file.resolve()), mode, options.seconds)
+                line = f"{mode} {file}: {summary}, {seconds:.1f} s"
+                if mode not in times:
+                    first = seconds
+                elif first >= _COMPARED_FROM and seconds:
+                    times[mode].append(seconds / first)
+                    line += f", {times[mode][-1]:.2f} x"
+                print(line, *failed, sep="\n    ", flush=True)
+                bad += bool(failed) or not seconds
     for mode, ratios in times.items():
         if ratios:
             print(
