@@ -90,10 +90,18 @@ def option(handed_over: list[str], name: str) -> str:
     return value
 
 
-def test_arguments_reach_the_script_as_they_are(launch: Launcher) -> None:
+def test_what_torchrun_gets(launch: Launcher) -> None:
     arguments = ["two words", "", "*", "$HOME", "a'b\"c", "--nproc_per_node=9", "--", "-x"]
-    handed_over = launch.handed_over("script.py", *arguments)
-    assert handed_over[handed_over.index("script.py") + 1 :] == arguments
+    options = ["--max-restarts", "2", "--tee=3", "-r", "3", "--virtual-local-rank"]
+    arguments += ["--max-restarts", "7"]
+    several = f"{launch.recorder} --tool memcheck"
+    handed_over = launch.handed_over(*options, "script.py", *arguments, TORCHRUN=several)
+    end = handed_over.index("script.py")
+    assert handed_over[:2] == ["--tool", "memcheck"]
+    assert handed_over[end - len(options) : end] == options
+    assert handed_over[end + 1 :] == arguments
+    # A module is not looked for.
+    assert launch.handed_over("-m", "some.module", "x")[-3:] == ["-m", "some.module", "x"]
 
 
 ALL_4 = "device: cuda, 4 rank(s)"
@@ -214,23 +222,6 @@ def test_more_ranks_than_gpus_is_a_mistake(launch: Launcher) -> None:
     assert "but there are 2 GPU(s)" in result.stderr
 
 
-def test_options_before_the_script_go_to_torchrun(launch: Launcher) -> None:
-    options = ["--max-restarts", "2", "--tee=3", "-r", "3", "--virtual-local-rank"]
-    handed_over = launch.handed_over(*options, "script.py", "--max-restarts", "7")
-    end = handed_over.index("script.py")
-    assert handed_over[end - len(options) : end] == options
-    assert handed_over[end + 1 :] == ["--max-restarts", "7"]
-
-
-def test_a_module_is_not_looked_for(launch: Launcher) -> None:
-    assert launch.handed_over("-m", "some.module", "x")[-3:] == ["-m", "some.module", "x"]
-
-
-def test_torchrun_may_be_several_words(launch: Launcher) -> None:
-    handed_over = launch.handed_over("script.py", TORCHRUN=f"{launch.recorder} --tool memcheck")
-    assert handed_over[:2] == ["--tool", "memcheck"]
-
-
 def test_the_status_is_returned_and_the_command_printed(launch: Launcher) -> None:
     result = launch("script.py", "two words", STATUS="37")
     assert result.returncode == 37
@@ -239,30 +230,17 @@ def test_the_status_is_returned_and_the_command_printed(launch: Launcher) -> Non
     )
 
 
-def test_several_hosts(launch: Launcher) -> None:
-    handed_over = launch.handed_over(
-        "script.py",
-        NNODES="2",
-        NODE_RANK="1",
-        MASTER_ADDR="host-0",
-        MASTER_PORT="2345",
-        ARNOLD_ID="7",
-    )
+def test_several_hosts_also_by_the_older_names(launch: Launcher) -> None:
     names = ("nnodes", "node_rank", "master_addr", "master_port")
+    given = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host-0", "MASTER_PORT": "2345"}
+    handed_over = launch.handed_over("script.py", **given, ARNOLD_ID="7")
     assert [option(handed_over, name) for name in names] == ["2", "1", "host-0", "2345"]
-
-
-def test_several_hosts_by_the_older_names(launch: Launcher) -> None:
-    handed_over = launch.handed_over(
-        "script.py",
-        ARNOLD_WORKER_NUM="4",
-        ARNOLD_ID="3",
-        ARNOLD_WORKER_0_HOST="host-0",
-        ARNOLD_WORKER_0_PORT="2345,2346",
-        ARNOLD_WORKER_GPU="8",
-    )
-    names = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")
-    assert [option(handed_over, name) for name in names] == ["4", "3", "host-0", "2345", "8"]
+    older = {"WORKER_NUM": "4", "ID": "3", "WORKER_0_HOST": "host-0", "WORKER_GPU": "8"}
+    older["WORKER_0_PORT"] = "2345,2346"
+    given = {f"ARNOLD_{name}": value for name, value in older.items()}
+    handed_over = launch.handed_over("script.py", **given)
+    assert [option(handed_over, name) for name in names] == ["4", "3", "host-0", "2345"]
+    assert option(handed_over, "nproc_per_node") == "8"
 
 
 def test_a_job_within_a_rank_is_a_job_of_its_own(launch: Launcher) -> None:
