@@ -260,15 +260,8 @@ def test_tools_that_find_nothing_here_are_refused(tmp_path):
 
 
 def scope(name, ts, dur, **more):
-    return {
-        "cat": "user_annotation",
-        "name": name,
-        "ts": ts,
-        "dur": dur,
-        "pid": 7,
-        "tid": 1,
-        **more,
-    }
+    where = {"cat": "user_annotation", "pid": 7, "tid": 1}
+    return {**where, "name": name, "ts": ts, "dur": dur, **more}
 
 
 def launch(ts, correlation, tid=1, cat="cuda_runtime"):
