@@ -47,6 +47,13 @@ from triton_dist.kernels.nvidia.allreduce import (
     get_allreduce_methods,
     to_allreduce_method,
 )
+from triton_dist.kernels.nvidia.expert_parallel import (
+    EPContext,
+    create_ep_context,
+    ep_combine,
+    ep_dispatch,
+    ep_send,
+)
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.kernels.nvidia.gemm_allreduce import (
     GEMMAllReduceMethod,
@@ -85,6 +92,7 @@ __all__ = [
     "AllGatherMethod",
     "AllReduceContext",
     "AllReduceMethod",
+    "EPContext",
     "GEMMAllReduceMethod",
     "GEMMAllReduceTensorParallelContext",
     "GEMMReduceScatterTensorParallelContext",
@@ -103,11 +111,15 @@ __all__ = [
     "create_ag_group_gemm_context",
     "create_all_gather_ctx",
     "create_allreduce_ctx",
+    "create_ep_context",
     "create_gemm_ar_context",
     "create_gemm_rs_context",
     "create_moe_ar_context",
     "create_moe_rs_context",
     "create_reduce_scatter_ctx",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_send",
     "gemm_ar",
     "gemm_non_persistent",
     "gemm_persistent",

@@ -228,6 +228,7 @@ class ExchangeBuffer:
         packet_bytes: size of the largest tensor that travels as packets. Packets have separate
             slots, because other data could look like packets.
         disagreements: disagreements of the context; by default only of this memory.
+        regions: shapes and dtypes of further symmetric regions, by name.
     """
 
     def __init__(
@@ -237,6 +238,7 @@ class ExchangeBuffer:
         name: str,
         packet_bytes: int = 0,
         disagreements: Disagreements | None = None,
+        regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     ) -> None:
         ranks = group_for(group)
         self.rank, self.num_ranks = ranks.rank, ranks.size
@@ -253,6 +255,7 @@ class ExchangeBuffer:
                 "calls": ((_LINE,), torch.int64),
                 "guard": ((_LINE,), torch.int64),
                 "packets": ((2, self.num_ranks, self.shard_words), torch.int64),
+                **(regions or {}),
             },
             group,
         )

@@ -1,0 +1,731 @@
+"""Algorithms of expert-parallel dispatch and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist import tune
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.context import (
+    Check,
+    checked_buffer,
+    gradient_check,
+    is_int,
+    raise_first_error,
+    tensor_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import (
+    MAX_CTAS,
+    LaunchParams,
+    checked_params,
+    params_for_device,
+)
+from triton_dist.kernels.common.gemm.quantise import kernel_quantise
+from triton_dist.kernels.common.gemm.scales import FP8
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
+from triton_dist.kernels.nvidia.expert_parallel.context import (
+    SCALE_ELEMENTS,
+    EPContext,
+    Received,
+)
+from triton_dist.kernels.nvidia.expert_parallel.kernel import (
+    Layout,
+    Memory,
+    Plan,
+    kernel_combine,
+    kernel_dispatch,
+    kernel_locate,
+    kernel_partial_sums,
+)
+from triton_dist.runtime.device import current_device
+
+SKEWS = (None, "even", "zipf", "single")
+_MAX_META = 16
+_MAX_ROUTES_AT_A_TIME = 4096
+_TILE = 2048
+_DISPATCH = tuple(
+    LaunchParams(ctas, nbytes) for ctas in (240, 120, 60, 24) for nbytes in (8192, 4096, 2048)
+)
+_COMBINE = tuple(
+    LaunchParams(ctas, nbytes, chunks)
+    for ctas in (256, 128, 64, 24)
+    for nbytes in (8192, 4096, 2048)
+    for chunks in (1, 4)
+)
+_DEFAULT = LaunchParams(128, 4096)
+_MIN_TOKENS_OF_CHUNKS = 4
+
+
+class Key(NamedTuple):
+    """Tuning key of a dispatch or combine, which is also its sizes."""
+
+    max_tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    dtype: torch.dtype
+    num_ranks: int
+    scales: str
+    """"none", "given" or "computed"; of a combine "none"."""
+    has_weights: bool
+    has_capacity: bool
+    """Whether the capacity is below ``max_tokens``."""
+    has_room: bool
+    """Whether a row per route fits the buffer."""
+    has_map: bool
+    alignment: int
+    num_sms: int | None
+    routing_skew: str | None
+
+
+def ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def int32s(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
+    """Return int32 vectors in one allocation, each at a multiple of 16 bytes."""
+    padded = [ceil_div(size, 4) * 4 for size in sizes]
+    vectors = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
+    return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
+
+
+def plan_of(ctx: EPContext, max_tokens: int, topk: int, **constants: Any) -> Plan:
+    """Return the constants of a launch; ``constants`` replaces some."""
+    lanes, topk_lanes = triton.next_power_of_2(ctx.num_ranks), triton.next_power_of_2(topk)
+    routes = triton.next_power_of_2(max_tokens * topk)
+    plan = Plan(
+        NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, NUM_CHUNKS=1, TOPK=topk,
+        TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
+        EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=1, FLAG_LANES=1, META=0,
+        COPY=0, ROUTES=min(_MAX_ROUTES_AT_A_TIME, routes), META_TOKENS=_TILE // topk_lanes,
+        REPLICAS=0, ALIGNMENT=1, PER_EXPERT=False, SCALES="none",
+    )  # fmt: skip
+    return plan._replace(**constants)
+
+
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+class DispatchCall(OpCall):
+    """One call of ``ep_dispatch``: its arguments."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    ctx: EPContext
+    topk_weights: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
+    quantise: bool = False
+    max_tokens: int | None = None
+    expert_map: torch.Tensor | None = None
+    alignment: int = 1
+    num_sms: int | None = None
+    routing_skew: str | None = None
+    num_ctas: int | None = None
+    block_bytes: int | None = None
+    algorithm: str | None = None
+    accepted_key: Any = None
+
+    def __post_init__(self) -> None:
+        if self.accepted_key is None:
+            self.key = dispatch_key(
+                self.x, self.topk_ids, self.ctx, self.topk_weights, self.x_scale, self.quantise,
+                self.max_tokens, self.expert_map, self.alignment, self.num_sms, self.routing_skew,
+            )  # fmt: skip
+        else:
+            self.key = self.accepted_key
+        self.chosen = DISPATCH[self.algorithm or Push.name]
+        params = checked_params("ep_dispatch", self.num_ctas, self.block_bytes, None, _DEFAULT)
+        limit = min(MAX_CTAS - _MAX_META, self.num_sms or MAX_CTAS)
+        self.params = LaunchParams(min(params.num_ctas, limit), params.block_bytes)
+        self.tokens = len(self.x)
+        self.limit = self.ctx.max_tokens if self.max_tokens is None else self.max_tokens
+        self.capacity = min(self.ctx.capacity, self.limit)
+        self.wire_dtype = torch.float8_e4m3fn if self.quantise else self.x.dtype
+        self.chosen.check(self)
+
+    @property
+    def is_per_expert(self) -> bool:
+        return isinstance(self.chosen, PushExperts)
+
+    def plan(self, copies: int) -> Plan:
+        """Return the constants of launches with ``copies`` copy programs."""
+        topk = self.topk_ids.shape[1]
+        tokens_at_a_time = _TILE // triton.next_power_of_2(topk)
+        meta = min(_MAX_META, ceil_div(self.limit, tokens_at_a_time))
+        lanes = (triton.next_power_of_2(n * self.ctx.num_ranks) for n in (meta, meta + copies))
+        return plan_of(
+            self.ctx, self.limit, topk,
+            BLOCK=self.params.block_bytes // self.x.element_size(), META=meta, COPY=copies,
+            META_LANES=next(lanes), FLAG_LANES=next(lanes),
+            REPLICAS=0 if self.expert_map is None else self.expert_map.shape[1],
+            ALIGNMENT=self.alignment, PER_EXPERT=self.is_per_expert, SCALES=self.key.scales,
+        )  # fmt: skip
+
+    def start(self, receive: bool) -> Received:
+        """Launch the call; without ``receive``, the result's ``wait`` launches the second half."""
+        ctx = self.ctx
+        if ctx.sent is not None:
+            expected = "no other dispatch before wait() of the result of ep_send"
+            raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
+        ctx.raise_fault()
+        ctx.calls += 1
+        topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
+        routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
+        index, positions, local_ids, ends, counts, sent = int32s(
+            device, routes + experts * (self.alignment - 1), routes, routes, experts,
+            experts * num_ranks, 2 * self.limit,
+        )  # fmt: skip
+        weights = None
+        if self.topk_weights is not None:
+            weights = torch.empty(len(index), dtype=torch.float32, device=device)
+        rows = num_ranks * self.capacity * (topk if self.is_per_expert else 1)
+        groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
+        scales = None
+        if self.key.scales != "none":
+            scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
+        layout = Layout(
+            index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
+        )
+        received = Received(
+            ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, index, ends,
+            counts.view(experts, num_ranks), weights, positions.view(-1, topk),
+            local_ids.view(-1, topk), sent.view(-1, 2), self.tokens, self.limit, ctx.calls,
+            lambda: self.launch_kernel(layout, False, True),
+        )  # fmt: skip
+        self.chosen.start(self, received, layout, receive)
+        if not receive:
+            ctx.sent = received
+        return received
+
+    def wire(self) -> torch.Tensor:
+        """Return the receive buffer, flat."""
+        return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
+
+    def launch_kernel(
+        self, layout: Layout, send: bool, receive: bool, copies: int | None = None
+    ) -> None:
+        """Launch the programs that send, or that receive, or both; 0 ``copies`` send no rows."""
+        ctx = self.ctx
+        locations = None
+        if self.capacity < self.limit:
+            if send:
+                self.locations = self.locate()
+            locations = self.locations
+        ctx.buffer.begin(1, self.params.num_ctas, 1)
+        ctx.buffer.launcher.repeat(self.kernel(layout, locations, send, receive, copies))
+        ctx.buffer.timeout_words.end()
+
+    def locate(self) -> torch.Tensor:
+        """Number the tokens for each rank, if the capacity is limited."""
+        ctx = self.ctx
+        (locations,) = int32s(ctx.device.torch_device, ctx.num_ranks * self.limit)
+        arguments = (
+            self.topk_ids, self.expert_map, locations, ctx.dropped, self.tokens, self.limit,
+            self.capacity, self.logical_experts, ctx.rank,
+        )  # fmt: skip
+        options = {"plan": self.plan(1), "num_warps": 8}
+        ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
+        return locations
+
+    @property
+    def logical_experts(self) -> int:
+        return self.ctx.num_experts if self.expert_map is None else len(self.expert_map)
+
+    def kernel(
+        self,
+        layout: Layout,
+        locations: torch.Tensor | None,
+        send: bool,
+        receive: bool,
+        copies: int | None,
+    ) -> Launch:
+        ctx, memory = self.ctx, self.ctx.buffer.memory
+        plan = self.plan(self.params.num_ctas if copies is None else copies)
+        first = 0 if send else plan.META + plan.COPY
+        end = plan.META + plan.COPY + (plan.EXPERTS + 1 if receive else 0)
+        has_scales = plan.SCALES != "none"
+        scales, meta = memory["scales"], memory["meta"]
+        regions = Memory(
+            self.wire(), memory["rows"].pointers, scales.local if has_scales else None,
+            scales.pointers if has_scales else None, meta.local, meta.pointers, ctx.meta_elements,
+        )  # fmt: skip
+        _, peers = ctx.buffer.regions(torch.int32)
+        arguments = (
+            self.x, self.x_scale, self.topk_ids, self.topk_weights, locations, self.expert_map,
+            regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
+            self.logical_experts, ctx.rank, ctx.calls,
+        )  # fmt: skip
+        options = {"first": first, "plan": plan, "num_warps": self.params.num_warps}
+        return Launch(kernel_dispatch, (end - first,), arguments, options)
+
+
+def dispatch_key(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    ctx: EPContext,
+    topk_weights: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    quantise: bool = False,
+    max_tokens: int | None = None,
+    expert_map: torch.Tensor | None = None,
+    alignment: int = 1,
+    num_sms: int | None = None,
+    routing_skew: str | None = None,
+    *_: Any,
+    **__: Any,
+) -> Key:
+    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+    function = "ep_dispatch"
+    checked_buffer(ctx, EPContext, function, "create_ep_context")
+    limit = ctx.max_tokens if max_tokens is None else max_tokens
+
+    def checks() -> Iterator[Check]:
+        yield from tensor_checks(x=x, topk_ids=topk_ids)
+        yield "x.ndim", x.ndim, x.ndim == 2, "2: [tokens, hidden]"
+        yield "max_tokens", limit, is_int(limit), "an int"
+        at_most = f"1 to {ctx.max_tokens}, equal on all ranks"
+        yield "max_tokens", limit, 1 <= limit <= ctx.max_tokens, at_most
+        shape, expected = tuple(x.shape), f"[at most {limit}, {ctx.hidden}]"
+        yield "x.shape", shape, shape[0] <= limit and shape[1] == ctx.hidden, expected
+        given, fp8 = ctx.dtype, " or fp8" if x_scale is not None else ""
+        fits = x.dtype in FP8 if x_scale is not None else x.dtype == given
+        yield "x.dtype", x.dtype, fits, f"the context's {given}{fp8}"
+        yield gradient_check("x", x)
+        ids, expected = tuple(topk_ids.shape), f"[{shape[0]}, 1 to {ctx.topk}]"
+        fits = len(ids) == 2 and ids[0] == shape[0] and 1 <= ids[1] <= ctx.topk
+        yield "topk_ids.shape", ids, fits, expected
+        integers = topk_ids.dtype in (torch.int32, torch.int64)
+        yield "topk_ids.dtype", topk_ids.dtype, integers, "torch.int32 or torch.int64"
+        if topk_weights is not None:
+            yield from tensor_checks(topk_weights=topk_weights)
+            weights = tuple(topk_weights.shape)
+            yield "topk_weights.shape", weights, weights == ids, f"topk_ids' {ids}"
+            floats = topk_weights.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            yield "topk_weights.dtype", topk_weights.dtype, floats, "fp32, bf16 or fp16"
+            yield gradient_check("topk_weights", topk_weights)
+        if x_scale is not None:
+            yield from tensor_checks(x_scale=x_scale)
+            yield "quantise", quantise, not quantise, "False for an x with x_scale"
+            expected_scales = (shape[0], ceil_div(ctx.hidden, SCALE_ELEMENTS))
+            fits = tuple(x_scale.shape) == expected_scales and x_scale.dtype == torch.float32
+            yield "x_scale", tuple(x_scale.shape), fits, f"fp32 {list(expected_scales)}"
+        if expert_map is not None:
+            yield from tensor_checks(expert_map=expert_map)
+            fits = expert_map.ndim == 2 and expert_map.dtype == torch.int32
+            yield "expert_map", tuple(expert_map.shape), fits, "int32 [logical experts, replicas]"
+        for name, tensor in (
+            ("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
+            ("x_scale", x_scale), ("expert_map", expert_map),
+        ):  # fmt: skip
+            if tensor is not None:
+                device = ctx.device.torch_device
+                yield f"{name}.device", tensor.device, tensor.device == device, f"{device}"
+                contiguous = tensor.is_contiguous()
+                yield f"{name}.stride()", tensor.stride(), contiguous, "a contiguous tensor"
+        is_power = is_int(alignment) and 1 <= alignment <= 256 and not alignment & (alignment - 1)
+        yield "alignment", alignment, is_power, "a power of two, 1 to 256"
+        expected = "None, or at least 1"
+        yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
+        yield "routing_skew", routing_skew, routing_skew in SKEWS, ", ".join(map(repr, SKEWS))
+
+    raise_first_error(function, checks())
+    scales = "given" if x_scale is not None else "computed" if quantise else "none"
+    topk = topk_ids.shape[1]
+    room = limit * topk <= ctx.capacity
+    return Key(
+        tune.bucket(limit), ctx.hidden, topk, ctx.num_experts, x.dtype, ctx.num_ranks, scales,
+        topk_weights is not None, ctx.capacity < limit, room, expert_map is not None, alignment,
+        num_sms, routing_skew,
+    )  # fmt: skip
+
+
+class _DispatchAlgorithm(Algorithm[DispatchCall, Key]):
+    """Base of the algorithms of a dispatch."""
+
+    def run(self, call: DispatchCall) -> Any:
+        return call.start(receive=True)
+
+    def start(
+        self, call: DispatchCall, received: Received, layout: Layout, receive: bool
+    ) -> None:
+        """Launch the call. Only the first two algorithms can omit the second half."""
+        raise NotImplementedError
+
+
+class Push(_DispatchAlgorithm):
+    """Programs store each token once at each rank that has one of its experts. One launch."""
+
+    name = "push"
+    tunables = ("num_ctas", "block_bytes")
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        candidates = dict.fromkeys((params_for_device(_DEFAULT), *_DISPATCH))
+        return ((params.num_ctas, params.block_bytes) for params in candidates)
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
+        return config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates()))
+
+    def compile(self, call: DispatchCall) -> None:
+        ctx, topk = call.ctx, call.topk_ids.shape[1]
+        vectors = int32s(ctx.device.torch_device, *[4] * 6)
+        weights = None if call.topk_weights is None else ctx.control.view(torch.float32)
+        index, positions, local_ids, ends, counts, sent = vectors
+        layout = Layout(
+            index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
+        )
+        locations = ends if call.capacity < call.limit else None
+        del topk
+        call.kernel(layout, locations, True, True, None).compile()
+
+    def start(
+        self, call: DispatchCall, received: Received, layout: Layout, receive: bool
+    ) -> None:
+        call.launch_kernel(layout, True, receive)
+
+
+class PushExperts(Push):
+    """Programs store a row for each route. For few tokens."""
+
+    name = "push_experts"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return ((params.num_ctas, params.block_bytes) for params in _DISPATCH[:2])
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return sizes.has_room and super().fits(config, sizes)
+
+    def check(self, call: DispatchCall) -> None:
+        if not call.key.has_room:
+            expected = "at most the context's capacity / topk for algorithm='push_experts'"
+            raise InvalidArgument("ep_dispatch", "max_tokens", call.limit, expected)
+
+
+class Collective(_DispatchAlgorithm):
+    """The group's all-gather (NCCL; gloo on CPU ranks) moves all rows to all ranks."""
+
+    name = "collective"
+    is_fallback = True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        # CPU ranks test our kernels, so the library is not a candidate there.
+        return [()] if current_device().has_nccl else []
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return sizes.num_ranks > 1 and not sizes.has_capacity
+
+    def check(self, call: DispatchCall) -> None:
+        if call.key.has_capacity:
+            expected = f"another algorithm than {self.name!r} for a limited capacity"
+            raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
+
+    def start(
+        self, call: DispatchCall, received: Received, layout: Layout, receive: bool
+    ) -> None:
+        call.launch_kernel(layout, True, True, copies=0)
+        x, x_scale = rows_to_send(call)
+        for source, target in ((x, received.rows), (x_scale, received.scales)):
+            if source is not None and target is not None:
+                self.move(call, received, source, target)
+
+    def move(
+        self, call: DispatchCall, received: Received, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Move rows of ``source`` to all ranks, rows of ``target``."""
+        if len(source) < call.limit:
+            padded = source.new_empty((call.limit, source.shape[1]))
+            padded[: len(source)] = source
+            source = padded
+        if call.ctx.num_ranks == 1:
+            target.copy_(source)
+        else:
+            rows, shard = target.view(torch.uint8), source.view(torch.uint8)
+            libraries.all_gather_into(rows, shard, call.ctx.group)
+
+
+class AllToAll(Collective):
+    """The group's all-to-all moves the tokens that each rank needs.
+
+    It requires the numbers of tokens on the host, so the call synchronises and cannot be captured.
+    """
+
+    name = "all_to_all"
+    is_fallback = False
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return []  # candidates are measured in graphs
+
+    def move(
+        self, call: DispatchCall, received: Received, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        (sent, token), (origin, row), splits = tokens_of(received)
+        arrived = source.new_empty((len(row), source.shape[1]))
+        exchange(arrived, source[token], splits[1], splits[0], call.ctx.group)
+        target.view(torch.uint8)[origin * call.limit + row] = arrived.view(torch.uint8)
+
+
+def tokens_of(received: Received) -> tuple[Any, Any, list[list[int]]]:
+    """Return (rank, token) of the rows that this rank sends and receives, and their numbers."""
+    num_ranks, tokens = received.ctx.num_ranks, received.tokens
+    peers = torch.arange(num_ranks, device=received.sent.device)[:, None]
+    sends = (received.sent[:tokens, 0][None, :] >> peers) & 1
+    arrives = (received.positions >= 0).any(1).view(num_ranks, -1)
+    splits = torch.stack([sends.sum(1), arrives.sum(1)]).tolist()
+    return sends.nonzero(as_tuple=True), arrives.nonzero(as_tuple=True), splits
+
+
+def exchange(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    out_splits: list[int],
+    splits: list[int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Exchange rows by the group's all-to-all."""
+    if dist.is_initialized():
+        out, rows = out.view(torch.uint8), rows.view(torch.uint8)
+        dist.all_to_all_single(out, rows, out_splits, splits, group=group)
+    else:
+        out.copy_(rows)
+
+
+def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows and scales that a library moves, quantised if the call requires it."""
+    x = call.x.detach()
+    if not call.quantise:
+        return x, call.x_scale
+    groups, height = ceil_div(x.shape[1], SCALE_ELEMENTS), 32
+    out = torch.empty_like(x, dtype=call.wire_dtype)
+    scale = x.new_empty((len(x), groups), dtype=torch.float32)
+    launch = Launch(
+        kernel_quantise,
+        (ceil_div(len(x), height), groups),
+        (x, out, scale, len(x), x.shape[1], x.stride(0), groups, 1),
+        {
+            "SILU_MUL": False, "BLOCK_SIZE_M": height, "BLOCK_SIZE_K": SCALE_ELEMENTS,
+            "num_warps": 4,
+        },
+    )  # fmt: skip
+    if len(x):
+        launch.run()
+    return out, scale
+
+
+DISPATCH = Algorithms("ep_dispatch", (Push(), PushExperts(), Collective(), AllToAll()))
+
+
+@dataclass(eq=False, repr=False)
+class CombineCall(OpCall):
+    """One call of ``ep_combine``: its arguments."""
+
+    y: torch.Tensor
+    received: Received
+    ctx: EPContext
+    apply_weights: bool = True
+    num_sms: int | None = None
+    routing_skew: str | None = None
+    num_ctas: int | None = None
+    block_bytes: int | None = None
+    num_chunks: int | None = None
+    algorithm: str | None = None
+    accepted_key: Any = None
+
+    def __post_init__(self) -> None:
+        if self.accepted_key is None:
+            self.key = combine_key(
+                self.y, self.received, self.ctx, self.apply_weights, self.num_sms,
+                self.routing_skew,
+            )  # fmt: skip
+        else:
+            self.key = self.accepted_key
+        self.chosen = COMBINE[self.algorithm or CombinePush.name]
+        params = checked_params(
+            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT
+        )
+        limit = min(params.num_ctas, self.num_sms or MAX_CTAS)
+        self.params = LaunchParams(limit, params.block_bytes, params.num_chunks)
+        self.chosen.check(self)
+
+    @property
+    def has_weights(self) -> bool:
+        return self.apply_weights and self.received.weights is not None
+
+    def layout(self) -> Layout:
+        received = self.received
+        return Layout(
+            None, received.weights if self.has_weights else None, received.positions, None, None,
+            None, received.sent, None, None,
+        )  # fmt: skip
+
+    def plan(self, **constants: Any) -> Plan:
+        received, params = self.received, self.params
+        block = params.block_bytes // self.y.element_size()
+        return plan_of(
+            self.ctx, received.max_tokens, received.positions.shape[1], BLOCK=block,
+            NUM_CHUNKS=params.num_chunks, **constants,
+        )  # fmt: skip
+
+    def partial_sums(self) -> torch.Tensor:
+        """Return this rank's sum for each token of all ranks, [ranks * max_tokens, hidden]."""
+        received, ctx = self.received, self.ctx
+        tokens = len(received.positions)
+        out = self.y.new_empty((tokens, ctx.hidden))
+        options = {
+            "has_weights": self.has_weights, "plan": self.plan(), "num_warps": self.params.num_warps
+        }  # fmt: skip
+        arguments = (self.y, out, self.layout(), tokens, ctx.hidden)
+        grid = (min(tokens, 8 * ctx.device.num_sms),)
+        ctx.sums.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
+        return out
+
+    def new_out(self) -> torch.Tensor:
+        return self.y.new_empty((self.received.tokens, self.ctx.hidden))
+
+
+def combine_key(
+    y: torch.Tensor,
+    received: Received,
+    ctx: EPContext,
+    apply_weights: bool = True,
+    num_sms: int | None = None,
+    routing_skew: str | None = None,
+    *_: Any,
+    **__: Any,
+) -> Key:
+    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+    function = "ep_combine"
+    checked_buffer(ctx, EPContext, function, "create_ep_context")
+
+    def checks() -> Iterator[Check]:
+        yield from tensor_checks(y=y)
+        is_own = isinstance(received, Received) and received.ctx is ctx
+        yield "received", type(received).__name__, is_own, "a result of ep_dispatch with this ctx"
+        yield "ctx", "a pending send", ctx.sent is None, "wait() of the result of ep_send before"
+        shape, expected = tuple(y.shape), f"[positions in use, {ctx.hidden}]"
+        yield "y.shape", shape, len(shape) == 2 and shape[1] == ctx.hidden, expected
+        yield "y.dtype", y.dtype, y.dtype == ctx.dtype, f"the context's {ctx.dtype}"
+        device = ctx.device.torch_device
+        yield "y.device", y.device, y.device == device, f"{device}"
+        yield "y.stride()", y.stride(), y.is_contiguous(), "a contiguous tensor"
+        yield gradient_check("y", y)
+        expected = "None, or at least 1"
+        yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
+        yield "routing_skew", routing_skew, routing_skew in SKEWS, ", ".join(map(repr, SKEWS))
+
+    raise_first_error(function, checks())
+    topk, limit = received.positions.shape[1], received.max_tokens
+    return Key(
+        tune.bucket(limit), ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
+        apply_weights and received.weights is not None, False,
+        limit * topk <= ctx.num_ranks * ctx.max_tokens, False, 1, num_sms, routing_skew,
+    )  # fmt: skip
+
+
+class CombinePush(Algorithm[CombineCall, Key]):
+    """Each rank sends one sum per token to its source, which adds the sums. One launch."""
+
+    name = "push"
+    tunables = ("num_ctas", "block_bytes", "num_chunks")
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (params.values for params in dict.fromkeys((params_for_device(_DEFAULT), *_COMBINE)))
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
+        smallest = min(ctas for ctas, _, _ in self.candidates())
+        per_program = sizes.max_tokens // config["num_ctas"]
+        chunks: int = config["num_chunks"]
+        enough = chunks == 1 or per_program >= _MIN_TOKENS_OF_CHUNKS * chunks
+        return enough and config["num_ctas"] <= max(limit, smallest)
+
+    def compile(self, call: CombineCall) -> None:
+        self.launch(call, call.new_out()).compile()
+
+    def run(self, call: CombineCall) -> torch.Tensor:
+        buffer, out, params = call.ctx.sums, call.new_out(), call.params
+        call.ctx.raise_fault()
+        buffer.begin(2, params.num_ctas, params.num_chunks)
+        buffer.launcher.repeat(self.launch(call, out))
+        buffer.timeout_words.end()
+        return out
+
+    def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
+        ctx, received, params = call.ctx, call.received, call.params
+        _, peers = ctx.sums.regions(call.y.dtype)
+        partials = ctx.sums.memory["partials"]
+        arguments = (
+            call.y, out, partials.local.view(call.y.dtype), partials.pointers, peers,
+            call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
+        )  # fmt: skip
+        options = {
+            "has_weights": call.has_weights, "num_warps": params.num_warps,
+            "plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
+        }  # fmt: skip
+        return Launch(kernel_combine, (params.num_ctas,), arguments, options)
+
+
+class CombineExperts(CombinePush):
+    """Each rank sends every weighted product to the source. For few tokens."""
+
+    name = "push_experts"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (params.values for params in _COMBINE[:4:2])
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return sizes.has_room and super().fits(config, sizes)
+
+    def check(self, call: CombineCall) -> None:
+        if not call.key.has_room:
+            expected = "at most world_size * max_tokens / topk of the context for 'push_experts'"
+            raise InvalidArgument("ep_combine", "max_tokens", call.received.max_tokens, expected)
+
+
+class CombineCollective(Algorithm[CombineCall, Key]):
+    """Sums of all tokens, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
+
+    name = "collective"
+    is_fallback = True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()] if current_device().has_nccl else []
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return sizes.num_ranks > 1
+
+    def run(self, call: CombineCall) -> torch.Tensor:
+        sums = call.partial_sums()
+        if call.ctx.num_ranks == 1:
+            return sums[: call.received.tokens]
+        return libraries.reduce_scatter(sums, call.ctx.group)[: call.received.tokens]
+
+
+class CombineAllToAll(CombineCollective):
+    """The group's all-to-all returns the sums. Synchronises, see ``AllToAll``."""
+
+    name = "all_to_all"
+    is_fallback = False
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return []
+
+    def run(self, call: CombineCall) -> torch.Tensor:
+        received, num_ranks = call.received, call.ctx.num_ranks
+        (peer, token), (origin, row), splits = tokens_of(received)
+        sums = call.partial_sums()[origin * received.max_tokens + row]
+        arrived = sums.new_empty((len(token), sums.shape[1]))
+        exchange(arrived, sums, splits[0], splits[1], call.ctx.group)
+        parts = sums.new_zeros((num_ranks, received.tokens, sums.shape[1]))
+        parts[peer, token] = arrived
+        return parts.float().sum(0).to(sums.dtype)
+
+
+COMBINE = Algorithms(
+    "ep_combine", (CombinePush(), CombineExperts(), CombineCollective(), CombineAllToAll())
+)

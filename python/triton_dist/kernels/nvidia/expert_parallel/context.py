@@ -1,0 +1,272 @@
+"""Context of expert-parallel dispatch and combine, and what a dispatch returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist import knobs
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    OpContext,
+    agree_to_create,
+    from_1_to,
+    group_checks,
+    int_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.kernels.nvidia.expert_parallel import kernel
+from triton_dist.kernels.nvidia.expert_parallel.kernel import kernel_expand
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, process_group_of
+
+MAX_EXPERTS, MAX_TOPK = 512, 16
+SCALE_ELEMENTS: int = kernel.SCALE_ELEMENTS.value
+META_ALIGNMENT = 128
+"""Elements; slots of ids begin at multiples."""
+
+
+class EPContext(OpContext[ExchangeBuffer]):
+    """Symmetric memory of ``ep_dispatch`` and ``ep_combine``. A context manager.
+
+    Attributes:
+        dropped: int32 [1] on the device, tokens that calls have dropped because of ``capacity``.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        dtype: torch.dtype,
+        capacity: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__("ep_dispatch", group)
+        self.max_tokens, self.hidden, self.num_experts = max_tokens, hidden, num_experts
+        self.topk, self.dtype, self.capacity = topk, dtype, capacity
+        self.local_experts = num_experts // self.num_ranks
+        num_ranks, row_bytes = self.num_ranks, hidden * dtype.itemsize
+        meta = -(-num_ranks * max_tokens * (2 * topk + 1) // META_ALIGNMENT) * META_ALIGNMENT
+        scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
+        disagreements = Disagreements("max_tokens of a dispatch or combine", group)
+        with self.allocating() as add:
+            self.buffer = add(
+                ExchangeBuffer(
+                    1, group, "ep_dispatch", disagreements=disagreements,
+                    regions={
+                        "rows": ((num_ranks * capacity * row_bytes,), torch.uint8),
+                        "scales": ((scales,), torch.float32),
+                        "meta": ((2 * meta,), torch.int32),
+                    },
+                )
+            )  # fmt: skip
+            partials = {"partials": ((num_ranks * max_tokens * row_bytes,), torch.uint8)}
+            self.sums = add(
+                ExchangeBuffer(
+                    1, group, "ep_combine", disagreements=disagreements, regions=partials
+                )
+            )
+        device = self.device.torch_device
+        self.ready = torch.zeros(self.local_experts, dtype=torch.int64, device=device)
+        self.dropped = torch.zeros(1, dtype=torch.int32, device=device)
+        self.faults, self.counted = self.device.host_word(), self.device.host_word()
+        addresses = [self.faults.data_ptr(), self.counted.data_ptr()]
+        self.control = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.meta_elements = meta
+        self.calls = 0
+        self.sent: Received | None = None
+        """Result of a send that has not been received."""
+
+    def check(self) -> None:
+        """Wait for the device and raise the errors that kernels have noted.
+
+        Raises:
+            InvalidArgument: a rank passed an id that is no expert, or a weight that is NaN.
+            RankDisagreement: ranks called with different ``max_tokens``.
+        """
+        super().check()
+        self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """Raise if a kernel of an earlier call has found invalid ids or weights, on every rank."""
+        fault = int(self.faults[0])
+        if fault and not self.device.is_capturing():
+            self.faults[0] = 0
+            if fault == kernel.FAULT_ID.value:
+                expected = f"ids from 0 to {self.num_experts - 1}, or -1"
+                raise InvalidArgument("ep_dispatch", "topk_ids", "another id on a rank", expected)
+            raise InvalidArgument("ep_dispatch", "topk_weights", "NaN on a rank", "no NaN")
+
+    def reset(self) -> None:
+        super().reset()
+        self.ready.zero_()
+        self.faults[0] = 0
+        self.sent = None
+        self.device.synchronize()
+
+
+def create_ep_context(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_tokens: int,
+    hidden: int,
+    num_experts: int,
+    topk: int,
+    dtype: torch.dtype,
+    *,
+    capacity: int | None = None,
+    group: Group = None,
+) -> EPContext:
+    """Create the context of ``ep_dispatch`` and ``ep_combine``. Collective over ``group``.
+
+    Allocates per rank about ``world_size * (capacity + max_tokens) * hidden`` elements of
+    ``dtype``.
+
+    Args:
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        max_tokens: largest number of tokens of a rank.
+        hidden: elements of a token.
+        num_experts: physical experts of all ranks, a multiple of ``world_size``, at most 512 per
+            rank. Rank r has experts ``r * num_experts / world_size`` on.
+        topk: experts per token, 1 to 16.
+        dtype: dtype of results: fp16, bf16 or fp32.
+        capacity: tokens that a rank can receive from each rank, 1 to ``max_tokens`` (default).
+            Further tokens are dropped and counted in ``dropped``.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+    """
+    group = process_group_of(group)
+    capacity = max_tokens if capacity is None else capacity
+
+    def checks() -> Iterator[Check]:
+        yield from int_checks(
+            max_tokens=max_tokens, hidden=hidden, num_experts=num_experts, topk=topk,
+            capacity=capacity,
+        )  # fmt: skip
+        yield from group_checks(
+            group, rank, world_size=world_size, local_world_size=local_world_size
+        )
+        yield "max_tokens", max_tokens, max_tokens >= 1, "at least 1"
+        yield "hidden", hidden, hidden >= 1, "at least 1"
+        per_rank, rest = divmod(num_experts, world_size)
+        expected = f"a multiple of world_size = {world_size}, 1 to {MAX_EXPERTS} per rank"
+        fits = rest == 0 and 1 <= per_rank <= MAX_EXPERTS
+        yield "num_experts", num_experts, fits, expected
+        yield from_1_to(MAX_TOPK, "topk", topk)
+        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        yield from_1_to(max_tokens, "capacity", capacity)
+
+    equal_arguments = {
+        "max_tokens": max_tokens, "hidden": hidden, "num_experts": num_experts, "topk": topk,
+        "dtype": dtype, "capacity": capacity,
+    }  # fmt: skip
+    agree_to_create("create_ep_context", "an expert-parallel", equal_arguments, checks(), group)
+    return EPContext(max_tokens, hidden, num_experts, topk, dtype, capacity, group)
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Result of a dispatch, the input of grouped GEMMs and of ``ep_combine``.
+
+    A position is the index of a route (a token's choice of a local expert) after sorting by
+    expert, source rank, token and choice. The tensors have room for the worst routing.
+
+    Attributes:
+        rows: received tokens, each stored once, in memory of the context. The next dispatch with
+            the context overwrites them.
+        scales: fp32 [rows, hidden / 128], scales of fp8 rows, or ``None``.
+        index: int32, the row of each position; -1 for padding of an expert to the alignment.
+        ends: int32 [local experts], end of the positions of each expert.
+        counts: int32 [local experts, ranks], routes of each expert by source rank.
+        weights: fp32, weight of each position; ``None`` if the dispatch had no ``topk_weights``.
+        positions: int32 [ranks * max_tokens, topk], position of each route, or -1.
+        local_ids: int32 [ranks * max_tokens, topk], local expert of each route, or -1: the
+            ``topk_ids`` of ``grouped_gemm`` for ``rows``, if rows are in the order of tokens.
+        sent: int32 [max_tokens, 2], bits of the ranks and choices to which this rank's tokens went.
+        tokens: number of this rank's tokens.
+        number: number of the call, for ``num_routes``.
+    """
+
+    ctx: EPContext
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    index: torch.Tensor
+    ends: torch.Tensor
+    counts: torch.Tensor
+    weights: torch.Tensor | None
+    positions: torch.Tensor
+    local_ids: torch.Tensor
+    sent: torch.Tensor
+    tokens: int
+    max_tokens: int
+    number: int
+    receive: Any = None
+
+    def wait(self) -> Received:
+        """Receive the rows of ``ep_send``; required before the next call with the context."""
+        if self.ctx.sent is self:
+            self.ctx.sent = None
+            self.receive()
+        return self
+
+    def num_routes(self) -> int:
+        """Return the number of positions, padding included. Waits for the dispatch.
+
+        Reads one word of host memory. Cannot be captured in a CUDA graph.
+        """
+        deadline = time.monotonic() + (knobs.wait_timeout.get() or float("inf"))
+        while int(self.ctx.counted[0]) >> 32 != self.number:
+            if time.monotonic() > deadline:
+                self.ctx.check()
+            time.sleep(0)
+        return int(self.ctx.counted[0]) & 0xFFFFFFFF
+
+    def expanded(
+        self, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a row for each position, and their scales. Rows of padding are zero.
+
+        Args:
+            out: [at least the positions in use, hidden]; default: room for the worst routing.
+        """
+        hidden = self.rows.shape[1]
+        if out is None:
+            out = self.rows.new_empty((len(self.index), hidden))
+        scales, groups = None, -(-hidden // SCALE_ELEMENTS)
+        if self.scales is not None:
+            scales = self.scales.new_empty((len(out), groups))
+        block = min(4096, triton.next_power_of_2(hidden))
+        arguments = (
+            self.rows, self.scales, self.index, out, scales, self.ends, hidden, groups,
+        )  # fmt: skip
+        options = {
+            "EXPERTS": len(self.ends), "BLOCK": block,
+            "GROUP_LANES": triton.next_power_of_2(groups), "num_warps": 8,
+        }  # fmt: skip
+        programs = 8 * current_device().num_sms
+        launch = Launch(kernel_expand, (programs,), arguments, options)
+        self.ctx.buffer.launcher.repeat(launch)
+        return out, scales

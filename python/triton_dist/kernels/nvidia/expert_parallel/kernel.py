@@ -1,0 +1,686 @@
+"""Kernels of expert-parallel dispatch and combine; ``op.py`` describes the ops.
+
+Terms: a *route* is a (token, choice) pair, a *source* the rank that owns a token. *Experts* are
+physical: E / W experts per rank. The *row* of a token on a rank is ``source * capacity + location``
+in the receive buffer; the location is the token's index, or its index among the tokens that the
+source sends to the rank if the capacity is limited. The *position* of a route is its index among
+the routes of a rank, sorted by (expert, source, token, choice).
+
+A dispatch is one launch. Its programs are, in this order:
+
+* *meta* programs store ids and weights of this rank's tokens at every rank, then set flags;
+* *copy* programs wait until every peer has begun the call, store rows at the ranks of their
+  experts, then set flags;
+* one *layout* program per local expert waits for the ids of all ranks and writes positions;
+* one program waits for all flags of the copy programs.
+
+A launch may contain only the first two kinds, or the last two. Programs that wait for others of
+their kind wait for smaller numbers only, and programs start in the order of their numbers.
+
+*One buffer for rows.* A peer stores rows only after this rank's flags of the call, so after its
+consumers of earlier rows, which precede the call on the stream. Ids and weights travel before that,
+so they alternate between two slots: a peer that begins a second call later has waited for rows of
+the call in between.
+
+Flags, epochs and slots are those of ``common/exchange/protocol.py``. The size in a flag is
+``max_tokens``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.protocol import (
+    MAX_CTAS,
+    Call,
+    after_wait,
+    await_peers,
+    await_programs,
+    chunk_flag,
+    flag_offset,
+    notify_ranks,
+    slot_offset,
+)
+from triton_dist.kernels.common.peers import target_at
+
+SCALE_ELEMENTS = tl.constexpr(128)
+"""Elements of a row per fp8 scale."""
+INVALID = tl.constexpr(-2)
+"""Expert of an id that is neither an expert nor -1."""
+FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
+_FP8_MAXIMUM = tl.constexpr(448.0)
+_PROGRAMS = tl.constexpr(4096)
+"""More than the programs of a launch; the counter of calls advances by it in each call."""
+
+
+class Memory(NamedTuple):
+    """Symmetric memory of a dispatch, with the addresses at each rank (int64 [NUM_RANKS]).
+
+    rows: [NUM_RANKS * capacity, hidden]; scales: fp32 [NUM_RANKS * capacity, hidden / 128] or None.
+    meta: int32, two slots of ``meta_elements``: ids and bits of weights [NUM_RANKS, max_tokens,
+    TOPK], then locations [NUM_RANKS, max_tokens].
+    """
+
+    rows: Any
+    rows_table: Any
+    scales: Any
+    scales_table: Any
+    meta: Any
+    meta_table: Any
+    meta_elements: Any
+
+
+class Layout(NamedTuple):
+    """Result of the layout programs; ``op.py`` describes the arrays of ``Received``.
+
+    counts: [EXPERTS, NUM_RANKS], routes of each expert and source; ready: int64 [EXPERTS], flags of
+    the layout programs. control: int64, addresses of the host words for faults and for the number
+    of routes.
+    """
+
+    index: Any
+    weights: Any
+    positions: Any
+    local_ids: Any
+    ends: Any
+    counts: Any
+    sent: Any
+    ready: Any
+    control: Any
+
+
+class Plan(NamedTuple):
+    """Constants of a launch. Names with LANES are powers of two.
+
+    META, COPY: numbers of programs; EXPERTS: local experts. ROUTES: routes that a program reads at
+    a time; META_TOKENS and TOPK_LANES: tokens and choices that a meta program reads at a time.
+    REPLICAS: columns of the map of experts. ALIGNMENT: of the first position of an expert.
+    PER_EXPERT: a row travels per route, not per (token, rank). SCALES: "none", "given", or
+    "computed" for rows that are quantised before they are sent.
+    """
+
+    NUM_RANKS: Any
+    LANES: Any
+    BLOCK: Any
+    NUM_CHUNKS: Any
+    TOPK: Any
+    TOPK_LANES: Any
+    EXPERTS: Any
+    EXPERT_LANES: Any
+    META_LANES: Any
+    FLAG_LANES: Any
+    META: Any
+    COPY: Any
+    ROUTES: Any
+    META_TOKENS: Any
+    REPLICAS: Any
+    ALIGNMENT: Any
+    PER_EXPERT: Any
+    SCALES: Any
+
+
+@jit
+def begin_call_of(peers, first, size, rank, plan: tl.constexpr):
+    """Begin a call; once per program. Launches with ``first`` > 0 continue a call.
+
+    ``offset`` of the result is an int64 zero: rows are counted from it.
+    """
+    peer = tl.arange(0, plan.LANES)
+    table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
+    flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * plan.NUM_RANKS + rank
+    if first == 0:
+        step = tl.where(tl.program_id(0) == 0, _PROGRAMS - tl.num_programs(0) + 1, 1).to(tl.int64)
+        counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
+        epoch = counted // _PROGRAMS + 1
+        # The host finds late flags by the first word.
+        if tl.program_id(0) == 0:
+            tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
+    else:
+        epoch = tl.load(peers.calls + 1) // _PROGRAMS
+    return Call(flags=flags, epoch=epoch, offset=epoch * 0, size=size, rank=rank)
+
+
+@jit
+def physical_expert(logical, token, map_ptr, num_experts, rank, plan: tl.constexpr):
+    """Return the physical experts of logical ids: -1 if masked, INVALID if out of range.
+
+    Tokens alternate between the replicas of an expert.
+    """
+    valid = (logical >= 0) & (logical < num_experts)
+    expert = tl.where(valid, logical, tl.where(logical == -1, -1, INVALID)).to(tl.int32)
+    if map_ptr is not None:
+        replicas_ptr = map_ptr + tl.where(valid, logical, 0).to(tl.int32) * plan.REPLICAS
+        replicas = expert * 0
+        for replica in tl.static_range(plan.REPLICAS):
+            replicas += (tl.load(replicas_ptr + replica) >= 0).to(tl.int32)
+        choice = (token + rank) % tl.maximum(replicas, 1)
+        mapped = tl.load(replicas_ptr + choice).to(tl.int32)
+        known = (replicas > 0) & (mapped < plan.EXPERTS * plan.NUM_RANKS)
+        expert = tl.where(valid, tl.where(known, mapped, INVALID), expert)
+    return expert
+
+
+@jit
+def send_meta(
+    program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, layout, call,
+    tokens, max_tokens, plan: tl.constexpr,
+):  # fmt: skip
+    """Store ids, weights and locations of this rank's tokens at every rank, and set flags.
+
+    Tokens from ``tokens`` on are masked. ``sent`` [max_tokens, 2] becomes the bits of the ranks and
+    of the choices that are sent.
+    """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    TOPK: tl.constexpr = plan.TOPK
+    offset = slot_offset(call.epoch, memory.meta_elements)
+    plane = NUM_RANKS * max_tokens * TOPK
+    choice = tl.arange(0, plan.TOPK_LANES)[None, :]
+    for first in range(program * plan.META_TOKENS, max_tokens, plan.META * plan.META_TOKENS):
+        token = first + tl.arange(0, plan.META_TOKENS)
+        in_call = token < max_tokens
+        stored = in_call[:, None] & (choice < TOPK)
+        valid = stored & (token < tokens)[:, None]
+        route = token[:, None] * TOPK + choice
+        logical = tl.load(ids_ptr + route, mask=valid, other=-1)
+        expert = physical_expert(
+            logical, token[:, None], map_ptr, num_experts, call.rank, plan
+        )  # fmt: skip
+        owner = tl.where(expert >= 0, expert // plan.EXPERTS, -1)
+        is_sent = owner >= 0
+        if locations_ptr is not None:
+            location_ptr = locations_ptr + owner * max_tokens + token[:, None]
+            is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
+        ranks = tl.zeros((plan.META_TOKENS,), tl.int32)
+        for peer in tl.static_range(NUM_RANKS):
+            ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
+        choices = tl.sum(tl.where(is_sent, 1, 0) << choice, 1)
+        tl.store(layout.sent + token * 2, ranks, mask=in_call)
+        tl.store(layout.sent + token * 2 + 1, choices, mask=in_call)
+        at = (call.rank * max_tokens + token)[:, None] * TOPK + choice
+        bits = 0
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + route, mask=valid, other=0.0).to(tl.float32)
+            bits = weight.to(tl.int32, bitcast=True)
+        with dl.mark("push"):
+            for step in tl.static_range(NUM_RANKS):
+                peer = (call.rank + step) % NUM_RANKS
+                target = target_at(memory.meta_table, peer, memory.meta) + offset
+                tl.store(target + at, expert, mask=stored)
+                if weights_ptr is not None:
+                    tl.store(target + plane + at, bits, mask=stored)
+                if locations_ptr is not None:
+                    location = tl.load(
+                        locations_ptr + peer * max_tokens + token, mask=in_call, other=-1
+                    )
+                    place = call.rank * max_tokens + token
+                    tl.store(target + 2 * plane + place, location, mask=in_call)
+    notify_ranks(call, 0, chunk_flag(call, 0), plan)
+
+
+@jit
+def quantise(x):
+    """Return a block of a row in units of its scales, and one scale per SCALE_ELEMENTS."""
+    GROUPS: tl.constexpr = x.numel // SCALE_ELEMENTS
+    values = tl.reshape(x.to(tl.float32), [GROUPS, SCALE_ELEMENTS])
+    # A row of zeros keeps a scale that can divide.
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / _FP8_MAXIMUM
+    return tl.reshape(values / scale[:, None], [x.numel]), scale
+
+
+@jit
+def send_rows(
+    program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, memory, peers, call,
+    tokens, max_tokens, capacity, hidden, plan: tl.constexpr,
+):  # fmt: skip
+    """Store this program's tokens once at each rank that has one of their experts; set flags.
+
+    With PER_EXPERT store a row for each route; the rows of a token are then consecutive.
+    """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    BLOCK: tl.constexpr = plan.BLOCK
+    PARTS: tl.constexpr = plan.TOPK if plan.PER_EXPERT else 1
+    rows, scales = tl.tuple([]), tl.tuple([])
+    for step in tl.static_range(NUM_RANKS):
+        peer = (call.rank + step) % NUM_RANKS
+        rows = rows + (target_at(memory.rows_table, peer, memory.rows),)  # noqa: RUF005
+        if plan.SCALES != "none":
+            target = target_at(memory.scales_table, peer, memory.scales)
+            scales = scales + (target,)  # noqa: RUF005
+    groups = tl.cdiv(hidden, SCALE_ELEMENTS)
+    # The first flag of a peer's meta programs: it has begun the call.
+    begun = tl.full((plan.LANES,), 0, tl.int32)
+    await_programs(peers, 0, begun, chunk_flag(call, 0), plan)
+    for token in range(program, tokens, plan.COPY):
+        ranks = 0
+        for choice in tl.static_range(plan.TOPK):
+            logical = tl.load(ids_ptr + token * plan.TOPK + choice)
+            expert = physical_expert(logical, token, map_ptr, num_experts, call.rank, plan)
+            owner = tl.where(expert >= 0, expert // plan.EXPERTS, 0)
+            ranks |= tl.where(expert >= 0, 1, 0) << owner
+        for first in range(0, hidden, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            in_row = column < hidden
+            x = tl.load(x_ptr + (call.offset + token) * hidden + column, mask=in_row, other=0.0)
+            if plan.SCALES != "none":
+                group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
+                if plan.SCALES == "computed":
+                    x, scale = quantise(x)
+                else:
+                    scale_ptr = x_scale_ptr + (call.offset + token) * groups + group
+                    scale = tl.load(scale_ptr, mask=group < groups, other=0.0)
+            x = x.to(memory.rows.dtype.element_ty)
+            with dl.mark("push"):
+                for step in tl.static_range(NUM_RANKS):
+                    peer = (call.rank + step) % NUM_RANKS
+                    goes = (ranks >> peer) & 1 != 0
+                    location = token
+                    if locations_ptr is not None:
+                        location = tl.load(locations_ptr + peer * max_tokens + token)
+                        goes = goes & (location >= 0)
+                    for part in tl.static_range(PARTS):
+                        row = call.offset + call.rank * capacity + location
+                        here = goes
+                        if plan.PER_EXPERT:
+                            row = row * plan.TOPK + part
+                            logical = tl.load(ids_ptr + token * plan.TOPK + part)
+                            expert = physical_expert(
+                                logical, token, map_ptr, num_experts, call.rank, plan
+                            )
+                            here = goes & (expert >= 0) & (expert // plan.EXPERTS == peer)
+                        tl.store(rows[step] + row * hidden + column, x, mask=in_row & here)
+                        if plan.SCALES != "none":
+                            scale_ptr = scales[step] + row * groups + group
+                            tl.store(scale_ptr, scale, mask=(group < groups) & here)
+    notify_ranks(call, 0, chunk_flag(call, 0), plan)
+
+
+@jit
+def routes_of(meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan: tl.constexpr):
+    """Return which of a source's routes belong to ``expert``, their ids and locations."""
+    valid = route < routes
+    token = route // plan.TOPK
+    # Bypass L1, which may hold the ids of an earlier call.
+    ids = tl.load(meta_ptr + source * routes + route, mask=valid, other=-1, cache_modifier=".cg")
+    location = token
+    if location_ptr is not None:
+        location = tl.load(
+            location_ptr + source * max_tokens + token, mask=valid, other=-1, cache_modifier=".cg"
+        )
+    return (ids == expert) & (location >= 0), ids, location
+
+
+@jit
+def lay_out(
+    local_expert, has_weights: tl.constexpr, has_locations: tl.constexpr, memory, peers, layout,
+    call, max_tokens, capacity, number, plan: tl.constexpr,
+):  # fmt: skip
+    """Write the positions of the routes of a local expert, and what belongs to them."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    flags = tl.arange(0, plan.META_LANES)
+    value = chunk_flag(call, 0)
+    first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
+    token = dl.wait(first_flag + flags, plan.META * NUM_RANKS, value, peers.timeout_words, True)
+    offset = after_wait(slot_offset(call.epoch, memory.meta_elements), token)
+    meta_ptr = memory.meta + offset
+    routes = max_tokens * plan.TOPK
+    plane = NUM_RANKS * routes
+    location_ptr = None
+    if has_locations:
+        location_ptr = meta_ptr + 2 * plane
+    expert = call.rank * plan.EXPERTS + local_expert
+    total = 0
+    for source in tl.static_range(NUM_RANKS):
+        count = 0
+        for first in range(0, routes, plan.ROUTES):
+            route = first + tl.arange(0, plan.ROUTES)
+            mine, _, _ = routes_of(
+                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan
+            )
+            count += tl.sum(mine.to(tl.int32), 0)
+        tl.store(layout.counts + local_expert * NUM_RANKS + source, count)
+        total += count
+    # Programs of smaller experts start earlier, so this wait ends.
+    tl.debug_barrier()
+    tl.atomic_xchg(layout.ready + local_expert, value, sem="release", scope="gpu")
+    lane = tl.arange(0, plan.EXPERT_LANES)
+    token = dl.wait(layout.ready + lane, local_expert, value, peers.timeout_words, True)
+    earlier = tl.zeros((plan.EXPERT_LANES,), tl.int32)
+    for source in tl.static_range(NUM_RANKS):
+        earlier += tl.load(
+            layout.counts + token + lane * NUM_RANKS + source,
+            mask=lane < local_expert, other=0, cache_modifier=".cg",
+        )  # fmt: skip
+    ALIGNMENT: tl.constexpr = plan.ALIGNMENT
+    begin = tl.sum((earlier + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
+    end = begin + (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    tl.store(layout.ends + local_expert, end)
+    position = begin
+    fault = 0
+    for source in tl.static_range(NUM_RANKS):
+        for first in range(0, routes, plan.ROUTES):
+            route = first + tl.arange(0, plan.ROUTES)
+            mine, ids, location = routes_of(
+                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan
+            )
+            count = mine.to(tl.int32)
+            at = position + tl.cumsum(count, 0) - count
+            row = source * capacity + location
+            if plan.PER_EXPERT:
+                row = row * plan.TOPK + route % plan.TOPK
+            tl.store(layout.index + at, row, mask=mine)
+            tl.store(layout.positions + source * routes + route, at, mask=mine)
+            tl.store(layout.local_ids + source * routes + route, local_expert, mask=mine)
+            if has_weights:
+                bits = tl.load(
+                    meta_ptr + plane + source * routes + route, mask=mine, other=0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                tl.store(layout.weights + at, bits.to(tl.float32, bitcast=True), mask=mine)
+            position += tl.sum(count, 0)
+            # One program per block of routes writes what belongs to no local expert.
+            if (first // plan.ROUTES) % plan.EXPERTS == local_expert:
+                is_local = (ids >= call.rank * plan.EXPERTS) & (
+                    ids < (call.rank + 1) * plan.EXPERTS
+                )
+                absent = (route < routes) & ((is_local & (location >= 0)) == 0)
+                tl.store(layout.positions + source * routes + route, -1, mask=absent)
+                tl.store(layout.local_ids + source * routes + route, -1, mask=absent)
+                if has_weights:
+                    bits = tl.load(
+                        meta_ptr + plane + source * routes + route,
+                        mask=(route < routes) & (ids >= 0), other=0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    weight = bits.to(tl.float32, bitcast=True)
+                    if tl.max((weight != weight).to(tl.int32), 0) != 0:
+                        fault = FAULT_WEIGHT
+                if tl.min(ids, 0) <= INVALID:
+                    fault = FAULT_ID
+    # Padding of the expert's positions.
+    lane = tl.arange(0, ALIGNMENT)
+    tl.store(layout.index + position + lane, -1, mask=position + lane < end)
+    if fault != 0:
+        tl.store(tl.load(layout.control).to(tl.pointer_type(tl.int64)), fault)
+    if local_expert == plan.EXPERTS - 1:
+        counted = tl.load(layout.control + 1).to(tl.pointer_type(tl.int64))
+        tl.store(counted, (number.to(tl.int64) << 32) | end)
+
+
+@jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank", "number"])
+def kernel_dispatch(
+    x_ptr,
+    x_scale_ptr,
+    ids_ptr,
+    weights_ptr,
+    locations_ptr,
+    map_ptr,
+    memory,
+    peers,
+    layout,
+    tokens,
+    max_tokens,
+    capacity,
+    hidden,
+    num_experts,
+    rank,
+    number,
+    first: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Run the programs from ``first`` on of a dispatch; see the module. Grid (programs,).
+
+    ``number`` is the number of the call on the host, which its count of routes names.
+    """
+    call = begin_call_of(peers, first, max_tokens, rank, plan)
+    program = tl.program_id(0) + first
+    layouts = plan.META + plan.COPY
+    if program < plan.META:
+        send_meta(
+            program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, layout,
+            call, tokens, max_tokens, plan,
+        )  # fmt: skip
+    elif program < layouts:
+        send_rows(
+            program - plan.META, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts,
+            memory, peers, call, tokens, max_tokens, capacity, hidden, plan,
+        )  # fmt: skip
+    elif program < layouts + plan.EXPERTS:
+        lay_out(
+            program - layouts, weights_ptr is not None, locations_ptr is not None, memory, peers,
+            layout, call, max_tokens, capacity, number, plan,
+        )  # fmt: skip
+    else:
+        flags = tl.arange(0, plan.FLAG_LANES)
+        value = chunk_flag(call, 0)
+        first_flag = peers.arrivals + flag_offset(0, value, plan.NUM_RANKS)
+        count = layouts * plan.NUM_RANKS
+        dl.wait(first_flag + flags, count, value, peers.timeout_words, True)
+
+
+@jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank"])
+def kernel_locate(
+    ids_ptr, map_ptr, locations_ptr, dropped_ptr, tokens, max_tokens, capacity, num_experts, rank,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Number the tokens that go to a rank. Grid (ranks,).
+
+    locations: [ranks, max_tokens], -1 for tokens that do not go there or exceed ``capacity``. The
+    latter are added to ``dropped``.
+    """
+    peer = tl.program_id(0)
+    choice = tl.arange(0, plan.TOPK_LANES)[None, :]
+    number = 0
+    for first in range(0, max_tokens, plan.META_TOKENS):
+        token = first + tl.arange(0, plan.META_TOKENS)
+        valid = (token < tokens)[:, None] & (choice < plan.TOPK)
+        logical = tl.load(ids_ptr + token[:, None] * plan.TOPK + choice, mask=valid, other=-1)
+        expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, plan)
+        here = (expert >= 0) & (expert // plan.EXPERTS == peer)
+        goes = tl.max(here.to(tl.int32), 1)
+        location = number + tl.cumsum(goes, 0) - goes
+        location = tl.where((goes != 0) & (location < capacity), location, -1)
+        tl.store(locations_ptr + peer * max_tokens + token, location, mask=token < max_tokens)
+        number += tl.sum(goes, 0)
+    tl.atomic_add(dropped_ptr, tl.maximum(number - capacity, 0), sem="relaxed", scope="gpu")
+
+
+@jit
+def sum_of_choices(
+    y_ptr, layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
+    plan: tl.constexpr, only: tl.constexpr = -1,
+):  # fmt: skip
+    """Return the weighted fp32 sum of a token's products on this rank, or only of one choice."""
+    total = tl.zeros((plan.BLOCK,), tl.float32)
+    for choice in tl.static_range(plan.TOPK):
+        if only < 0 or only == choice:
+            position = tl.load(layout.positions + first_route + choice)
+            exists = position >= 0
+            product = tl.load(
+                y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
+            ).to(tl.float32)
+            if has_weights:
+                product *= tl.load(layout.weights + position, mask=exists, other=0.0)
+            total += product
+    return total
+
+
+@jit
+def send_sums(
+    y_ptr, targets, layout, call, token, max_tokens, hidden, has_weights: tl.constexpr,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Send the sums of a token of each peer, if this rank has products of it."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    for step in tl.static_range(1, NUM_RANKS):
+        source = (call.rank + step) % NUM_RANKS
+        first_route = (source * max_tokens + token) * plan.TOPK
+        latest = -1
+        for choice in tl.static_range(plan.TOPK):
+            latest = tl.maximum(latest, tl.load(layout.positions + first_route + choice))
+        if latest >= 0:
+            for first in range(0, hidden, plan.BLOCK):
+                column = first + tl.arange(0, plan.BLOCK)
+                in_row = column < hidden
+                with dl.mark("push"):
+                    if plan.PER_EXPERT:
+                        for choice in tl.static_range(plan.TOPK):
+                            total = sum_of_choices(
+                                y_ptr, layout, first_route, column, in_row, hidden, has_weights,
+                                plan, choice,
+                            )  # fmt: skip
+                            exists = tl.load(layout.positions + first_route + choice) >= 0
+                            row = call.offset + token * plan.TOPK + choice
+                            target = targets[step - 1] + row * hidden + column
+                            total = total.to(y_ptr.dtype.element_ty)
+                            tl.store(target, total, mask=in_row & exists)
+                    else:
+                        total = sum_of_choices(
+                            y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
+                        )
+                        row = call.offset + call.rank * max_tokens + token
+                        target = targets[step - 1] + row * hidden + column
+                        tl.store(target, total.to(y_ptr.dtype.element_ty), mask=in_row)
+
+
+@jit
+def add_sums(
+    y_ptr, out_ptr, partials_ptr, offset, layout, call, token, max_tokens, hidden,
+    has_weights: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Add what the ranks have sent for a token of this rank, in the order of ranks (or choices)."""
+    ranks = tl.load(layout.sent + token * 2)
+    choices = tl.load(layout.sent + token * 2 + 1)
+    first_route = (call.rank * max_tokens + token) * plan.TOPK
+    PARTS: tl.constexpr = plan.TOPK if plan.PER_EXPERT else plan.NUM_RANKS
+    for first in range(0, hidden, plan.BLOCK):
+        column = first + tl.arange(0, plan.BLOCK)
+        in_row = column < hidden
+        total = tl.zeros((plan.BLOCK,), tl.float32)
+        own = total
+        if not plan.PER_EXPERT:
+            own = sum_of_choices(
+                y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
+            )
+        for part in tl.static_range(PARTS):
+            if plan.PER_EXPERT:
+                is_own = tl.load(layout.positions + first_route + part) >= 0
+                is_sent = (choices >> part) & 1 != 0
+                row = call.offset + token * plan.TOPK + part
+                own = sum_of_choices(
+                    y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan, part
+                )
+            else:
+                is_own = call.rank == part
+                is_sent = (ranks >> part) & 1 != 0
+                row = call.offset + part * max_tokens + token
+            # Bypass L1, which may hold the sums of an earlier call.
+            received = tl.load(
+                partials_ptr + offset + row * hidden + column,
+                mask=in_row & is_sent & (is_own == 0), other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            # Round the own sum like the others.
+            rounded = own.to(received.dtype).to(tl.float32)
+            total += tl.where(is_own, rounded, received.to(tl.float32))
+        out = out_ptr + (call.offset + token) * hidden + column
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@jit(do_not_specialize=["tokens", "max_tokens", "rank"])
+def kernel_combine(
+    y_ptr,
+    out_ptr,
+    partials_ptr,
+    partials_table,
+    peers,
+    layout,
+    tokens,
+    max_tokens,
+    hidden,
+    rank,
+    has_weights: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Sum the products of each token over experts and ranks into out [tokens, hidden].
+
+    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden], or with PER_EXPERT [max_tokens,
+    TOPK, hidden]. A program sends one chunk of its tokens while it waits for the chunk before.
+    """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    call = begin_call_of(peers, 0, max_tokens, rank, plan)
+    program = tl.program_id(0)
+    # A rank that has begun no longer reads what an earlier call sent.
+    if program == 0:
+        notify_ranks(call, 1, chunk_flag(call, 0), plan)
+    targets = tl.tuple([])
+    for step in tl.static_range(1, NUM_RANKS):
+        target = target_at(partials_table, (rank + step) % NUM_RANKS, partials_ptr)
+        targets = targets + (target,)  # noqa: RUF005
+    await_programs(
+        peers, 1, tl.full((plan.LANES,), 0, tl.int32), chunk_flag(call, 0), plan
+    )  # fmt: skip
+    programs = tl.num_programs(0)
+    steps = tl.cdiv(tl.cdiv(max_tokens, programs), plan.NUM_CHUNKS)
+    for chunk in range(plan.NUM_CHUNKS + 1):
+        if chunk < plan.NUM_CHUNKS:
+            begin = chunk * steps * programs + program
+            end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
+            for token in range(begin, end, programs):
+                send_sums(
+                    y_ptr, targets, layout, call, token, max_tokens, hidden, has_weights, plan
+                )
+            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
+        if chunk >= 1:
+            waited = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
+            offset = after_wait(call.offset, waited)
+            begin = (chunk - 1) * steps * programs + program
+            end = tl.minimum(chunk * steps * programs, tokens)
+            for token in range(begin, end, programs):
+                add_sums(
+                    y_ptr, out_ptr, partials_ptr, offset, layout, call, token, max_tokens, hidden,
+                    has_weights, plan,
+                )  # fmt: skip
+
+
+@jit(do_not_specialize=["tokens"])
+def kernel_partial_sums(
+    y_ptr, out_ptr, layout, tokens, hidden, has_weights: tl.constexpr, plan: tl.constexpr
+):
+    """Store this rank's sum for each token of all ranks in out [tokens, hidden], for a library."""
+    token = tl.program_id(0).to(tl.int64)
+    while token < tokens:
+        for first in range(0, hidden, plan.BLOCK):
+            column = first + tl.arange(0, plan.BLOCK)
+            in_row = column < hidden
+            total = sum_of_choices(
+                y_ptr, layout, token * plan.TOPK, column, in_row, hidden, has_weights, plan
+            )
+            out = out_ptr + token * hidden + column
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
+        token += tl.num_programs(0)
+
+
+@jit
+def kernel_expand(
+    rows_ptr, scales_ptr, index_ptr, out_ptr, out_scales_ptr, ends_ptr, hidden, groups,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
+):  # fmt: skip
+    """Copy rows to their positions; padding becomes zero. Grid (programs,)."""
+    total = tl.load(ends_ptr + EXPERTS - 1)
+    position = tl.program_id(0).to(tl.int64)
+    while position < total:
+        row = tl.load(index_ptr + position).to(tl.int64)
+        exists = row >= 0
+        for first in range(0, hidden, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            mask = column < hidden
+            x = tl.load(rows_ptr + row * hidden + column, mask=mask & exists, other=0.0)
+            tl.store(out_ptr + position * hidden + column, x, mask=mask)
+        if scales_ptr is not None:
+            group = tl.arange(0, GROUP_LANES)
+            mask = group < groups
+            scale = tl.load(scales_ptr + row * groups + group, mask=mask & exists, other=0.0)
+            tl.store(out_scales_ptr + position * groups + group, scale, mask=mask)
+        position += tl.num_programs(0)

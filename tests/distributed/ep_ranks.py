@@ -1,0 +1,238 @@
+"""What every rank does in the tests of expert parallelism, on CPU ranks and on GPUs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
+from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
+from triton_dist.runtime.device import current_device
+from triton_dist.testing import assert_allclose
+from triton_dist.testing.assertions import assert_bitwise_equal
+from triton_dist.testing.opinfo.base import tolerance
+
+ALGORITHMS = ("push", "push_experts", "collective", "all_to_all")
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of each rank, tensors on the CPU."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@dataclass
+class Routing:
+    """Random tokens of this rank, and those of all ranks."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    expert_map: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        cpu = [None if t is None else t.cpu() for t in (self.x, self.ids, self.weights)]
+        self.all_x, self.all_ids, self.all_weights = zip(*gathered(cpu), strict=True)
+
+    def physical_ids(self, source: int) -> torch.Tensor:
+        """Return the physical experts of a rank's tokens."""
+        ids = self.all_ids[source].long()
+        if self.expert_map is None:
+            return ids
+        table = self.expert_map.cpu().long()
+        rows = table[ids.clamp(min=0)]
+        choice = (torch.arange(len(ids))[:, None] + source) % (rows >= 0).sum(-1).clamp(min=1)
+        return torch.where(ids >= 0, rows.gather(-1, choice[..., None])[..., 0], ids)
+
+    def routes(self, rank: int, local_experts: int, capacity: int) -> list[tuple[int, ...]]:
+        """Return (expert, source, token, choice, location) of the routes of a rank, sorted."""
+        found, size = [], len(self.all_x)
+        for source in range(size):
+            ids, location = self.physical_ids(source), -1
+            for token, experts in enumerate(ids.tolist()):
+                here = [e // local_experts == rank and e >= 0 for e in experts]
+                location += any(here)
+                for choice, expert in enumerate(experts):
+                    if here[choice] and location < capacity:
+                        found.append((expert - rank * local_experts, source, token, choice, location))
+        return sorted(found)
+
+
+def expert_function(x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """Stand for the grouped GEMM: exact in 16 bits for small integers."""
+    return x * (expert[:, None] % 3 + 1).to(x.dtype)
+
+
+def draw(
+    rng: random.Random, ctx: EPContext, tokens: int, kind: str, logical: int, topk: int
+) -> torch.Tensor:
+    """Return random ids; a token's experts differ."""
+    rows = []
+    for _ in range(tokens):
+        if kind == "single":
+            row = list(range(topk))
+        elif kind == "masked":
+            row = [e if rng.random() < 0.5 else -1 for e in rng.sample(range(logical), topk)]
+        else:
+            row = rng.sample(range(logical), topk)
+        rows.append(row)
+    ids = torch.tensor(rows, dtype=torch.int32).view(tokens, topk)
+    return ids.to(current_device().torch_device)
+
+
+def check_layout(received: Received, routing: Routing, capacity: int, alignment: int) -> None:
+    """Compare all that a dispatch returns with the reference, elementwise."""
+    ctx = received.ctx
+    routes = routing.routes(ctx.rank, ctx.local_experts, capacity)
+    topk, per_row = received.positions.shape[1], received.rows.shape[0]
+    is_per_expert = per_row == ctx.num_ranks * min(ctx.capacity, received.max_tokens) * topk
+    is_per_expert = is_per_expert and topk > 1
+    rows, scales = received.rows.cpu().float(), received.scales
+    index, ends = received.index.cpu(), received.ends.cpu().tolist()
+    counts, positions = received.counts.cpu(), received.positions.cpu()
+    expected = torch.full_like(positions, -1)
+    begin = 0
+    for expert in range(ctx.local_experts):
+        own = [route for route in routes if route[0] == expert]
+        for place, (_, source, token, choice, location) in enumerate(own):
+            at = begin + place
+            expected[source * received.max_tokens + token, choice] = at
+            row = int(index[at])
+            slot = location if capacity < received.max_tokens else token
+            want = source * min(ctx.capacity, received.max_tokens) + slot
+            assert row == (want * topk + choice if is_per_expert else want)
+            x = routing.all_x[source][token].float()
+            if scales is None:
+                assert torch.equal(rows[row], x)
+            else:
+                scale = scales[row].cpu().repeat_interleave(128)[: len(x)]
+                assert_allclose(rows[row] * scale, x, rtol=0.07, atol=1e-3)
+            if received.weights is not None:
+                weight = routing.all_weights[source][token, choice]
+                assert float(received.weights[at]) == float(weight)
+        padded = -(-len(own) // alignment) * alignment
+        assert ends[expert] == begin + padded
+        assert (index[begin + len(own) : begin + padded] == -1).all()
+        begin += padded
+        for source in range(ctx.num_ranks):
+            assert int(counts[expert, source]) == sum(route[1] == source for route in own)
+    assert torch.equal(positions, expected)
+    assert received.num_routes() == begin
+
+
+def expected_sum(routing: Routing, ctx: EPContext, capacity: int) -> torch.Tensor:
+    """Return the combined tokens of this rank, summed in fp64."""
+    x = routing.all_x[ctx.rank].double()
+    total = torch.zeros_like(x)
+    for rank in range(ctx.num_ranks):
+        for expert, source, token, choice, _ in routing.routes(rank, ctx.local_experts, capacity):
+            if source == ctx.rank:
+                weight = 1.0
+                if routing.weights is not None:
+                    weight = float(routing.all_weights[source][token, choice])
+                total[token] += weight * x[token] * (expert % 3 + 1)
+    return total
+
+
+def products(received: Received) -> torch.Tensor:
+    """Return the products of all positions; rows without position are NaN."""
+    ctx, size = received.ctx, received.num_routes()
+    y = torch.full(
+        (max(1, size), ctx.hidden), float("nan"), dtype=ctx.dtype, device=received.rows.device
+    )
+    row = received.index[:size].long()
+    experts = torch.bucketize(
+        torch.arange(size, device=row.device), received.ends.long(), right=True
+    )
+    rows = received.rows
+    if received.scales is not None:
+        scale = received.scales.repeat_interleave(128, 1)[:, : ctx.hidden]
+        rows = rows.float() * scale
+    y[:size] = expert_function(rows.to(ctx.dtype)[row.clamp(min=0)], experts)
+    y[:size][row < 0] = float("nan")
+    return y
+
+
+def random_calls(seed: int, rounds: int) -> int:
+    """Call both ops with random routings, sizes, dtypes and algorithms; return the calls checked.
+
+    The random numbers of all ranks are equal, except tokens and ids.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device, count = current_device().torch_device, 0
+    shared = random.Random(seed)
+    own = random.Random(1000 * seed + rank)
+    for number in range(rounds):
+        dtype = shared.choice([torch.float32, torch.bfloat16, torch.float16])
+        hidden, local = shared.choice([16, 24, 130]), shared.choice([1, 2, 5])
+        experts = local * size
+        topk = shared.randint(1, min(experts, 5))
+        limit = shared.randint(1, 9)
+        capacity = shared.choice([None, None, max(1, limit // 2)])
+        kind = shared.choice(["even", "single", "masked"])
+        expert_map, logical = None, experts
+        if shared.random() < 0.3:
+            logical = max(topk, experts - 1)
+            table = [[e, e + logical if e + logical < experts else -1] for e in range(logical)]
+            expert_map = torch.tensor(table, dtype=torch.int32, device=device)
+        with create_ep_context(
+            rank, size, size, 3 * limit, hidden, experts, topk, dtype,
+            capacity=capacity and 3 * capacity,
+        ) as ctx:  # fmt: skip
+            for which in range(3):
+                name = ALGORITHMS[(number + which) % len(ALGORITHMS)]
+                tokens = own.choice([0, limit, own.randint(0, limit)])
+                max_tokens = limit if which else 3 * limit
+                x = torch.randint(-4, 5, (tokens, hidden), device=device).to(dtype)
+                weights = None
+                if shared.random() < 0.7:
+                    weights = (torch.randint(1, 9, (tokens, topk), device=device) / 8).float()
+                ids = draw(own, ctx, tokens, kind, logical, topk)
+                routing = Routing(x, ids, weights, expert_map)
+                limited = min(ctx.capacity, max_tokens)
+                if limited < max_tokens and name in ("collective", "all_to_all"):
+                    name = "push"
+                if name == "push_experts" and max_tokens * topk > ctx.capacity:
+                    name = "push"
+                alignment, quantise = shared.choice([1, 1, 4]), shared.random() < 0.3
+                options = {
+                    "quantise": quantise, "max_tokens": max_tokens, "expert_map": expert_map,
+                    "alignment": alignment, "algorithm": name, "block_bytes": 512,
+                    "num_sms": shared.choice([None, 1]),
+                }  # fmt: skip
+                if name.startswith("push") and shared.random() < 0.3:
+                    received = ep_send(x, ids, ctx, topk_weights=weights, **options).wait()
+                else:
+                    received = ep_dispatch.fn(x, ids, ctx, weights, **options)
+                check_layout(received, routing, limited, alignment)
+                dist.barrier()  # no peer begins its combine before rows are compared
+                y = products(received)
+                how = ALGORITHMS[(number + 2 * which) % len(ALGORITHMS)]
+                if how == "push_experts" and max_tokens * topk > size * ctx.max_tokens:
+                    how = "push"
+                chunks = shared.choice([1, 2])
+                out = [
+                    ep_combine.fn(
+                        y, received, ctx, algorithm=how, num_chunks=chunks, block_bytes=512
+                    )
+                    for _ in range(2)
+                ]
+                assert_bitwise_equal(*out)
+                want = expected_sum(routing, ctx, limited)
+                if how == "collective":
+                    limit_of_error = tolerance(dtype, size + 1) * 16
+                else:
+                    limit_of_error = tolerance(dtype, 2) * 16
+                if quantise:
+                    limit_of_error = 4.0
+                assert_allclose(
+                    out[0].cpu().double(), want, rtol=limit_of_error, atol=limit_of_error
+                )
+                count += 1
+            ctx.check()
+    return count
