@@ -59,7 +59,9 @@ class Routing:
                 location += any(here)
                 for choice, expert in enumerate(experts):
                     if here[choice] and location < capacity:
-                        found.append((expert - rank * local_experts, source, token, choice, location))
+                        found.append(
+                            (expert - rank * local_experts, source, token, choice, location)
+                        )
         return sorted(found)
 
 
@@ -236,3 +238,85 @@ def random_calls(seed: int, rounds: int) -> int:
                 count += 1
             ctx.check()
     return count
+
+
+def products_in_graph(received: Received) -> torch.Tensor:
+    """Return the products of all positions without the host; others have arbitrary values."""
+    number = len(received.index)
+    position = torch.arange(number, device=received.rows.device)
+    experts = torch.bucketize(position, received.ends.long(), right=True)
+    rows = received.rows[received.index.long().clamp(0, len(received.rows) - 1)]
+    return expert_function(rows, experts)
+
+
+def replayed(rounds: int, sleeps: bool = False) -> int:
+    """Replay graphs of both ops with new tokens and ids; return the number of checked results.
+
+    Each graph has two calls. With ``sleeps``, one rank is late in each replay.
+    """
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    hidden, experts, topk, tokens, count = 256, 4 * size, 3, 33, 0
+    rng = random.Random(rank)
+    for algorithm in ("push", "push_experts"):
+        with create_ep_context(
+            rank, size, size, topk * tokens, hidden, experts, topk, torch.bfloat16
+        ) as ctx:
+            x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device.torch_device)
+            ids = torch.zeros(tokens, topk, dtype=torch.int32, device=device.torch_device)
+            weights = torch.ones(tokens, topk, device=device.torch_device)
+            outs: list[torch.Tensor] = []
+            options = {"max_tokens": tokens, "algorithm": algorithm}
+
+            def call() -> None:
+                outs.clear()
+                for _ in range(2):
+                    received = ep_dispatch.fn(x, ids, ctx, weights, **options)
+                    y = products_in_graph(received)
+                    outs.append(ep_combine.fn(y, received, ctx, algorithm=algorithm))
+
+            call()
+            replay = device.capture(call, 60.0)
+            for number in range(rounds):
+                x.copy_(torch.randint(-4, 5, x.shape))
+                kind = ("even", "single", "masked")[number % 3]
+                ids.copy_(draw(rng, ctx, tokens, kind, experts, topk))
+                weights.copy_(torch.randint(1, 9, weights.shape) / 8)
+                if sleeps and number % size == rank:
+                    device.sleep(int(2e6))
+                replay()
+                device.synchronize()
+                want = expected_sum(Routing(x, ids, weights), ctx, tokens)
+                limit = 16 * tolerance(torch.bfloat16, 2)
+                for out in outs:
+                    assert_allclose(out.cpu().double(), want, rtol=limit, atol=limit)
+                    count += 1
+            ctx.check()
+    return count
+
+
+def stragglers(rounds: int) -> int:
+    """Call both ops many times without waiting in between, with late ranks; check all results."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    hidden, experts, topk, limit = 64, 2 * size, 2, 12
+    rng, shared = random.Random(rank), random.Random(7)
+    results = []
+    with create_ep_context(
+        rank, size, size, topk * limit, hidden, experts, topk, torch.float32
+    ) as ctx:
+        for number in range(rounds):
+            tokens = rng.randint(0, limit)
+            x = torch.randint(-4, 5, (tokens, hidden), device=device.torch_device).float()
+            ids = draw(rng, ctx, tokens, "masked", experts, topk)
+            late = shared.randrange(2 * size)
+            ctx.sleep((late, 300_000))
+            algorithm = shared.choice(ALGORITHMS[:2])
+            options = {"max_tokens": limit, "algorithm": algorithm}
+            received = ep_dispatch.fn(x, ids, ctx, **options)
+            ctx.sleep(((late + 1) % (2 * size), 300_000))
+            y = products_in_graph(received)
+            results.append((x, ids, ep_combine.fn(y, received, ctx, algorithm=algorithm)))
+        ctx.check()
+        for x, ids, out in results:
+            factor = torch.where(ids >= 0, (ids % (experts // size)) % 3 + 1, 0).sum(1)
+            assert torch.equal(out, x * factor[:, None])
+    return len(results)

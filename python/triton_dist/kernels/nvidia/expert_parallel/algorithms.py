@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -49,18 +49,19 @@ from triton_dist.runtime.device import current_device
 
 SKEWS = (None, "even", "zipf", "single")
 _MAX_META = 16
-_MAX_ROUTES_AT_A_TIME = 4096
-_TILE = 2048
+_ROUTES_OF_THREAD, _IDS_OF_THREAD = 4, 2
+"""Routes that a thread of a layout program, and ids that a thread of a meta program, reads at a
+time. Copy programs of the same launch need the registers."""
 _DISPATCH = tuple(
-    LaunchParams(ctas, nbytes) for ctas in (240, 120, 60, 24) for nbytes in (8192, 4096, 2048)
+    LaunchParams(ctas, nbytes) for ctas in (240, 128, 64, 24) for nbytes in (16384, 8192, 4096)
 )
 _COMBINE = tuple(
     LaunchParams(ctas, nbytes, chunks)
     for ctas in (256, 128, 64, 24)
-    for nbytes in (8192, 4096, 2048)
+    for nbytes in (16384, 8192, 4096)
     for chunks in (1, 4)
 )
-_DEFAULT = LaunchParams(128, 4096)
+_DEFAULT = LaunchParams(128, 8192)
 _MIN_TOKENS_OF_CHUNKS = 4
 
 
@@ -97,15 +98,19 @@ def int32s(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
     return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
 
 
-def plan_of(ctx: EPContext, max_tokens: int, topk: int, **constants: Any) -> Plan:
+def launch_options(params: LaunchParams, max_registers: int = 64) -> dict[str, int]:
+    """Return options that let two programs of 16 warps run on a multiprocessor."""
+    return {"num_warps": params.num_warps, "maxnreg": max_registers}
+
+
+def plan_of(ctx: EPContext, topk: int, **constants: Any) -> Plan:
     """Return the constants of a launch; ``constants`` replaces some."""
     lanes, topk_lanes = triton.next_power_of_2(ctx.num_ranks), triton.next_power_of_2(topk)
-    routes = triton.next_power_of_2(max_tokens * topk)
     plan = Plan(
         NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, NUM_CHUNKS=1, TOPK=topk,
         TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
         EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=1, FLAG_LANES=1, META=0,
-        COPY=0, ROUTES=min(_MAX_ROUTES_AT_A_TIME, routes), META_TOKENS=_TILE // topk_lanes,
+        COPY=0, ROUTES=1, META_TOKENS=1,
         REPLICAS=0, ALIGNMENT=1, PER_EXPERT=False, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
@@ -130,6 +135,7 @@ class DispatchCall(OpCall):
     block_bytes: int | None = None
     algorithm: str | None = None
     accepted_key: Any = None
+    chosen: _DispatchAlgorithm = field(init=False)
 
     def __post_init__(self) -> None:
         if self.accepted_key is None:
@@ -139,7 +145,7 @@ class DispatchCall(OpCall):
             )  # fmt: skip
         else:
             self.key = self.accepted_key
-        self.chosen = DISPATCH[self.algorithm or Push.name]
+        self.chosen = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
         params = checked_params("ep_dispatch", self.num_ctas, self.block_bytes, None, _DEFAULT)
         limit = min(MAX_CTAS - _MAX_META, self.num_sms or MAX_CTAS)
         self.params = LaunchParams(min(params.num_ctas, limit), params.block_bytes)
@@ -149,19 +155,23 @@ class DispatchCall(OpCall):
         self.wire_dtype = torch.float8_e4m3fn if self.quantise else self.x.dtype
         self.chosen.check(self)
 
+    def run(self) -> Any:
+        return self.start(receive=True)
+
     @property
     def is_per_expert(self) -> bool:
         return isinstance(self.chosen, PushExperts)
 
     def plan(self, copies: int) -> Plan:
         """Return the constants of launches with ``copies`` copy programs."""
-        topk = self.topk_ids.shape[1]
-        tokens_at_a_time = _TILE // triton.next_power_of_2(topk)
-        meta = min(_MAX_META, ceil_div(self.limit, tokens_at_a_time))
+        topk, threads = self.topk_ids.shape[1], 32 * self.params.num_warps
+        meta_tokens = max(1, _IDS_OF_THREAD * threads // triton.next_power_of_2(topk))
+        meta = min(_MAX_META, ceil_div(self.limit, meta_tokens))
         lanes = (triton.next_power_of_2(n * self.ctx.num_ranks) for n in (meta, meta + copies))
         return plan_of(
-            self.ctx, self.limit, topk,
+            self.ctx, topk,
             BLOCK=self.params.block_bytes // self.x.element_size(), META=meta, COPY=copies,
+            ROUTES=_ROUTES_OF_THREAD * threads, META_TOKENS=meta_tokens,
             META_LANES=next(lanes), FLAG_LANES=next(lanes),
             REPLICAS=0 if self.expert_map is None else self.expert_map.shape[1],
             ALIGNMENT=self.alignment, PER_EXPERT=self.is_per_expert, SCALES=self.key.scales,
@@ -229,7 +239,7 @@ class DispatchCall(OpCall):
             self.topk_ids, self.expert_map, locations, ctx.dropped, self.tokens, self.limit,
             self.capacity, self.logical_experts, ctx.rank,
         )  # fmt: skip
-        options = {"plan": self.plan(1), "num_warps": 8}
+        options = {"plan": self.plan(1), "num_warps": self.params.num_warps}
         ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
         return locations
 
@@ -261,7 +271,7 @@ class DispatchCall(OpCall):
             regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
             self.logical_experts, ctx.rank, ctx.calls,
         )  # fmt: skip
-        options = {"first": first, "plan": plan, "num_warps": self.params.num_warps}
+        options = {"first": first, "plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (end - first,), arguments, options)
 
 
@@ -349,11 +359,9 @@ class _DispatchAlgorithm(Algorithm[DispatchCall, Key]):
     """Base of the algorithms of a dispatch."""
 
     def run(self, call: DispatchCall) -> Any:
-        return call.start(receive=True)
+        return call.run()
 
-    def start(
-        self, call: DispatchCall, received: Received, layout: Layout, receive: bool
-    ) -> None:
+    def start(self, call: DispatchCall, received: Received, layout: Layout, receive: bool) -> None:
         """Launch the call. Only the first two algorithms can omit the second half."""
         raise NotImplementedError
 
@@ -370,7 +378,7 @@ class Push(_DispatchAlgorithm):
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
-        return config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates()))
+        return bool(config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates())))
 
     def compile(self, call: DispatchCall) -> None:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
@@ -384,9 +392,7 @@ class Push(_DispatchAlgorithm):
         del topk
         call.kernel(layout, locations, True, True, None).compile()
 
-    def start(
-        self, call: DispatchCall, received: Received, layout: Layout, receive: bool
-    ) -> None:
+    def start(self, call: DispatchCall, received: Received, layout: Layout, receive: bool) -> None:
         call.launch_kernel(layout, True, receive)
 
 
@@ -425,9 +431,7 @@ class Collective(_DispatchAlgorithm):
             expected = f"another algorithm than {self.name!r} for a limited capacity"
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
-    def start(
-        self, call: DispatchCall, received: Received, layout: Layout, receive: bool
-    ) -> None:
+    def start(self, call: DispatchCall, received: Received, layout: Layout, receive: bool) -> None:
         call.launch_kernel(layout, True, True, copies=0)
         x, x_scale = rows_to_send(call)
         for source, target in ((x, received.rows), (x_scale, received.scales)):
@@ -464,7 +468,7 @@ class AllToAll(Collective):
     def move(
         self, call: DispatchCall, received: Received, source: torch.Tensor, target: torch.Tensor
     ) -> None:
-        (sent, token), (origin, row), splits = tokens_of(received)
+        (_, token), (origin, row), splits = tokens_of(received)
         arrived = source.new_empty((len(row), source.shape[1]))
         exchange(arrived, source[token], splits[1], splits[0], call.ctx.group)
         target.view(torch.uint8)[origin * call.limit + row] = arrived.view(torch.uint8)
@@ -567,7 +571,7 @@ class CombineCall(OpCall):
         received, params = self.received, self.params
         block = params.block_bytes // self.y.element_size()
         return plan_of(
-            self.ctx, received.max_tokens, received.positions.shape[1], BLOCK=block,
+            self.ctx, received.positions.shape[1], BLOCK=block,
             NUM_CHUNKS=params.num_chunks, **constants,
         )  # fmt: skip
 
@@ -640,9 +644,9 @@ class CombinePush(Algorithm[CombineCall, Key]):
         limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
         smallest = min(ctas for ctas, _, _ in self.candidates())
         per_program = sizes.max_tokens // config["num_ctas"]
-        chunks: int = config["num_chunks"]
-        enough = chunks == 1 or per_program >= _MIN_TOKENS_OF_CHUNKS * chunks
-        return enough and config["num_ctas"] <= max(limit, smallest)
+        chunks = int(config["num_chunks"])
+        enough = chunks == 1 or bool(per_program >= _MIN_TOKENS_OF_CHUNKS * chunks)
+        return enough and int(config["num_ctas"]) <= max(limit, smallest)
 
     def compile(self, call: CombineCall) -> None:
         self.launch(call, call.new_out()).compile()
@@ -664,7 +668,8 @@ class CombinePush(Algorithm[CombineCall, Key]):
             call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
         )  # fmt: skip
         options = {
-            "has_weights": call.has_weights, "num_warps": params.num_warps,
+            "has_weights": call.has_weights,
+            **launch_options(params, 64 if params.block_bytes <= 8192 else 128),
             "plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
         }  # fmt: skip
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)

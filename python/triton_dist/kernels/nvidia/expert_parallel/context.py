@@ -244,9 +244,7 @@ class Received:
             time.sleep(0)
         return int(self.ctx.counted[0]) & 0xFFFFFFFF
 
-    def expanded(
-        self, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def expanded(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a row for each position, and their scales. Rows of padding are zero.
 
         Args:

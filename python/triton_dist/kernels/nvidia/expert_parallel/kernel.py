@@ -155,7 +155,8 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, plan: tl.constex
     if map_ptr is not None:
         replicas_ptr = map_ptr + tl.where(valid, logical, 0).to(tl.int32) * plan.REPLICAS
         replicas = expert * 0
-        for replica in tl.static_range(plan.REPLICAS):
+        REPLICAS: tl.constexpr = plan.REPLICAS
+        for replica in tl.static_range(REPLICAS):
             replicas += (tl.load(replicas_ptr + replica) >= 0).to(tl.int32)
         choice = (token + rank) % tl.maximum(replicas, 1)
         mapped = tl.load(replicas_ptr + choice).to(tl.int32)
@@ -194,7 +195,7 @@ def send_meta(
         if locations_ptr is not None:
             location_ptr = locations_ptr + owner * max_tokens + token[:, None]
             is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
-        ranks = tl.zeros((plan.META_TOKENS,), tl.int32)
+        ranks = tl.full((plan.META_TOKENS,), 0, tl.int32)
         for peer in tl.static_range(NUM_RANKS):
             ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
         choices = tl.sum(tl.where(is_sent, 1, 0) << choice, 1)
@@ -242,7 +243,8 @@ def send_rows(
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     BLOCK: tl.constexpr = plan.BLOCK
-    PARTS: tl.constexpr = plan.TOPK if plan.PER_EXPERT else 1
+    TOPK: tl.constexpr = plan.TOPK
+    PARTS: tl.constexpr = TOPK if plan.PER_EXPERT else 1
     rows, scales = tl.tuple([]), tl.tuple([])
     for step in tl.static_range(NUM_RANKS):
         peer = (call.rank + step) % NUM_RANKS
@@ -256,8 +258,8 @@ def send_rows(
     await_programs(peers, 0, begun, chunk_flag(call, 0), plan)
     for token in range(program, tokens, plan.COPY):
         ranks = 0
-        for choice in tl.static_range(plan.TOPK):
-            logical = tl.load(ids_ptr + token * plan.TOPK + choice)
+        for choice in tl.static_range(TOPK):
+            logical = tl.load(ids_ptr + token * TOPK + choice)
             expert = physical_expert(logical, token, map_ptr, num_experts, call.rank, plan)
             owner = tl.where(expert >= 0, expert // plan.EXPERTS, 0)
             ranks |= tl.where(expert >= 0, 1, 0) << owner
@@ -285,8 +287,8 @@ def send_rows(
                         row = call.offset + call.rank * capacity + location
                         here = goes
                         if plan.PER_EXPERT:
-                            row = row * plan.TOPK + part
-                            logical = tl.load(ids_ptr + token * plan.TOPK + part)
+                            row = row * TOPK + part
+                            logical = tl.load(ids_ptr + token * TOPK + part)
                             expert = physical_expert(
                                 logical, token, map_ptr, num_experts, call.rank, plan
                             )
@@ -299,7 +301,9 @@ def send_rows(
 
 
 @jit
-def routes_of(meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan: tl.constexpr):
+def routes_of(
+    meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan: tl.constexpr
+):
     """Return which of a source's routes belong to ``expert``, their ids and locations."""
     valid = route < routes
     token = route // plan.TOPK
@@ -333,7 +337,7 @@ def lay_out(
         location_ptr = meta_ptr + 2 * plane
     expert = call.rank * plan.EXPERTS + local_expert
     total = 0
-    for source in tl.static_range(NUM_RANKS):
+    for source in range(NUM_RANKS):
         count = 0
         for first in range(0, routes, plan.ROUTES):
             route = first + tl.arange(0, plan.ROUTES)
@@ -348,7 +352,7 @@ def lay_out(
     tl.atomic_xchg(layout.ready + local_expert, value, sem="release", scope="gpu")
     lane = tl.arange(0, plan.EXPERT_LANES)
     token = dl.wait(layout.ready + lane, local_expert, value, peers.timeout_words, True)
-    earlier = tl.zeros((plan.EXPERT_LANES,), tl.int32)
+    earlier = tl.full((plan.EXPERT_LANES,), 0, tl.int32)
     for source in tl.static_range(NUM_RANKS):
         earlier += tl.load(
             layout.counts + token + lane * NUM_RANKS + source,
@@ -360,14 +364,14 @@ def lay_out(
     tl.store(layout.ends + local_expert, end)
     position = begin
     fault = 0
-    for source in tl.static_range(NUM_RANKS):
+    for source in range(NUM_RANKS):
         for first in range(0, routes, plan.ROUTES):
             route = first + tl.arange(0, plan.ROUTES)
             mine, ids, location = routes_of(
                 meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan
             )
-            count = mine.to(tl.int32)
-            at = position + tl.cumsum(count, 0) - count
+            found = mine.to(tl.int32)
+            at = position + tl.cumsum(found, 0) - found
             row = source * capacity + location
             if plan.PER_EXPERT:
                 row = row * plan.TOPK + route % plan.TOPK
@@ -380,7 +384,7 @@ def lay_out(
                     cache_modifier=".cg",
                 )  # fmt: skip
                 tl.store(layout.weights + at, bits.to(tl.float32, bitcast=True), mask=mine)
-            position += tl.sum(count, 0)
+            position += tl.sum(found, 0)
             # One program per block of routes writes what belongs to no local expert.
             if (first // plan.ROUTES) % plan.EXPERTS == local_expert:
                 is_local = (ids >= call.rank * plan.EXPERTS) & (
@@ -493,8 +497,9 @@ def sum_of_choices(
     plan: tl.constexpr, only: tl.constexpr = -1,
 ):  # fmt: skip
     """Return the weighted fp32 sum of a token's products on this rank, or only of one choice."""
-    total = tl.zeros((plan.BLOCK,), tl.float32)
-    for choice in tl.static_range(plan.TOPK):
+    total = tl.full((plan.BLOCK,), 0.0, tl.float32)
+    TOPK: tl.constexpr = plan.TOPK
+    for choice in tl.static_range(TOPK):
         if only < 0 or only == choice:
             position = tl.load(layout.positions + first_route + choice)
             exists = position >= 0
@@ -509,16 +514,18 @@ def sum_of_choices(
 
 @jit
 def send_sums(
-    y_ptr, targets, layout, call, token, max_tokens, hidden, has_weights: tl.constexpr,
-    plan: tl.constexpr,
+    y_ptr, partials_ptr, partials_table, layout, call, token, max_tokens, hidden,
+    has_weights: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Send the sums of a token of each peer, if this rank has products of it."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    for step in tl.static_range(1, NUM_RANKS):
+    TOPK: tl.constexpr = plan.TOPK
+    for step in range(1, NUM_RANKS):
         source = (call.rank + step) % NUM_RANKS
-        first_route = (source * max_tokens + token) * plan.TOPK
+        target_ptr = target_at(partials_table, source, partials_ptr)
+        first_route = (source * max_tokens + token) * TOPK
         latest = -1
-        for choice in tl.static_range(plan.TOPK):
+        for choice in tl.static_range(TOPK):
             latest = tl.maximum(latest, tl.load(layout.positions + first_route + choice))
         if latest >= 0:
             for first in range(0, hidden, plan.BLOCK):
@@ -526,14 +533,14 @@ def send_sums(
                 in_row = column < hidden
                 with dl.mark("push"):
                     if plan.PER_EXPERT:
-                        for choice in tl.static_range(plan.TOPK):
+                        for choice in tl.static_range(TOPK):
                             total = sum_of_choices(
                                 y_ptr, layout, first_route, column, in_row, hidden, has_weights,
                                 plan, choice,
                             )  # fmt: skip
                             exists = tl.load(layout.positions + first_route + choice) >= 0
-                            row = call.offset + token * plan.TOPK + choice
-                            target = targets[step - 1] + row * hidden + column
+                            row = call.offset + token * TOPK + choice
+                            target = target_ptr + row * hidden + column
                             total = total.to(y_ptr.dtype.element_ty)
                             tl.store(target, total, mask=in_row & exists)
                     else:
@@ -541,7 +548,7 @@ def send_sums(
                             y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
                         )
                         row = call.offset + call.rank * max_tokens + token
-                        target = targets[step - 1] + row * hidden + column
+                        target = target_ptr + row * hidden + column
                         tl.store(target, total.to(y_ptr.dtype.element_ty), mask=in_row)
 
 
@@ -558,7 +565,7 @@ def add_sums(
     for first in range(0, hidden, plan.BLOCK):
         column = first + tl.arange(0, plan.BLOCK)
         in_row = column < hidden
-        total = tl.zeros((plan.BLOCK,), tl.float32)
+        total = tl.full((plan.BLOCK,), 0.0, tl.float32)
         own = total
         if not plan.PER_EXPERT:
             own = sum_of_choices(
@@ -608,16 +615,11 @@ def kernel_combine(
     Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden], or with PER_EXPERT [max_tokens,
     TOPK, hidden]. A program sends one chunk of its tokens while it waits for the chunk before.
     """
-    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     call = begin_call_of(peers, 0, max_tokens, rank, plan)
     program = tl.program_id(0)
     # A rank that has begun no longer reads what an earlier call sent.
     if program == 0:
         notify_ranks(call, 1, chunk_flag(call, 0), plan)
-    targets = tl.tuple([])
-    for step in tl.static_range(1, NUM_RANKS):
-        target = target_at(partials_table, (rank + step) % NUM_RANKS, partials_ptr)
-        targets = targets + (target,)  # noqa: RUF005
     await_programs(
         peers, 1, tl.full((plan.LANES,), 0, tl.int32), chunk_flag(call, 0), plan
     )  # fmt: skip
@@ -629,8 +631,9 @@ def kernel_combine(
             end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
             for token in range(begin, end, programs):
                 send_sums(
-                    y_ptr, targets, layout, call, token, max_tokens, hidden, has_weights, plan
-                )
+                    y_ptr, partials_ptr, partials_table, layout, call, token, max_tokens, hidden,
+                    has_weights, plan,
+                )  # fmt: skip
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
         if chunk >= 1:
             waited = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)

@@ -92,9 +92,7 @@ def id_variants(
     if routing_skew in (None, "zipf") and len(topk_ids):
         weights = torch.arange(1, experts + 1, device=topk_ids.device).float() ** -1.2
         generator = torch.Generator(topk_ids.device).manual_seed(ctx.rank)
-        drawn = torch.multinomial(
-            weights.expand(len(topk_ids), experts), topk, generator=generator
-        )
+        drawn = torch.multinomial(weights.expand(len(topk_ids), experts), topk, generator=generator)
         yield {"topk_ids": drawn.to(topk_ids.dtype)}
     if routing_skew in (None, "single"):
         yield {"topk_ids": (route % topk).to(topk_ids.dtype)}

@@ -1,0 +1,102 @@
+"""The kernels of expert parallelism, for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix, quick, words
+from triton_dist.kernels.common.exchange.protocol import Peers
+from triton_dist.kernels.nvidia.expert_parallel import EPContext
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
+    CombineCall,
+    DispatchCall,
+    int32s,
+)
+from triton_dist.kernels.nvidia.expert_parallel.context import Received
+from triton_dist.kernels.nvidia.expert_parallel.kernel import Layout
+
+VECTOR_STORE = re.compile(r"st\.global\.v4\.b32|st\.global\.v2\.b64")
+VECTOR_LOAD = re.compile(r"ld\.global(\.cg)?\.v4\.b32|ld\.global(\.cg)?\.v2\.b64")
+
+
+def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
+    """A context without memory."""
+    region = SimpleNamespace(local=matrix(1 << 20, dtype=torch.uint8), pointers=words(num_ranks))
+    memory = dict.fromkeys(("rows", "partials"), region)
+    memory["meta"] = SimpleNamespace(local=matrix(8, dtype=torch.int32), pointers=words(num_ranks))
+    memory["scales"] = SimpleNamespace(local=matrix(8, dtype=torch.float32), pointers=words(8))
+    peers = Peers(words(), words(num_ranks), words(), words())
+    buffer = SimpleNamespace(memory=memory, regions=lambda dtype: (None, peers))
+    ctx = EPContext.__new__(EPContext)
+    vars(ctx).update(
+        rank=1, num_ranks=num_ranks, max_tokens=tokens, hidden=hidden, topk=topk,
+        dtype=torch.bfloat16, capacity=capacity or tokens, num_experts=experts,
+        local_experts=experts // num_ranks, meta_elements=1024, calls=1, ready=words(8),
+        control=words(2), dropped=matrix(1, dtype=torch.int32), sent=None, sums=buffer,
+        _buffer=buffer, device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
+    )  # fmt: skip
+    return ctx
+
+
+def dispatch(ctx, topk, **options):
+    """The launch of a dispatch."""
+    tokens = ctx.max_tokens
+    x, ids = matrix(tokens, ctx.hidden), matrix(tokens, topk, dtype=torch.int32)
+    call = DispatchCall(x, ids, ctx, matrix(tokens, topk, dtype=torch.float32), **options)
+    device = torch.device("meta")
+    index, positions, local_ids, ends, counts, sent = int32s(device, *[64] * 6)
+    weights = matrix(64, dtype=torch.float32)
+    layout = Layout(
+        index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
+    )
+    locations = ends if call.capacity < call.limit else None
+    return call.kernel(layout, locations, True, True, None)
+
+
+def combine(ctx, topk, **options):
+    """The launch of a combine."""
+    tokens, num_ranks = ctx.max_tokens, ctx.num_ranks
+    positions = matrix(num_ranks * tokens, topk, dtype=torch.int32)
+    vector = matrix(64, dtype=torch.int32)
+    received = Received(
+        ctx, matrix(8, ctx.hidden), None, vector, vector, vector, matrix(64, dtype=torch.float32),
+        positions, positions, matrix(tokens, 2, dtype=torch.int32), tokens, tokens, 1,
+    )  # fmt: skip
+    call = CombineCall(matrix(64, ctx.hidden), received, ctx, **options)
+    return call.chosen.launch(call, matrix(tokens, ctx.hidden))
+
+
+EVERY = [
+    (num_ranks, experts, topk, block_bytes, options)
+    for num_ranks, experts, topk in ((2, 8, 1), (2, 256, 8), (8, 256, 8), (4, 64, 6))
+    for block_bytes in (4096, 8192, 16384)
+    for options in ("", "quantise", "push_experts")
+]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "experts", "topk", "block_bytes", "kind"),
+    quick(EVERY, EVERY[0], (2, 256, 8, 8192, "quantise"), (8, 256, 8, 16384, "")),
+)
+def test_rows_travel_in_vectors(sm90, num_ranks, experts, topk, block_bytes, kind):
+    options = {"block_bytes": block_bytes, "num_ctas": 128}
+    tokens = 4096
+    if kind == "push_experts":
+        options["algorithm"], options["max_tokens"] = kind, tokens // topk
+    ctx = context(num_ranks, experts, topk, tokens=tokens)
+    kernel = compile_launch(dispatch(ctx, topk, quantise=kind == "quantise", **options))
+    wide = [] if kind == "quantise" else [VECTOR_STORE]
+    assert_fits(kernel, stack_bytes=0, programs=1, has=[RELEASE, VECTOR_LOAD, *wide])
+    options.pop("max_tokens", None)
+    kernel = compile_launch(combine(ctx, topk, **options))
+    assert_fits(kernel, stack_bytes=0, programs=1, has=[RELEASE, VECTOR_LOAD, VECTOR_STORE])
+
+
+def test_limited_capacity_and_replicas_compile(sm90):
+    ctx = context(2, 8, 2, tokens=512, capacity=100)
+    expert_map = matrix(6, 3, dtype=torch.int32)
+    assert_fits(compile_launch(dispatch(ctx, 2, expert_map=expert_map, alignment=128)))

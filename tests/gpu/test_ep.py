@@ -1,0 +1,25 @@
+"""Expert parallelism on GPUs: compiled kernels; what CPU ranks check, and graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import ep_ranks
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+
+
+def test_random_routings(on_gpus):
+    assert set(on_gpus(ep_ranks.random_calls, 1, 4)) == {12}
+
+
+def test_replays_serve_any_routing(on_gpus, rounds):
+    number = rounds(30)
+    assert set(on_gpus(ep_ranks.replayed, number)) == {4 * number}
+
+
+def test_any_rank_may_be_late(on_gpus, rounds):
+    number = rounds(20)
+    assert set(on_gpus(ep_ranks.replayed, number, True)) == {4 * number}
+    number = rounds(1000)
+    assert set(on_gpus(ep_ranks.stragglers, number)) == {number}
