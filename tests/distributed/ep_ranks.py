@@ -254,43 +254,47 @@ def replayed(rounds: int, sleeps: bool = False) -> int:
 
     Each graph has two calls. With ``sleeps``, one rank is late in each replay.
     """
+    return sum(replayed_algorithm(name, rounds, sleeps) for name in ALGORITHMS[:2])
+
+
+def replayed_algorithm(algorithm: str, rounds: int, sleeps: bool) -> int:
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
     hidden, experts, topk, tokens, count = 256, 4 * size, 3, 33, 0
     rng = random.Random(rank)
-    for algorithm in ("push", "push_experts"):
-        with create_ep_context(
-            rank, size, size, topk * tokens, hidden, experts, topk, torch.bfloat16
-        ) as ctx:
-            x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device.torch_device)
-            ids = torch.zeros(tokens, topk, dtype=torch.int32, device=device.torch_device)
-            weights = torch.ones(tokens, topk, device=device.torch_device)
-            outs: list[torch.Tensor] = []
-            options = {"max_tokens": tokens, "algorithm": algorithm}
+    with create_ep_context(
+        rank, size, size, topk * tokens, hidden, experts, topk, torch.bfloat16
+    ) as ctx:
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device.torch_device)
+        ids = torch.zeros(tokens, topk, dtype=torch.int32, device=device.torch_device)
+        weights = torch.ones(tokens, topk, device=device.torch_device)
+        outs: list[torch.Tensor] = []
 
-            def call() -> None:
-                outs.clear()
-                for _ in range(2):
-                    received = ep_dispatch.fn(x, ids, ctx, weights, **options)
-                    y = products_in_graph(received)
-                    outs.append(ep_combine.fn(y, received, ctx, algorithm=algorithm))
+        def call() -> None:
+            outs.clear()
+            for _ in range(2):
+                received = ep_dispatch.fn(
+                    x, ids, ctx, weights, max_tokens=tokens, algorithm=algorithm
+                )
+                y = products_in_graph(received)
+                outs.append(ep_combine.fn(y, received, ctx, algorithm=algorithm))
 
-            call()
-            replay = device.capture(call, 60.0)
-            for number in range(rounds):
-                x.copy_(torch.randint(-4, 5, x.shape))
-                kind = ("even", "single", "masked")[number % 3]
-                ids.copy_(draw(rng, ctx, tokens, kind, experts, topk))
-                weights.copy_(torch.randint(1, 9, weights.shape) / 8)
-                if sleeps and number % size == rank:
-                    device.sleep(int(2e6))
-                replay()
-                device.synchronize()
-                want = expected_sum(Routing(x, ids, weights), ctx, tokens)
-                limit = 16 * tolerance(torch.bfloat16, 2)
-                for out in outs:
-                    assert_allclose(out.cpu().double(), want, rtol=limit, atol=limit)
-                    count += 1
-            ctx.check()
+        call()
+        replay = device.capture(call, 60.0)
+        for number in range(rounds):
+            x.copy_(torch.randint(-4, 5, x.shape))
+            kind = ("even", "single", "masked")[number % 3]
+            ids.copy_(draw(rng, ctx, tokens, kind, experts, topk))
+            weights.copy_(torch.randint(1, 9, weights.shape) / 8)
+            if sleeps and number % size == rank:
+                device.sleep(int(2e6))
+            replay()
+            device.synchronize()
+            want = expected_sum(Routing(x, ids, weights), ctx, tokens)
+            limit = 16 * tolerance(torch.bfloat16, 2)
+            for out in outs:
+                assert_allclose(out.cpu().double(), want, rtol=limit, atol=limit)
+                count += 1
+        ctx.check()
     return count
 
 
@@ -303,7 +307,7 @@ def stragglers(rounds: int) -> int:
     with create_ep_context(
         rank, size, size, topk * limit, hidden, experts, topk, torch.float32
     ) as ctx:
-        for number in range(rounds):
+        for _ in range(rounds):
             tokens = rng.randint(0, limit)
             x = torch.randint(-4, 5, (tokens, hidden), device=device.torch_device).float()
             ids = draw(rng, ctx, tokens, "masked", experts, topk)

@@ -107,10 +107,10 @@ def plan_of(ctx: EPContext, topk: int, **constants: Any) -> Plan:
     """Return the constants of a launch; ``constants`` replaces some."""
     lanes, topk_lanes = triton.next_power_of_2(ctx.num_ranks), triton.next_power_of_2(topk)
     plan = Plan(
-        NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, NUM_CHUNKS=1, TOPK=topk,
+        NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, TOPK=topk,
         TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
-        EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=1, FLAG_LANES=1, META=0,
-        COPY=0, ROUTES=1, META_TOKENS=1,
+        EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=_MAX_META * lanes,
+        FLAG_LANES=MAX_CTAS * lanes, ROUTES=1, META_TOKENS=1,
         REPLICAS=0, ALIGNMENT=1, PER_EXPERT=False, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
@@ -162,17 +162,12 @@ class DispatchCall(OpCall):
     def is_per_expert(self) -> bool:
         return isinstance(self.chosen, PushExperts)
 
-    def plan(self, copies: int) -> Plan:
-        """Return the constants of launches with ``copies`` copy programs."""
+    def plan(self) -> Plan:
         topk, threads = self.topk_ids.shape[1], 32 * self.params.num_warps
-        meta_tokens = max(1, _IDS_OF_THREAD * threads // triton.next_power_of_2(topk))
-        meta = min(_MAX_META, ceil_div(self.limit, meta_tokens))
-        lanes = (triton.next_power_of_2(n * self.ctx.num_ranks) for n in (meta, meta + copies))
         return plan_of(
-            self.ctx, topk,
-            BLOCK=self.params.block_bytes // self.x.element_size(), META=meta, COPY=copies,
-            ROUTES=_ROUTES_OF_THREAD * threads, META_TOKENS=meta_tokens,
-            META_LANES=next(lanes), FLAG_LANES=next(lanes),
+            self.ctx, topk, BLOCK=self.params.block_bytes // self.x.element_size(),
+            ROUTES=_ROUTES_OF_THREAD * threads,
+            META_TOKENS=max(1, _IDS_OF_THREAD * threads // triton.next_power_of_2(topk)),
             REPLICAS=0 if self.expert_map is None else self.expert_map.shape[1],
             ALIGNMENT=self.alignment, PER_EXPERT=self.is_per_expert, SCALES=self.key.scales,
         )  # fmt: skip
@@ -239,7 +234,7 @@ class DispatchCall(OpCall):
             self.topk_ids, self.expert_map, locations, ctx.dropped, self.tokens, self.limit,
             self.capacity, self.logical_experts, ctx.rank,
         )  # fmt: skip
-        options = {"plan": self.plan(1), "num_warps": self.params.num_warps}
+        options = {"plan": self.plan(), "num_warps": self.params.num_warps}
         ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
         return locations
 
@@ -256,9 +251,10 @@ class DispatchCall(OpCall):
         copies: int | None,
     ) -> Launch:
         ctx, memory = self.ctx, self.ctx.buffer.memory
-        plan = self.plan(self.params.num_ctas if copies is None else copies)
-        first = 0 if send else plan.META + plan.COPY
-        end = plan.META + plan.COPY + (plan.EXPERTS + 1 if receive else 0)
+        plan = self.plan()
+        copies = self.params.num_ctas if copies is None else copies
+        metas = min(_MAX_META, ceil_div(self.limit, plan.META_TOKENS))
+        programs = (metas + copies if send else 0) + (plan.EXPERTS + 1 if receive else 0)
         has_scales = plan.SCALES != "none"
         scales, meta = memory["scales"], memory["meta"]
         regions = Memory(
@@ -269,10 +265,10 @@ class DispatchCall(OpCall):
         arguments = (
             self.x, self.x_scale, self.topk_ids, self.topk_weights, locations, self.expert_map,
             regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
-            self.logical_experts, ctx.rank, ctx.calls,
+            self.logical_experts, ctx.rank, ctx.calls, metas, copies,
         )  # fmt: skip
-        options = {"first": first, "plan": plan, **launch_options(self.params)}
-        return Launch(kernel_dispatch, (end - first,), arguments, options)
+        options = {"receives_only": not send, "plan": plan, **launch_options(self.params)}
+        return Launch(kernel_dispatch, (programs,), arguments, options)
 
 
 def dispatch_key(
@@ -568,11 +564,11 @@ class CombineCall(OpCall):
         )  # fmt: skip
 
     def plan(self, **constants: Any) -> Plan:
-        received, params = self.received, self.params
-        block = params.block_bytes // self.y.element_size()
+        received = self.received
+        block = self.params.block_bytes // self.y.element_size()
         return plan_of(
             self.ctx, received.positions.shape[1], BLOCK=block,
-            NUM_CHUNKS=params.num_chunks, **constants,
+            **constants,
         )  # fmt: skip
 
     def partial_sums(self) -> torch.Tensor:
@@ -666,6 +662,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
         arguments = (
             call.y, out, partials.local.view(call.y.dtype), partials.pointers, peers,
             call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
+            params.num_chunks,
         )  # fmt: skip
         options = {
             "has_weights": call.has_weights,

@@ -96,8 +96,8 @@ class Layout(NamedTuple):
 class Plan(NamedTuple):
     """Constants of a launch. Names with LANES are powers of two.
 
-    META, COPY: numbers of programs; EXPERTS: local experts. ROUTES: routes that a program reads at
-    a time; META_TOKENS and TOPK_LANES: tokens and choices that a meta program reads at a time.
+    EXPERTS: local experts. ROUTES: routes that a program reads at a time; META_TOKENS and
+    TOPK_LANES: tokens and choices that a meta program reads at a time.
     REPLICAS: columns of the map of experts. ALIGNMENT: of the first position of an expert.
     PER_EXPERT: a row travels per route, not per (token, rank). SCALES: "none", "given", or
     "computed" for rows that are quantised before they are sent.
@@ -106,15 +106,12 @@ class Plan(NamedTuple):
     NUM_RANKS: Any
     LANES: Any
     BLOCK: Any
-    NUM_CHUNKS: Any
     TOPK: Any
     TOPK_LANES: Any
     EXPERTS: Any
     EXPERT_LANES: Any
     META_LANES: Any
     FLAG_LANES: Any
-    META: Any
-    COPY: Any
     ROUTES: Any
     META_TOKENS: Any
     REPLICAS: Any
@@ -124,15 +121,15 @@ class Plan(NamedTuple):
 
 
 @jit
-def begin_call_of(peers, first, size, rank, plan: tl.constexpr):
-    """Begin a call; once per program. Launches with ``first`` > 0 continue a call.
+def begin_call_of(peers, size, rank, continues: tl.constexpr, plan: tl.constexpr):
+    """Begin a call; once per program. A launch that ``continues`` belongs to the last call.
 
     ``offset`` of the result is an int64 zero: rows are counted from it.
     """
     peer = tl.arange(0, plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * plan.NUM_RANKS + rank
-    if first == 0:
+    if not continues:
         step = tl.where(tl.program_id(0) == 0, _PROGRAMS - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
         epoch = counted // _PROGRAMS + 1
@@ -168,7 +165,7 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, plan: tl.constex
 @jit
 def send_meta(
     program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, layout, call,
-    tokens, max_tokens, plan: tl.constexpr,
+    tokens, max_tokens, meta, plan: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights and locations of this rank's tokens at every rank, and set flags.
 
@@ -180,7 +177,7 @@ def send_meta(
     offset = slot_offset(call.epoch, memory.meta_elements)
     plane = NUM_RANKS * max_tokens * TOPK
     choice = tl.arange(0, plan.TOPK_LANES)[None, :]
-    for first in range(program * plan.META_TOKENS, max_tokens, plan.META * plan.META_TOKENS):
+    for first in range(program * plan.META_TOKENS, max_tokens, meta * plan.META_TOKENS):
         token = first + tl.arange(0, plan.META_TOKENS)
         in_call = token < max_tokens
         stored = in_call[:, None] & (choice < TOPK)
@@ -235,7 +232,7 @@ def quantise(x):
 @jit
 def send_rows(
     program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, memory, peers, call,
-    tokens, max_tokens, capacity, hidden, plan: tl.constexpr,
+    tokens, max_tokens, capacity, hidden, copies, plan: tl.constexpr,
 ):  # fmt: skip
     """Store this program's tokens once at each rank that has one of their experts; set flags.
 
@@ -256,7 +253,7 @@ def send_rows(
     # The first flag of a peer's meta programs: it has begun the call.
     begun = tl.full((plan.LANES,), 0, tl.int32)
     await_programs(peers, 0, begun, chunk_flag(call, 0), plan)
-    for token in range(program, tokens, plan.COPY):
+    for token in range(program, tokens, copies):
         ranks = 0
         for choice in tl.static_range(TOPK):
             logical = tl.load(ids_ptr + token * TOPK + choice)
@@ -320,14 +317,14 @@ def routes_of(
 @jit
 def lay_out(
     local_expert, has_weights: tl.constexpr, has_locations: tl.constexpr, memory, peers, layout,
-    call, max_tokens, capacity, number, plan: tl.constexpr,
+    call, max_tokens, capacity, meta, number, plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of the routes of a local expert, and what belongs to them."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     flags = tl.arange(0, plan.META_LANES)
     value = chunk_flag(call, 0)
     first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
-    token = dl.wait(first_flag + flags, plan.META * NUM_RANKS, value, peers.timeout_words, True)
+    token = dl.wait(first_flag + flags, meta * NUM_RANKS, value, peers.timeout_words, True)
     offset = after_wait(slot_offset(call.epoch, memory.meta_elements), token)
     meta_ptr = memory.meta + offset
     routes = max_tokens * plan.TOPK
@@ -413,7 +410,11 @@ def lay_out(
         tl.store(counted, (number.to(tl.int64) << 32) | end)
 
 
-@jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank", "number"])
+@jit(
+    do_not_specialize=[
+        "tokens", "max_tokens", "capacity", "num_experts", "rank", "number", "meta", "copies",
+    ]
+)  # fmt: skip
 def kernel_dispatch(
     x_ptr,
     x_scale_ptr,
@@ -431,30 +432,35 @@ def kernel_dispatch(
     num_experts,
     rank,
     number,
-    first: tl.constexpr,
+    meta,
+    copies,
+    receives_only: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Run the programs from ``first`` on of a dispatch; see the module. Grid (programs,).
+    """Run the programs of a dispatch, or with ``receives_only`` the last two kinds.
 
-    ``number`` is the number of the call on the host, which its count of routes names.
+    Grid (programs,). ``meta`` and ``copies`` are numbers of programs. ``number`` is the number of
+    the call on the host, which its count of routes names.
     """
-    call = begin_call_of(peers, first, max_tokens, rank, plan)
-    program = tl.program_id(0) + first
-    layouts = plan.META + plan.COPY
-    if program < plan.META:
+    call = begin_call_of(peers, max_tokens, rank, receives_only, plan)
+    program = tl.program_id(0)
+    layouts = meta + copies
+    if receives_only:
+        program += layouts
+    if program < meta:
         send_meta(
             program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, layout,
-            call, tokens, max_tokens, plan,
+            call, tokens, max_tokens, meta, plan,
         )  # fmt: skip
     elif program < layouts:
         send_rows(
-            program - plan.META, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts,
-            memory, peers, call, tokens, max_tokens, capacity, hidden, plan,
+            program - meta, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts,
+            memory, peers, call, tokens, max_tokens, capacity, hidden, copies, plan,
         )  # fmt: skip
     elif program < layouts + plan.EXPERTS:
         lay_out(
             program - layouts, weights_ptr is not None, locations_ptr is not None, memory, peers,
-            layout, call, max_tokens, capacity, number, plan,
+            layout, call, max_tokens, capacity, meta, number, plan,
         )  # fmt: skip
     else:
         flags = tl.arange(0, plan.FLAG_LANES)
@@ -595,7 +601,7 @@ def add_sums(
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
-@jit(do_not_specialize=["tokens", "max_tokens", "rank"])
+@jit(do_not_specialize=["tokens", "max_tokens", "rank", "num_chunks"])
 def kernel_combine(
     y_ptr,
     out_ptr,
@@ -607,6 +613,7 @@ def kernel_combine(
     max_tokens,
     hidden,
     rank,
+    num_chunks,
     has_weights: tl.constexpr,
     plan: tl.constexpr,
 ):
@@ -615,7 +622,7 @@ def kernel_combine(
     Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden], or with PER_EXPERT [max_tokens,
     TOPK, hidden]. A program sends one chunk of its tokens while it waits for the chunk before.
     """
-    call = begin_call_of(peers, 0, max_tokens, rank, plan)
+    call = begin_call_of(peers, max_tokens, rank, False, plan)
     program = tl.program_id(0)
     # A rank that has begun no longer reads what an earlier call sent.
     if program == 0:
@@ -624,9 +631,9 @@ def kernel_combine(
         peers, 1, tl.full((plan.LANES,), 0, tl.int32), chunk_flag(call, 0), plan
     )  # fmt: skip
     programs = tl.num_programs(0)
-    steps = tl.cdiv(tl.cdiv(max_tokens, programs), plan.NUM_CHUNKS)
-    for chunk in range(plan.NUM_CHUNKS + 1):
-        if chunk < plan.NUM_CHUNKS:
+    steps = tl.cdiv(tl.cdiv(max_tokens, programs), num_chunks)
+    for chunk in range(num_chunks + 1):
+        if chunk < num_chunks:
             begin = chunk * steps * programs + program
             end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
             for token in range(begin, end, programs):

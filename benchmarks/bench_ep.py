@@ -1,0 +1,316 @@
+"""Compare expert-parallel dispatch and combine with NCCL, in CUDA graphs.
+
+    bash scripts/launch.sh benchmarks/bench_ep.py --quick
+    bash scripts/launch.sh benchmarks/bench_ep.py --rows decode --json ep.json
+    bash scripts/launch.sh benchmarks/bench_ep.py --tokens 1,32,777 --routing zipf --topk 8
+
+The time of a dispatch begins with ``topk_ids`` and ends with rows that a grouped GEMM can read,
+layout included. The time of a combine begins with products and ends with summed tokens. The
+baselines are NCCL's all-gather and reduce-scatter, and NCCL's all-to-all with splits that the host
+knows, for which a real call would synchronise. Both include our layout launch.
+
+The link time is the bytes that the busiest rank sends or receives, at --link GB/s; the memory time
+is the bytes that a rank reads and writes, at --memory GB/s. Every result is compared with the
+all-gather's. Calls are interleaved, with a cold L2 cache; a sample is the slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
+from triton_dist.kernels.nvidia.expert_parallel import Received
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
+    COMBINE,
+    DISPATCH,
+    CombineCall,
+    tokens_of,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.timing import Samples, captured, interleaved
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+ALL_GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sizes of a measurement; ``tokens`` of each rank."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    fp8: bool = False
+    routing: str = "even"
+
+    def __str__(self) -> str:
+        kind = "fp8" if self.fp8 else "bf16"
+        return f"{self.tokens}x{self.hidden} E{self.experts} top-{self.topk} {kind} {self.routing}"
+
+
+ROWS = {
+    "kraken": [Row(4096, 4096, 8, 1)],
+    "prefill": [
+        Row(4096, 7168, 256, topk, fp8) for topk in (2, 8) for fp8 in (False, True)
+    ],
+    "decode": [Row(tokens, 7168, 256, 8, True) for tokens in (1, 8, 32, 128)],
+}  # fmt: skip
+
+
+def draw_ids(row: Row, rank: int) -> torch.Tensor:
+    """Return random ids [tokens, topk]; the experts of a token differ."""
+    device = current_device().torch_device
+    generator = torch.Generator(device).manual_seed(rank)
+    if row.routing == "single":
+        return torch.arange(row.topk, device=device, dtype=torch.int32).repeat(row.tokens, 1)
+    if row.topk == 1 and row.routing == "even":
+        number = torch.randperm(row.tokens, device=device, generator=generator)
+        return (number % row.experts).int()[:, None]
+    weights = torch.ones(row.experts, device=device)
+    if row.routing == "zipf":
+        weights = torch.arange(1, row.experts + 1, device=device).float() ** -1.2
+    drawn = torch.multinomial(weights.expand(row.tokens, -1), row.topk, generator=generator)
+    return drawn.int()
+
+
+def configs(algorithms: Any, quick: bool, best: int) -> list[dict[str, Any]]:
+    """Return the configs of our algorithms to measure."""
+    space = [each for each in algorithms.config_space() if each["algorithm"].startswith("push")]
+    if quick:
+        space = [each for each in space if each["algorithm"] == "push"]
+        space = [each for each in space if each["block_bytes"] in (8192, 16384)]
+        space = [each for each in space if each["num_ctas"] in (128, 240, 256)]
+    return space[:best] if best else space
+
+
+def shown(config: Mapping[str, Any]) -> str:
+    return " ".join(str(value) for value in config.values())
+
+
+class Measurement:
+    """Operands, calls and bounds of a row."""
+
+    def __init__(self, row: Row, options: argparse.Namespace) -> None:
+        self.row, self.options = row, options
+        rank, size = dist.get_rank(), dist.get_world_size()
+        device = current_device().torch_device
+        self.group = dist.group.WORLD
+        self.ctx = create_ep_context(
+            rank, size, size, row.tokens * (row.topk if row.tokens <= 128 else 1), row.hidden,
+            row.experts, row.topk, torch.bfloat16,
+        )  # fmt: skip
+        self.x = torch.randn(row.tokens, row.hidden, device=device, dtype=torch.bfloat16)
+        self.ids = draw_ids(row, rank)
+        self.weights = torch.rand(row.tokens, row.topk, device=device)
+        self.kwargs = {"quantise": row.fp8, "max_tokens": row.tokens}
+        self.received = self.dispatch(algorithm="collective")
+        positions = self.received.num_routes()
+        self.y = torch.randn(positions, row.hidden, device=device, dtype=torch.bfloat16)
+        sends, arrives, self.splits = tokens_of(self.received)
+        self.send_order, self.recv_order = sends, arrives
+        self.partial = CombineCall(self.y, self.received, self.ctx, algorithm="collective")
+        self.out = torch.empty_like(self.x)
+
+    def dispatch(self, **config: Any) -> Received:
+        return ep_dispatch.fn(self.x, self.ids, self.ctx, self.weights, **self.kwargs, **config)
+
+    def combine(self, **config: Any) -> torch.Tensor:
+        return ep_combine.fn(self.y, self.received, self.ctx, **config)
+
+    def bytes(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return link and memory bytes of this rank in a dispatch and a combine."""
+        row, rank = self.row, dist.get_rank()
+        wire = row.hidden + 4 * -(-row.hidden // 128) if row.fp8 else 2 * row.hidden
+        out, into = ([n for peer, n in enumerate(each) if peer != rank] for each in self.splits)
+        remote, rows = max(sum(out), sum(into)), sum(self.splits[1])
+        routes, tokens = len(self.y), row.tokens
+        dispatch = {"link": remote * wire, "memory": tokens * row.hidden * 2 + rows * wire}
+        combine = {
+            "link": remote * row.hidden * 2,
+            "memory": (routes + sum(out) + sum(into) + tokens) * row.hidden * 2,
+        }
+        return dispatch, combine
+
+    def all_to_all_dispatch(self) -> torch.Tensor:
+        """Return the rows of NCCL's all-to-all, splits known; with our layout launch."""
+        rows = self.x[self.send_order[1]]
+        if self.row.fp8:
+            # NCCL moves the same bytes; the time of quantising is left out.
+            rows = rows.view(torch.uint8)[:, : self.row.hidden]
+            rows = rows.contiguous()
+        arrived = rows.new_empty((sum(self.splits[1]), rows.shape[1]))
+        dist.all_to_all_single(arrived, rows, self.splits[1], self.splits[0], group=self.group)
+        self.lay_out()
+        return arrived
+
+    def lay_out(self) -> None:
+        """Launch our exchange of ids and the layout, without rows."""
+        from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, Layout
+
+        call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
+        r, ctx = self.received, self.ctx
+        layout = Layout(
+            r.index, r.weights, r.positions.view(-1), r.local_ids.view(-1), r.ends,
+            r.counts.view(-1), r.sent.view(-1), ctx.ready, ctx.control,
+        )  # fmt: skip
+        call.launch_kernel(layout, True, True, copies=0)
+
+    def all_to_all_combine(self) -> torch.Tensor:
+        """Return the sums by NCCL's all-to-all, splits known."""
+        (_, token), (origin, row) = self.send_order, self.recv_order
+        sums = self.partial.partial_sums()[origin * self.row.tokens + row]
+        arrived = sums.new_empty((len(token), sums.shape[1]))
+        dist.all_to_all_single(arrived, sums, self.splits[0], self.splits[1], group=self.group)
+        out = torch.zeros_like(self.x, dtype=torch.float32)
+        return out.index_add_(0, token, arrived.float()).to(self.x.dtype)
+
+    def run(self, log: Callable[[str], None]) -> dict[str, Any]:
+        """Check, capture and time all calls."""
+        options = self.options
+        limits = dict(zip(("dispatch", "combine"), self.bytes(), strict=True))
+        result: dict[str, Any] = {"row": asdict(self.row)}
+        for name, algorithms, call in (
+            ("dispatch", DISPATCH, self.dispatch), ("combine", COMBINE, self.combine),
+        ):  # fmt: skip
+            calls: dict[str, Callable[[], Any]] = {}
+            reference = self.summary(call(algorithm="collective"))
+            for config in configs(algorithms, options.quick, options.best):
+                if config["algorithm"] == "push_experts" and self.row.tokens > 128:
+                    continue
+                error = self.error(self.summary(call(**config)), reference)
+                if error > 0.05:
+                    log(f"  WRONG {name} {shown(config)}: {error:.3g}")
+                    continue
+                calls[shown(config)] = lambda c=call, k=config: c(**k)
+            calls[ALL_GATHER] = lambda c=call: c(algorithm="collective")
+            calls[ALL_TO_ALL] = (
+                self.all_to_all_dispatch if name == "dispatch" else self.all_to_all_combine
+            )
+            graphs = {each: captured(calls[each]) for each in calls}
+            samples = interleaved(graphs, options.rounds)
+            result[name] = self.report(name, samples, limits[name], log)
+            del graphs
+        self.ctx.check()
+        return result
+
+    def summary(self, found: Any) -> torch.Tensor:
+        """Return what two algorithms must agree in: rows by position, or summed tokens."""
+        if isinstance(found, torch.Tensor):
+            return found.float()
+        index = found.index[: found.num_routes()].long()
+        rows = found.rows[index].float()
+        if found.scales is not None:
+            rows = rows * found.scales[index].repeat_interleave(128, 1)[:, : rows.shape[1]]
+        return rows
+
+    @staticmethod
+    def error(found: torch.Tensor, reference: torch.Tensor) -> float:
+        difference = (found - reference).abs().max() if found.numel() else torch.zeros(())
+        worst = difference / reference.abs().max().clamp(min=1e-6) if found.numel() else difference
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return float(worst.nan_to_num(nan=1e9))
+
+    def report(
+        self,
+        name: str,
+        samples: Mapping[str, Samples],
+        nbytes: Mapping[str, float],
+        log: Callable[[str], None],
+    ) -> dict[str, Any]:
+        bounds = {
+            "link": nbytes["link"] / self.options.link / 1e3,
+            "memory": nbytes["memory"] / self.options.memory / 1e3,
+        }
+        times = {each: sample.median * 1e3 for each, sample in samples.items()}
+        ours = {each: t for each, t in times.items() if each not in (ALL_GATHER, ALL_TO_ALL)}
+        best = min(ours, key=ours.__getitem__) if ours else ALL_GATHER
+        least = max(bounds.values())
+        log(
+            f"  {name:8} {times[best]:7.1f} us ({best}); link {bounds['link']:.1f}, memory "
+            f"{bounds['memory']:.1f}, {times[best] / max(least, 1e-3):.2f} x limit; "
+            f"all-gather {times[ALL_GATHER]:.1f} ({times[ALL_GATHER] / times[best]:.2f} x), "
+            f"all-to-all {times[ALL_TO_ALL]:.1f} ({times[ALL_TO_ALL] / times[best]:.2f} x)"
+        )
+        if self.options.verbose:
+            for each, microseconds in sorted(times.items(), key=lambda item: item[1]):
+                log(f"      {microseconds:7.1f} {each}")
+        return {"bounds": bounds, "times": times, "best": best}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default=",".join(ROWS), help="some of: %(default)s")
+    parser.add_argument("--tokens", help="measure these numbers of tokens instead, 1,32,777")
+    parser.add_argument("--routing", default="even", help="some of even,zipf,single")
+    parser.add_argument("--topk", type=int, default=8, help="of --tokens")
+    parser.add_argument("--fp8", action="store_true", help="of --tokens")
+    parser.add_argument("--quick", action="store_true", help="few configs")
+    parser.add_argument("--best", type=int, default=0, help="only the first configs")
+    parser.add_argument("--rounds", type=int, default=25 if is_cuda() else 1)
+    parser.add_argument("--link", type=float, default=375.0, help="GB/s, one direction")
+    parser.add_argument("--memory", type=float, default=3900.0, help="GB/s")
+    parser.add_argument("--limit", type=int, default=300, help="seconds per row")
+    parser.add_argument("--scale", type=int, default=1 if is_cuda() else 64, help="divide sizes")
+    parser.add_argument("--verbose", action="store_true", help="list every config")
+    parser.add_argument("--json", type=Path, help="file for the results; rewritten at each row")
+    return parser.parse_args(arguments)
+
+
+def rows_of(options: argparse.Namespace) -> list[Row]:
+    """Return the rows to measure."""
+    if options.tokens:
+        rows = [
+            Row(int(tokens), 7168, 256, options.topk, options.fp8)
+            for tokens in options.tokens.split(",")
+        ]
+    else:
+        rows = [row for name in options.rows.split(",") for row in ROWS[name]]
+    rows = [replace(row, routing=each) for row in rows for each in options.routing.split(",")]
+    scale = options.scale
+    return [
+        replace(row, tokens=max(1, row.tokens // scale), hidden=row.hidden // min(scale, 16))
+        for row in rows
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    initialize_distributed()
+    is_first, results = dist.get_rank() == 0, []
+
+    def log(text: str) -> None:
+        if is_first:
+            print(text, flush=True)
+
+    for row in rows_of(options):
+        # A rank that hangs prints its stacks and ends.
+        faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
+        begin = time.perf_counter()
+        log(f"{row}, {dist.get_world_size()} ranks")
+        measurement = Measurement(row, options)
+        results.append(measurement.run(log))
+        measurement.ctx.finalize()
+        del measurement
+        faulthandler.cancel_dump_traceback_later()
+        log(f"  {time.perf_counter() - begin:.0f} s")
+        if is_first and options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()
