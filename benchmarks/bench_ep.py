@@ -32,11 +32,12 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
-    COMBINE,
     DISPATCH,
-    CombineCall,
+    DispatchCall,
+    Layout,
     tokens_of,
 )
+from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.timing import Samples, captured, interleaved
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
@@ -157,8 +158,6 @@ class Measurement:
 
     def lay_out(self) -> None:
         """Launch our exchange of ids and the layout, without rows."""
-        from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, Layout
-
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
         r, ctx = self.received, self.ctx
         layout = Layout(

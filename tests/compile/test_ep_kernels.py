@@ -11,11 +11,8 @@ import torch
 from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix, quick, words
 from triton_dist.kernels.common.exchange.protocol import Peers
 from triton_dist.kernels.nvidia.expert_parallel import EPContext
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
-    CombineCall,
-    DispatchCall,
-    int32s,
-)
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, int32s
+from triton_dist.kernels.nvidia.expert_parallel.combine import CombineCall
 from triton_dist.kernels.nvidia.expert_parallel.context import Received
 from triton_dist.kernels.nvidia.expert_parallel.kernel import Layout
 

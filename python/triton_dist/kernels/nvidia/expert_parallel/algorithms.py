@@ -40,10 +40,8 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     Layout,
     Memory,
     Plan,
-    kernel_combine,
     kernel_dispatch,
     kernel_locate,
-    kernel_partial_sums,
 )
 from triton_dist.runtime.device import current_device
 
@@ -55,14 +53,7 @@ time. Copy programs of the same launch need the registers."""
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (240, 128, 64, 24) for nbytes in (16384, 8192, 4096)
 )
-_COMBINE = tuple(
-    LaunchParams(ctas, nbytes, chunks)
-    for ctas in (256, 128, 64, 24)
-    for nbytes in (16384, 8192, 4096)
-    for chunks in (1, 4)
-)
-_DEFAULT = LaunchParams(128, 8192)
-_MIN_TOKENS_OF_CHUNKS = 4
+DEFAULT_PARAMS = LaunchParams(128, 8192)
 
 
 class Key(NamedTuple):
@@ -146,7 +137,9 @@ class DispatchCall(OpCall):
         else:
             self.key = self.accepted_key
         self.chosen = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
-        params = checked_params("ep_dispatch", self.num_ctas, self.block_bytes, None, _DEFAULT)
+        params = checked_params(
+            "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS
+        )
         limit = min(MAX_CTAS - _MAX_META, self.num_sms or MAX_CTAS)
         self.params = LaunchParams(min(params.num_ctas, limit), params.block_bytes)
         self.tokens = len(self.x)
@@ -369,7 +362,7 @@ class Push(_DispatchAlgorithm):
     tunables = ("num_ctas", "block_bytes")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(_DEFAULT), *_DISPATCH))
+        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_DISPATCH))
         return ((params.num_ctas, params.block_bytes) for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
@@ -518,216 +511,3 @@ def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]
 
 
 DISPATCH = Algorithms("ep_dispatch", (Push(), PushExperts(), Collective(), AllToAll()))
-
-
-@dataclass(eq=False, repr=False)
-class CombineCall(OpCall):
-    """One call of ``ep_combine``: its arguments."""
-
-    y: torch.Tensor
-    received: Received
-    ctx: EPContext
-    apply_weights: bool = True
-    num_sms: int | None = None
-    routing_skew: str | None = None
-    num_ctas: int | None = None
-    block_bytes: int | None = None
-    num_chunks: int | None = None
-    algorithm: str | None = None
-    accepted_key: Any = None
-
-    def __post_init__(self) -> None:
-        if self.accepted_key is None:
-            self.key = combine_key(
-                self.y, self.received, self.ctx, self.apply_weights, self.num_sms,
-                self.routing_skew,
-            )  # fmt: skip
-        else:
-            self.key = self.accepted_key
-        self.chosen = COMBINE[self.algorithm or CombinePush.name]
-        params = checked_params(
-            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT
-        )
-        limit = min(params.num_ctas, self.num_sms or MAX_CTAS)
-        self.params = LaunchParams(limit, params.block_bytes, params.num_chunks)
-        self.chosen.check(self)
-
-    @property
-    def has_weights(self) -> bool:
-        return self.apply_weights and self.received.weights is not None
-
-    def layout(self) -> Layout:
-        received = self.received
-        return Layout(
-            None, received.weights if self.has_weights else None, received.positions, None, None,
-            None, received.sent, None, None,
-        )  # fmt: skip
-
-    def plan(self, **constants: Any) -> Plan:
-        received = self.received
-        block = self.params.block_bytes // self.y.element_size()
-        return plan_of(
-            self.ctx, received.positions.shape[1], BLOCK=block,
-            **constants,
-        )  # fmt: skip
-
-    def partial_sums(self) -> torch.Tensor:
-        """Return this rank's sum for each token of all ranks, [ranks * max_tokens, hidden]."""
-        received, ctx = self.received, self.ctx
-        tokens = len(received.positions)
-        out = self.y.new_empty((tokens, ctx.hidden))
-        options = {
-            "has_weights": self.has_weights, "plan": self.plan(), "num_warps": self.params.num_warps
-        }  # fmt: skip
-        arguments = (self.y, out, self.layout(), tokens, ctx.hidden)
-        grid = (min(tokens, 8 * ctx.device.num_sms),)
-        ctx.sums.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
-        return out
-
-    def new_out(self) -> torch.Tensor:
-        return self.y.new_empty((self.received.tokens, self.ctx.hidden))
-
-
-def combine_key(
-    y: torch.Tensor,
-    received: Received,
-    ctx: EPContext,
-    apply_weights: bool = True,
-    num_sms: int | None = None,
-    routing_skew: str | None = None,
-    *_: Any,
-    **__: Any,
-) -> Key:
-    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-    function = "ep_combine"
-    checked_buffer(ctx, EPContext, function, "create_ep_context")
-
-    def checks() -> Iterator[Check]:
-        yield from tensor_checks(y=y)
-        is_own = isinstance(received, Received) and received.ctx is ctx
-        yield "received", type(received).__name__, is_own, "a result of ep_dispatch with this ctx"
-        yield "ctx", "a pending send", ctx.sent is None, "wait() of the result of ep_send before"
-        shape, expected = tuple(y.shape), f"[positions in use, {ctx.hidden}]"
-        yield "y.shape", shape, len(shape) == 2 and shape[1] == ctx.hidden, expected
-        yield "y.dtype", y.dtype, y.dtype == ctx.dtype, f"the context's {ctx.dtype}"
-        device = ctx.device.torch_device
-        yield "y.device", y.device, y.device == device, f"{device}"
-        yield "y.stride()", y.stride(), y.is_contiguous(), "a contiguous tensor"
-        yield gradient_check("y", y)
-        expected = "None, or at least 1"
-        yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
-        yield "routing_skew", routing_skew, routing_skew in SKEWS, ", ".join(map(repr, SKEWS))
-
-    raise_first_error(function, checks())
-    topk, limit = received.positions.shape[1], received.max_tokens
-    return Key(
-        tune.bucket(limit), ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
-        apply_weights and received.weights is not None, False,
-        limit * topk <= ctx.num_ranks * ctx.max_tokens, False, 1, num_sms, routing_skew,
-    )  # fmt: skip
-
-
-class CombinePush(Algorithm[CombineCall, Key]):
-    """Each rank sends one sum per token to its source, which adds the sums. One launch."""
-
-    name = "push"
-    tunables = ("num_ctas", "block_bytes", "num_chunks")
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in dict.fromkeys((params_for_device(_DEFAULT), *_COMBINE)))
-
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
-        smallest = min(ctas for ctas, _, _ in self.candidates())
-        per_program = sizes.max_tokens // config["num_ctas"]
-        chunks = int(config["num_chunks"])
-        enough = chunks == 1 or bool(per_program >= _MIN_TOKENS_OF_CHUNKS * chunks)
-        return enough and int(config["num_ctas"]) <= max(limit, smallest)
-
-    def compile(self, call: CombineCall) -> None:
-        self.launch(call, call.new_out()).compile()
-
-    def run(self, call: CombineCall) -> torch.Tensor:
-        buffer, out, params = call.ctx.sums, call.new_out(), call.params
-        call.ctx.raise_fault()
-        buffer.begin(2, params.num_ctas, params.num_chunks)
-        buffer.launcher.repeat(self.launch(call, out))
-        buffer.timeout_words.end()
-        return out
-
-    def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
-        ctx, received, params = call.ctx, call.received, call.params
-        _, peers = ctx.sums.regions(call.y.dtype)
-        partials = ctx.sums.memory["partials"]
-        arguments = (
-            call.y, out, partials.local.view(call.y.dtype), partials.pointers, peers,
-            call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
-            params.num_chunks,
-        )  # fmt: skip
-        options = {
-            "has_weights": call.has_weights,
-            **launch_options(params, 64 if params.block_bytes <= 8192 else 128),
-            "plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
-        }  # fmt: skip
-        return Launch(kernel_combine, (params.num_ctas,), arguments, options)
-
-
-class CombineExperts(CombinePush):
-    """Each rank sends every weighted product to the source. For few tokens."""
-
-    name = "push_experts"
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in _COMBINE[:4:2])
-
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        return sizes.has_room and super().fits(config, sizes)
-
-    def check(self, call: CombineCall) -> None:
-        if not call.key.has_room:
-            expected = "at most world_size * max_tokens / topk of the context for 'push_experts'"
-            raise InvalidArgument("ep_combine", "max_tokens", call.received.max_tokens, expected)
-
-
-class CombineCollective(Algorithm[CombineCall, Key]):
-    """Sums of all tokens, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
-
-    name = "collective"
-    is_fallback = True
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if current_device().has_nccl else []
-
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        return sizes.num_ranks > 1
-
-    def run(self, call: CombineCall) -> torch.Tensor:
-        sums = call.partial_sums()
-        if call.ctx.num_ranks == 1:
-            return sums[: call.received.tokens]
-        return libraries.reduce_scatter(sums, call.ctx.group)[: call.received.tokens]
-
-
-class CombineAllToAll(CombineCollective):
-    """The group's all-to-all returns the sums. Synchronises, see ``AllToAll``."""
-
-    name = "all_to_all"
-    is_fallback = False
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return []
-
-    def run(self, call: CombineCall) -> torch.Tensor:
-        received, num_ranks = call.received, call.ctx.num_ranks
-        (peer, token), (origin, row), splits = tokens_of(received)
-        sums = call.partial_sums()[origin * received.max_tokens + row]
-        arrived = sums.new_empty((len(token), sums.shape[1]))
-        exchange(arrived, sums, splits[0], splits[1], call.ctx.group)
-        parts = sums.new_zeros((num_ranks, received.tokens, sums.shape[1]))
-        parts[peer, token] = arrived
-        return parts.float().sum(0).to(sums.dtype)
-
-
-COMBINE = Algorithms(
-    "ep_combine", (CombinePush(), CombineExperts(), CombineCollective(), CombineAllToAll())
-)

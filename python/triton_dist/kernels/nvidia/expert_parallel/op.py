@@ -36,13 +36,11 @@ import torch
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
-    COMBINE,
     DISPATCH,
-    CombineCall,
     DispatchCall,
-    combine_key,
     dispatch_key,
 )
+from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall, combine_key
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
 from triton_dist.runtime.device import current_device
 

@@ -1,0 +1,451 @@
+"""Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist import tune
+from triton_dist._jit import jit
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.context import (
+    Check,
+    checked_buffer,
+    gradient_check,
+    is_int,
+    raise_first_error,
+    tensor_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import (
+    MAX_CTAS,
+    LaunchParams,
+    checked_params,
+    params_for_device,
+)
+from triton_dist.kernels.common.exchange.protocol import (
+    after_wait,
+    await_peers,
+    await_programs,
+    chunk_flag,
+    notify_ranks,
+)
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
+from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
+    DEFAULT_PARAMS,
+    SKEWS,
+    Key,
+    exchange,
+    launch_options,
+    plan_of,
+    tokens_of,
+)
+from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
+from triton_dist.kernels.nvidia.expert_parallel.kernel import Layout, Plan, begin_call_of
+from triton_dist.runtime.device import current_device
+
+_COMBINE = tuple(
+    LaunchParams(ctas, nbytes, chunks)
+    for ctas in (256, 128, 64, 24)
+    for nbytes in (16384, 8192, 4096)
+    for chunks in (1, 4)
+)
+_MIN_TOKENS_OF_CHUNKS = 4
+
+
+@jit
+def sum_of_choices(
+    y_ptr, layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
+    plan: tl.constexpr, only: tl.constexpr = -1,
+):  # fmt: skip
+    """Return the weighted fp32 sum of a token's products on this rank, or only of one choice."""
+    total = tl.full((plan.BLOCK,), 0.0, tl.float32)
+    TOPK: tl.constexpr = plan.TOPK
+    for choice in tl.static_range(TOPK):
+        if only < 0 or only == choice:
+            position = tl.load(layout.positions + first_route + choice)
+            exists = position >= 0
+            product = tl.load(
+                y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
+            ).to(tl.float32)
+            if has_weights:
+                product *= tl.load(layout.weights + position, mask=exists, other=0.0)
+            total += product
+    return total
+
+
+@jit
+def send_sums(
+    y_ptr, partials_ptr, partials_table, layout, call, token, max_tokens, hidden,
+    has_weights: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Send the sums of a token of each peer, if this rank has products of it."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    TOPK: tl.constexpr = plan.TOPK
+    for step in range(1, NUM_RANKS):
+        source = (call.rank + step) % NUM_RANKS
+        target_ptr = target_at(partials_table, source, partials_ptr)
+        first_route = (source * max_tokens + token) * TOPK
+        latest = -1
+        for choice in tl.static_range(TOPK):
+            latest = tl.maximum(latest, tl.load(layout.positions + first_route + choice))
+        if latest >= 0:
+            for first in range(0, hidden, plan.BLOCK):
+                column = first + tl.arange(0, plan.BLOCK)
+                in_row = column < hidden
+                with dl.mark("push"):
+                    if plan.PER_EXPERT:
+                        for choice in tl.static_range(TOPK):
+                            total = sum_of_choices(
+                                y_ptr, layout, first_route, column, in_row, hidden, has_weights,
+                                plan, choice,
+                            )  # fmt: skip
+                            exists = tl.load(layout.positions + first_route + choice) >= 0
+                            row = call.offset + token * TOPK + choice
+                            target = target_ptr + row * hidden + column
+                            total = total.to(y_ptr.dtype.element_ty)
+                            tl.store(target, total, mask=in_row & exists)
+                    else:
+                        total = sum_of_choices(
+                            y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
+                        )
+                        row = call.offset + call.rank * max_tokens + token
+                        target = target_ptr + row * hidden + column
+                        tl.store(target, total.to(y_ptr.dtype.element_ty), mask=in_row)
+
+
+@jit
+def add_sums(
+    y_ptr, out_ptr, partials_ptr, offset, layout, call, token, max_tokens, hidden,
+    has_weights: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Add what the ranks have sent for a token of this rank, in the order of ranks (or choices)."""
+    ranks = tl.load(layout.sent + token * 2)
+    choices = tl.load(layout.sent + token * 2 + 1)
+    first_route = (call.rank * max_tokens + token) * plan.TOPK
+    PARTS: tl.constexpr = plan.TOPK if plan.PER_EXPERT else plan.NUM_RANKS
+    for first in range(0, hidden, plan.BLOCK):
+        column = first + tl.arange(0, plan.BLOCK)
+        in_row = column < hidden
+        total = tl.full((plan.BLOCK,), 0.0, tl.float32)
+        own = total
+        if not plan.PER_EXPERT:
+            own = sum_of_choices(
+                y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
+            )
+        for part in tl.static_range(PARTS):
+            if plan.PER_EXPERT:
+                is_own = tl.load(layout.positions + first_route + part) >= 0
+                is_sent = (choices >> part) & 1 != 0
+                row = call.offset + token * plan.TOPK + part
+                own = sum_of_choices(
+                    y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan, part
+                )
+            else:
+                is_own = call.rank == part
+                is_sent = (ranks >> part) & 1 != 0
+                row = call.offset + part * max_tokens + token
+            # Bypass L1, which may hold the sums of an earlier call.
+            received = tl.load(
+                partials_ptr + offset + row * hidden + column,
+                mask=in_row & is_sent & (is_own == 0), other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            # Round the own sum like the others.
+            rounded = own.to(received.dtype).to(tl.float32)
+            total += tl.where(is_own, rounded, received.to(tl.float32))
+        out = out_ptr + (call.offset + token) * hidden + column
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@jit(do_not_specialize=["tokens", "max_tokens", "rank", "num_chunks"])
+def kernel_combine(
+    y_ptr,
+    out_ptr,
+    partials_ptr,
+    partials_table,
+    peers,
+    layout,
+    tokens,
+    max_tokens,
+    hidden,
+    rank,
+    num_chunks,
+    has_weights: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """Sum the products of each token over experts and ranks into out [tokens, hidden].
+
+    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden], or with PER_EXPERT [max_tokens,
+    TOPK, hidden]. A program sends one chunk of its tokens while it waits for the chunk before.
+    """
+    call = begin_call_of(peers, max_tokens, rank, False, plan)
+    program = tl.program_id(0)
+    # A rank that has begun no longer reads what an earlier call sent.
+    if program == 0:
+        notify_ranks(call, 1, chunk_flag(call, 0), plan)
+    await_programs(
+        peers, 1, tl.full((plan.LANES,), 0, tl.int32), chunk_flag(call, 0), plan
+    )  # fmt: skip
+    programs = tl.num_programs(0)
+    steps = tl.cdiv(tl.cdiv(max_tokens, programs), num_chunks)
+    for chunk in range(num_chunks + 1):
+        if chunk < num_chunks:
+            begin = chunk * steps * programs + program
+            end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
+            for token in range(begin, end, programs):
+                send_sums(
+                    y_ptr, partials_ptr, partials_table, layout, call, token, max_tokens, hidden,
+                    has_weights, plan,
+                )  # fmt: skip
+            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
+        if chunk >= 1:
+            waited = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
+            offset = after_wait(call.offset, waited)
+            begin = (chunk - 1) * steps * programs + program
+            end = tl.minimum(chunk * steps * programs, tokens)
+            for token in range(begin, end, programs):
+                add_sums(
+                    y_ptr, out_ptr, partials_ptr, offset, layout, call, token, max_tokens, hidden,
+                    has_weights, plan,
+                )  # fmt: skip
+
+
+@jit(do_not_specialize=["tokens"])
+def kernel_partial_sums(
+    y_ptr, out_ptr, layout, tokens, hidden, has_weights: tl.constexpr, plan: tl.constexpr
+):
+    """Store this rank's sum for each token of all ranks in out [tokens, hidden], for a library."""
+    token = tl.program_id(0).to(tl.int64)
+    while token < tokens:
+        for first in range(0, hidden, plan.BLOCK):
+            column = first + tl.arange(0, plan.BLOCK)
+            in_row = column < hidden
+            total = sum_of_choices(
+                y_ptr, layout, token * plan.TOPK, column, in_row, hidden, has_weights, plan
+            )
+            out = out_ptr + token * hidden + column
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
+        token += tl.num_programs(0)
+
+
+@dataclass(eq=False, repr=False)
+class CombineCall(OpCall):
+    """One call of ``ep_combine``: its arguments."""
+
+    y: torch.Tensor
+    received: Received
+    ctx: EPContext
+    apply_weights: bool = True
+    num_sms: int | None = None
+    routing_skew: str | None = None
+    num_ctas: int | None = None
+    block_bytes: int | None = None
+    num_chunks: int | None = None
+    algorithm: str | None = None
+    accepted_key: Any = None
+
+    def __post_init__(self) -> None:
+        if self.accepted_key is None:
+            self.key = combine_key(
+                self.y, self.received, self.ctx, self.apply_weights, self.num_sms,
+                self.routing_skew,
+            )  # fmt: skip
+        else:
+            self.key = self.accepted_key
+        self.chosen = COMBINE[self.algorithm or CombinePush.name]
+        params = checked_params(
+            "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS
+        )
+        limit = min(params.num_ctas, self.num_sms or MAX_CTAS)
+        self.params = LaunchParams(limit, params.block_bytes, params.num_chunks)
+        self.chosen.check(self)
+
+    @property
+    def has_weights(self) -> bool:
+        return self.apply_weights and self.received.weights is not None
+
+    def layout(self) -> Layout:
+        received = self.received
+        return Layout(
+            None, received.weights if self.has_weights else None, received.positions, None, None,
+            None, received.sent, None, None,
+        )  # fmt: skip
+
+    def plan(self, **constants: Any) -> Plan:
+        received = self.received
+        block = self.params.block_bytes // self.y.element_size()
+        return plan_of(
+            self.ctx, received.positions.shape[1], BLOCK=block,
+            **constants,
+        )  # fmt: skip
+
+    def partial_sums(self) -> torch.Tensor:
+        """Return this rank's sum for each token of all ranks, [ranks * max_tokens, hidden]."""
+        received, ctx = self.received, self.ctx
+        tokens = len(received.positions)
+        out = self.y.new_empty((tokens, ctx.hidden))
+        options = {
+            "has_weights": self.has_weights, "plan": self.plan(), "num_warps": self.params.num_warps
+        }  # fmt: skip
+        arguments = (self.y, out, self.layout(), tokens, ctx.hidden)
+        grid = (min(tokens, 8 * ctx.device.num_sms),)
+        ctx.sums.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
+        return out
+
+    def new_out(self) -> torch.Tensor:
+        return self.y.new_empty((self.received.tokens, self.ctx.hidden))
+
+
+def combine_key(
+    y: torch.Tensor,
+    received: Received,
+    ctx: EPContext,
+    apply_weights: bool = True,
+    num_sms: int | None = None,
+    routing_skew: str | None = None,
+    *_: Any,
+    **__: Any,
+) -> Key:
+    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+    function = "ep_combine"
+    checked_buffer(ctx, EPContext, function, "create_ep_context")
+
+    def checks() -> Iterator[Check]:
+        yield from tensor_checks(y=y)
+        is_own = isinstance(received, Received) and received.ctx is ctx
+        yield "received", type(received).__name__, is_own, "a result of ep_dispatch with this ctx"
+        yield "ctx", "a pending send", ctx.sent is None, "wait() of the result of ep_send before"
+        shape, expected = tuple(y.shape), f"[positions in use, {ctx.hidden}]"
+        yield "y.shape", shape, len(shape) == 2 and shape[1] == ctx.hidden, expected
+        yield "y.dtype", y.dtype, y.dtype == ctx.dtype, f"the context's {ctx.dtype}"
+        device = ctx.device.torch_device
+        yield "y.device", y.device, y.device == device, f"{device}"
+        yield "y.stride()", y.stride(), y.is_contiguous(), "a contiguous tensor"
+        yield gradient_check("y", y)
+        expected = "None, or at least 1"
+        yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
+        yield "routing_skew", routing_skew, routing_skew in SKEWS, ", ".join(map(repr, SKEWS))
+
+    raise_first_error(function, checks())
+    topk, limit = received.positions.shape[1], received.max_tokens
+    return Key(
+        tune.bucket(limit), ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
+        apply_weights and received.weights is not None, False,
+        limit * topk <= ctx.num_ranks * ctx.max_tokens, False, 1, num_sms, routing_skew,
+    )  # fmt: skip
+
+
+class CombinePush(Algorithm[CombineCall, Key]):
+    """Each rank sends one sum per token to its source, which adds the sums. One launch."""
+
+    name = "push"
+    tunables = ("num_ctas", "block_bytes", "num_chunks")
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (
+            params.values
+            for params in dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE))
+        )
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
+        smallest = min(ctas for ctas, _, _ in self.candidates())
+        per_program = sizes.max_tokens // config["num_ctas"]
+        chunks = int(config["num_chunks"])
+        enough = chunks == 1 or bool(per_program >= _MIN_TOKENS_OF_CHUNKS * chunks)
+        return enough and int(config["num_ctas"]) <= max(limit, smallest)
+
+    def compile(self, call: CombineCall) -> None:
+        self.launch(call, call.new_out()).compile()
+
+    def run(self, call: CombineCall) -> torch.Tensor:
+        buffer, out, params = call.ctx.sums, call.new_out(), call.params
+        call.ctx.raise_fault()
+        buffer.begin(2, params.num_ctas, params.num_chunks)
+        buffer.launcher.repeat(self.launch(call, out))
+        buffer.timeout_words.end()
+        return out
+
+    def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
+        ctx, received, params = call.ctx, call.received, call.params
+        _, peers = ctx.sums.regions(call.y.dtype)
+        partials = ctx.sums.memory["partials"]
+        arguments = (
+            call.y, out, partials.local.view(call.y.dtype), partials.pointers, peers,
+            call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
+            params.num_chunks,
+        )  # fmt: skip
+        options = {
+            "has_weights": call.has_weights,
+            **launch_options(params, 64 if params.block_bytes <= 8192 else 128),
+            "plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
+        }  # fmt: skip
+        return Launch(kernel_combine, (params.num_ctas,), arguments, options)
+
+
+class CombineExperts(CombinePush):
+    """Each rank sends every weighted product to the source. For few tokens."""
+
+    name = "push_experts"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (params.values for params in _COMBINE[:4:2])
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return sizes.has_room and super().fits(config, sizes)
+
+    def check(self, call: CombineCall) -> None:
+        if not call.key.has_room:
+            expected = "at most world_size * max_tokens / topk of the context for 'push_experts'"
+            raise InvalidArgument("ep_combine", "max_tokens", call.received.max_tokens, expected)
+
+
+class CombineCollective(Algorithm[CombineCall, Key]):
+    """Sums of all tokens, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
+
+    name = "collective"
+    is_fallback = True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()] if current_device().has_nccl else []
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return sizes.num_ranks > 1
+
+    def run(self, call: CombineCall) -> torch.Tensor:
+        sums = call.partial_sums()
+        if call.ctx.num_ranks == 1:
+            return sums[: call.received.tokens]
+        return libraries.reduce_scatter(sums, call.ctx.group)[: call.received.tokens]
+
+
+class CombineAllToAll(CombineCollective):
+    """The group's all-to-all returns the sums. Synchronises, see ``AllToAll``."""
+
+    name = "all_to_all"
+    is_fallback = False
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return []
+
+    def run(self, call: CombineCall) -> torch.Tensor:
+        received, num_ranks = call.received, call.ctx.num_ranks
+        (peer, token), (origin, row), splits = tokens_of(received)
+        sums = call.partial_sums()[origin * received.max_tokens + row]
+        arrived = sums.new_empty((len(token), sums.shape[1]))
+        exchange(arrived, sums, splits[0], splits[1], call.ctx.group)
+        parts = sums.new_zeros((num_ranks, received.tokens, sums.shape[1]))
+        parts[peer, token] = arrived
+        return parts.float().sum(0).to(sums.dtype)
+
+
+COMBINE = Algorithms(
+    "ep_combine", (CombinePush(), CombineExperts(), CombineCollective(), CombineAllToAll())
+)
