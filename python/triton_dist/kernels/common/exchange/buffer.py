@@ -276,9 +276,8 @@ class ExchangeBuffer:
         slots, arrivals = self.memory["slots"], self.memory["arrivals"]
         slots_table, arrivals_table = self._tables
         calls, timeout_words = self.memory["calls"].local, self.memory["guard"].local
-        elements = self.slot_bytes // dtype.itemsize
         return (
-            Slots(slots.local.view(dtype), slots_table, elements),
+            Slots(slots.local.view(dtype), slots_table, self.slot_bytes // dtype.itemsize),
             Peers(arrivals.local, arrivals_table, calls, timeout_words),
         )
 
@@ -296,8 +295,7 @@ class ExchangeBuffer:
             plan, num_warps = plan_of(self.num_ranks, params, x), params.num_warps_in_packets
         else:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))
-            plan = plan_of(self.num_ranks, params, x, params.num_chunks)
-            num_warps = params.num_warps
+            plan, num_warps = plan_of(self.num_ranks, params, x, params.num_chunks), params.num_warps
         options = {"plan": plan, "num_warps": num_warps}
         arguments += (exchange.call_size, self.rank)
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
