@@ -295,7 +295,10 @@ class ExchangeBuffer:
             plan, num_warps = plan_of(self.num_ranks, params, x), params.num_warps_in_packets
         else:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))
-            plan, num_warps = plan_of(self.num_ranks, params, x, params.num_chunks), params.num_warps
+            plan, num_warps = (
+                plan_of(self.num_ranks, params, x, params.num_chunks),
+                params.num_warps,
+            )
         options = {"plan": plan, "num_warps": num_warps}
         arguments += (exchange.call_size, self.rank)
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
