@@ -240,9 +240,8 @@ class ExchangeBuffer:
         disagreements: Disagreements | None = None,
         regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     ) -> None:
-        ranks = group_for(group)
+        ranks, self.device = group_for(group), current_device()
         self.rank, self.num_ranks = ranks.rank, ranks.size
-        self.device = current_device()
         alignment = 4 * _SHARD_ALIGNMENT  # so that a slot holds full shards of every dtype
         self.slot_bytes = -(-slot_bytes // alignment) * alignment
         words = max(1, -(-packet_bytes // LINE_BYTES)) * _LINE_WORDS
@@ -295,12 +294,10 @@ class ExchangeBuffer:
             plan, num_warps = plan_of(self.num_ranks, params, x), params.num_warps_in_packets
         else:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))
-            plan, num_warps = (
-                plan_of(self.num_ranks, params, x, params.num_chunks),
-                params.num_warps,
-            )
-        options = {"plan": plan, "num_warps": num_warps}
+            plan = plan_of(self.num_ranks, params, x, params.num_chunks)
+            num_warps = params.num_warps
         arguments += (exchange.call_size, self.rank)
+        options = {"plan": plan, "num_warps": num_warps}
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
