@@ -34,7 +34,7 @@ from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DISPATCH,
     DispatchCall,
-    Layout,
+    EPLayout,
     tokens_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall
@@ -160,7 +160,7 @@ class Measurement:
         """Launch our exchange of ids and the layout, without rows."""
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
         r, ctx = self.received, self.ctx
-        layout = Layout(
+        layout = EPLayout(
             r.index, r.weights, r.positions.view(-1), r.local_ids.view(-1), r.ends,
             r.counts.view(-1), r.sent.view(-1), ctx.ready, ctx.control,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from triton_dist.kernels.nvidia.expert_parallel import EPContext
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, int32s
 from triton_dist.kernels.nvidia.expert_parallel.combine import CombineCall
 from triton_dist.kernels.nvidia.expert_parallel.context import Received
-from triton_dist.kernels.nvidia.expert_parallel.kernel import Layout
+from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout
 
 VECTOR_STORE = re.compile(r"st\.global\.v4\.b32|st\.global\.v2\.b64")
 VECTOR_LOAD = re.compile(r"ld\.global(\.cg)?\.v4\.b32|ld\.global(\.cg)?\.v2\.b64")
@@ -47,7 +47,7 @@ def dispatch(ctx, topk, **options):
     device = torch.device("meta")
     index, positions, local_ids, ends, counts, sent = int32s(device, *[64] * 6)
     weights = matrix(64, dtype=torch.float32)
-    layout = Layout(
+    layout = EPLayout(
         index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
     )
     locations = ends if call.capacity < call.limit else None

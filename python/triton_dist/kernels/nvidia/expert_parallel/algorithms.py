@@ -27,7 +27,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     checked_params,
     params_for_device,
 )
-from triton_dist.kernels.common.gemm.quantise import kernel_quantise
+from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
@@ -37,9 +37,9 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     Received,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
-    Layout,
-    Memory,
-    Plan,
+    EPLayout,
+    EPMemory,
+    EPPlan,
     kernel_dispatch,
     kernel_locate,
 )
@@ -94,10 +94,10 @@ def launch_options(params: LaunchParams, max_registers: int = 64) -> dict[str, i
     return {"num_warps": params.num_warps, "maxnreg": max_registers}
 
 
-def plan_of(ctx: EPContext, topk: int, **constants: Any) -> Plan:
+def plan_of(ctx: EPContext, topk: int, **constants: Any) -> EPPlan:
     """Return the constants of a launch; ``constants`` replaces some."""
     lanes, topk_lanes = triton.next_power_of_2(ctx.num_ranks), triton.next_power_of_2(topk)
-    plan = Plan(
+    plan = EPPlan(
         NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, TOPK=topk,
         TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
         EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=_MAX_META * lanes,
@@ -155,7 +155,7 @@ class DispatchCall(OpCall):
     def is_per_expert(self) -> bool:
         return isinstance(self.chosen, PushExperts)
 
-    def plan(self) -> Plan:
+    def plan(self) -> EPPlan:
         topk, threads = self.topk_ids.shape[1], 32 * self.params.num_warps
         return plan_of(
             self.ctx, topk, BLOCK=self.params.block_bytes // self.x.element_size(),
@@ -187,7 +187,7 @@ class DispatchCall(OpCall):
         scales = None
         if self.key.scales != "none":
             scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
-        layout = Layout(
+        layout = EPLayout(
             index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
         )
         received = Received(
@@ -206,7 +206,7 @@ class DispatchCall(OpCall):
         return self.ctx.buffer.memory["rows"].local.view(self.wire_dtype)
 
     def launch_kernel(
-        self, layout: Layout, send: bool, receive: bool, copies: int | None = None
+        self, layout: EPLayout, send: bool, receive: bool, copies: int | None = None
     ) -> None:
         """Launch the programs that send, or that receive, or both; 0 ``copies`` send no rows."""
         ctx = self.ctx
@@ -227,7 +227,7 @@ class DispatchCall(OpCall):
             self.topk_ids, self.expert_map, locations, ctx.dropped, self.tokens, self.limit,
             self.capacity, self.logical_experts, ctx.rank,
         )  # fmt: skip
-        options = {"plan": self.plan(), "num_warps": self.params.num_warps}
+        options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
         ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
         return locations
 
@@ -237,7 +237,7 @@ class DispatchCall(OpCall):
 
     def kernel(
         self,
-        layout: Layout,
+        layout: EPLayout,
         locations: torch.Tensor | None,
         send: bool,
         receive: bool,
@@ -250,7 +250,7 @@ class DispatchCall(OpCall):
         programs = (metas + copies if send else 0) + (plan.EXPERTS + 1 if receive else 0)
         has_scales = plan.SCALES != "none"
         scales, meta = memory["scales"], memory["meta"]
-        regions = Memory(
+        regions = EPMemory(
             self.wire(), memory["rows"].pointers, scales.local if has_scales else None,
             scales.pointers if has_scales else None, meta.local, meta.pointers, ctx.meta_elements,
         )  # fmt: skip
@@ -260,7 +260,7 @@ class DispatchCall(OpCall):
             regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
             self.logical_experts, ctx.rank, ctx.calls, metas, copies,
         )  # fmt: skip
-        options = {"receives_only": not send, "plan": plan, **launch_options(self.params)}
+        options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
 
 
@@ -350,7 +350,9 @@ class _DispatchAlgorithm(Algorithm[DispatchCall, Key]):
     def run(self, call: DispatchCall) -> Any:
         return call.run()
 
-    def start(self, call: DispatchCall, received: Received, layout: Layout, receive: bool) -> None:
+    def start(
+        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
+    ) -> None:
         """Launch the call. Only the first two algorithms can omit the second half."""
         raise NotImplementedError
 
@@ -374,14 +376,16 @@ class Push(_DispatchAlgorithm):
         vectors = int32s(ctx.device.torch_device, *[4] * 6)
         weights = None if call.topk_weights is None else ctx.control.view(torch.float32)
         index, positions, local_ids, ends, counts, sent = vectors
-        layout = Layout(
+        layout = EPLayout(
             index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
         )
         locations = ends if call.capacity < call.limit else None
         del topk
         call.kernel(layout, locations, True, True, None).compile()
 
-    def start(self, call: DispatchCall, received: Received, layout: Layout, receive: bool) -> None:
+    def start(
+        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
+    ) -> None:
         call.launch_kernel(layout, True, receive)
 
 
@@ -420,7 +424,9 @@ class Collective(_DispatchAlgorithm):
             expected = f"another algorithm than {self.name!r} for a limited capacity"
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
-    def start(self, call: DispatchCall, received: Received, layout: Layout, receive: bool) -> None:
+    def start(
+        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
+    ) -> None:
         call.launch_kernel(layout, True, True, copies=0)
         x, x_scale = rows_to_send(call)
         for source, target in ((x, received.rows), (x_scale, received.scales)):
@@ -493,21 +499,12 @@ def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]
     x = call.x.detach()
     if not call.quantise:
         return x, call.x_scale
-    groups, height = ceil_div(x.shape[1], SCALE_ELEMENTS), 32
+    groups = ceil_div(x.shape[1], SCALE_ELEMENTS)
     out = torch.empty_like(x, dtype=call.wire_dtype)
-    scale = x.new_empty((len(x), groups), dtype=torch.float32)
-    launch = Launch(
-        kernel_quantise,
-        (ceil_div(len(x), height), groups),
-        (x, out, scale, len(x), x.shape[1], x.stride(0), groups, 1),
-        {
-            "SILU_MUL": False, "BLOCK_SIZE_M": height, "BLOCK_SIZE_K": SCALE_ELEMENTS,
-            "num_warps": 4,
-        },
-    )  # fmt: skip
+    scale = x.new_empty((groups, len(x)), dtype=torch.float32).T
     if len(x):
-        launch.run()
-    return out, scale
+        quantisation(x, out, scale, False).run()
+    return out, scale.contiguous()
 
 
 DISPATCH = Algorithms("ep_dispatch", (Push(), PushExperts(), Collective(), AllToAll()))

@@ -48,7 +48,7 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     tokens_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
-from triton_dist.kernels.nvidia.expert_parallel.kernel import Layout, Plan, begin_call_of
+from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout, EPPlan, begin_call_of
 from triton_dist.runtime.device import current_device
 
 _COMBINE = tuple(
@@ -62,59 +62,66 @@ _MIN_TOKENS_OF_CHUNKS = 4
 
 @jit
 def sum_of_choices(
-    y_ptr, layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
-    plan: tl.constexpr, only: tl.constexpr = -1,
+    y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
+    ep_plan: tl.constexpr, only: tl.constexpr = -1,
 ):  # fmt: skip
     """Return the weighted fp32 sum of a token's products on this rank, or only of one choice."""
-    total = tl.full((plan.BLOCK,), 0.0, tl.float32)
-    TOPK: tl.constexpr = plan.TOPK
+    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
+    TOPK: tl.constexpr = ep_plan.TOPK
     for choice in tl.static_range(TOPK):
         if only < 0 or only == choice:
-            position = tl.load(layout.positions + first_route + choice)
+            position = tl.load(ep_layout.positions + first_route + choice)
             exists = position >= 0
             product = tl.load(
                 y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
             ).to(tl.float32)
             if has_weights:
-                product *= tl.load(layout.weights + position, mask=exists, other=0.0)
+                product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
             total += product
     return total
 
 
 @jit
 def send_sums(
-    y_ptr, partials_ptr, partials_table, layout, call, token, max_tokens, hidden,
-    has_weights: tl.constexpr, plan: tl.constexpr,
+    y_ptr, partials_ptr, partials_table, ep_layout, call, token, max_tokens, hidden,
+    has_weights: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Send the sums of a token of each peer, if this rank has products of it."""
-    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    TOPK: tl.constexpr = plan.TOPK
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    TOPK: tl.constexpr = ep_plan.TOPK
     for step in range(1, NUM_RANKS):
         source = (call.rank + step) % NUM_RANKS
         target_ptr = target_at(partials_table, source, partials_ptr)
         first_route = (source * max_tokens + token) * TOPK
         latest = -1
         for choice in tl.static_range(TOPK):
-            latest = tl.maximum(latest, tl.load(layout.positions + first_route + choice))
+            latest = tl.maximum(latest, tl.load(ep_layout.positions + first_route + choice))
         if latest >= 0:
-            for first in range(0, hidden, plan.BLOCK):
-                column = first + tl.arange(0, plan.BLOCK)
+            for first in range(0, hidden, ep_plan.BLOCK):
+                column = first + tl.arange(0, ep_plan.BLOCK)
                 in_row = column < hidden
                 with dl.mark("push"):
-                    if plan.PER_EXPERT:
+                    if ep_plan.PER_EXPERT:
                         for choice in tl.static_range(TOPK):
                             total = sum_of_choices(
-                                y_ptr, layout, first_route, column, in_row, hidden, has_weights,
-                                plan, choice,
+                                y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights,
+                                ep_plan, choice,
                             )  # fmt: skip
-                            exists = tl.load(layout.positions + first_route + choice) >= 0
+                            exists = tl.load(ep_layout.positions + first_route + choice) >= 0
                             row = call.offset + token * TOPK + choice
                             target = target_ptr + row * hidden + column
                             total = total.to(y_ptr.dtype.element_ty)
                             tl.store(target, total, mask=in_row & exists)
                     else:
                         total = sum_of_choices(
-                            y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
+                            y_ptr,
+                            ep_layout,
+                            first_route,
+                            column,
+                            in_row,
+                            hidden,
+                            has_weights,
+                            ep_plan,
                         )
                         row = call.offset + call.rank * max_tokens + token
                         target = target_ptr + row * hidden + column
@@ -123,30 +130,38 @@ def send_sums(
 
 @jit
 def add_sums(
-    y_ptr, out_ptr, partials_ptr, offset, layout, call, token, max_tokens, hidden,
-    has_weights: tl.constexpr, plan: tl.constexpr,
+    y_ptr, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens, hidden,
+    has_weights: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Add what the ranks have sent for a token of this rank, in the order of ranks (or choices)."""
-    ranks = tl.load(layout.sent + token * 2)
-    choices = tl.load(layout.sent + token * 2 + 1)
-    first_route = (call.rank * max_tokens + token) * plan.TOPK
-    PARTS: tl.constexpr = plan.TOPK if plan.PER_EXPERT else plan.NUM_RANKS
-    for first in range(0, hidden, plan.BLOCK):
-        column = first + tl.arange(0, plan.BLOCK)
+    ranks = tl.load(ep_layout.sent + token * 2)
+    choices = tl.load(ep_layout.sent + token * 2 + 1)
+    first_route = (call.rank * max_tokens + token) * ep_plan.TOPK
+    PARTS: tl.constexpr = ep_plan.TOPK if ep_plan.PER_EXPERT else ep_plan.NUM_RANKS
+    for first in range(0, hidden, ep_plan.BLOCK):
+        column = first + tl.arange(0, ep_plan.BLOCK)
         in_row = column < hidden
-        total = tl.full((plan.BLOCK,), 0.0, tl.float32)
+        total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
         own = total
-        if not plan.PER_EXPERT:
+        if not ep_plan.PER_EXPERT:
             own = sum_of_choices(
-                y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan
+                y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights, ep_plan
             )
         for part in tl.static_range(PARTS):
-            if plan.PER_EXPERT:
-                is_own = tl.load(layout.positions + first_route + part) >= 0
+            if ep_plan.PER_EXPERT:
+                is_own = tl.load(ep_layout.positions + first_route + part) >= 0
                 is_sent = (choices >> part) & 1 != 0
-                row = call.offset + token * plan.TOPK + part
+                row = call.offset + token * ep_plan.TOPK + part
                 own = sum_of_choices(
-                    y_ptr, layout, first_route, column, in_row, hidden, has_weights, plan, part
+                    y_ptr,
+                    ep_layout,
+                    first_route,
+                    column,
+                    in_row,
+                    hidden,
+                    has_weights,
+                    ep_plan,
+                    part,
                 )
             else:
                 is_own = call.rank == part
@@ -171,27 +186,27 @@ def kernel_combine(
     partials_ptr,
     partials_table,
     peers,
-    layout,
+    ep_layout,
     tokens,
     max_tokens,
     hidden,
     rank,
     num_chunks,
     has_weights: tl.constexpr,
-    plan: tl.constexpr,
+    ep_plan: tl.constexpr,
 ):
     """Sum the products of each token over experts and ranks into out [tokens, hidden].
 
     Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden], or with PER_EXPERT [max_tokens,
     TOPK, hidden]. A program sends one chunk of its tokens while it waits for the chunk before.
     """
-    call = begin_call_of(peers, max_tokens, rank, False, plan)
+    call = begin_call_of(peers, max_tokens, rank, False, ep_plan)
     program = tl.program_id(0)
     # A rank that has begun no longer reads what an earlier call sent.
     if program == 0:
-        notify_ranks(call, 1, chunk_flag(call, 0), plan)
+        notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
     await_programs(
-        peers, 1, tl.full((plan.LANES,), 0, tl.int32), chunk_flag(call, 0), plan
+        peers, 1, tl.full((ep_plan.LANES,), 0, tl.int32), chunk_flag(call, 0), ep_plan
     )  # fmt: skip
     programs = tl.num_programs(0)
     steps = tl.cdiv(tl.cdiv(max_tokens, programs), num_chunks)
@@ -201,34 +216,35 @@ def kernel_combine(
             end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
             for token in range(begin, end, programs):
                 send_sums(
-                    y_ptr, partials_ptr, partials_table, layout, call, token, max_tokens, hidden,
-                    has_weights, plan,
+                    y_ptr, partials_ptr, partials_table, ep_layout, call, token, max_tokens, hidden,
+                    has_weights, ep_plan,
                 )  # fmt: skip
-            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
+            notify_ranks(call, 0, chunk_flag(call, chunk), ep_plan)
         if chunk >= 1:
-            waited = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
+            waited = await_peers(peers, 0, chunk_flag(call, chunk - 1), ep_plan)
             offset = after_wait(call.offset, waited)
             begin = (chunk - 1) * steps * programs + program
             end = tl.minimum(chunk * steps * programs, tokens)
             for token in range(begin, end, programs):
                 add_sums(
-                    y_ptr, out_ptr, partials_ptr, offset, layout, call, token, max_tokens, hidden,
-                    has_weights, plan,
+                    y_ptr, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens,
+                    hidden,
+                    has_weights, ep_plan,
                 )  # fmt: skip
 
 
 @jit(do_not_specialize=["tokens"])
 def kernel_partial_sums(
-    y_ptr, out_ptr, layout, tokens, hidden, has_weights: tl.constexpr, plan: tl.constexpr
+    y_ptr, out_ptr, ep_layout, tokens, hidden, has_weights: tl.constexpr, ep_plan: tl.constexpr
 ):
     """Store this rank's sum for each token of all ranks in out [tokens, hidden], for a library."""
     token = tl.program_id(0).to(tl.int64)
     while token < tokens:
-        for first in range(0, hidden, plan.BLOCK):
-            column = first + tl.arange(0, plan.BLOCK)
+        for first in range(0, hidden, ep_plan.BLOCK):
+            column = first + tl.arange(0, ep_plan.BLOCK)
             in_row = column < hidden
             total = sum_of_choices(
-                y_ptr, layout, token * plan.TOPK, column, in_row, hidden, has_weights, plan
+                y_ptr, ep_layout, token * ep_plan.TOPK, column, in_row, hidden, has_weights, ep_plan
             )
             out = out_ptr + token * hidden + column
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
@@ -271,14 +287,14 @@ class CombineCall(OpCall):
     def has_weights(self) -> bool:
         return self.apply_weights and self.received.weights is not None
 
-    def layout(self) -> Layout:
+    def layout(self) -> EPLayout:
         received = self.received
-        return Layout(
+        return EPLayout(
             None, received.weights if self.has_weights else None, received.positions, None, None,
             None, received.sent, None, None,
         )  # fmt: skip
 
-    def plan(self, **constants: Any) -> Plan:
+    def plan(self, **constants: Any) -> EPPlan:
         received = self.received
         block = self.params.block_bytes // self.y.element_size()
         return plan_of(
@@ -292,7 +308,8 @@ class CombineCall(OpCall):
         tokens = len(received.positions)
         out = self.y.new_empty((tokens, ctx.hidden))
         options = {
-            "has_weights": self.has_weights, "plan": self.plan(), "num_warps": self.params.num_warps
+            "has_weights": self.has_weights, "ep_plan": self.plan(),
+            "num_warps": self.params.num_warps,
         }  # fmt: skip
         arguments = (self.y, out, self.layout(), tokens, ctx.hidden)
         grid = (min(tokens, 8 * ctx.device.num_sms),)
@@ -385,7 +402,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
         options = {
             "has_weights": call.has_weights,
             **launch_options(params, 64 if params.block_bytes <= 8192 else 128),
-            "plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
+            "ep_plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
         }  # fmt: skip
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
 

@@ -22,7 +22,7 @@ consumers of earlier rows, which precede the call on the stream. Ids and weights
 so they alternate between two slots: a peer that begins a second call later has waited for rows of
 the call in between.
 
-Flags, epochs and slots are those of ``common/exchange/protocol.py``. The size in a flag is
+Flags, epochs and slots follow ``common/exchange/protocol.py``. The size in a flag is
 ``max_tokens``.
 """
 
@@ -56,7 +56,7 @@ _PROGRAMS = tl.constexpr(4096)
 """More than the programs of a launch; the counter of calls advances by it in each call."""
 
 
-class Memory(NamedTuple):
+class EPMemory(NamedTuple):
     """Symmetric memory of a dispatch, with the addresses at each rank (int64 [NUM_RANKS]).
 
     rows: [NUM_RANKS * capacity, hidden]; scales: fp32 [NUM_RANKS * capacity, hidden / 128] or None.
@@ -73,7 +73,7 @@ class Memory(NamedTuple):
     meta_elements: Any
 
 
-class Layout(NamedTuple):
+class EPLayout(NamedTuple):
     """Result of the layout programs; ``op.py`` describes the arrays of ``Received``.
 
     counts: [EXPERTS, NUM_RANKS], routes of each expert and source; ready: int64 [EXPERTS], flags of
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
     of routes.
     """
 
-    index: Any
+    rows_at: Any
     weights: Any
     positions: Any
     local_ids: Any
@@ -92,7 +92,7 @@ class Layout(NamedTuple):
     control: Any
 
 
-class Plan(NamedTuple):
+class EPPlan(NamedTuple):
     """Constants of a launch. Names with LANES are powers of two.
 
     EXPERTS: local experts. ROUTES: routes that a program reads at a time; META_TOKENS and
@@ -120,14 +120,14 @@ class Plan(NamedTuple):
 
 
 @jit
-def begin_call_of(peers, size, rank, continues: tl.constexpr, plan: tl.constexpr):
+def begin_call_of(peers, size, rank, continues: tl.constexpr, ep_plan: tl.constexpr):
     """Begin a call; once per program. A launch that ``continues`` belongs to the last call.
 
     ``offset`` of the result is an int64 zero: rows are counted from it.
     """
-    peer = tl.arange(0, plan.LANES)
-    table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
-    flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * plan.NUM_RANKS + rank
+    peer = tl.arange(0, ep_plan.LANES)
+    table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
+    flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * ep_plan.NUM_RANKS + rank
     if not continues:
         step = tl.where(tl.program_id(0) == 0, _PROGRAMS - tl.num_programs(0) + 1, 1).to(tl.int64)
         counted = tl.atomic_add(peers.calls + 1, step, sem="relaxed", scope="gpu")
@@ -141,7 +141,7 @@ def begin_call_of(peers, size, rank, continues: tl.constexpr, plan: tl.constexpr
 
 
 @jit
-def physical_expert(logical, token, map_ptr, num_experts, rank, plan: tl.constexpr):
+def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.constexpr):
     """Return the physical experts of logical ids: -1 if masked, INVALID if out of range.
 
     Tokens alternate between the replicas of an expert.
@@ -149,54 +149,54 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, plan: tl.constex
     valid = (logical >= 0) & (logical < num_experts)
     expert = tl.where(valid, logical, tl.where(logical == -1, -1, INVALID)).to(tl.int32)
     if map_ptr is not None:
-        replicas_ptr = map_ptr + tl.where(valid, logical, 0).to(tl.int32) * plan.REPLICAS
+        replicas_ptr = map_ptr + tl.where(valid, logical, 0).to(tl.int32) * ep_plan.REPLICAS
         replicas = expert * 0
-        REPLICAS: tl.constexpr = plan.REPLICAS
+        REPLICAS: tl.constexpr = ep_plan.REPLICAS
         for replica in tl.static_range(REPLICAS):
             replicas += (tl.load(replicas_ptr + replica) >= 0).to(tl.int32)
         choice = (token + rank) % tl.maximum(replicas, 1)
         mapped = tl.load(replicas_ptr + choice).to(tl.int32)
-        known = (replicas > 0) & (mapped < plan.EXPERTS * plan.NUM_RANKS)
+        known = (replicas > 0) & (mapped < ep_plan.EXPERTS * ep_plan.NUM_RANKS)
         expert = tl.where(valid, tl.where(known, mapped, INVALID), expert)
     return expert
 
 
 @jit
 def send_meta(
-    program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, layout, call,
-    tokens, max_tokens, meta, plan: tl.constexpr,
+    program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
+    tokens, max_tokens, meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights and locations of this rank's tokens at every rank, and set flags.
 
     Tokens from ``tokens`` on are masked. ``sent`` [max_tokens, 2] becomes the bits of the ranks and
     of the choices that are sent.
     """
-    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    TOPK: tl.constexpr = plan.TOPK
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    TOPK: tl.constexpr = ep_plan.TOPK
     offset = slot_offset(call.epoch, memory.meta_elements)
     plane = NUM_RANKS * max_tokens * TOPK
-    choice = tl.arange(0, plan.TOPK_LANES)[None, :]
-    for first in range(program * plan.META_TOKENS, max_tokens, meta * plan.META_TOKENS):
-        token = first + tl.arange(0, plan.META_TOKENS)
+    choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
+    for first in range(program * ep_plan.META_TOKENS, max_tokens, meta * ep_plan.META_TOKENS):
+        token = first + tl.arange(0, ep_plan.META_TOKENS)
         in_call = token < max_tokens
         stored = in_call[:, None] & (choice < TOPK)
         valid = stored & (token < tokens)[:, None]
         route = token[:, None] * TOPK + choice
         logical = tl.load(ids_ptr + route, mask=valid, other=-1)
         expert = physical_expert(
-            logical, token[:, None], map_ptr, num_experts, call.rank, plan
+            logical, token[:, None], map_ptr, num_experts, call.rank, ep_plan
         )  # fmt: skip
-        owner = tl.where(expert >= 0, expert // plan.EXPERTS, -1)
+        owner = tl.where(expert >= 0, expert // ep_plan.EXPERTS, -1)
         is_sent = owner >= 0
         if locations_ptr is not None:
             location_ptr = locations_ptr + owner * max_tokens + token[:, None]
             is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
-        ranks = tl.full((plan.META_TOKENS,), 0, tl.int32)
+        ranks = tl.full((ep_plan.META_TOKENS,), 0, tl.int32)
         for peer in tl.static_range(NUM_RANKS):
             ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
         choices = tl.sum(tl.where(is_sent, 1, 0) << choice, 1)
-        tl.store(layout.sent + token * 2, ranks, mask=in_call)
-        tl.store(layout.sent + token * 2 + 1, choices, mask=in_call)
+        tl.store(ep_layout.sent + token * 2, ranks, mask=in_call)
+        tl.store(ep_layout.sent + token * 2 + 1, choices, mask=in_call)
         at = (call.rank * max_tokens + token)[:, None] * TOPK + choice
         bits = 0
         if weights_ptr is not None:
@@ -215,7 +215,7 @@ def send_meta(
                     )
                     place = call.rank * max_tokens + token
                     tl.store(target + 2 * plane + place, location, mask=in_call)
-    notify_ranks(call, 0, chunk_flag(call, 0), plan)
+    notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
 
 
 @jit
@@ -231,41 +231,41 @@ def quantise(x):
 @jit
 def send_rows(
     program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, memory, peers, call,
-    tokens, max_tokens, capacity, hidden, copies, plan: tl.constexpr,
+    tokens, max_tokens, capacity, hidden, copies, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Store this program's tokens once at each rank that has one of their experts; set flags.
 
     With PER_EXPERT store a row for each route; the rows of a token are then consecutive.
     """
-    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    BLOCK: tl.constexpr = plan.BLOCK
-    TOPK: tl.constexpr = plan.TOPK
-    PARTS: tl.constexpr = TOPK if plan.PER_EXPERT else 1
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    BLOCK: tl.constexpr = ep_plan.BLOCK
+    TOPK: tl.constexpr = ep_plan.TOPK
+    PARTS: tl.constexpr = TOPK if ep_plan.PER_EXPERT else 1
     rows, scales = tl.tuple([]), tl.tuple([])
     for step in tl.static_range(NUM_RANKS):
         peer = (call.rank + step) % NUM_RANKS
         rows = rows + (target_at(memory.rows_table, peer, memory.rows),)  # noqa: RUF005
-        if plan.SCALES != "none":
+        if ep_plan.SCALES != "none":
             target = target_at(memory.scales_table, peer, memory.scales)
             scales = scales + (target,)  # noqa: RUF005
     groups = tl.cdiv(hidden, SCALE_ELEMENTS)
     # The first flag of a peer's meta programs: it has begun the call.
-    begun = tl.full((plan.LANES,), 0, tl.int32)
-    await_programs(peers, 0, begun, chunk_flag(call, 0), plan)
+    begun = tl.full((ep_plan.LANES,), 0, tl.int32)
+    await_programs(peers, 0, begun, chunk_flag(call, 0), ep_plan)
     for token in range(program, tokens, copies):
         ranks = 0
         for choice in tl.static_range(TOPK):
             logical = tl.load(ids_ptr + token * TOPK + choice)
-            expert = physical_expert(logical, token, map_ptr, num_experts, call.rank, plan)
-            owner = tl.where(expert >= 0, expert // plan.EXPERTS, 0)
+            expert = physical_expert(logical, token, map_ptr, num_experts, call.rank, ep_plan)
+            owner = tl.where(expert >= 0, expert // ep_plan.EXPERTS, 0)
             ranks |= tl.where(expert >= 0, 1, 0) << owner
         for first in range(0, hidden, BLOCK):
             column = first + tl.arange(0, BLOCK)
             in_row = column < hidden
             x = tl.load(x_ptr + (call.offset + token) * hidden + column, mask=in_row, other=0.0)
-            if plan.SCALES != "none":
+            if ep_plan.SCALES != "none":
                 group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
-                if plan.SCALES == "computed":
+                if ep_plan.SCALES == "computed":
                     x, scale = quantise(x)
                 else:
                     scale_ptr = x_scale_ptr + (call.offset + token) * groups + group
@@ -282,27 +282,27 @@ def send_rows(
                     for part in tl.static_range(PARTS):
                         row = call.offset + call.rank * capacity + location
                         here = goes
-                        if plan.PER_EXPERT:
+                        if ep_plan.PER_EXPERT:
                             row = row * TOPK + part
                             logical = tl.load(ids_ptr + token * TOPK + part)
                             expert = physical_expert(
-                                logical, token, map_ptr, num_experts, call.rank, plan
+                                logical, token, map_ptr, num_experts, call.rank, ep_plan
                             )
-                            here = goes & (expert >= 0) & (expert // plan.EXPERTS == peer)
+                            here = goes & (expert >= 0) & (expert // ep_plan.EXPERTS == peer)
                         tl.store(rows[step] + row * hidden + column, x, mask=in_row & here)
-                        if plan.SCALES != "none":
+                        if ep_plan.SCALES != "none":
                             scale_ptr = scales[step] + row * groups + group
                             tl.store(scale_ptr, scale, mask=(group < groups) & here)
-    notify_ranks(call, 0, chunk_flag(call, 0), plan)
+    notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
 
 
 @jit
 def routes_of(
-    meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan: tl.constexpr
+    meta_ptr, location_ptr, source, route, routes, expert, max_tokens, ep_plan: tl.constexpr
 ):
     """Return which of a source's routes belong to ``expert``, their ids and locations."""
     valid = route < routes
-    token = route // plan.TOPK
+    token = route // ep_plan.TOPK
     # Bypass L1, which may hold the ids of an earlier call.
     ids = tl.load(meta_ptr + source * routes + route, mask=valid, other=-1, cache_modifier=".cg")
     location = token
@@ -315,80 +315,80 @@ def routes_of(
 
 @jit
 def lay_out(
-    local_expert, has_weights: tl.constexpr, has_locations: tl.constexpr, memory, peers, layout,
-    call, max_tokens, capacity, meta, number, plan: tl.constexpr,
+    local_expert, has_weights: tl.constexpr, has_locations: tl.constexpr, memory, peers, ep_layout,
+    call, max_tokens, capacity, meta, number, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of the routes of a local expert, and what belongs to them."""
-    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    flags = tl.arange(0, plan.META_LANES)
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    flags = tl.arange(0, ep_plan.META_LANES)
     value = chunk_flag(call, 0)
     first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
     token = dl.wait(first_flag + flags, meta * NUM_RANKS, value, peers.timeout_words, True)
     offset = after_wait(slot_offset(call.epoch, memory.meta_elements), token)
     meta_ptr = memory.meta + offset
-    routes = max_tokens * plan.TOPK
+    routes = max_tokens * ep_plan.TOPK
     plane = NUM_RANKS * routes
     location_ptr = None
     if has_locations:
         location_ptr = meta_ptr + 2 * plane
-    expert = call.rank * plan.EXPERTS + local_expert
+    expert = call.rank * ep_plan.EXPERTS + local_expert
     total = 0
     for source in range(NUM_RANKS):
         count = 0
-        for first in range(0, routes, plan.ROUTES):
-            route = first + tl.arange(0, plan.ROUTES)
+        for first in range(0, routes, ep_plan.ROUTES):
+            route = first + tl.arange(0, ep_plan.ROUTES)
             mine, _, _ = routes_of(
-                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan
+                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, ep_plan
             )
             count += tl.sum(mine.to(tl.int32), 0)
-        tl.store(layout.counts + local_expert * NUM_RANKS + source, count)
+        tl.store(ep_layout.counts + local_expert * NUM_RANKS + source, count)
         total += count
     # Programs of smaller experts start earlier, so this wait ends.
     tl.debug_barrier()
-    tl.atomic_xchg(layout.ready + local_expert, value, sem="release", scope="gpu")
-    lane = tl.arange(0, plan.EXPERT_LANES)
-    token = dl.wait(layout.ready + lane, local_expert, value, peers.timeout_words, True)
-    earlier = tl.full((plan.EXPERT_LANES,), 0, tl.int32)
+    tl.atomic_xchg(ep_layout.ready + local_expert, value, sem="release", scope="gpu")
+    lane = tl.arange(0, ep_plan.EXPERT_LANES)
+    token = dl.wait(ep_layout.ready + lane, local_expert, value, peers.timeout_words, True)
+    earlier = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
     for source in tl.static_range(NUM_RANKS):
         earlier += tl.load(
-            layout.counts + token + lane * NUM_RANKS + source,
+            ep_layout.counts + token + lane * NUM_RANKS + source,
             mask=lane < local_expert, other=0, cache_modifier=".cg",
         )  # fmt: skip
-    ALIGNMENT: tl.constexpr = plan.ALIGNMENT
+    ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
     begin = tl.sum((earlier + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
     end = begin + (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    tl.store(layout.ends + local_expert, end)
+    tl.store(ep_layout.ends + local_expert, end)
     position = begin
     fault = 0
     for source in range(NUM_RANKS):
-        for first in range(0, routes, plan.ROUTES):
-            route = first + tl.arange(0, plan.ROUTES)
+        for first in range(0, routes, ep_plan.ROUTES):
+            route = first + tl.arange(0, ep_plan.ROUTES)
             mine, ids, location = routes_of(
-                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, plan
+                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, ep_plan
             )
             found = mine.to(tl.int32)
             at = position + tl.cumsum(found, 0) - found
             row = source * capacity + location
-            if plan.PER_EXPERT:
-                row = row * plan.TOPK + route % plan.TOPK
-            tl.store(layout.index + at, row, mask=mine)
-            tl.store(layout.positions + source * routes + route, at, mask=mine)
-            tl.store(layout.local_ids + source * routes + route, local_expert, mask=mine)
+            if ep_plan.PER_EXPERT:
+                row = row * ep_plan.TOPK + route % ep_plan.TOPK
+            tl.store(ep_layout.rows_at + at, row, mask=mine)
+            tl.store(ep_layout.positions + source * routes + route, at, mask=mine)
+            tl.store(ep_layout.local_ids + source * routes + route, local_expert, mask=mine)
             if has_weights:
                 bits = tl.load(
                     meta_ptr + plane + source * routes + route, mask=mine, other=0,
                     cache_modifier=".cg",
                 )  # fmt: skip
-                tl.store(layout.weights + at, bits.to(tl.float32, bitcast=True), mask=mine)
+                tl.store(ep_layout.weights + at, bits.to(tl.float32, bitcast=True), mask=mine)
             position += tl.sum(found, 0)
             # One program per block of routes writes what belongs to no local expert.
-            if (first // plan.ROUTES) % plan.EXPERTS == local_expert:
-                is_local = (ids >= call.rank * plan.EXPERTS) & (
-                    ids < (call.rank + 1) * plan.EXPERTS
+            if (first // ep_plan.ROUTES) % ep_plan.EXPERTS == local_expert:
+                is_local = (ids >= call.rank * ep_plan.EXPERTS) & (
+                    ids < (call.rank + 1) * ep_plan.EXPERTS
                 )
                 absent = (route < routes) & ((is_local & (location >= 0)) == 0)
-                tl.store(layout.positions + source * routes + route, -1, mask=absent)
-                tl.store(layout.local_ids + source * routes + route, -1, mask=absent)
+                tl.store(ep_layout.positions + source * routes + route, -1, mask=absent)
+                tl.store(ep_layout.local_ids + source * routes + route, -1, mask=absent)
                 if has_weights:
                     bits = tl.load(
                         meta_ptr + plane + source * routes + route,
@@ -401,11 +401,11 @@ def lay_out(
                     fault = FAULT_ID
     # Padding of the expert's positions.
     lane = tl.arange(0, ALIGNMENT)
-    tl.store(layout.index + position + lane, -1, mask=position + lane < end)
+    tl.store(ep_layout.rows_at + position + lane, -1, mask=position + lane < end)
     if fault != 0:
-        tl.store(tl.load(layout.control).to(tl.pointer_type(tl.int64)), fault)
-    if local_expert == plan.EXPERTS - 1:
-        counted = tl.load(layout.control + 1).to(tl.pointer_type(tl.int64))
+        tl.store(tl.load(ep_layout.control).to(tl.pointer_type(tl.int64)), fault)
+    if local_expert == ep_plan.EXPERTS - 1:
+        counted = tl.load(ep_layout.control + 1).to(tl.pointer_type(tl.int64))
         tl.store(counted, (number.to(tl.int64) << 32) | end)
 
 
@@ -423,7 +423,7 @@ def kernel_dispatch(
     map_ptr,
     memory,
     peers,
-    layout,
+    ep_layout,
     tokens,
     max_tokens,
     capacity,
@@ -434,45 +434,45 @@ def kernel_dispatch(
     meta,
     copies,
     receives_only: tl.constexpr,
-    plan: tl.constexpr,
+    ep_plan: tl.constexpr,
 ):
     """Run the programs of a dispatch, or with ``receives_only`` the last two kinds.
 
     Grid (programs,). ``meta`` and ``copies`` are numbers of programs. ``number`` is the number of
     the call on the host, which its count of routes names.
     """
-    call = begin_call_of(peers, max_tokens, rank, receives_only, plan)
+    call = begin_call_of(peers, max_tokens, rank, receives_only, ep_plan)
     program = tl.program_id(0)
     layouts = meta + copies
     if receives_only:
         program += layouts
     if program < meta:
         send_meta(
-            program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, layout,
-            call, tokens, max_tokens, meta, plan,
+            program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout,
+            call, tokens, max_tokens, meta, ep_plan,
         )  # fmt: skip
     elif program < layouts:
         send_rows(
             program - meta, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts,
-            memory, peers, call, tokens, max_tokens, capacity, hidden, copies, plan,
+            memory, peers, call, tokens, max_tokens, capacity, hidden, copies, ep_plan,
         )  # fmt: skip
-    elif program < layouts + plan.EXPERTS:
+    elif program < layouts + ep_plan.EXPERTS:
         lay_out(
             program - layouts, weights_ptr is not None, locations_ptr is not None, memory, peers,
-            layout, call, max_tokens, capacity, meta, number, plan,
+            ep_layout, call, max_tokens, capacity, meta, number, ep_plan,
         )  # fmt: skip
     else:
-        flags = tl.arange(0, plan.FLAG_LANES)
+        flags = tl.arange(0, ep_plan.FLAG_LANES)
         value = chunk_flag(call, 0)
-        first_flag = peers.arrivals + flag_offset(0, value, plan.NUM_RANKS)
-        count = layouts * plan.NUM_RANKS
+        first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
+        count = layouts * ep_plan.NUM_RANKS
         dl.wait(first_flag + flags, count, value, peers.timeout_words, True)
 
 
 @jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank"])
 def kernel_locate(
     ids_ptr, map_ptr, locations_ptr, dropped_ptr, tokens, max_tokens, capacity, num_experts, rank,
-    plan: tl.constexpr,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Number the tokens that go to a rank. Grid (ranks,).
 
@@ -480,14 +480,14 @@ def kernel_locate(
     latter are added to ``dropped``.
     """
     peer = tl.program_id(0)
-    choice = tl.arange(0, plan.TOPK_LANES)[None, :]
+    choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
     number = 0
-    for first in range(0, max_tokens, plan.META_TOKENS):
-        token = first + tl.arange(0, plan.META_TOKENS)
-        valid = (token < tokens)[:, None] & (choice < plan.TOPK)
-        logical = tl.load(ids_ptr + token[:, None] * plan.TOPK + choice, mask=valid, other=-1)
-        expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, plan)
-        here = (expert >= 0) & (expert // plan.EXPERTS == peer)
+    for first in range(0, max_tokens, ep_plan.META_TOKENS):
+        token = first + tl.arange(0, ep_plan.META_TOKENS)
+        valid = (token < tokens)[:, None] & (choice < ep_plan.TOPK)
+        logical = tl.load(ids_ptr + token[:, None] * ep_plan.TOPK + choice, mask=valid, other=-1)
+        expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, ep_plan)
+        here = (expert >= 0) & (expert // ep_plan.EXPERTS == peer)
         goes = tl.max(here.to(tl.int32), 1)
         location = number + tl.cumsum(goes, 0) - goes
         location = tl.where((goes != 0) & (location < capacity), location, -1)
