@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel, scaling
 from tests.tuning.fakes import in_threads
 from triton_dist import knobs, tune
-from triton_dist._tuning.search.steps import RacingPlan
+from triton_dist._tuning.search.steps import OrderedPlan, RacingPlan
 from triton_dist._tuning.values import Config
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TuningWarning
@@ -322,6 +322,15 @@ def winner(plan, configs):
         if (samples := plan.samples.get(config.digest))
     }
     return min(medians, key=medians.get)
+
+
+def test_a_config_that_fails_is_left_out():
+    configs = candidates(3)
+    plan = OrderedPlan(configs, warmup=1, repeat=2)
+    plan.fail(configs[0].digest)
+    plan.fail(configs[2].digest)
+    assert [number for number, _ in run(plan, float)] == [1, 1, 1]
+    assert list(plan.samples) == [configs[1].digest]
 
 
 def test_all_fail():
