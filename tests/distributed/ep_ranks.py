@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.calls import some_configs
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
 from triton_dist.runtime.device import current_device
@@ -324,3 +325,22 @@ def stragglers(rounds: int) -> int:
             factor = torch.where(ids >= 0, (ids % (experts // size)) % 3 + 1, 0).sum(1)
             assert torch.equal(out, x * factor[:, None])
     return len(results)
+
+
+def tuned() -> tuple[int, int]:
+    """Tune both ops, whose result the cache then serves; return the numbers of tunings."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    with (
+        some_configs(ep_dispatch),
+        some_configs(ep_combine),
+        create_ep_context(rank, size, size, 8, 32, 2 * size, 2, torch.float32) as ctx,
+    ):
+        for number in range(3):
+            tokens = (5, 4, 0)[(number + rank) % 3]
+            x = torch.randint(-4, 5, (tokens, 32), device=device.torch_device).float()
+            ids = draw(random.Random(rank), ctx, tokens, "even", 2 * size, 2)
+            received = ep_dispatch(x, ids, ctx)
+            out = ep_combine(products(received), received, ctx)
+            want = expected_sum(Routing(x, ids, None), ctx, 8)
+            assert torch.equal(out.cpu().double(), want)
+    return ep_dispatch.tuning_count, ep_combine.tuning_count

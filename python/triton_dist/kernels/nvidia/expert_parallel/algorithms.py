@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import (
@@ -59,7 +58,8 @@ DEFAULT_PARAMS = LaunchParams(128, 8192)
 class Key(NamedTuple):
     """Tuning key of a dispatch or combine, which is also its sizes."""
 
-    max_tokens: int
+    M: int
+    """``max_tokens`` of the call."""
     hidden: int
     topk: int
     num_experts: int
@@ -338,7 +338,7 @@ def dispatch_key(
     topk = topk_ids.shape[1]
     room = limit * topk <= ctx.capacity
     return Key(
-        tune.bucket(limit), ctx.hidden, topk, ctx.num_experts, x.dtype, ctx.num_ranks, scales,
+        limit, ctx.hidden, topk, ctx.num_experts, x.dtype, ctx.num_ranks, scales,
         topk_weights is not None, ctx.capacity < limit, room, expert_map is not None, alignment,
         num_sms, routing_skew,
     )  # fmt: skip
@@ -372,7 +372,7 @@ class Push(_DispatchAlgorithm):
         return bool(config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates())))
 
     def compile(self, call: DispatchCall) -> None:
-        ctx, topk = call.ctx, call.topk_ids.shape[1]
+        ctx = call.ctx
         vectors = int32s(ctx.device.torch_device, *[4] * 6)
         weights = None if call.topk_weights is None else ctx.control.view(torch.float32)
         index, positions, local_ids, ends, counts, sent = vectors
@@ -380,7 +380,6 @@ class Push(_DispatchAlgorithm):
             index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
         )
         locations = ends if call.capacity < call.limit else None
-        del topk
         call.kernel(layout, locations, True, True, None).compile()
 
     def start(

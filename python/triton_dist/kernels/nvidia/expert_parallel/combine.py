@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 
 from triton_dist import language as dl
-from triton_dist import tune
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
@@ -353,7 +352,7 @@ def combine_key(
     raise_first_error(function, checks())
     topk, limit = received.positions.shape[1], received.max_tokens
     return Key(
-        tune.bucket(limit), ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
+        limit, ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
         apply_weights and received.weights is not None, False,
         limit * topk <= ctx.num_ranks * ctx.max_tokens, False, 1, num_sms, routing_skew,
     )  # fmt: skip
@@ -374,7 +373,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
         smallest = min(ctas for ctas, _, _ in self.candidates())
-        per_program = sizes.max_tokens // config["num_ctas"]
+        per_program = sizes.M // config["num_ctas"]
         chunks = int(config["num_chunks"])
         enough = chunks == 1 or bool(per_program >= _MIN_TOKENS_OF_CHUNKS * chunks)
         return enough and int(config["num_ctas"]) <= max(limit, smallest)

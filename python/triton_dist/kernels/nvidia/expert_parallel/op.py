@@ -87,10 +87,11 @@ def id_variants(
     route = torch.arange(topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
     if routing_skew in (None, "even"):
         yield {"topk_ids": ((route * 7 + ctx.rank) % experts).to(topk_ids.dtype)}
-    if routing_skew in (None, "zipf") and len(topk_ids):
+    if routing_skew in (None, "zipf"):
         weights = torch.arange(1, experts + 1, device=topk_ids.device).float() ** -1.2
         generator = torch.Generator(topk_ids.device).manual_seed(ctx.rank)
-        drawn = torch.multinomial(weights.expand(len(topk_ids), experts), topk, generator=generator)
+        rows = weights.expand(len(topk_ids) + 1, experts)  # multinomial needs a row
+        drawn = torch.multinomial(rows, topk, generator=generator)[:-1]
         yield {"topk_ids": drawn.to(topk_ids.dtype)}
     if routing_skew in (None, "single"):
         yield {"topk_ids": (route % topk).to(topk_ids.dtype)}
@@ -101,7 +102,7 @@ def id_variants(
     call=DispatchCall,
     sizes=dispatch_key,
     key_fn=dispatch_key,
-    key_sizes=("max_tokens",),
+    key_sizes=("M",),
     agree_fn=check_routing,
     input_variants_fn=id_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
@@ -187,7 +188,7 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
     call=CombineCall,
     sizes=combine_key,
     key_fn=combine_key,
-    key_sizes=("max_tokens",),
+    key_sizes=("M",),
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_combine(
