@@ -18,7 +18,6 @@ import torch
 
 from triton_dist._archive import PACKAGE_RECORDS, Contents, write
 from triton_dist._tuning import compose
-from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import (
     Key,
@@ -109,8 +108,15 @@ def on(monkeypatch) -> Iterator[On]:
     monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     # Sources stay what they are, and to digest them for each of hundreds of keys takes a while.
-    digests = functools.cache(lambda roots: source_of(roots))
-    monkeypatch.setattr(compose, "source_of", lambda roots, *_: digests(tuple(roots)))
+    sources_of, known = compose.sources_of, dict[Any, Any]()
+
+    def sources_once(roots: Any, validators: Any, *rest: Any) -> Any:
+        key = tuple(roots), tuple(validators), tuple(rest[-1])
+        if key not in known:
+            known[key] = sources_of(roots, validators, *rest)
+        return known[key]
+
+    monkeypatch.setattr(compose, "sources_of", sources_once)
     made = On(monkeypatch)
     yield made
     made.forget()
