@@ -49,7 +49,8 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(
             event for event in marked["traceEvents"]
             if event.get("cat") == "mark" and event["pid"] == f"rank-{rank} marks in kernels"
         ]  # fmt: skip
-        assert len(made) == facts["marks"]["kept"] == facts["marks"]["made"] > 0
+        # These numbers include the flags that were set and awaited.
+        assert 0 < len(made) < facts["marks"]["kept"] == facts["marks"]["made"]
         assert all(0 <= event["dur"] < 1e7 for event in made)
         calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
         for call, more in zip(calls, (set(), {"push"}), strict=True):

@@ -387,11 +387,15 @@ def scaling_of(
 
 
 def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
-    """Return whether torch multiplies these operands. cuBLAS restricts sizes of fp8 operands."""
+    """Return whether torch multiplies these operands. cuBLAS restricts sizes of fp8 operands.
+
+    Its products with BLOCK scales require e4m3.
+    """
     if A.dtype not in FP8 or A.device.type == "cpu":
         return True
     (K, N), is_block = B.shape, scaling.recipe(A, B) is Recipe.BLOCK
-    fits = K % 16 == 0 and N % 16 == 0 and not (is_block and blocks(K) % 4)
+    fits = K % 16 == 0 and N % 16 == 0
+    fits = fits and not (is_block and (blocks(K) % 4 or A.dtype is not FP8[0]))
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
