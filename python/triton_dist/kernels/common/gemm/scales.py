@@ -394,8 +394,7 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     if A.dtype not in FP8 or A.device.type == "cpu":
         return True
     (K, N), is_block = B.shape, scaling.recipe(A, B) is Recipe.BLOCK
-    fits = K % 16 == 0 and N % 16 == 0
-    fits = fits and not (is_block and (blocks(K) % 4 or A.dtype is not FP8[0]))
+    fits = K % 16 == N % 16 == 0 and not (is_block and (blocks(K) % 4 or A.dtype is FP8[1]))
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
