@@ -6,10 +6,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
+from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
 from triton_dist.runtime.device import current_device
@@ -344,3 +346,50 @@ def tuned() -> tuple[int, int]:
             want = expected_sum(Routing(x, ids, None), ctx, 8)
             assert torch.equal(out.cpu().double(), want)
     return ep_dispatch.tuning_count, ep_combine.tuning_count
+
+
+def rows_stay() -> int:
+    """Rank 1 reads its rows late, while the others begin the next call; no peer overwrites them."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    tokens, hidden = 3, 32
+    with create_ep_context(rank, size, size, tokens, hidden, size, size, torch.float32) as ctx:
+        x = torch.full((tokens, hidden), rank + 1.0, device=device.torch_device)
+        ids = torch.arange(size, device=device.torch_device).repeat(tokens, 1)
+        received = ep_dispatch.fn(x, ids, ctx)
+        ctx.sleep((1, 500_000_000))
+        rows = received.rows.clone()
+        ep_dispatch.fn(-x, ids, ctx)
+        want = torch.arange(1.0, size + 1).repeat_interleave(tokens)[:, None].expand(-1, hidden)
+        assert torch.equal(rows.cpu(), want)
+    return len(rows)
+
+
+def faults() -> list[str]:
+    """Return the errors that every rank raises if one rank passes invalid ids or weights."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    messages = []
+    with create_ep_context(rank, size, size, 4, 16, size, 1, torch.float32) as ctx:
+        for bad in ("ids", "weights"):
+            x = torch.ones(4, 16, device=device.torch_device)
+            ids = torch.zeros(4, 1, dtype=torch.int32, device=device.torch_device)
+            weights = torch.ones(4, 1, device=device.torch_device)
+            if rank == 1 and bad == "ids":
+                ids[2] = size
+            elif rank == 1:
+                weights[3] = float("nan")
+            ep_dispatch.fn(x, ids, ctx, weights)
+            with pytest.raises(InvalidArgument) as raised:
+                ctx.check()
+            messages.append(raised.value.argument)
+
+        def different_bounds() -> None:
+            ep_dispatch.fn(x[:2], ids[:2], ctx, max_tokens=4 - (rank == 1))
+            ctx.check()
+
+        with pytest.raises(RankDisagreement):
+            different_bounds()
+        dist.barrier()
+        ctx.reset()
+        ep_dispatch.fn(x, torch.zeros_like(ids), ctx)
+        ctx.check()
+    return messages

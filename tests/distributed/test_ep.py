@@ -19,3 +19,12 @@ def test_any_rank_may_be_late(on_two):
 
 def test_tuned_over_the_ranks(on_two):
     assert on_two(ep_ranks.tuned) == [(1, 1)] * 2
+
+
+def test_rows_stay_until_the_next_call(on_two):
+    assert all(rows >= 6 for rows in on_two(ep_ranks.rows_stay))
+
+
+def test_every_rank_raises_what_one_did_wrong(on_two):
+    for messages in on_two(ep_ranks.faults):
+        assert messages == ["topk_ids", "topk_weights"]

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ep_ranks
+from tests.distributed.test_ep import (  # noqa: F401
+    test_every_rank_raises_what_one_did_wrong,
+    test_rows_stay_until_the_next_call,
+)
+from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
@@ -23,3 +28,8 @@ def test_any_rank_may_be_late(on_gpus, rounds):
     assert set(on_gpus(ep_ranks.replayed, number, True)) == {4 * number}
     number = rounds(1000)
     assert set(on_gpus(ep_ranks.stragglers, number)) == {number}
+
+
+@few_ranks
+def test_tuned_over_the_ranks(on_gpus):
+    assert set(on_gpus(ep_ranks.tuned)) == {(1, 1)}

@@ -32,6 +32,7 @@ _SPECIALISATION = "runner/specialisation.py"
 _ARTEFACT = "runner/artefact.py"
 _RUNNER = "runner/function.py"
 _SCALES = "kernels/common/gemm/scales.py"
+_EP_KERNEL = "kernels/nvidia/expert_parallel/kernel.py"
 
 SIGNALS = ("tests/language/test_signals.py",)
 EACH_OP = "tests/distributed/test_each_op.py"
@@ -45,6 +46,7 @@ GROUPED = ("tests/kernels/test_grouped_gemm.py",)
 AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py", EACH_OP)
 TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
+EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
 STORE = ("tests/tuning/test_store.py",)
 RUNNER = ("tests/compile/test_runner.py",)
 MEETINGS = ("tests/tuning",)
@@ -62,6 +64,41 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
+    Mutant(
+        "ep: positions of routes are an exclusive prefix sum",
+        _EP_KERNEL,
+        "at = position + tl.cumsum(found, 0) - found",
+        "at = position + tl.cumsum(found, 0)",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "ep: a dispatch waits for the rows of every program",
+        _EP_KERNEL,
+        "count = layouts * ep_plan.NUM_RANKS",
+        "count = meta * ep_plan.NUM_RANKS",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "ep: a call does not accept the flags of an earlier one",
+        _EP_KERNEL,
+        "epoch = counted // _PROGRAMS + 1",
+        "epoch = 1 + 0 * counted",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "ep: rows travel only after the peer has begun the call",
+        _EP_KERNEL,
+        "    await_programs(peers, 0, begun, chunk_flag(call, 0), ep_plan)\n",
+        "",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "ep: a weight is applied once",
+        "kernels/nvidia/expert_parallel/combine.py",
+        "tl.load(ep_layout.weights + position, mask=exists, other=0.0)",
+        "tl.load(ep_layout.weights + position, mask=exists, other=0.0) * 0.5",
+        EXPERT_PARALLEL,
+    ),
     Mutant(
         "fp8: long sums are promoted to fp32",
         _SCALES,
