@@ -65,35 +65,35 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
-        "ep: positions of routes are an exclusive prefix sum",
+        "expert parallel: positions of routes are an exclusive prefix sum",
         _EP_KERNEL,
         "at = position + tl.cumsum(found, 0) - found",
         "at = position + tl.cumsum(found, 0)",
         EXPERT_PARALLEL,
     ),
     Mutant(
-        "ep: a dispatch waits for the rows of every program",
+        "expert parallel: a dispatch waits for the rows of every program",
         _EP_KERNEL,
         "count = layouts * ep_plan.NUM_RANKS",
         "count = meta * ep_plan.NUM_RANKS",
         EXPERT_PARALLEL,
     ),
     Mutant(
-        "ep: a call does not accept the flags of an earlier one",
+        "expert parallel: a call does not accept the flags of an earlier one",
         _EP_KERNEL,
         "epoch = counted // _PROGRAMS + 1",
         "epoch = 1 + 0 * counted",
         EXPERT_PARALLEL,
     ),
     Mutant(
-        "ep: rows travel only after the peer has begun the call",
+        "expert parallel: rows travel only after the peer has begun the call",
         _EP_KERNEL,
         "    await_programs(peers, 0, begun, chunk_flag(call, 0), ep_plan)\n",
         "",
         EXPERT_PARALLEL,
     ),
     Mutant(
-        "ep: a weight is applied once",
+        "expert parallel: a weight is applied once",
         "kernels/nvidia/expert_parallel/combine.py",
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0)",
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0) * 0.5",
