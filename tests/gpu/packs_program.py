@@ -53,9 +53,9 @@ def timed(name: str, call: Callable[[], Any]) -> Any:
 def watch() -> None:
     """Count kernels, and time parts of the first calls."""
     cache, runtime = triton.runtime.cache, triton.knobs.runtime
-    hashed, digested, begun = cache.triton_key, compose.source_of, []
+    hashed, digested, begun = cache.triton_key, compose.sources_of, []
     cache.triton_key = lambda: timed("hash Triton's files", hashed)
-    compose.source_of = lambda *of: timed("digest sources", lambda: digested(*of))
+    compose.sources_of = lambda *of: timed("digest sources", lambda: digested(*of))
     before = triton.knobs.compilation.listener
 
     def listen(*, cache_hit: bool, **details: Any) -> None:

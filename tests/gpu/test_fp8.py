@@ -72,6 +72,7 @@ def test_ag_gemm_of_every_recipe(on_gpus, recipe):
         (9, 40, 272, E4M3, torch.bfloat16),
         (256, 512, 1024, E4M3, torch.bfloat16),
         (5, 33, 145, E5M2, torch.float32),
+        (1, 512, 512, E4M3, torch.bfloat16),
     ):
         for errors in on_gpus(scaled_gemm_ranks.ag_gemm_of, recipe, *size):
             assert max(errors) <= 1, size

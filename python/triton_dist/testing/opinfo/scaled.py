@@ -81,7 +81,7 @@ def gather(
     scale = scales["A_scale"]
     if scale.ndim == 2:
         by_rank = all_gather_rows(scale.t(), group).view(-1, *scale.t().shape)
-        scale = by_rank.transpose(0, 1).reshape(scale.shape[1], -1).t()
+        scale = torch.cat(tuple(by_rank), 1).t()  # column-major
     else:  # each rank has its own scale, so one per tensor becomes one per row
         scale = all_gather_rows(scale.expand(len(A)).contiguous(), group)
     return rows, {**scales, "A_scale": scale}

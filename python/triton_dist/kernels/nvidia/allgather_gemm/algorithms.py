@@ -134,7 +134,7 @@ class Call(OpCall):
         rows, num_ranks = self.A.shape[0], self.ctx.num_ranks
         if self.scaling.recipe(self.A, self.B) is Recipe.BLOCK:
             by_rank = gathered_scales.view(num_ranks, -1, rows)
-            scales = by_rank.transpose(0, 1).reshape(-1, num_ranks * rows).t()
+            scales = torch.cat(tuple(by_rank), 1).t()  # column-major
         else:
             by_rank = gathered_scales.view(num_ranks, -1)
             scales = by_rank.expand(num_ranks, rows).reshape(-1)
