@@ -50,8 +50,13 @@ def test_example_runs(name, spawn_ranks):
     run(name, spawn_ranks, "cpu")
 
 
-@pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.gpu(count=max(2, PROGRAMS[name][0])))
+        for name in PROGRAMS
+    ],
+)
 def test_example_runs_on_gpus(name, spawn_ranks):
     run(name, spawn_ranks, "cuda")
 
