@@ -24,7 +24,10 @@ def register_entry_points(functions: Iterable[Callable[..., Any]]) -> None:
 
 
 def user_frame() -> types.FrameType:
-    """Return the frame that called the innermost entry point, by default the caller's caller."""
+    """Return the frame that called the innermost entry point on the stack.
+
+    Without an entry point, return the frame of the caller's caller.
+    """
     nearest: types.FrameType = sys._getframe(2)
     frame: types.FrameType | None = nearest
     while frame is not None and frame.f_code not in _entry_points:
@@ -47,7 +50,7 @@ def warn(text: str, category: type[Warning]) -> None:
     warn_at(user_frame(), text, category)
 
 
-def note(text: str, category: type[Warning]) -> None:
+def warn_without_raising(text: str, category: type[Warning]) -> None:
     """Issue a warning from monitoring code, which must not raise.
 
     If warnings are errors, print the text instead.

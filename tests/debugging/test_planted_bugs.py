@@ -50,7 +50,7 @@ REPORTS = {
         "load of element 0",
         "rank 1 .* by TMA",
     ),
-    "copy": ("rank 1, copy that ", "store of element 0", "rank 0 loaded"),
+    "copy": ("rank 1, copy queued at ", "store of element 0", "rank 0 loaded"),
 }
 """Where, what and who else, in the report of a race at a line."""
 

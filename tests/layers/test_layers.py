@@ -89,7 +89,7 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_Attn: attention_dropout is 0.5, expected 0.0",
         "TP_Attn: is_causal is False, expected True",
         "TP_Attn: q_norm.weight.shape is (32,), expected a norm per head, [8]",
-        "TP_MoE: bias of the gate is 'there', expected none",
+        "TP_MoE: bias of the gate is 'present', expected no such attribute",
         "TP_MLP: up_proj is <class 'tests.layers.layer_ranks.Adapted'>, expected a torch.nn.Linear",
         "TP_MLP: up_proj is <class 'tests.layers.layer_ranks.Around'>, expected a torch.nn.Linear",
         "parallelize: forward hooks of mlp.down_proj is 'there', expected no hooks: the ",

@@ -47,7 +47,7 @@ from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import default_group, group_for
+from triton_dist.runtime.ranks import group_for, group_member
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.tracing import is_traced, untraced
 
@@ -223,7 +223,7 @@ def autotune(
     hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore, input_variants_fn)
     process = ProcessFunctions(
         functools.partial(group_for, scope=scope),
-        default_group if scope == "world" else NoGroup,
+        group_member if scope == "world" else NoGroup,
         is_traced,
         is_off,
         lambda: knobs.autotune_keys.get() or 1,

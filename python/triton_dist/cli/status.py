@@ -20,7 +20,10 @@ from triton_dist.cli.subcommand import add_subcommand, counted
 _Tree = dict[str, Any]
 _REFRESH_SECONDS = 1.0
 _IDLE_SECONDS = 30.0
-"""``--watch`` ends if no tuning has been running for this time: a job may tune several keys."""
+"""``--watch`` ends if no tuning has been running for this time.
+
+A job may pause between the tunings of two keys.
+"""
 
 
 def add_to(subcommands: Any) -> None:
@@ -63,7 +66,7 @@ def _print_none(kind: str, function: str | None) -> None:
 def _tree(each: Interrupted) -> _Tree:
     running, age = is_in_use(each.path), 0.0
     if running:
-        with suppress(OSError):  # ``seconds`` ends at the last outcome
+        with suppress(OSError):  # time since the last outcome, which ``seconds`` lacks
             age = max(0.0, time.time() - each.path.stat().st_mtime)
     return {
         **listing.tree_of_unfinished(each),
@@ -137,7 +140,7 @@ def _end(tuning: _Tree) -> str:
 
 @contextmanager
 def _display() -> Iterator[Callable[[Collection[_Tree], Collection[str]], None]]:
-    """Context manager that yields a function to show running tunings and the ends of others.
+    """Context manager that yields a function to show running tunings and finished ones.
 
     On a terminal, running tunings are redrawn in place. Otherwise, a line is printed for each
     tuning that has a new outcome.

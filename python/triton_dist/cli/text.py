@@ -26,7 +26,7 @@ def print_json(tree: object) -> None:
 
 
 def wrapped(line: str, indent: int = 12) -> list[str]:
-    """Return ``line`` wrapped to the terminal; a single line in a pipe, which grep can search."""
+    """Return ``line`` wrapped to the terminal; in a pipe, one line, so that grep can search it."""
     line = printable(line)
     if not is_terminal():
         return [line]

@@ -1,14 +1,15 @@
 """Detect data races between ranks on symmetric memory with vector clocks.
 
-Each rank has two actors: its programs and its copy streams. An actor counts its releases and stores
-the number of known releases of every other actor. A release (``notify``) stores the clock in the
-shadow of the flag; an acquire (``wait``) merges it; a collective merges the clocks of all ranks. A
-copy starts with the clock at which it was queued, and joining its stream merges its clock. An
-access is a race if the actor does not know the element's last store and loads.
+Each rank has two actors: its programs and its copy streams. An actor's clock contains the number of
+its own releases and, for every other actor, the latest release that it has observed. A release
+(``notify``) copies the clock to the shadow of the flag; an acquire (``wait``) merges the shadow
+into the waiting actor's clock; a collective merges the clocks of all ranks. A copy starts with the
+clock at which it was queued. When programs join the copy stream, they merge its clock. An access is
+a race if the actor has not observed the element's last store, or, for a store, its last loads.
 
 A store through a descriptor becomes part of a release only after ``publish_tile`` or at the end of
-the kernel, because TMA stores are asynchronous. Accesses by torch are not checked, except that its
-collectives synchronise. Some races are therefore not found.
+the kernel, because TMA stores are asynchronous. Accesses by torch are not checked, so some races
+are not found. Torch's collectives count as synchronisation.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Races(Observer):
             if unordered.any():
                 other, line = int(who[unordered][0]), int(shadow[rows, WRITER_LINE][unordered][0])
                 description = f"{actor_name(other)} stored at line {abs(line)}"
-                by_tma = " by TMA, which a flag only orders after publish_tile" * (line < 0)
+                by_tma = " by TMA; a flag orders TMA stores only after publish_tile" * (line < 0)
                 self._report(access, name, rows[unordered], description + by_tma)
             program = self._check_programs(access, name, shadow, rows)
             if access.kind == "load":
@@ -171,13 +172,13 @@ class Races(Observer):
                 if kernel:
                     self._order.merge(int(released[:, own].max(initial=0)))
         elif access.semantic == "volatile":
-            # A packet contains its own flag. A store updates the shadow first, so reading the
-            # shadow before the packet would miss a packet that arrives in between.
+            # A packet contains its own flag. A store updates the shadow before the packet, and this
+            # method runs after the packet was loaded. The shadow is thus as new as the packet.
             for _, shadow, rows in shadows_of(access):
                 who, count = shadow[rows, WRITER] - 1, shadow[rows, WRITER_COUNT]
                 known = (who >= 0) & (count < _UNPUBLISHED)
                 np.maximum.at(self._clocks.current_clock, who[known], count[known])
-                # Packets do not record the program.
+                # Packets do not record the sending program: merge the own clock.
                 self._order.merge(int(self._clocks.current_clock[own]))
 
     def publish(self) -> None:
@@ -268,7 +269,7 @@ class Races(Observer):
 
     def _report(self, access: Access, name: str, rows: Any, other: str) -> None:
         rank, copying = knobs.rank.get(), self._clocks.copying
-        queued = f"rank {rank}, copy that {copying.file}:{copying.line} queued"
+        queued = f"rank {rank}, copy queued at {copying.file}:{copying.line}"
         at = queued if copying.line else str(site())
         owner = "" if " of rank " in name else f" of rank {rank}"
         message = (

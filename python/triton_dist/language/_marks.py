@@ -78,7 +78,10 @@ class _CompiledMark:
 
 
 def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) -> None:
-    """Emit the write of a mark (operand: begin) or of a flag (time, address, value)."""
+    """Emit the write of a mark or a flag.
+
+    ``operands`` are [begin] of a mark, or [time, address, value] of a flag.
+    """
     first, is_flag = marking.HEADER_WORDS * _WORD, len(operands) > 1
     text = _WRITE.format(
         address=marks.address,
@@ -125,16 +128,16 @@ def _interpreted_clock() -> int | None:
 
 
 @tl.core.builtin
-def _write_flag(KIND: Any, at: Any, address: Any, value: Any, _semantic: Any = None) -> None:
+def _write_flag(KIND: Any, when: Any, address: Any, value: Any, _semantic: Any = None) -> None:
     value = _semantic.cast(_semantic.to_tensor(value), tl.int64)
     marks = marking.current()
-    assert marks is not None  # because ``at`` is not
-    _write(marks, KIND.value, [at, address, value], _semantic)
+    assert marks is not None  # a clock reading exists only if marks are made
+    _write(marks, KIND.value, [when, address, value], _semantic)
 
 
 @jit
-def _note_compiled_flags(KIND: tl.constexpr, at, ptr, value, mask):
-    if at is not None:
+def _note_compiled_flags(KIND: tl.constexpr, when, ptr, value, mask):
+    if when is not None:
         addresses = ptr.to(tl.int64)
         if ptr.type.is_block():
             lanes = tl.arange(0, ptr.shape[0])
@@ -142,32 +145,32 @@ def _note_compiled_flags(KIND: tl.constexpr, at, ptr, value, mask):
             for lane in tl.static_range(ptr.shape[0]):
                 chosen = valid & (lanes == lane)
                 address = tl.sum(tl.where(chosen, addresses, 0))
-                _write_flag(KIND, at, address, tl.sum(tl.where(chosen, value, 0)))
+                _write_flag(KIND, when, address, tl.sum(tl.where(chosen, value, 0)))
         else:
-            _write_flag(KIND, at, addresses, value)
+            _write_flag(KIND, when, addresses, value)
 
 
-def _note_interpreted_flags(kind: Any, at: Any, ptr: Any, value: Any, mask: Any) -> None:
+def _note_interpreted_flags(kind: Any, when: Any, ptr: Any, value: Any, mask: Any) -> None:
     marks = marking.current()
-    if marks is None or at is None:
+    if marks is None or when is None:
         return
     is_set, program = getattr(kind, "value", kind) == marking.FLAG_SET, current_program_number()
     arrays = (getattr(getattr(each, "handle", each), "data", each) for each in (value, mask))
     valid = [True if each is None else each for each in arrays]
     for address, number, chosen in np.nditer([ptr.handle.data, *valid]):
         if chosen:
-            marks.add(marking.Flag(is_set, program, 0, int(at), int(address), int(number)))
+            marks.add(marking.Flag(is_set, program, 0, int(when), int(address), int(number)))
 
 
 FLAG_AWAITED, FLAG_SET = tl.constexpr(marking.FLAG_AWAITED), tl.constexpr(marking.FLAG_SET)
 flag_clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 """Return the time on the clock of marks; ``None`` if no marks are made."""
 note_flags = _note_interpreted_flags if INTERPRETED.value else _note_compiled_flags
-"""Record that flags are set or were awaited: ``note_flags(KIND, at, ptr, value, mask)``.
+"""Record that flags are set or were awaited: ``note_flags(KIND, when, ptr, value, mask)``.
 
-Timelines draw an arrow from the set to the wait. ``at`` is a result of ``flag_clock``, taken within
-a mark; if it is ``None``, nothing is compiled. ``ptr`` is a pointer or a block of pointers, with
-``mask`` or ``None``. ``value`` is the value that a flag gets, or the awaited value.
+Timelines draw an arrow from the set to the wait. ``when`` is a result of ``flag_clock``, which must
+be called within a mark; if it is ``None``, nothing is compiled. ``ptr`` is a pointer or a block of
+pointers, with ``mask`` or ``None``. ``value`` is the value that a flag gets, or the awaited value.
 """
 
 
@@ -194,7 +197,10 @@ def kernel_read_clock(out_ptr):
 
 
 class ClockReading:
-    """Time on the clock of marks: at creation, or when the stream reaches this point."""
+    """Time on the clock of marks.
+
+    In the interpreter, the time of creation; on a GPU, the time at which the stream gets here.
+    """
 
     def __init__(self) -> None:
         if INTERPRETED.value:

@@ -30,7 +30,7 @@ _STR_MESSAGE = tl.constexpr(
     "scope and semantic arguments: a wait acquires at system scope"
 )
 INTERPRETED = tl.constexpr(is_interpreting())
-SIZE_BITS = 20
+SIZE_BITS = 20  # a sized flag holds the size in its lowest 20 bits, and a count above them
 _POLLS_PER_CHECK = tl.constexpr(64)
 _MAX_COUNT = tl.constexpr(1 << 30)
 
@@ -44,8 +44,8 @@ def _spin_interpreted(
 ) -> int:
     """Yield to other programs, threads and processes; return the number of polls so far.
 
-    Return -1 once a wait with these timeout words has noted a disagreement. Raise ``WaitTimeout``
-    after the time limit.
+    Return -1 if the second timeout word is set, because another wait has found that ranks disagree.
+    Raise ``WaitTimeout`` after the time limit.
     """
     if timeout_words is not None and _peer_timed_out(timeout_words):
         return -1
@@ -76,7 +76,7 @@ def _unchanged(
     """Return a cheap test of whether the late flags still have the values in ``seen``.
 
     The test reads the memory directly; a poll through the interpreter takes 100 times as long.
-    Return ``None`` if the flags have already changed, or if only part of the word is the flag.
+    Return ``None`` if the flags have already changed, or are only a part of their words.
     """
     word = _word(ptr)
     values = seen.handle.data.ravel()
@@ -138,8 +138,8 @@ def _deadline_compiled():
 def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.constexpr):
     """Count a poll of the flag; return -1 when this program must stop waiting.
 
-    All threads of the program must make one decision. It therefore uses a count and the result of
-    an atomic, which are uniform, and not a clock.
+    All threads of the program must decide alike. The decision therefore depends on a count and the
+    result of an atomic, which are uniform, and not on a clock.
 
     Without a limit, check the timeout words only at every 64th poll, because the check takes as
     long as a poll.

@@ -23,7 +23,7 @@ _FORWARDS = {
     "triton_dist_AR": "dist_triton_AR_fwd",
     "triton_dist_gemm_ar": "dist_triton_gemm_ar_fwd",
 }
-"""Call form of the layers in each mode."""
+"""Method of the layers that runs each mode."""
 
 
 class LLM:
@@ -35,7 +35,7 @@ class LLM:
         model: module with ``model.embed_tokens``, ``model.layers``, ``model.norm``, ``lm_head``.
         num_layers, num_key_value_heads, head_dim, max_length: sizes for a ``KV_Cache``.
         model_type: ``"moe"`` or ``"dense"``.
-        mode: call form of ``inference``; set it with ``set_fwd``.
+        mode: mode in which ``inference`` runs, such as ``"triton_dist"``; set it with ``set_fwd``.
 
     Args:
         config: the model; ``init_model_cpu`` creates it.

@@ -12,14 +12,14 @@ from typing import Any
 
 from triton_dist import _files, knobs
 from triton_dist._tuning.values import codec
-from triton_dist._warn import note
+from triton_dist._warn import warn_without_raising
 from triton_dist.errors import ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 
 _MAX_JSON_BYTES = 1 << 24
 _MAX_NAME_BYTES = 240
-"""Maximum bytes of a name without its digest and level; file systems allow 255."""
+"""Maximum bytes of a stem; with the level, a file name has at most 255 bytes."""
 
 
 def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
@@ -31,12 +31,12 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
         levels: levels to write, of ``LEVELS``.
 
     Raises:
-        InvalidArgument: ``kernel`` is not a compiled kernel or lacks a level, or a constant of it
-            has no exact text.
+        InvalidArgument: ``kernel`` is not a compiled kernel or lacks a level, or a constexpr
+            value cannot be written to JSON exactly.
     """
     known = getattr(kernel, "asm", None)
     if known is None:
-        expected = "what a launch or a warmup of a kernel returned, compiled"
+        expected = "the result of a launch or a warmup of a compiled kernel"
         raise InvalidArgument("runner.export", "kernel", kernel, expected)
     for level in levels:
         if level not in LEVELS or (level not in known and levels is not LEVELS):
@@ -119,16 +119,19 @@ def content(path: Path) -> bytes:
 def dump(
     *, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any
 ) -> None:
-    """Export one kernel into ``TRITON_DIST_DUMP_DIR``; Triton's compilation listener.
+    """Export one kernel into ``TRITON_DIST_DUMP_DIR``.
 
-    A kernel that cannot be exported is skipped with a warning.
+    This function is registered as Triton's compilation listener. A kernel that cannot be exported
+    is skipped with a warning.
     """
     if hasattr(src, "fn"):  # false for a kernel that was compiled from an IR file
         try:
             _dump(src, metadata, metadata_group)
         except Exception as error:
             name = metadata.get("name")
-            note(f"kernel {name} is not dumped: {type(error).__name__}: {error}", ArtefactWarning)
+            warn_without_raising(
+                f"kernel {name} is not dumped: {type(error).__name__}: {error}", ArtefactWarning
+            )
 
 
 def _dump(src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str]) -> None:

@@ -87,10 +87,10 @@ def generate_data(
 ) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Yield random operands forever: in each step a tensor per entry of ``configs``.
 
-    An entry is ``None``, which yields ``None``, or (shape, dtype, (scale, offset)) with an optional
-    device. Values are uniform in [-scale, scale) + offset. The shape is a size, a sequence of
-    sizes, or a function that returns the shape; a size may also be a function. Functions are called
-    in each step.
+    An entry is ``None``, which yields ``None``, or a tuple (shape, dtype, (scale, offset)) or
+    (shape, dtype, (scale, offset), device). Values are uniform in [-scale, scale) + offset. The
+    shape is a size, a sequence of sizes, or a function that returns the shape; a size may also be a
+    function. Functions are called in each step.
     """
     entries = list(configs)
     while True:

@@ -44,8 +44,10 @@ def make_parser(description: str | None) -> ScriptParser:
 
 
 def shape_of(args: argparse.Namespace) -> GroupedShape:
-    """Return the shape of the command line, reduced on CPU ranks; M and K are multiples of the
-    ranks."""
+    """Return the shape given on the command line, reduced on CPU ranks.
+
+    M and K are rounded to multiples of the number of ranks.
+    """
     size = dist.get_world_size()
     scale, experts = (1, 1) if is_cuda() else (CPU_SCALE, CPU_EXPERTS_SCALE)
     M, K = (max(1, each // scale // size) * size for each in (args.M, args.K))
@@ -80,7 +82,7 @@ def main(
 ) -> None:
     """Run a script: check, report the tuning, and time the op.
 
-    Check a call, a call in chunks and a call of ``unfused``, the op without overlap.
+    Check a call, a call in chunks and a call of ``unfused`` (the op without overlap).
     """
     info = info.with_dtype(args.dtype)
     with on_ranks(args.seed):

@@ -120,8 +120,8 @@ class RankPool(AbstractContextManager["RankPool"]):
         self._folder = tempfile.TemporaryDirectory(prefix="triton_dist_ranks_")
         base = self._environment()
         main = sys.modules["__main__"]
-        # Triton's interpreter adds its globals to the module of a kernel, such as a notebook.
-        # multiprocessing would run this file in each rank.
+        # Triton's interpreter copies its globals, with ``__file__``, into the module of a kernel.
+        # In a notebook, multiprocessing would then run Triton's interpreter.py in each rank.
         if str(getattr(main, "__file__", "")).endswith("triton/runtime/interpreter.py"):
             del main.__file__
         with _environment_of_ranks(base):
@@ -200,7 +200,7 @@ class _Rank:
             what = f"rank {self.rank}, process {self.process.pid}, has not exited"
             why = "the driver may be waiting for a kernel that does not end"
             warnings.warn(f"{what} {EXIT_SECONDS:.0f} s after a kill: {why}", stacklevel=2)
-            _children.discard(self.process)  # otherwise this interpreter joins the process at exit
+            _children.discard(self.process)  # else Python joins the process at exit
         else:
             self.process.close()
         self.messages.close()
@@ -373,8 +373,8 @@ def spawn_ranks(
         init: initialise the default process group: gloo on CPU ranks and shared GPUs, otherwise
             gloo and NCCL.
         poison_empty: run ranks under :func:`triton_dist.testing.poisoned_empty`.
-        fresh: start new interpreters that have imported no kernel, for libraries that must be
-            imported first. Takes some seconds.
+        fresh: start new Python processes that have imported no kernel, for libraries that must be
+            imported before kernels. Takes some seconds.
 
     Returns:
         Result of each rank.

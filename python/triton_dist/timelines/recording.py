@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from triton_dist import _files, knobs
-from triton_dist._warn import note
+from triton_dist._warn import warn_without_raising
 from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
@@ -107,7 +107,7 @@ def group_profile(
         except Exception as error:
             failure += f"timelines of ranks are not merged: {type(error).__name__}: {error}"
     if failure:
-        note(failure, ArtefactWarning)
+        warn_without_raising(failure, ArtefactWarning)
 
 
 class Recording:
@@ -299,7 +299,7 @@ class ProgramRecording:
 
     def _fail(self, why: str) -> None:
         self._end()
-        note(f"triton-dist profile: {why}", ArtefactWarning)
+        warn_without_raising(f"triton-dist profile: {why}", ArtefactWarning)
         with suppress(OSError):
             self._failed.write_text(f"process {os.getpid()}: {why}", encoding="utf-8")
 

@@ -62,7 +62,7 @@ class ProcessFunctions:
     ranks: Callable[[Any], RankGroup]
     """Returns the ranks that tune together for an ``autotune_pg``. Equal groups return the same
     object."""
-    default_group: Any = NoGroup
+    group_member: Any = NoGroup
     """Its ``WORLD`` is the group of all ranks, or ``None`` before the group is created."""
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Returns ``True`` if a call with these arguments computes nothing: it is traced, or has

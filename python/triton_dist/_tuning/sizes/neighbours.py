@@ -33,11 +33,11 @@ from triton_dist.errors import InvalidArgument
 MAX_DISTANCE = 1.0
 """Maximum distance of neighbours, in doublings of a size."""
 HOOK_NAMES = "fallback_fn or waves_fn"
-"""User functions that are called with configs of neighbours, for messages."""
+"""Names, for messages, of the user functions that receive neighbours' configs."""
 _MAX_CANDIDATES, _MAX_CANDIDATES_WITH_WAVES = 6, 4
 """Maximum number of neighbours' configs that race: without and with known waves."""
 _SAME_WAVES_PENALTY = 0.03
-"""Penalty on a candidate's relative time for each chosen candidate with the same number of
+"""Penalty on a candidate's relative time for each already chosen candidate with the same number of
 waves."""
 _MAX_FALLBACKS = 4
 """Maximum number of fallback kinds that race in addition."""
@@ -48,7 +48,7 @@ _MAX_DELAY = 1.0
 _MAX_UNMEASURED_DELAY = 0.1
 """Relative delay above which a config is not used without a measurement."""
 _MAX_ONE_SIDED_DISTANCE = 0.3
-"""Distance (doublings) of a single neighbour above which its winner is not used unmeasured."""
+"""If the only neighbour is further away (in doublings), use a fallback config, not its winner."""
 
 _ROUNDS = 8
 """Iterations of :func:`aligned_means`."""
@@ -71,7 +71,8 @@ def aligned_means(
     """Return, by name, the weighted mean of several lists of delays.
 
     The delays of a list are relative to its own fastest entry, so lists have different zeros. Least
-    squares finds the offsets; otherwise an entry measured only with slow ones would seem fast.
+    squares finds the offsets. Without offsets, the best entry of a list of slow entries would have
+    delay 0.
     """
     scores = means(delays, weights)
     for _ in range(_ROUNDS):
@@ -127,8 +128,8 @@ class Neighbours:
         """Return whether fully tuned neighbours have tried every kind of config in ``kept``.
 
         If a kind, such as an algorithm for small sizes, was not tried, a warm start would never
-        find it, and each warm start would see less of the space. Shipped records contain only the
-        best configs and count as having tried all.
+        find it, and each warm start would cover less of the space than the previous one. Shipped
+        records contain only the best configs and count as having tried all.
         """
         fully_tuned = [each.record for each in self.all if not each.record.warm_started_from]
         if any(record.shipped for record in fully_tuned):
@@ -144,30 +145,33 @@ class Neighbours:
         sizes: Sizes,
         fallback_fn: Callable[[Config], object],
         key: Key,
-        value: object,
+        user_key: object,
         records: Iterable[TuningRecord],
         is_valid: Callable[[TuningRecord], bool],
     ) -> Neighbours:
-        """Return the neighbours of ``key``, the key of ``value``, among ``records``.
+        """Return the neighbours of ``key`` among ``records``.
 
-        ``is_valid`` decides whether a record may be used for this call.
+        ``user_key`` is the value that ``key_fn`` returned; ``key`` contains its text. ``is_valid``
+        decides whether a record may be used for this call.
         """
-        family = sizes.family(value)
+        family = sizes.family(user_key)
         relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
         for record in records:
             at = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
             if at not in (None, family.sizes) and family.holds(at, record.at):
                 doublings = distance(at, family.sizes)
                 relatives += [(doublings, at, record)] if doublings <= MAX_DISTANCE else []
-        waves = functools.partial(sizes.waves, value)
+        waves = functools.partial(sizes.waves, user_key)
         return cls(family, nearest(relatives, is_valid), fallback_fn, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
-        """Return the configs of ``kept`` that are near the best at the neighbours, best first,
-        alternating with one fallback config of each kind. More time allows more configs."""
+        """Return the configs of ``kept`` that are near the best at the neighbours, best first.
+
+        They alternate with the fastest fallback config of each kind. More time allows more configs.
+        """
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
         has_waves = any(each is not None for each in waves.values())
         # Mean delay over the neighbours that measured a config, weighted by distance. With known
@@ -191,8 +195,10 @@ class Neighbours:
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
     def fallback(self, kept: Sequence[Config]) -> list[Config]:
-        """Return the fastest fallback config of each kind, fastest kind first. Their order changes
-        little with size, so every neighbour that measured two of them is used."""
+        """Return the fastest fallback config of each kind, fastest kind first.
+
+        Their order changes little with size, so warm-started neighbours are used too.
+        """
         fallback = [config for config in kept if self.fallback_fn(config)]
         delays = [self._delays(each, fallback) for each in self.all]
         scores = aligned_means(delays, [each.weight for each in self.all])
@@ -220,7 +226,7 @@ class Neighbours:
         """Return the record, with timestamp ``now``, to use for ``key`` if nothing can be measured.
 
         The config is the one with the smallest delay at the neighbours on both sides; in doubt, a
-        fallback config. Return ``None`` if there is none.
+        fallback config. Return ``None`` without a candidate that a neighbour measured.
         """
         candidates = self.candidates(kept)
         if not candidates:
@@ -255,8 +261,10 @@ class Neighbours:
         )
 
     def _delays(self, neighbour: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
-        """Return, by digest, the delays of ``kept`` at a neighbour, extrapolated to the sizes here,
-        relative to the fastest config there."""
+        """Return, by digest, delays of ``kept`` extrapolated from a neighbour to this key's sizes.
+
+        They are relative to the config of ``kept`` that was fastest at the neighbour.
+        """
         known = [config for config in kept if config.digest in neighbour.slowdowns]
         if not known:
             return {}

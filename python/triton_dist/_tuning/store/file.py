@@ -61,7 +61,7 @@ class FileStore(ReadOnlyStore):
             finally:
                 os.close(folder)
         except OSError as error:
-            self._refuse("write", path, f"cannot be written ({error}); it stays in memory")
+            self._report_refusal("write", path, f"cannot be written ({error}); it stays in memory")
             return ""
         return str(path)
 
@@ -79,11 +79,11 @@ class FileStore(ReadOnlyStore):
             kept = f"It stays ({error}): delete it"
         self._warn(path, f"is not used: {reason}. {kept}; its key is tuned again")
 
-    def _refuse(self, use: str, path: Path, what: str) -> None:
+    def _report_refusal(self, operation: str, path: Path, what: str) -> None:
         folder = self.root.parent
         if os.path.isfile(folder):
             what += f". Set TRITON_DIST_CACHE_DIR to a folder: {folder} is a file"
-        super()._refuse(use, path, what)
+        super()._report_refusal(operation, path, what)
 
 
 def _is_damaged(path: Path) -> bool:

@@ -2,8 +2,9 @@
 
 Each record is a readable JSON file:
 ``<root>/autotune/<function name>/<digest of the key>-<place>.json``. The *place* is a digest of the
-module, signature and bound values of the function, of environment settings, and of the schema. It
-decides which record a new record replaces, but not which record is found:
+module, signature and bound values (closure cells, defaults) of the function, of environment
+settings, and of the schema. It decides which record a new record replaces, but not which record is
+found:
 
 - A lookup considers every file with the digest of the key. The fingerprint of the record decides
   whether it is valid. A renamed module finds records tuned under its old name.
@@ -109,7 +110,7 @@ class ReadOnlyStore:
         except OSError as error:
             # Ignore foreign files next to the folders of functions.
             if folder == self.root or not isinstance(error, NotADirectoryError):
-                self._refuse("read", folder, f"cannot be read: {error}")
+                self._report_refusal("read", folder, f"cannot be read: {error}")
             return []
 
     def _read(self, path: Path, key: Key | None = None) -> TuningRecord | None:
@@ -122,7 +123,7 @@ class ReadOnlyStore:
             self._warn(path, f"is not used: {error}")
             return None
         except OSError as error:
-            self._refuse("read", path, f"cannot be read: {error}")
+            self._report_refusal("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
             if is_ours(path.name):  # ignore foreign files
@@ -140,21 +141,22 @@ class ReadOnlyStore:
         self._warn(path, f"is not used: {reason}. Delete it or replace it")
 
     def _warn(self, path: Path, what: str) -> None:
-        """Warn once per file, which a program may look up for many keys and groups."""
+        """Warn once per file, because a program may look it up for many keys and groups."""
         if path not in self._warned:
             self._warned.add(path)
             warn(f"tuning record {path} {what}", CacheWarning)
 
-    def _refuse(self, use: str, path: Path, what: str) -> None:
-        """Warn once about reading and once about writing, but not about both for one file.
+    def _report_refusal(self, operation: str, path: Path, what: str) -> None:
+        """Report that the file system refused an access: ``operation`` is "read" or "write".
 
-        The file system usually refuses all records of a folder. Further errors are only logged.
+        The file system usually refuses all records of a folder. The first error of each operation
+        is a warning, unless this file has had a warning. Further errors are only logged.
         """
-        if use in self._refused:
+        if operation in self._refused:
             logging.getLogger("triton_dist.cache").info("%s %s", path, what)
         else:
             self._warn(path, what)
-        self._refused.add(use)
+        self._refused.add(operation)
         self._warned.add(path)
 
 

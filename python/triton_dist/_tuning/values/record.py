@@ -32,7 +32,7 @@ from triton_dist.errors import NewerSchema, NoValidConfig
 SCHEMA = 4
 """Version of the record format; older records can be read. Increase it when an older reader would
 misread a record. 2: the function name does not include the module. 3: constants are recorded apart
-from the code. 4: a checksum, and digests of statements."""
+from the code. 4: a checksum, and digests of Python statements."""
 
 
 _OPTIONAL = ("version", "literal", "bound", "uncounted")
@@ -41,7 +41,7 @@ _OPTIONAL = ("version", "literal", "bound", "uncounted")
 
 @dataclass(frozen=True)
 class Trial:
-    """One config, as a tree, and its outcome. The :class:`Config` has an equal digest."""
+    """One config, as a tree, and its outcome. ``digest`` is the digest of its :class:`Config`."""
 
     digest: str
     config: codec.Tree
@@ -69,14 +69,15 @@ class TuningRecord:
     warm_started_from: str = ""
     """Source of the records for a warm start; empty without a warm start."""
     at: tuple[int, ...] = ()
-    """Sizes of the measured call; empty if they are the sizes in the key, which end its range."""
+    """Sizes of the measured call. Empty if they equal the sizes in the key, the upper end of the
+    tuned range."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Number of pruned configs of an unlisted space, by reason."""
+    """Number of pruned configs by reason, of a space that is too large to be listed."""
     by_rank: Mapping[str, ByRank] = field(default_factory=dict)
     """Times per rank of the configs with the most samples, by digest of the config."""
 
     def __getattr__(self, name: str) -> Any:
-        """Read the unread trials of a record from :meth:`from_tree` at first use."""
+        """Parse ``trials`` at first use, if :meth:`from_tree` kept them as JSON text."""
         unread = self.__dict__.get("_unread")
         if name != "trials" or unread is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -166,8 +167,8 @@ class TuningRecord:
         """Return the record in a tree written by :meth:`to_tree`.
 
         Args:
-            unread: JSON text of the trials, with a verified checksum, if ``tree`` lacks them. They
-                are parsed at first use.
+            unread: JSON text of the trials, if ``tree`` lacks them. The caller has verified its
+                checksum. The trials are parsed at first use.
             best: tree of the winner, in addition to ``unread``.
 
         Raises:
@@ -199,7 +200,10 @@ class StoredRecord(NamedTuple):
     """Path of its file, or ``"memory"``."""
 
     def is_of(self, key: Key) -> bool:
-        """Return whether it is of the function of ``key``; a shipped record also of its module."""
+        """Return whether this record and ``key`` have the same function.
+
+        A shipped record must also have the same module.
+        """
         own, shipped = self.record.key, self.record.shipped
         return own.function == key.function and (not shipped or own.module == key.module)
 
@@ -219,7 +223,8 @@ def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
 def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
     """Recompute the digests of configs, which included the modules of classes in schema 1.
 
-    The function of schema 1, ``module.qualname``, cannot be split here. The store compares it.
+    ``function`` remains ``module.qualname`` as in schema 1, because it cannot be split here. The
+    store compares the whole name.
     """
     try:
         trials = [trial | {"digest": codec.digest(trial["values"])} for trial in tree["trials"]]
@@ -294,7 +299,8 @@ def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict:
     found = list(differences(record.fingerprint, now))
     reasons = [d.sentence for d in found if strict or not d.patch_level]
     tolerated = [d.sentence for d in found if not strict and d.patch_level]
-    # A shipped record does not compare the space. Other records fail here only if they were edited.
+    # For a shipped record, this check replaces the comparison of space digests in ``differences``.
+    # Other records fail here only if they were edited.
     best = record.best
     if not reasons and space.find(best.digest, best.config) is None:
         reasons = [f"config space: the winner {best} is not in it"]

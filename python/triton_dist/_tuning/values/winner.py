@@ -30,7 +30,8 @@ class Levels(NamedTuple):
     """Robust standard deviation of a sample in milliseconds; outliers have little effect."""
 
     def standard_error(self, num_samples: int, other_num_samples: int) -> float:
-        """Return the standard error of the difference of two levels, from their sample numbers."""
+        """Return the standard error of the difference of two levels, from their numbers of
+        samples."""
         return self.noise * math.sqrt(1 / num_samples + 1 / other_num_samples)
 
 
@@ -74,7 +75,7 @@ def levels(samples: Sequence[Sequence[float]]) -> Levels:
         for own, own_level in zip(samples, level, strict=True)
         for time, drift in zip(own, round_drift, strict=False)
     ]
-    # The round deviations absorb a share of the noise: half of it with two candidates.
+    # The round deviations absorb a share of the noise; with two candidates, half of it.
     absorbed = len(samples) / max(len(samples) - 1, 1)
     return Levels(level, _DEVIATIONS_PER_MAD * statistics.median(residuals) * math.sqrt(absorbed))
 
@@ -92,8 +93,8 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
 
     Drift is removed from the samples (:func:`~triton_dist._tuning.values.winner.levels`). The
     winner is the earliest outcome within a zone above the fastest level. The zone is half a
-    standard error of the difference, and at most ``indifference``. Thus a measured difference
-    decides, and noise does not.
+    standard error of the difference, and at most ``indifference``. Differences below the noise do
+    not decide; the order of the space does.
 
     Outcomes with fewer than half of the maximum number of samples are ignored: the search
     eliminated them early, and their times are imprecise.
@@ -109,7 +110,7 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     if not medians:
         return None
     lowest = min(medians.values())
-    limit = lowest + _MAX_DRIFT * abs(lowest)  # abs: negative if a clock was set back
+    limit = lowest + _MAX_DRIFT * abs(lowest)  # abs: times are negative if a clock was set back
     near = sorted(index for index, median in medians.items() if median <= limit)
     near = sorted(sorted(near, key=medians.__getitem__)[:_MAX_COMPARED])
     samples = [outcomes[index].samples for index in near]  # type: ignore[union-attr]

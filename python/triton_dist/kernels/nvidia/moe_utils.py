@@ -86,8 +86,8 @@ def sort_topk_ids_align_block_size(
         Six int32 tensors:
 
         * gather_index: see ``calc_gather_scatter_index_triton``;
-        * for each tile in order of arrival: its expert, its index among the row tiles, the first
-            and the last rank whose tokens it contains;
+        * four tensors with an entry for each tile in order of arrival: the expert, the index of the
+            tile among the row tiles, the first and the last rank whose tokens the tile contains;
         * the number of tiles in use, [1].
 
     Raises:
@@ -107,8 +107,9 @@ def sort_topk_ids_align_block_size(
     has_route = tiles != NO_ROUTE
     first = torch.where(has_route, tiles, NO_ROUTE).amin(1) // routes
     last = torch.where(has_route, tiles, -1).amax(1) // routes
-    # Shards arrive in the order rank, rank + 1, …, rank - 1. A tile waits for its latest shard:
-    # rank - 1 if the tile contains it, else the largest rank of the tile.
+    # Shards arrive in the order rank, …, num_ranks - 1, 0, …, rank - 1. A tile waits for the shards
+    # first to last. If they include rank - 1, it arrives last. Otherwise they do not span the wrap
+    # from rank - 1 to rank, and ``last`` arrives last.
     previous_rank = (rank - 1) % num_ranks
     awaited_rank = torch.where(
         (first <= previous_rank) & (previous_rank <= last), previous_rank, last

@@ -254,7 +254,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             sequence_parallel: use the sequence-parallel mode, else the all-reduce mode.
         """
         rows = x.reshape(-1, x.shape[-1])
-        ranks = self._ranks_for(rows, ranks, sequence_parallel)
+        ranks = self._collectives_for(rows, ranks, sequence_parallel)
         rows = self._product("ag_gemm" if sequence_parallel else "gemm", rows, first, ranks)
         if activation is not None:
             rows = activation(rows)
@@ -300,7 +300,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         B = weight, getattr(self, name + SCALES)
         return fp8_product(function, A, B, routing, x.dtype, ranks)
 
-    def _ranks_for(
+    def _collectives_for(
         self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
     ) -> Collectives:
         """Return ``ranks``, or torch's collectives for a call without tokens.

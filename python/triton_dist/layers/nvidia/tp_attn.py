@@ -170,7 +170,7 @@ class TP_Attn(TensorParallelLayer):
         Other keyword arguments are ignored. A mask or cache under an unknown name raises.
 
         Args:
-            hidden_states: [..., hidden], in the layer's mode.
+            hidden_states: [..., hidden]: this rank's tokens in sequence-parallel mode, else all.
             position_embeddings: cos and sin, [batch or 1, tokens, head_dim], of the whole sequence
                 in both modes.
             attention_mask: mask of ``scaled_dot_product_attention``; ``None``: causal.
@@ -224,13 +224,15 @@ class TP_Attn(TensorParallelLayer):
         return attended.transpose(1, 2)
 
     def norm_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of the norms of heads; each rank's gradient is from its heads."""
+        """Return the parameters of the head norms. A rank's gradient covers only its own heads."""
         norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
         return [parameter for norm in norms for parameter in norm.parameters()]
 
     def replicated_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of replicated kv heads in ``tensor``, shaped as ``wqkv`` or
-        ``bqkv``. If the tensor is a ``DTensor``, these are the rows of its local part."""
+        """Return this rank's rows of replicated kv heads in ``tensor``.
+
+        ``tensor`` has the shape of ``wqkv`` or ``bqkv``. Of a ``DTensor``, return local rows.
+        """
         first = self.num_heads * self.head_dim if self.replicas > 1 else tensor.shape[0]
         if isinstance(tensor, DTensor):
             _, offset = compute_local_shape_and_global_offset(
@@ -265,9 +267,9 @@ class TP_Attn(TensorParallelLayer):
         sin: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """Run the layer; ``tokens``: per sequence over all ranks. cos, sin broadcast over heads.
+        """Run the layer. ``tokens``: length of a whole sequence; cos, sin broadcast over heads.
 
-        Sequence-parallel rows may end with padding, of fewer rows than ranks.
+        Sequence-parallel rows may end with padding; there are fewer padding rows than ranks.
         """
         rows = math.prod(x.shape[:-1]) * (ranks.num_ranks if sequence_parallel else 1)
         padding = rows % tokens if tokens else rows
@@ -341,7 +343,8 @@ class TP_Attn(TensorParallelLayer):
             at = offset[:batch, None] + torch.arange(tokens, device=x.device)
             sequences = torch.arange(batch, device=x.device)[:, None]
             k_cache[sequences, at], v_cache[sequences, at] = k, v
-            # The queries of a group become rows of one head, so keys and values are not repeated.
+            # Grouped queries: queries that share a key head become rows of one head, so keys and
+            # values are not repeated.
             group = self.num_heads // self.num_kv_heads
             q = q.view(batch, tokens, -1, group, self.head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(batch, -1, group * tokens, self.head_dim)

@@ -24,7 +24,7 @@ class TP_MoE(TokenLayer):
 
     Each expert is ``down(act(gate(x)) * up(x))``. ``TensorParallelLayer`` describes arguments,
     modes and call forms; ``autotune`` is ignored, because calls are always tuned. E is the number
-    of experts, I the number of an expert's columns over all ranks.
+    of experts. I is the intermediate size of an expert, over all ranks.
 
     Attributes:
         gate: [E, hidden], the router, equal on all ranks.
@@ -32,7 +32,8 @@ class TP_MoE(TokenLayer):
         down_proj: [E, I / ranks, hidden].
         gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
             of fp8 weights and of their inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
-            Products use the largest scale of an input. fp8 weights are for inference.
+            All experts use the largest input scale in the checkpoint. fp8 weights are for
+            inference.
     """
 
     shards = ("gate_up_proj", "down_proj")
@@ -74,7 +75,7 @@ class TP_MoE(TokenLayer):
         beside = ((source.gate, "bias"), (source, _CORRECTION), (source.gate, _CORRECTION))
         for holder, name in beside:
             if getattr(holder, name, None) is not None:
-                raise self._invalid(f"{name} of the gate", "there", "none")
+                raise self._invalid(f"{name} of the gate", "present", "no such attribute")
         gate = self._checked_weight("gate", source.gate, (len(each), None), allows_router=True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
@@ -161,7 +162,7 @@ class TP_MoE(TokenLayer):
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        ranks = self._ranks_for(rows, ranks, sequence_parallel)
+        ranks = self._collectives_for(rows, ranks, sequence_parallel)
         ids, scales = self._routes(rows)
         if sequence_parallel:
             ids = functional.all_gather(ids, ranks)
@@ -194,7 +195,7 @@ class TP_MoE(TokenLayer):
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``torch_fwd`` from products of all tokens with all experts, without a loop."""
+        """Return the result of ``torch_fwd``, by products of all tokens with all experts."""
         rows = x.reshape(-1, x.shape[-1])
         ids, scales = self._routes(rows)
         gate, up = torch.einsum("mh,ehi->emi", rows, self.gate_up_proj).chunk(2, -1)

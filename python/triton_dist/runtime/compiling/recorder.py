@@ -14,7 +14,7 @@ from typing import Any
 import triton
 
 from triton_dist._archive import SUFFIX, Contents, PackedKernel, write
-from triton_dist._warn import note
+from triton_dist._warn import warn_without_raising
 from triton_dist.errors import CacheWarning
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.facts import compilation_facts
@@ -62,7 +62,9 @@ class Recorder:
                 facts = compilation_facts(compilation)
                 self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
         except Exception as error:
-            note(f"kernel {metadata.get('name')} is not recorded: {error!r}", CacheWarning)
+            warn_without_raising(
+                f"kernel {metadata.get('name')} is not recorded: {error!r}", CacheWarning
+            )
         if self._before is not None:
             self._before(metadata=metadata, **details)
 
@@ -75,7 +77,7 @@ class Recorder:
             kernels = {digest: PackedKernel(name, facts, files)}
             write(self.folder / f"{digest}{SUFFIX}", Contents({}, kernels))
         except OSError as error:
-            note(f"kernel {name} is not recorded: {error}", CacheWarning)
+            warn_without_raising(f"kernel {name} is not recorded: {error}", CacheWarning)
 
 
 def is_recording(folder: Path) -> bool:

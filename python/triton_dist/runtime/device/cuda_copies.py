@@ -52,8 +52,8 @@ class CudaTransfer:
     """Steps as pre-built driver calls, queued in order at each start."""
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
-        # Values that change between starts: the caller's stream, and the addresses of ``InputRows``
-        # by first row and byte offset.
+        # Values that change between starts: the caller's stream, and the address of each
+        # ``InputRows``. Keys of the latter: (first row, byte offset).
         self._current = ctypes.c_void_p()
         self._input_addresses: dict[tuple[int, int], ctypes.c_uint64] = {}
         self._streams = tuple(streams)  # keeps their events and memory alive

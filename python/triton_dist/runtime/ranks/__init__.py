@@ -22,7 +22,7 @@ __all__ = [
     "SoloRank",
     "StoreRanks",
     "WorldRank",
-    "default_group",
+    "group_member",
     "group_for",
     "process_group_of",
 ]
@@ -38,7 +38,7 @@ class _DefaultGroup:
         return distributed_c10d._world.default_pg
 
 
-default_group: Any = _DefaultGroup()
+group_member: Any = _DefaultGroup()
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """Argument that selects ranks: a process group, a 1-D mesh, or ``None`` for the world."""

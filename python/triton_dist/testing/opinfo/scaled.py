@@ -82,7 +82,7 @@ def gather(
     if scale.ndim == 2:
         by_rank = all_gather_rows(scale.t(), group).view(-1, *scale.t().shape)
         scale = torch.cat(tuple(by_rank), 1).t()  # column-major
-    else:  # each rank has its own scale, so one per tensor becomes one per row
+    else:  # each rank has its own scale: repeat it for each of the rank's rows
         scale = all_gather_rows(scale.expand(len(A)).contiguous(), group)
     return rows, {**scales, "A_scale": scale}
 
@@ -103,7 +103,7 @@ def library_product(
     order: torch.Tensor,
     scales: Scales,
 ) -> Callable[[], torch.Tensor]:
-    """Return a call of torch's grouped GEMM of the rows ``order`` of A, sorted by expert."""
+    """Return a function that calls torch's grouped GEMM on rows ``order`` (by expert) of A."""
     rows = rows_of(A, order)
     if not scales:
         return lambda: grouped_mm(rows, B, ends)
@@ -116,7 +116,11 @@ def library_product(
 
 
 def by_row(A: torch.Tensor, B: torch.Tensor, scales: Scales) -> Scales:
-    """Return scales that torch's grouped GEMM has on Hopper: for BLOCK, row-wise scales of 1."""
+    """Return scales in a layout that torch's grouped GEMM supports on Hopper.
+
+    Block-wise scales are replaced by row-wise scales of 1, so the result differs. Use them for
+    timing only.
+    """
     if not scales or scales["A_scale"].ndim == 1:
         return scales
     ones = scales["B_scale"].new_ones

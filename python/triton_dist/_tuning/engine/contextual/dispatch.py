@@ -44,7 +44,7 @@ def _release_instances() -> None:
 
 os.register_at_fork(after_in_child=_release_instances)
 
-# Differs from every world, ``None`` included.
+# Differs from every process group, and from the world ``None`` before initialisation.
 _UNSETTLED = object()
 
 Q = ParamSpec("Q")
@@ -56,8 +56,8 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     Attributes:
         fn: the function without tuning. Its kernels then tune as Triton does.
-        tuning_calls: number of calls of the function by this process, in addition to one per call
-            of the user.
+        tuning_calls: number of extra calls of the function that tunings in this process made. One
+            call per call of the user is not counted.
     """
 
     fn: Callable[P, R_co]
@@ -68,7 +68,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         fn: Callable[P, R_co],
         compose: Callable[[], ContextualParts],
         interception: Interception,
-        default_group: Any,
+        group_member: Any,
         ranks: Callable[[], RankGroup],
         is_off: Callable[[], bool],
         torch_state: Callable[[Any], RandomState],
@@ -76,7 +76,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         super().__init__(fn)
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
-        self._default_group, self._is_off_now = default_group, is_off
+        self._group_member, self._is_off_now = group_member, is_off
         self._torch_state, self._uses_random_numbers = torch_state, False
         self._contexts: Contexts = {}
         self._chosen_for_world: object = None
@@ -89,7 +89,8 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         _instances.add(self)
 
     if TYPE_CHECKING:
-        # Type checkers do not bind class methods of this type, and bind static methods.
+        # Type checkers do not bind a classmethod around this object, and bind a staticmethod around
+        # it. These overloads compensate for both.
         @overload
         def __get__(
             self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: None, owner: type[T]
@@ -120,7 +121,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
                 rank.
             NoValidConfig: every config of some kernel failed.
         """
-        if self._settled_for_world is not self._default_group.WORLD or self._interception.sessions:
+        if self._settled_for_world is not self._group_member.WORLD or self._interception.sessions:
             return self._call_unsettled(args, kwargs)  # type: ignore[no-any-return]
         return self._watched(args, kwargs)  # type: ignore[no-any-return]
 
@@ -132,12 +133,12 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         try:
             result = self.fn(*args, **kwargs)
         except BaseException as error:
-            if interception.late_sessions:
+            if interception.settled_call_sessions:
                 self._abandon(watch, error)
             raise
         finally:
             interception.unwatch(watch)
-        if interception.late_sessions:
+        if interception.settled_call_sessions:
             return self._continue(watch, args, kwargs, result, before)
         return result
 
@@ -154,7 +155,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         self._settled_for_world = _UNSETTLED
 
     def _call_unsettled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that must tune, or that may be part of a call that tunes."""
+        """Make a call that must tune, or may be nested in a call that tunes."""
         if self._interception.is_traced((args, kwargs)):
             return self.fn(*args, **kwargs)
         outer = self._interception.current_call()
@@ -162,18 +163,18 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         # A recursive call belongs to the same tuning.
         if own is not None and own.session is not None:
             return self._run(Call(self, outer, own.session), args, kwargs)
-        if self._settled_for_world is not self._default_group.WORLD:
+        if self._settled_for_world is not self._group_member.WORLD:
             if self._is_off():
                 with self._untuned() as session:
                     return self._run(Call(self, outer, session), args, kwargs)
             with self._tuning:
                 # Another thread may have tuned the function while this thread waited.
-                if self._settled_for_world is not self._default_group.WORLD:
+                if self._settled_for_world is not self._group_member.WORLD:
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
     def _untuned(self) -> UntunedSession:
-        with suppress(TritonDistError):  # the reason is shown on ranks that wait for this rank
+        with suppress(TritonDistError):  # ranks that wait for this rank show the note
             self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
         return UntunedSession(self._interception)
 
@@ -186,7 +187,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         return result
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function, registered as ``call`` of this thread."""
+        """Call the function while ``call`` is registered as the current call of this thread."""
         interception = self._interception
         interception.enter(call)
         try:
@@ -197,8 +198,8 @@ class ContextualAutoTuner(Decorated[P, R_co]):
             interception.leave(call)
 
     def _session(self, values: Any = ()) -> Session:
-        world = self._default_group.WORLD
-        # The ranks of another world agreed on the configs.
+        world = self._group_member.WORLD
+        # Configs are agreed by the ranks of one world, so a new world starts without configs.
         if world is not self._chosen_for_world:
             self.clear()
             self._chosen_for_world = world
@@ -248,7 +249,9 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         before: RandomState | None,
     ) -> Any:
         """Finish the tuning, if any, that began in the call that returned ``result``."""
-        session: Session | UntunedSession | None = self._interception.late_sessions.pop(watch, None)
+        session: Session | UntunedSession | None = self._interception.settled_call_sessions.pop(
+            watch, None
+        )
         if session is None:  # the session belongs to another thread
             return result
         try:
@@ -265,7 +268,7 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     def _abandon(self, watch: Watch, error: BaseException) -> None:
         """End the tuning, if any, that began in the call that raised ``error``."""
-        session = self._interception.late_sessions.pop(watch, None)
+        session = self._interception.settled_call_sessions.pop(watch, None)
         if session is None:
             return
         try:

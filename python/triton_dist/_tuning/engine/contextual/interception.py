@@ -89,7 +89,7 @@ class Interception:
         self._intercepting_prune = self._prune_replacement()
         self._lock = threading.Lock()
         self.sessions: list[Session] = []
-        self.late_sessions: dict[Watch, Any] = {}
+        self.settled_call_sessions: dict[Watch, Any] = {}
         self._watches: list[Watch] = []
 
     def current_call(self) -> Call | None:
@@ -151,8 +151,10 @@ class Interception:
         self._lock = threading.Lock()
         self.sessions = [session for session in self.sessions if session in own]
         self._watches = [watch for watch in self._watches if watch[1] == thread]
-        self.late_sessions = {
-            watch: late for watch, late in self.late_sessions.items() if watch in self._watches
+        self.settled_call_sessions = {
+            watch: late
+            for watch, late in self.settled_call_sessions.items()
+            if watch in self._watches
         }
         if was_tuning and not self.sessions:
             Autotuner.run = self._run
@@ -202,7 +204,7 @@ class Interception:
             if session is not None:
                 return session.launch(tuner, args, kwargs)
             assert watch is not None
-            if watch not in self.late_sessions:
+            if watch not in self.settled_call_sessions:
                 result = watch[0].launch_known(tuner, args, kwargs)
                 if result is not NOT_KNOWN:
                     return result
@@ -211,9 +213,9 @@ class Interception:
         return run
 
     def _late_session(self, watch: Watch) -> Session:
-        session: Session | None = self.late_sessions.get(watch)
+        session: Session | None = self.settled_call_sessions.get(watch)
         if session is None:
-            session = self.late_sessions[watch] = watch[0].begin_session()
+            session = self.settled_call_sessions[watch] = watch[0].begin_session()
         return session
 
     def _prune_replacement(self) -> Callable[..., Any]:

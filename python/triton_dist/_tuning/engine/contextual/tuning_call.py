@@ -72,7 +72,10 @@ class TuningCall:
         self.no_config_left: NoValidConfig | None = None
 
     def launch(self, context: Context, launch: Launch) -> Any:
-        """Launch the winner of ``context``, or its current candidate if there is no winner yet."""
+        """Launch the winner of ``context``, or its current candidate if there is no winner yet.
+
+        A ``Context`` is the tuning of one kernel for one key.
+        """
         if context.winner is None and context not in self.steps:
             self._compile_current(context, launch)
             if context.plan.current is None:
@@ -100,7 +103,7 @@ class TuningCall:
             with watchdog.paused():
                 launch.compile(context.winner)
         except Exception as error:
-            # Other errors are raised again by the launch.
+            # Ignore other errors here: the launch meets and raises them too.
             own = error_text(error) if is_unusable(error) else ""
         step = Step(f"call {self.number}: compile the recorded winner of {context.name}")
         whys = self._messages.all_gather(step, own, self._parts.settings.compile_seconds)
@@ -187,8 +190,8 @@ class TuningCall:
     def _step(self, context: Context, launch: Launch) -> Any:
         """Make the launch of ``context`` that counts in this call.
 
-        If the config cannot be launched here, another config replaces it for this call. Otherwise
-        other ranks, on which it may run, would wait for the signals of this kernel.
+        If the config cannot be launched here, another config replaces it for this call. Without a
+        launch, ranks on which the config runs would wait for the signals of this kernel.
         """
         step, device = context.plan.current, self._parts.device
         assert step is not None  # otherwise the context has a winner

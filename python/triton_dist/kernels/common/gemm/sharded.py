@@ -9,10 +9,10 @@ The last tile of a shard is clipped on store, by a mask or by a 3-D descriptor [
 For sm_90 the 3-D descriptor needs the same registers, shared memory and instructions as a 2-D
 descriptor.
 
-Flag ``shards.arrivals[s * FLAGS_PER_RANK + c]`` covers chunk c of shard s, which has ``chunk_rows``
-rows. The chunk has arrived when the flag reaches the epoch at ``shards.epoch``. Flags also carry
-the number of rows of a shard (``common/peers.py``). ``gemm/work_items.py`` explains fused push
-(``NUM_COMM_SMS``) and split-K.
+Flag ``shards.arrivals[s * FLAGS_PER_RANK + c]`` covers chunk c of shard s; a chunk has
+``chunk_rows`` rows. The chunk has arrived when the flag reaches the epoch at ``shards.epoch``. The
+lowest 20 bits of a flag hold the number of rows of a shard (``common/peers.py``).
+``gemm/work_items.py`` explains fused push (``NUM_COMM_SMS``) and split-K.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def gathered_tile(
 def wait_for_rows(shards, shard, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr):
     """Wait for rows ``first_row`` to ``last_row`` of a shard; return a token.
 
-    The flags are copies of the peers' epoch words, which contain the size of the call.
+    A peer sets its flags to its epoch word (epoch and size of the call, ``common/peers.py``). The
+    wait compares both with this rank's epoch word.
     """
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
@@ -161,7 +162,7 @@ def kernel_gemm_persistent(
             push_local_shard(
                 local_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, True
             )
-        # Rotate the numbers, so that senders take the last work items of a wave.
+        # Rotate the program numbers: programs that send take the last work items of a wave.
         program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
@@ -262,8 +263,9 @@ def kernel_gemm_non_persistent(
 ):
     """Compute one tile per program on pointers, for any strides. Grid (tiles + NUM_COMM_SMS,).
 
-    C is contiguous. On all current GPUs programs start in order, so programs that wait for gathered
-    shards start last. Sending these shards needs no SM of this grid.
+    C is contiguous. On all current GPUs programs start in order: programs that push this rank's
+    shard first, programs that wait for gathered shards last. A waiting program therefore never
+    keeps a pushing program from starting; the peers send the gathered shards.
     """
     PRECISION: tl.constexpr = gemm_plan.PRECISION
     NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
@@ -288,7 +290,8 @@ def kernel_gemm_non_persistent(
     a_row = row
     if gemm_plan.GATHERED:  # noqa: SIM102  # constexpr and runtime conditions stay apart
         if shard != rank:
-            # There is no loop over chunks here: wait for all chunks of the shard.
+            # A program waits once: with fused push for all chunks of the shard along K, else for
+            # the chunks of its rows.
             if NUM_COMM_SMS > 0:
                 flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
                 value = flag_of(shards.epoch, rows)

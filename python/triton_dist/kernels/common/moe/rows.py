@@ -15,8 +15,8 @@ from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.runtime.device import current_device
 
-UNTILED_ROWS = 1 << 20
-"""Tile height of a map without tiles: each expert has a single tile."""
+ROWS_OF_SINGLE_TILE = 1 << 20
+"""Tile height so large that each expert has a single tile."""
 _BLOCK = 2048
 _LIBRARY_CAPABILITY = "9.0"
 
@@ -80,9 +80,9 @@ def is_library_candidate(key: Any) -> bool:
 
 
 def fits_library(key: Any) -> bool:
-    """Return whether torch can multiply by weights [E, K, N] of a call's key.
+    """Return whether torch can multiply by weights with the sizes, dtype and layout in ``key``.
 
-    For fp8, torch on Hopper has TENSOR and ROW scales of e4m3 operands and bf16 output.
+    For fp8, torch on Hopper supports TENSOR and ROW scales of e4m3 operands and bf16 output.
     """
     if isinstance(key, ScaledKey):
         has_kernel = key.recipe != Recipe.BLOCK.value and key.dtype is torch.float8_e4m3fn
@@ -128,7 +128,10 @@ def kernel_copy_rows(
 
 
 def gather_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
-    """Return the launch that fills ``out`` [R, K] with rows of A, [M, K] or [R, K], by expert."""
+    """Return the launch that fills ``out`` [R, K] with rows of A, sorted by expert.
+
+    A has one row per token, [M, K], or one row per route, [R, K].
+    """
     return _copy(A, out, blocks.routes, None, len(blocks.routes) // A.shape[0])
 
 
@@ -153,7 +156,7 @@ def sorted_product(
 def multiply_sorted(
     rows: torch.Tensor, B: torch.Tensor, blocks: BlockMap, scales: OperandScales | None, key: Any
 ) -> torch.Tensor:
-    """Return torch's product of rows in the order of experts, for a call's key."""
+    """Return torch's product of rows in the order of experts, with the options in ``key``."""
     ends = blocks.ends[: blocks.E]
     if scales is None:
         return grouped_mm(rows, B, ends)

@@ -26,8 +26,8 @@ from triton_dist.runtime.device import current_device
 _MAX_BLOCK_M, _MAX_BLOCK_M_FEW_ROWS, _MIN_COLUMNS = 128, 32, 64
 _MAX_TILES_PER_EXPERT = 16
 _OTHER_BATCHES = 3
-# Limits of ``other_batches``. With fewer rows per expert, a draw may not use all experts. With more
-# routes there are dozens of waves, so one more tile does not matter.
+# Limits of ``other_batches``. Below the first, a draw may not use all experts. Above the second,
+# there are dozens of waves, so one more tile does not matter.
 _MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
@@ -90,8 +90,9 @@ def fits_grouped(
     """Return whether a config is a candidate for the tuned range that contains ``tokens``.
 
     * Tiles fit in shared memory and, for fp8 operands (``key`` is a ``ScaledKey``), in registers.
-    * Tiles have at most 32 rows, or 4 times the mean number of rows per expert. With tiles of fewer
-      than 128 rows, an expert has at most ``_MAX_TILES_PER_EXPERT`` tiles: each reads the weights.
+    * Tiles have at most max(32, 4 times the mean number of rows per expert) rows.
+    * Each tile reads the expert's weights, so an expert has at most ``_MAX_TILES_PER_EXPERT``
+      tiles, or more if tiles have 128 rows.
     * Tiles are less than twice as wide as the output.
     """
     tiles: triton.Config = config["gemm_config"]
@@ -114,7 +115,7 @@ def fits_grouped(
 def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool:
     """Return whether a tile of fp8 operands fits in registers."""
     m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
-    # Low tiles convert operands to fp16, which takes registers.
+    # Tiles with few rows convert operands to fp16, which takes registers.
     spills = m == _MAX_BLOCK_M_FEW_ROWS and n == 256 and recipe == Recipe.BLOCK.value
     return not spills and fits_registers(tiles, Recipe(recipe), use_fast_accum)
 

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.moe.columns import Columns
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.rows import (
-    UNTILED_ROWS,
+    ROWS_OF_SINGLE_TILE,
     fits_library,
     gather_rows,
     has_fast_library,
@@ -137,7 +137,7 @@ class LibraryProduct(Product):
     """
 
     def __init__(self, call: SumCall) -> None:
-        super().__init__(call, UNTILED_ROWS)
+        super().__init__(call, ROWS_OF_SINGLE_TILE)
         self._sorted = torch.empty_like(self.x, memory_format=torch.contiguous_format)
         self._scales = call.scales
 

@@ -165,11 +165,11 @@ C = TypeVar("C", bound=SummingCall)
 class SummingAlgorithm(SelectableAlgorithm[C, SummingSizes]):
     """An algorithm of an op that sums products over ranks."""
 
-    is_general: ClassVar[bool] = False
+    supports_any_call: ClassVar[bool] = False
     """True if it also supports one rank, and tiles that are added to one sum on their owner."""
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        fits_sizes = self.is_general or (sizes.num_ranks > 1 and not sizes.adds_on_arrival)
+        fits_sizes = self.supports_any_call or (sizes.num_ranks > 1 and not sizes.adds_on_arrival)
         return fits_sizes and super().fits(config, sizes)
 
 

@@ -129,7 +129,7 @@ class SummingCall(OpCall):
 
     @staticmethod
     @abstractmethod
-    def key_options(ctx: Any) -> bool:
+    def options_in_key(ctx: Any) -> bool:
         """Return the options of the op that are part of the tuning key."""
 
     @staticmethod
@@ -149,7 +149,7 @@ class SummingCall(OpCall):
     ) -> Any:
         """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
         scaling = cls.scaling_of(A, ctx, **options)
-        key = (cls.check_operands(A, B, bias, ctx, scaling), cls.key_options(ctx, **options))
+        key = (cls.check_operands(A, B, bias, ctx, scaling), cls.options_in_key(ctx, **options))
         requested = cls.requested(**options) if options else None
         return key if requested is None else (*key, requested)
 

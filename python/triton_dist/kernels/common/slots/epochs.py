@@ -8,12 +8,12 @@ Protocol per slot; calls alternate between two slots:
 * ``finish`` reports to every peer that this rank has *consumed* the received data, then increments
   the epoch. It is one block on the main stream after the call's kernels and copies.
 * A sender may overwrite a peer's slot once the peer has consumed the previous contents. Alternating
-  calls guarantee this without a check: the last call waited for data from each peer, and the peer
-  sent it after its previous call, which was the last to read this slot.
+  calls guarantee this without a check. Call n uses the slot of call n - 2. Call n - 1 waited here
+  for data from each peer, and a peer sends it only after its own call n - 2 has ended.
 * If the host cannot prove that order, the call begins with a *peer check*, a one-block kernel. This
-  concerns calls in and after CUDA graphs, which repeat one slot, calls during tuning, and calls
-  after a call that did not wait for all peers. The check runs on the main stream: on a side stream
-  it might never get an SM next to a full grid that waits for it.
+  concerns calls in CUDA graphs (a replay repeats one slot) and all later calls, calls during
+  tuning, and calls after a call that did not wait for all peers. The check runs on the main stream:
+  on a side stream it might never get an SM next to a full grid that waits for it.
 
 All ranks must make the same sequence of calls and replay graphs equally often. The calls of one
 ``EpochSlots`` must execute in order on the device, whatever streams they use.
@@ -58,8 +58,8 @@ T = TypeVar("T")
 
 SLOTS = 2
 _LINE = 16  # int64 words in a 128-byte line; each slot has its own line
-# Control words of a slot's "epoch" line. The first is the flag of the slot's current use: its
-# epoch, and the size of the last call that checked its peers. The timeout words follow.
+# Control words of a slot's "epoch" line. The first is the flag of the slot's current use: the
+# epoch of this use, and the size of the last call with a peer check. The timeout words follow.
 EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
 GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
 LAST_COMPLETE = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # last epoch before a wait gave up
@@ -77,7 +77,7 @@ Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
 def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
     """Wait until every peer has consumed the data of the slot's last use. Grid (1,).
 
-    Also store ``size`` in the slot's flag, from which copy engines copy.
+    Also store ``size`` in the slot's flag, which copy engines copy to the peers.
     """
     last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
     tl.store(epoch_ptr, flag_of(epoch_ptr, size))
@@ -99,7 +99,7 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
             consumed = dl.symm_at(consumed_ptr, consumed_table, peer) + rank
             dl.notify(consumed, epoch.to(tl.int32))
         peer += 1
-    # Do not advance past the epoch of the first wait that gave up: errors name its flag.
+    # Keep LAST_COMPLETE at the epoch before the first wait that gave up: errors then find its flag.
     tl.store(epoch_ptr + LAST_COMPLETE, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
     tl.store(epoch_ptr, flag + _ONE_EPOCH)
 
@@ -115,9 +115,10 @@ class EpochSlots:
         regions: regions of each slot.
         zeroed: regions that are zero initially and after ``reset``, such as flags and sums.
         single_regions: regions that exist once instead of once per slot.
-        disagreements: disagreements of the context; by default only of this memory.
-        flags_of_rank: by region, the number of consecutive flags of one peer. By default the flags
-            of a region are [anything, source rank].
+        disagreements: collects mismatched sizes. Pass one object to all memories of a context; by
+            default this memory has its own.
+        flags_of_rank: by region, the number of consecutive flags of one peer. By default the
+            last index of a region is the source rank.
     """
 
     def __init__(
@@ -152,14 +153,15 @@ class EpochSlots:
         self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
         self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
-        self._follows_full_call = self._in_graphs = self._capturing = False
+        self._previous_awaited_all = self._in_graphs = self._capturing = False
         self._clear_lines()
         flags = weak_method(self._flags)
         self.timeout_words = TimeoutWords(
             name, kernels, self.memory["epoch"].local, _TIMEOUT_WORD, _CONSECUTIVE_WAITS,
             weak_method(self._find_late_flag), flags, self.disagreements, ranks,
         )  # fmt: skip
-        # Load now, because loading waits for running kernels (Launch.followed_by).
+        # Load now: loading waits for running kernels, so a later load could deadlock with a kernel
+        # that waits for a peer (see Launch.followed_by).
         if self.num_ranks > 1:
             self._peer_check_launch(0).preload(self._finish_launch()).compile()
         self.device.synchronize()
@@ -198,8 +200,8 @@ class EpochSlots:
         Args:
             size: size of this call, which must be equal on all ranks.
             peer_check: ``False`` if the call's kernel checks its peers itself.
-            copied: copy engines copy the slot's flag. A new size then requires a peer check, which
-                stores it.
+            copied: copy engines copy the slot's flag word to the peers. If the size has changed, a
+                peer check must first store the new size in this word.
 
         Raises:
             RankDisagreement: ranks made an earlier call with different sizes.
@@ -212,14 +214,18 @@ class EpochSlots:
         self._capturing = self.device.is_capturing()
         if self._capturing and not max_polls:  # graphs of tuning are not replayed later
             self._in_graphs = True
-        # The peer check is redundant after a call that waited for every peer on the other slot.
-        unknown = self._in_graphs or max_polls or not self._follows_full_call
+        # The peer check is redundant if the previous call, on the other slot, waited for every
+        # peer.
+        unknown = self._in_graphs or max_polls or not self._previous_awaited_all
         if peer_check and (unknown or (copied and self._sizes[self.index] != size)):
             self._check_peers(self.index, size)
-        self._follows_full_call = False
+        self._previous_awaited_all = False
 
     def skip(self) -> None:
-        """Switch to the other slot without an epoch, for a call that synchronises ranks itself."""
+        """Switch to the other slot without incrementing an epoch.
+
+        For a call that synchronises ranks itself.
+        """
         self.index = self.next_index
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
@@ -239,7 +245,7 @@ class EpochSlots:
             return
         self.launcher.run((kernel_finish_epoch, self.index), self._finish_launch)
         max_polls = self.timeout_words.max_polls
-        self._follows_full_call = awaited and not self._capturing and not max_polls
+        self._previous_awaited_all = awaited and not self._capturing and not max_polls
         if max_polls or self._reports_status:
             self._expected[self.index] = expected
         self.timeout_words.end()
@@ -269,7 +275,7 @@ class EpochSlots:
             self._sizes = [0] * SLOTS
             self._begun[:] = [0] * SLOTS
             self.index = 0
-            self._follows_full_call = False
+            self._previous_awaited_all = False
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
@@ -322,7 +328,7 @@ class EpochSlots:
     def _late_flags(
         self, slot: int, epoch: int, read: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the missing flags that use number ``epoch`` of the slot waits for."""
+        """Yield the flags for which the slot's use number ``epoch`` still waits."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for region, indices, value in (
             *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
@@ -349,7 +355,7 @@ class SlotMemory:
         self.disagreements = slots.disagreements
 
     def flags_of_peers(self, number: int) -> list[int]:
-        """Return the first ``number`` flags of each peer in a region [anything, source rank]."""
+        """Return the indices of each peer's flags in a region [``number``, source rank]."""
         indices = range(number * self.num_ranks)
         return [index for index in indices if index % self.num_ranks != self.rank]
 

@@ -23,7 +23,7 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
-    UNTILED_ROWS,
+    ROWS_OF_SINGLE_TILE,
     fits_library,
     gather_rows,
     has_fast_library,
@@ -344,7 +344,7 @@ class Library(_GatherThenMultiply):
 
     def compile(self, call: Call) -> None:
         self.compile_gather(call)
-        blocks, C = call.blocks(UNTILED_ROWS), call.empty_product()
+        blocks, C = call.blocks(ROWS_OF_SINGLE_TILE), call.empty_product()
         rows, _ = call.operand(call.shard.new_empty(call.key.M, call.shard.shape[1]))
         sorted_rows = call.a.new_empty(len(C), call.key.K)
         copies = gather_rows(rows, sorted_rows, blocks), restore_row_order(C, C, blocks)
@@ -352,7 +352,7 @@ class Library(_GatherThenMultiply):
             launch.compile()
 
     def multiply(self, call: Call) -> torch.Tensor:
-        blocks = call.blocks(UNTILED_ROWS)
+        blocks = call.blocks(ROWS_OF_SINGLE_TILE)
         rows, scales = call.operand(call.all_rows(blocks.queue))
         product = sorted_product(rows, call.b.detach(), blocks, scales, call.key)
         C = call.empty_product()

@@ -78,7 +78,7 @@ class Call(SummingCall):
         return ALGORITHMS.requested(method)
 
     @staticmethod
-    def key_options(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
+    def options_in_key(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
         return bool(copy_to_local)
 
 
@@ -242,7 +242,7 @@ class Collective(UnfusedAlgorithm[Call]):
     With one rank, only the product.
     """
 
-    name, is_general, is_fallback = "collective", True, True
+    name, supports_any_call, is_fallback = "collective", True, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         yield ()

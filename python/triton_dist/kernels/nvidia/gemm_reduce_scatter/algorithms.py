@@ -37,10 +37,11 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import no_garbage_collection
 
-# Number of tile shapes tried with pushes; the first 3 of them with every number of chunks.
+# Number of tile shapes tried with pushes. The largest tile shapes are tried with all ``_CHUNKS``.
 _NUM_PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
-# Shapes of a reduce-scatter after the GEMM, largest (and likeliest) first.
+# Launch parameters of the reduce-scatter after the GEMM: CTAs, block bytes, chunks. Likely winners
+# come first.
 _SERIAL_PARAMS = (
     *(LaunchParams(ctas, 16384) for ctas in (128, 64)),
     LaunchParams(64, 16384, 4),
@@ -79,7 +80,7 @@ class Call(SummingCall):
             raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
         return bool(ctx.reduce_st if reduce_st is None else reduce_st)
 
-    key_options = sums_on_arrival
+    options_in_key = sums_on_arrival
 
     def check_sum(self) -> None:
         """Raise if ``reduce_st`` is set; only ``"fused"`` adds tiles on arrival."""
@@ -108,7 +109,7 @@ class Fused(_OverlappedReduceScatter):
     """The program that computed a tile stores it into the owner's memory, or adds it there."""
 
     name, tunables = "fused", ("gemm_config", "persistent")
-    scatter, is_general = "tile", True
+    scatter, supports_any_call = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.with_persistent(spaces.get_config_space)
@@ -117,7 +118,7 @@ class Fused(_OverlappedReduceScatter):
 class OneLaunch(OneLaunchAlgorithm[Call]):
     """Multiply, send and add in one launch, for few rows.
 
-    At few rows, most programs of ``"fused"`` would have no tile to add at the end. Here all
+    With few rows, most programs of ``"fused"`` would be idle while the last programs add. Here all
     programs add after the last tile is multiplied. One tile spans the rows of several ranks, so B
     is read once. No launch comes before or after the kernel.
     """
@@ -148,14 +149,15 @@ class _Pushed(ReduceScatterLaunches):
         rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
         pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
         try:
-            # The GEMM waits for the peers' pushes, which they queue after their GEMM. Freeing
-            # memory synchronises with the GPU: if all ranks did so here, they would deadlock.
+            # The running GEMM waits for pushes that the peers queue after the launch of their GEMM.
+            # Freeing memory synchronises with the GPU: if all ranks did so here, they would
+            # deadlock.
             with no_garbage_collection():
                 pushes.fork(stream)
                 self.multiply()
                 pushes.queue()  # before any other launch, which may block until the GEMM ends
             self.add_deferred()
-        finally:  # join even if a wait in the kernel gave up: the awaited flags still arrive
+        finally:  # join even if a wait in the kernel gave up: the peers' flags still arrive
             pushes.join(stream)
 
 

@@ -24,7 +24,7 @@ from triton_dist.kernels.common.launch import BoundedDict, Launch
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
 from triton_dist.kernels.common.moe.rows import (
-    UNTILED_ROWS,
+    ROWS_OF_SINGLE_TILE,
     clear_padding_rows,
     fits_library,
     gather_rows,
@@ -234,14 +234,14 @@ class Library(Algorithm[Call, GroupedKey]):
             raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
-        blocks, routes = call.blocks(UNTILED_ROWS), call.topk_ids.numel()
+        blocks, routes = call.blocks(ROWS_OF_SINGLE_TILE), call.topk_ids.numel()
         C = call.empty_product()
         copies = gather_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
         for launch in (*blocks.launches, copies, self._end(call, C, blocks)[1]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
-        blocks = call.blocks(UNTILED_ROWS).queue()
+        blocks = call.blocks(ROWS_OF_SINGLE_TILE).queue()
         C = sorted_product(call.A.detach(), call.B.detach(), blocks, call.scales, call.key)
         if call.activation is not None:
             gate, up = C.chunk(2, dim=1)
