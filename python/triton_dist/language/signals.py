@@ -163,7 +163,7 @@ def _wait_in_turn(ptr, count, value, timeout_words, SIZED: tl.constexpr):
 
 @jit
 def wait(ptr, count, value, timeout_words=None, SIZED: constexpr = False):
-    """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
+    """Spin until each of the ``count`` int32 flags that begin at ``ptr`` has reached ``value``.
 
     This is an acquire at system scope. Flags count up and may wrap: they are compared by signed
     difference. An atomic add of zero lowers to ``ld.acquire.sys``; Triton 3.6 has no other way to

@@ -68,7 +68,7 @@ _UNTIL_ENDED = 60.0
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return an argparse type that accepts integers from ``least`` on."""
+    """Return an argparse type that accepts integers of at least ``least``."""
 
     def number(word: str) -> int:
         value = int(word) if word.isdecimal() else -1

@@ -133,7 +133,7 @@ def _failure_of(work: Callable[[], object]) -> RankFailure | None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent dies; otherwise the rank would wait for its peers forever."""
+    """Exit when the parent dies, so that the rank does not wait for its peers forever."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -1,8 +1,8 @@
 """Import, rewrite and parse all kernels and sources at import of this module.
 
-The fork server imports it if ranks interpret kernels. Otherwise each rank would need 0.5 s for the
-kernels, and another 1.5 s each if it tunes (sources) or calls layers (``torch.distributed.tensor``
-and ``torch._dynamo``), which is more than most tests take.
+The fork server imports it if ranks interpret kernels. Without this import, each rank would need 0.5
+s for the kernels, and another 1.5 s each if it tunes (sources) or calls layers
+(``torch.distributed.tensor`` and ``torch._dynamo``), which is more than most tests take.
 """
 
 from __future__ import annotations

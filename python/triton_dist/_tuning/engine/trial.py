@@ -41,8 +41,8 @@ from triton_dist.errors import (
     original_error,
 )
 
-# The noted queueing time decays by this factor at each run. Otherwise one delay of the host would
-# lengthen the time for which ``delay_stream`` keeps the device busy before all later runs.
+# The noted queueing time decays by this factor at each run. Without decay, one delay of the host
+# would lengthen the time for which ``delay_stream`` keeps the device busy before all later runs.
 _QUEUEING_DECAY = 0.9
 # Maximum queueing time, in seconds, that is noted from the first run of a config.
 _MAX_FIRST_QUEUEING = 1e-3

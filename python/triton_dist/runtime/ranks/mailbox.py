@@ -146,7 +146,7 @@ class Mailbox:
                 client.delete_key(name)
 
     def ended_or_stopped(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the ranks on this host whose process ended, and those whose process is stopped."""
+        """Return the ranks on this host with an ended process, and with a stopped process."""
         gone, stopped = {}, {}
         for rank in missing:
             process = self.process(rank)

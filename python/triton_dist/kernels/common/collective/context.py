@@ -137,7 +137,7 @@ def check_output(
 ) -> None:
     """Raise ``InvalidArgument`` for an unsuitable tensor for a result of ``numel`` elements.
 
-    It must not share memory with x, unless x is exactly its bytes from ``allowed_offset`` on.
+    It must not share memory with x, unless x is exactly its bytes that begin at ``allowed_offset``.
     """
     check_tensor(function, "output", output, device)
     if output.dtype != x.dtype:

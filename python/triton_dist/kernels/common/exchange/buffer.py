@@ -57,7 +57,7 @@ class LaunchParams:
 
     Attributes:
         num_ctas: programs, at most ``MAX_CTAS``.
-        block_bytes: bytes that a program moves at a time, a power of two from 512 on.
+        block_bytes: bytes that a program moves at a time, a power of two, at least 512.
         num_chunks: chunks of a program's blocks, at most ``MAX_CHUNKS``.
     """
 
@@ -128,7 +128,7 @@ def checked_params(
         raise InvalidArgument(function, "num_ctas", params.num_ctas, f"1 to {MAX_CTAS}")
     nbytes = params.block_bytes
     if not isinstance(nbytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
-        raise InvalidArgument(function, "block_bytes", nbytes, "a power of two from 512 on")
+        raise InvalidArgument(function, "block_bytes", nbytes, "a power of two, at least 512")
     if params.num_chunks not in range(1, MAX_CHUNKS + 1):
         raise InvalidArgument(function, "num_chunks", params.num_chunks, f"1 to {MAX_CHUNKS}")
     return params

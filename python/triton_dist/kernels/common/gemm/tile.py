@@ -137,7 +137,7 @@ def multiply_tile_by_pointers(
 ):
     """Multiply a tile like ``multiply_tile``, for any strides of A and B.
 
-    Read ``rows_left`` rows from ``row`` on. ``INT64_OFFSETS``: offsets along K within a block
+    Read ``rows_left`` rows that begin at ``row``. ``INT64_OFFSETS``: offsets along K within a block
     exceed 32 bits. Always using 64 bits would cost registers (128 instead of 124, sm_90).
     """
     if INT64_OFFSETS:

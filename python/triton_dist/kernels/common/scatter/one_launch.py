@@ -118,7 +118,7 @@ def _first_sub_tile(
     """
     of_column = own_tiles * SUB_TILES
     even_begin = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
-    # Distribute the sub-tiles of the wave's last column over the programs from ``lowest`` on.
+    # Distribute the sub-tiles of the wave's last column over the programs ``lowest`` and above.
     last = tl.maximum((end - 1) // of_column * of_column, begin)
     tile = last // SUB_TILES
     lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
@@ -139,7 +139,7 @@ def sub_tiles_of_program(
     BLOCK_SIZE_M: tl.constexpr,
     SUB_TILE_ROWS: tl.constexpr,
 ):
-    """Return (first, end) of the sub-tiles that this program adds in the wave from ``wave`` on."""
+    """Return (first, end) of this program's sub-tiles of the wave that begins at ``wave``."""
     SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
