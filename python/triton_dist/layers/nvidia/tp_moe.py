@@ -32,7 +32,7 @@ class TP_MoE(TokenLayer):
         down_proj: [E, I / ranks, hidden].
         gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
             of fp8 weights and of their inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
-            All experts use the largest input scale in the checkpoint. fp8 weights are for
+            Each grouped product uses the largest input scale of its weights. fp8 weights are for
             inference.
     """
 
