@@ -171,8 +171,6 @@ class DispatchCall(OpCall):
         if ctx.sent is not None:
             expected = "no other dispatch before wait() of the result of ep_send"
             raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
-        ctx.raise_fault()
-        ctx.calls += 1
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
         routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
         index, positions, local_ids, ends, counts, sent = int32s(
@@ -193,7 +191,7 @@ class DispatchCall(OpCall):
         received = Received(
             ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, index, ends,
             counts.view(experts, num_ranks), weights, positions.view(-1, topk),
-            local_ids.view(-1, topk), sent.view(-1, 2), self.tokens, self.limit, ctx.calls,
+            local_ids.view(-1, topk), sent.view(-1, 2), self.tokens, self.limit,
             lambda: self.launch_kernel(layout, False, True),
         )  # fmt: skip
         self.chosen.start(self, received, layout, receive)
@@ -258,7 +256,7 @@ class DispatchCall(OpCall):
         arguments = (
             self.x, self.x_scale, self.topk_ids, self.topk_weights, locations, self.expert_map,
             regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
-            self.logical_experts, ctx.rank, ctx.calls, metas, copies,
+            self.logical_experts, ctx.rank, metas, copies,
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
@@ -389,7 +387,10 @@ class Push(_DispatchAlgorithm):
 
 
 class PushExperts(Push):
-    """Programs store a row for each route. For few tokens."""
+    """Programs store a row for each route. For few tokens.
+
+    The tuner does not choose it, because the result has no ``local_ids``.
+    """
 
     name = "push_experts"
 
@@ -397,7 +398,7 @@ class PushExperts(Push):
         return ((params.num_ctas, params.block_bytes) for params in _DISPATCH[:2])
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        return sizes.has_room and super().fits(config, sizes)
+        return False
 
     def check(self, call: DispatchCall) -> None:
         if not call.key.has_room:

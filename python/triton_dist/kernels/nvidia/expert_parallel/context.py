@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist import knobs
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
@@ -82,11 +80,9 @@ class EPContext(OpContext[ExchangeBuffer]):
         device = self.device.torch_device
         self.ready = torch.zeros(self.local_experts, dtype=torch.int64, device=device)
         self.dropped = torch.zeros(1, dtype=torch.int32, device=device)
-        self.faults, self.counted = self.device.host_word(), self.device.host_word()
-        addresses = [self.faults.data_ptr(), self.counted.data_ptr()]
-        self.control = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.faults = self.device.host_word()
+        self.control = torch.tensor([self.faults.data_ptr()], dtype=torch.int64, device=device)
         self.meta_elements = meta
-        self.calls = 0
         self.sent: Received | None = None
         """Result of a send that has not been received."""
 
@@ -98,12 +94,9 @@ class EPContext(OpContext[ExchangeBuffer]):
             RankDisagreement: ranks called with different ``max_tokens``.
         """
         super().check()
-        self.raise_fault()
-
-    def raise_fault(self) -> None:
-        """Raise if a kernel of an earlier call has found invalid ids or weights, on every rank."""
+        # Calls do not look at faults: ranks would see one before different calls, and hang.
         fault = int(self.faults[0])
-        if fault and not self.device.is_capturing():
+        if fault:
             self.faults[0] = 0
             if fault == kernel.FAULT_ID.value:
                 expected = f"ids from 0 to {self.num_experts - 1}, or -1"
@@ -207,7 +200,6 @@ class Received:
             ``topk_ids`` of ``grouped_gemm`` for ``rows``, if rows are in the order of tokens.
         sent: int32 [max_tokens, 2], bits of the ranks and choices to which this rank's tokens went.
         tokens: number of this rank's tokens.
-        number: number of the call, for ``num_routes``.
     """
 
     ctx: EPContext
@@ -222,7 +214,6 @@ class Received:
     sent: torch.Tensor
     tokens: int
     max_tokens: int
-    number: int
     receive: Any = None
 
     def wait(self) -> Received:
@@ -235,14 +226,12 @@ class Received:
     def num_routes(self) -> int:
         """Return the number of positions, padding included. Waits for the dispatch.
 
-        Reads one word of host memory. Cannot be captured in a CUDA graph.
+        Cannot be captured in a CUDA graph.
         """
-        deadline = time.monotonic() + (knobs.wait_timeout.get() or float("inf"))
-        while int(self.ctx.counted[0]) >> 32 != self.number:
-            if time.monotonic() > deadline:
-                self.ctx.check()
-            time.sleep(0)
-        return int(self.ctx.counted[0]) & 0xFFFFFFFF
+        if self.ctx.sent is self:
+            expected = "a received result: call wait() first"
+            raise InvalidArgument("num_routes", "self", "the result of ep_send", expected)
+        return int(self.ends[-1])
 
     def expanded(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a row for each position, and their scales. Rows of padding are zero.

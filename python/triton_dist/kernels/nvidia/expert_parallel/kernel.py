@@ -77,8 +77,7 @@ class EPLayout(NamedTuple):
     """Result of the layout programs; ``op.py`` describes the arrays of ``Received``.
 
     counts: [EXPERTS, NUM_RANKS], routes of each expert and source; ready: int64 [EXPERTS], flags of
-    the layout programs. control: int64, addresses of the host words for faults and for the number
-    of routes.
+    the layout programs. control: int64, address of the host word for faults.
     """
 
     rows_at: Any
@@ -316,7 +315,7 @@ def routes_of(
 @jit
 def lay_out(
     local_expert, has_weights: tl.constexpr, has_locations: tl.constexpr, memory, peers, ep_layout,
-    call, max_tokens, capacity, meta, number, ep_plan: tl.constexpr,
+    call, max_tokens, capacity, meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of the routes of a local expert, and what belongs to them."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -355,8 +354,11 @@ def lay_out(
             mask=lane < local_expert, other=0, cache_modifier=".cg",
         )  # fmt: skip
     ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
+    # If ranks disagree, waits end early and counts may be arbitrary: stay in the arrays.
+    length = plane + ep_plan.EXPERTS * (ALIGNMENT - 1)
     begin = tl.sum((earlier + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
-    end = begin + (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    begin = tl.minimum(tl.maximum(begin, 0), length)
+    end = tl.minimum(begin + (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, length)
     tl.store(ep_layout.ends + local_expert, end)
     position = begin
     fault = 0
@@ -368,6 +370,7 @@ def lay_out(
             )
             found = mine.to(tl.int32)
             at = position + tl.cumsum(found, 0) - found
+            mine &= at < length
             row = source * capacity + location
             if ep_plan.PER_EXPERT:
                 row = row * ep_plan.TOPK + route % ep_plan.TOPK
@@ -404,14 +407,11 @@ def lay_out(
     tl.store(ep_layout.rows_at + position + lane, -1, mask=position + lane < end)
     if fault != 0:
         tl.store(tl.load(ep_layout.control).to(tl.pointer_type(tl.int64)), fault)
-    if local_expert == ep_plan.EXPERTS - 1:
-        counted = tl.load(ep_layout.control + 1).to(tl.pointer_type(tl.int64))
-        tl.store(counted, (number.to(tl.int64) << 32) | end)
 
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "capacity", "num_experts", "rank", "number", "meta", "copies",
+        "tokens", "max_tokens", "capacity", "num_experts", "rank", "meta", "copies",
     ]
 )  # fmt: skip
 def kernel_dispatch(
@@ -430,7 +430,6 @@ def kernel_dispatch(
     hidden,
     num_experts,
     rank,
-    number,
     meta,
     copies,
     receives_only: tl.constexpr,
@@ -438,8 +437,7 @@ def kernel_dispatch(
 ):
     """Run the programs of a dispatch, or with ``receives_only`` the last two kinds.
 
-    Grid (programs,). ``meta`` and ``copies`` are numbers of programs. ``number`` is the number of
-    the call on the host, which its count of routes names.
+    Grid (programs,). ``meta`` and ``copies`` are numbers of programs.
     """
     call = begin_call_of(peers, max_tokens, rank, receives_only, ep_plan)
     program = tl.program_id(0)
@@ -459,7 +457,7 @@ def kernel_dispatch(
     elif program < layouts + ep_plan.EXPERTS:
         lay_out(
             program - layouts, weights_ptr is not None, locations_ptr is not None, memory, peers,
-            ep_layout, call, max_tokens, capacity, meta, number, ep_plan,
+            ep_layout, call, max_tokens, capacity, meta, ep_plan,
         )  # fmt: skip
     else:
         flags = tl.arange(0, ep_plan.FLAG_LANES)

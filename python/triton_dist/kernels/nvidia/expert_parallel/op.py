@@ -153,8 +153,8 @@ def ep_dispatch(
 
     Raises:
         InvalidArgument: an argument does not fit the context; on every rank, an id is not an
-            expert, or a weight is NaN. If a kernel finds the latter, a later call or
-            ``ctx.check()`` raises it, and such routes are masked.
+            expert, or a weight is NaN. If a kernel finds the latter, ``ctx.check()`` raises it.
+            Invalid ids are masked.
         ContextFinalized: ``ctx`` was finalized.
         RankDisagreement: ranks pass different ``max_tokens``.
     """
