@@ -10,6 +10,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.sentences import GROUPS, lengths
+
 ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
@@ -117,3 +119,10 @@ def test_no_phrase_that_has_to_be_read_twice():
         if (match := re.search(phrase, text))
     ]
     assert not found
+
+
+def test_sentences_are_short():
+    for name, pattern in GROUPS.items():
+        average, most, longest = lengths(sorted(ROOT.glob(pattern)))
+        assert average <= 18, f"{name}: a sentence has {average:.1f} words on average"
+        assert most <= 35, longest
