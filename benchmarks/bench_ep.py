@@ -35,7 +35,6 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DISPATCH,
     DispatchCall,
     EPLayout,
-    tokens_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall
 from triton_dist.runtime.device import current_device
@@ -74,7 +73,7 @@ def draw_ids(row: Row, rank: int) -> torch.Tensor:
     """Return random ids [tokens, topk]; the experts of a token differ."""
     device = current_device().torch_device
     generator = torch.Generator(device).manual_seed(rank)
-    if row.routing == "single":
+    if row.routing == "same_experts":
         return torch.arange(row.topk, device=device, dtype=torch.int32).repeat(row.tokens, 1)
     if row.topk == 1 and row.routing == "even":
         number = torch.randperm(row.tokens, device=device, generator=generator)
@@ -86,11 +85,20 @@ def draw_ids(row: Row, rank: int) -> torch.Tensor:
     return drawn.int()
 
 
+def tokens_of(received: Received) -> tuple[Any, Any, list[list[int]]]:
+    """Return (rank, token) of the rows that this rank sends and receives, and their numbers."""
+    num_ranks, tokens = received.ctx.num_ranks, received.tokens
+    peers = torch.arange(num_ranks, device=received.destinations.device)[:, None]
+    sends = (received.destinations[:tokens][None, :] >> peers) & 1
+    arrives = (received.position_of_route >= 0).any(1).view(num_ranks, -1)
+    splits = torch.stack([sends.sum(1), arrives.sum(1)]).tolist()
+    return sends.nonzero(as_tuple=True), arrives.nonzero(as_tuple=True), splits
+
+
 def configs(algorithms: Any, quick: bool, best: int) -> list[dict[str, Any]]:
     """Return the configs of our algorithms to measure."""
-    space = [each for each in algorithms.config_space() if each["algorithm"].startswith("push")]
+    space = [each for each in algorithms.config_space() if each["algorithm"] != "collective"]
     if quick:
-        space = [each for each in space if each["algorithm"] == "push"]
         space = [each for each in space if each["block_bytes"] in (8192, 16384)]
         space = [each for each in space if each["num_ctas"] in (128, 240, 256)]
     return space[:best] if best else space
@@ -109,15 +117,14 @@ class Measurement:
         device = current_device().torch_device
         self.group = dist.group.WORLD
         self.ctx = create_ep_context(
-            rank, size, size, row.tokens * (row.topk if row.tokens <= 128 else 1), row.hidden,
-            row.experts, row.topk, torch.bfloat16,
-        )  # fmt: skip
+            rank, size, size, row.tokens, row.hidden, row.experts, row.topk, torch.bfloat16
+        )
         self.x = torch.randn(row.tokens, row.hidden, device=device, dtype=torch.bfloat16)
         self.ids = draw_ids(row, rank)
         self.weights = torch.rand(row.tokens, row.topk, device=device)
         self.kwargs = {"quantise": row.fp8, "max_tokens": row.tokens}
         self.received = self.dispatch(algorithm="collective")
-        positions = self.received.num_routes()
+        positions = self.received.num_positions()
         self.y = torch.randn(positions, row.hidden, device=device, dtype=torch.bfloat16)
         sends, arrives, self.splits = tokens_of(self.received)
         self.send_order, self.recv_order = sends, arrives
@@ -161,8 +168,8 @@ class Measurement:
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
         r, ctx = self.received, self.ctx
         layout = EPLayout(
-            r.index, r.weights, r.positions.view(-1), r.local_ids.view(-1), r.ends,
-            r.counts.view(-1), r.sent.view(-1), ctx.ready, ctx.control,
+            r.row_of_position, r.weights, r.position_of_route.view(-1), r.local_ids.view(-1),
+            r.ends, r.counts.view(-1), r.destinations, ctx.ready, ctx.control,
         )  # fmt: skip
         call.launch_kernel(layout, True, True, copies=0)
 
@@ -186,8 +193,6 @@ class Measurement:
             calls: dict[str, Callable[[], Any]] = {}
             reference = self.summary(call(algorithm="collective"))
             for config in configs(algorithms, options.quick, options.best):
-                if config["algorithm"] == "push_experts" and self.row.tokens > 128:
-                    continue
                 error = self.error(self.summary(call(**config)), reference)
                 if error > 0.05:
                     log(f"  WRONG {name} {shown(config)}: {error:.3g}")
@@ -208,7 +213,7 @@ class Measurement:
         """Return what two algorithms must agree in: rows by position, or summed tokens."""
         if isinstance(found, torch.Tensor):
             return found.float()
-        index = found.index[: found.num_routes()].long()
+        index = found.row_of_position[: found.num_positions()].long()
         rows = found.rows[index].float()
         if found.scales is not None:
             rows = rows * found.scales[index].repeat_interleave(128, 1)[:, : rows.shape[1]]
@@ -254,7 +259,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rows", default=",".join(ROWS), help="some of: %(default)s")
     parser.add_argument("--tokens", help="measure these numbers of tokens instead, 1,32,777")
-    parser.add_argument("--routing", default="even", help="some of even,zipf,single")
+    parser.add_argument("--routing", default="even", help="some of even,zipf,same_experts")
     parser.add_argument("--topk", type=int, default=8, help="of --tokens")
     parser.add_argument("--fp8", action="store_true", help="of --tokens")
     parser.add_argument("--quick", action="store_true", help="few configs")

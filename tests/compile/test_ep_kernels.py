@@ -33,7 +33,7 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
         rank=1, num_ranks=num_ranks, max_tokens=tokens, hidden=hidden, topk=topk,
         dtype=torch.bfloat16, capacity=capacity or tokens, num_experts=experts,
         local_experts=experts // num_ranks, meta_elements=1024, calls=1, ready=words(8),
-        control=words(2), dropped=matrix(1, dtype=torch.int32), sent=None, sums=buffer,
+        control=words(2), dropped=matrix(1, dtype=torch.int32), pending=None, sums=buffer,
         _buffer=buffer, device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
     )  # fmt: skip
     return ctx
@@ -45,10 +45,10 @@ def dispatch(ctx, topk, **options):
     x, ids = matrix(tokens, ctx.hidden), matrix(tokens, topk, dtype=torch.int32)
     call = DispatchCall(x, ids, ctx, matrix(tokens, topk, dtype=torch.float32), **options)
     device = torch.device("meta")
-    index, positions, local_ids, ends, counts, sent = int32s(device, *[64] * 6)
+    rows, positions, local_ids, ends, counts, destinations = int32s(device, *[64] * 6)
     weights = matrix(64, dtype=torch.float32)
     layout = EPLayout(
-        index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
+        rows, weights, positions, local_ids, ends, counts, destinations, ctx.ready, ctx.control
     )
     locations = ends if call.capacity < call.limit else None
     return call.kernel(layout, locations, True, True, None)
@@ -61,35 +61,31 @@ def combine(ctx, topk, **options):
     vector = matrix(64, dtype=torch.int32)
     received = Received(
         ctx, matrix(8, ctx.hidden), None, vector, vector, vector, matrix(64, dtype=torch.float32),
-        positions, positions, matrix(tokens, 2, dtype=torch.int32), tokens, tokens, 1,
+        positions, positions, matrix(tokens, dtype=torch.int32), tokens, tokens, 1,
     )  # fmt: skip
     call = CombineCall(matrix(64, ctx.hidden), received, ctx, **options)
     return call.chosen.launch(call, matrix(tokens, ctx.hidden))
 
 
 EVERY = [
-    (num_ranks, experts, topk, block_bytes, options)
+    (num_ranks, experts, topk, block_bytes, quantise)
     for num_ranks, experts, topk in ((2, 8, 1), (2, 256, 8), (8, 256, 8), (4, 64, 6))
     for block_bytes in (4096, 8192, 16384)
-    for options in ("", "quantise", "push_experts")
+    for quantise in (False, True)
 ]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "experts", "topk", "block_bytes", "kind"),
-    quick(EVERY, EVERY[0], (2, 256, 8, 8192, "quantise"), (8, 256, 8, 16384, "")),
+    ("num_ranks", "experts", "topk", "block_bytes", "quantise"),
+    quick(EVERY, EVERY[0], (2, 256, 8, 8192, True), (8, 256, 8, 16384, False)),
 )
-def test_rows_travel_in_vectors(sm90, num_ranks, experts, topk, block_bytes, kind):
+def test_rows_travel_in_vectors(sm90, num_ranks, experts, topk, block_bytes, quantise):
     options = {"block_bytes": block_bytes, "num_ctas": 128}
-    tokens = 4096
-    if kind == "push_experts":
-        options["algorithm"], options["max_tokens"] = kind, tokens // topk
-    ctx = context(num_ranks, experts, topk, tokens=tokens)
-    kernel = compile_launch(dispatch(ctx, topk, quantise=kind == "quantise", **options))
-    wide = [] if kind == "quantise" else [VECTOR_STORE]
+    ctx = context(num_ranks, experts, topk)
+    kernel = compile_launch(dispatch(ctx, topk, quantise=quantise, **options))
+    wide = [] if quantise else [VECTOR_STORE]
     # Programs that compute the layout spill some registers; two programs fit.
     assert_fits(kernel, stack_bytes=128, programs=2, has=[RELEASE, VECTOR_LOAD, *wide])
-    options.pop("max_tokens", None)
     kernel = compile_launch(combine(ctx, topk, **options))
     programs = 2 if block_bytes <= 8192 else 1
     vectors = [VECTOR_LOAD, VECTOR_STORE]

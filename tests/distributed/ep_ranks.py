@@ -19,7 +19,7 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.base import tolerance
 
-ALGORITHMS = ("push", "push_experts", "collective", "all_to_all")
+ALGORITHMS = ("push", "collective")
 
 
 def gathered(value: Any) -> list[Any]:
@@ -79,7 +79,7 @@ def draw(
     """Return random ids; a token's experts differ."""
     rows = []
     for _ in range(tokens):
-        if kind == "single":
+        if kind == "same":
             row = list(range(topk))
         elif kind == "masked":
             row = [e if rng.random() < 0.5 else -1 for e in rng.sample(range(logical), topk)]
@@ -94,12 +94,9 @@ def check_layout(received: Received, routing: Routing, capacity: int, alignment:
     """Compare all that a dispatch returns with the reference, elementwise."""
     ctx = received.ctx
     routes = routing.routes(ctx.rank, ctx.local_experts, capacity)
-    topk, per_row = received.positions.shape[1], received.rows.shape[0]
-    is_per_expert = per_row == ctx.num_ranks * min(ctx.capacity, received.max_tokens) * topk
-    is_per_expert = is_per_expert and topk > 1
     rows, scales = received.rows.cpu().float(), received.scales
-    index, ends = received.index.cpu(), received.ends.cpu().tolist()
-    counts, positions = received.counts.cpu(), received.positions.cpu()
+    index, ends = received.row_of_position.cpu(), received.ends.cpu().tolist()
+    counts, positions = received.counts.cpu(), received.position_of_route.cpu()
     expected = torch.full_like(positions, -1)
     begin = 0
     for expert in range(ctx.local_experts):
@@ -109,8 +106,7 @@ def check_layout(received: Received, routing: Routing, capacity: int, alignment:
             expected[source * received.max_tokens + token, choice] = at
             row = int(index[at])
             slot = location if capacity < received.max_tokens else token
-            want = source * min(ctx.capacity, received.max_tokens) + slot
-            assert row == (want * topk + choice if is_per_expert else want)
+            assert row == source * min(ctx.capacity, received.max_tokens) + slot
             x = routing.all_x[source][token].float()
             if scales is None:
                 assert torch.equal(rows[row], x)
@@ -127,7 +123,7 @@ def check_layout(received: Received, routing: Routing, capacity: int, alignment:
         for source in range(ctx.num_ranks):
             assert int(counts[expert, source]) == sum(route[1] == source for route in own)
     assert torch.equal(positions, expected)
-    assert received.num_routes() == begin
+    assert received.num_positions() == begin
 
 
 def expected_sum(routing: Routing, ctx: EPContext, capacity: int) -> torch.Tensor:
@@ -146,11 +142,11 @@ def expected_sum(routing: Routing, ctx: EPContext, capacity: int) -> torch.Tenso
 
 def products(received: Received) -> torch.Tensor:
     """Return the products of all positions; rows without position are NaN."""
-    ctx, size = received.ctx, received.num_routes()
+    ctx, size = received.ctx, received.num_positions()
     y = torch.full(
         (max(1, size), ctx.hidden), float("nan"), dtype=ctx.dtype, device=received.rows.device
     )
-    row = received.index[:size].long()
+    row = received.row_of_position[:size].long()
     experts = torch.bucketize(
         torch.arange(size, device=row.device), received.ends.long(), right=True
     )
@@ -179,7 +175,7 @@ def random_calls(seed: int, rounds: int) -> int:
         topk = shared.randint(1, min(experts, 5))
         limit = shared.randint(1, 9)
         capacity = shared.choice([None, None, max(1, limit // 2)])
-        kind = shared.choice(["even", "single", "masked"])
+        kind = shared.choice(["even", "same", "masked"])
         expert_map, logical = None, experts
         if shared.random() < 0.3:
             logical = max(topk, experts - 1)
@@ -200,9 +196,7 @@ def random_calls(seed: int, rounds: int) -> int:
                 ids = draw(own, ctx, tokens, kind, logical, topk)
                 routing = Routing(x, ids, weights, expert_map)
                 limited = min(ctx.capacity, max_tokens)
-                if limited < max_tokens and name in ("collective", "all_to_all"):
-                    name = "push"
-                if name == "push_experts" and max_tokens * topk > ctx.capacity:
+                if limited < max_tokens:
                     name = "push"
                 alignment, quantise = shared.choice([1, 1, 4]), shared.random() < 0.3
                 options = {
@@ -210,16 +204,14 @@ def random_calls(seed: int, rounds: int) -> int:
                     "alignment": alignment, "algorithm": name, "block_bytes": 512,
                     "num_sms": shared.choice([None, 1]),
                 }  # fmt: skip
-                if name.startswith("push") and shared.random() < 0.3:
+                if name == "push" and shared.random() < 0.3:
                     received = ep_send(x, ids, ctx, topk_weights=weights, **options).wait()
                 else:
                     received = ep_dispatch.fn(x, ids, ctx, weights, **options)
                 check_layout(received, routing, limited, alignment)
                 dist.barrier()  # no peer begins its combine before rows are compared
                 y = products(received)
-                how = ALGORITHMS[(number + 2 * which) % len(ALGORITHMS)]
-                if how == "push_experts" and max_tokens * topk > size * ctx.max_tokens:
-                    how = "push"
+                how = ALGORITHMS[(number + which // 2) % len(ALGORITHMS)]
                 chunks = shared.choice([1, 2])
                 out = [
                     ep_combine.fn(
@@ -245,10 +237,10 @@ def random_calls(seed: int, rounds: int) -> int:
 
 def products_in_graph(received: Received) -> torch.Tensor:
     """Return the products of all positions without the host; others have arbitrary values."""
-    number = len(received.index)
+    number = len(received.row_of_position)
     position = torch.arange(number, device=received.rows.device)
     experts = torch.bucketize(position, received.ends.long(), right=True)
-    rows = received.rows[received.index.long().clamp(0, len(received.rows) - 1)]
+    rows = received.rows[received.row_of_position.long().clamp(0, len(received.rows) - 1)]
     return expert_function(rows, experts)
 
 
@@ -257,16 +249,10 @@ def replayed(rounds: int, sleeps: bool = False) -> int:
 
     Each graph has two calls. With ``sleeps``, one rank is late in each replay.
     """
-    return sum(replayed_algorithm(name, rounds, sleeps) for name in ALGORITHMS[:2])
-
-
-def replayed_algorithm(algorithm: str, rounds: int, sleeps: bool) -> int:
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
     hidden, experts, topk, tokens, count = 256, 4 * size, 3, 33, 0
     rng = random.Random(rank)
-    with create_ep_context(
-        rank, size, size, topk * tokens, hidden, experts, topk, torch.bfloat16
-    ) as ctx:
+    with create_ep_context(rank, size, size, tokens, hidden, experts, topk, torch.bfloat16) as ctx:
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device.torch_device)
         ids = torch.zeros(tokens, topk, dtype=torch.int32, device=device.torch_device)
         weights = torch.ones(tokens, topk, device=device.torch_device)
@@ -275,17 +261,14 @@ def replayed_algorithm(algorithm: str, rounds: int, sleeps: bool) -> int:
         def call() -> None:
             outs.clear()
             for _ in range(2):
-                received = ep_dispatch.fn(
-                    x, ids, ctx, weights, max_tokens=tokens, algorithm=algorithm
-                )
-                y = products_in_graph(received)
-                outs.append(ep_combine.fn(y, received, ctx, algorithm=algorithm))
+                received = ep_dispatch.fn(x, ids, ctx, weights)
+                outs.append(ep_combine.fn(products_in_graph(received), received, ctx))
 
         call()
         replay = device.capture(call, 60.0)
         for number in range(rounds):
             x.copy_(torch.randint(-4, 5, x.shape))
-            kind = ("even", "single", "masked")[number % 3]
+            kind = ("even", "same", "masked")[number % 3]
             ids.copy_(draw(rng, ctx, tokens, kind, experts, topk))
             weights.copy_(torch.randint(1, 9, weights.shape) / 8)
             if sleeps and number % size == rank:
@@ -307,21 +290,17 @@ def stragglers(rounds: int) -> int:
     hidden, experts, topk, limit = 64, 2 * size, 2, 12
     rng, shared = random.Random(rank), random.Random(7)
     results = []
-    with create_ep_context(
-        rank, size, size, topk * limit, hidden, experts, topk, torch.float32
-    ) as ctx:
+    with create_ep_context(rank, size, size, limit, hidden, experts, topk, torch.float32) as ctx:
         for _ in range(rounds):
             tokens = rng.randint(0, limit)
             x = torch.randint(-4, 5, (tokens, hidden), device=device.torch_device).float()
             ids = draw(rng, ctx, tokens, "masked", experts, topk)
             late = shared.randrange(2 * size)
             ctx.sleep((late, 300_000))
-            algorithm = shared.choice(ALGORITHMS[:2])
-            options = {"max_tokens": limit, "algorithm": algorithm}
-            received = ep_dispatch.fn(x, ids, ctx, **options)
+            received = ep_dispatch.fn(x, ids, ctx)
             ctx.sleep(((late + 1) % (2 * size), 300_000))
             y = products_in_graph(received)
-            results.append((x, ids, ep_combine.fn(y, received, ctx, algorithm=algorithm)))
+            results.append((x, ids, ep_combine.fn(y, received, ctx)))
         ctx.check()
         for x, ids, out in results:
             factor = torch.where(ids >= 0, (ids % (experts // size)) % 3 + 1, 0).sum(1)

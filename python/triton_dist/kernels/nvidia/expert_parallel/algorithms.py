@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
@@ -44,7 +43,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
 )
 from triton_dist.runtime.device import current_device
 
-SKEWS = (None, "even", "zipf", "single")
+SKEWS = (None, "even", "zipf", "same_experts")
 _MAX_META = 16
 _ROUTES_OF_THREAD, _IDS_OF_THREAD = 4, 2
 """Routes that a thread of a layout program, and ids that a thread of a meta program, reads at a
@@ -66,12 +65,10 @@ class Key(NamedTuple):
     dtype: torch.dtype
     num_ranks: int
     scales: str
-    """"none", "given" or "computed"; of a combine "none"."""
+    """"none", "given" or "computed"; "none" for a combine."""
     has_weights: bool
     has_capacity: bool
     """Whether the capacity is below ``max_tokens``."""
-    has_room: bool
-    """Whether a row per route fits the buffer."""
     has_map: bool
     alignment: int
     num_sms: int | None
@@ -102,7 +99,7 @@ def plan_of(ctx: EPContext, topk: int, **constants: Any) -> EPPlan:
         TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
         EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=_MAX_META * lanes,
         FLAG_LANES=MAX_CTAS * lanes, ROUTES=1, META_TOKENS=1,
-        REPLICAS=0, ALIGNMENT=1, PER_EXPERT=False, SCALES="none",
+        REPLICAS=0, ALIGNMENT=1, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
 
@@ -151,10 +148,6 @@ class DispatchCall(OpCall):
     def run(self) -> Any:
         return self.start(receive=True)
 
-    @property
-    def is_per_expert(self) -> bool:
-        return isinstance(self.chosen, PushExperts)
-
     def plan(self) -> EPPlan:
         topk, threads = self.topk_ids.shape[1], 32 * self.params.num_warps
         return plan_of(
@@ -162,41 +155,42 @@ class DispatchCall(OpCall):
             ROUTES=_ROUTES_OF_THREAD * threads,
             META_TOKENS=max(1, _IDS_OF_THREAD * threads // triton.next_power_of_2(topk)),
             REPLICAS=0 if self.expert_map is None else self.expert_map.shape[1],
-            ALIGNMENT=self.alignment, PER_EXPERT=self.is_per_expert, SCALES=self.key.scales,
+            ALIGNMENT=self.alignment, SCALES=self.key.scales,
         )  # fmt: skip
 
     def start(self, receive: bool) -> Received:
         """Launch the call; without ``receive``, the result's ``wait`` launches the second half."""
         ctx = self.ctx
-        if ctx.sent is not None:
+        if ctx.pending is not None:
             expected = "no other dispatch before wait() of the result of ep_send"
             raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
         routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
-        index, positions, local_ids, ends, counts, sent = int32s(
+        row_of_position, position_of_route, local_ids, ends, counts, destinations = int32s(
             device, routes + experts * (self.alignment - 1), routes, routes, experts,
-            experts * num_ranks, 2 * self.limit,
+            experts * num_ranks, self.limit,
         )  # fmt: skip
         weights = None
         if self.topk_weights is not None:
-            weights = torch.empty(len(index), dtype=torch.float32, device=device)
-        rows = num_ranks * self.capacity * (topk if self.is_per_expert else 1)
+            weights = torch.empty(len(row_of_position), dtype=torch.float32, device=device)
+        rows = num_ranks * self.capacity
         groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
         scales = None
         if self.key.scales != "none":
             scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
         layout = EPLayout(
-            index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
-        )
+            row_of_position, weights, position_of_route, local_ids, ends, counts, destinations,
+            ctx.ready, ctx.control,
+        )  # fmt: skip
         received = Received(
-            ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, index, ends,
-            counts.view(experts, num_ranks), weights, positions.view(-1, topk),
-            local_ids.view(-1, topk), sent.view(-1, 2), self.tokens, self.limit,
-            lambda: self.launch_kernel(layout, False, True),
+            ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, row_of_position,
+            ends, counts.view(experts, num_ranks), weights, position_of_route.view(-1, topk),
+            local_ids.view(-1, topk), destinations, self.tokens, self.limit,
+            lambda: self.launch_kernel(layout, False, True), self.routing_skew,
         )  # fmt: skip
         self.chosen.start(self, received, layout, receive)
         if not receive:
-            ctx.sent = received
+            ctx.pending = received
         return received
 
     def wire(self) -> torch.Tensor:
@@ -334,10 +328,9 @@ def dispatch_key(
     raise_first_error(function, checks())
     scales = "given" if x_scale is not None else "computed" if quantise else "none"
     topk = topk_ids.shape[1]
-    room = limit * topk <= ctx.capacity
     return Key(
         limit, ctx.hidden, topk, ctx.num_experts, x.dtype, ctx.num_ranks, scales,
-        topk_weights is not None, ctx.capacity < limit, room, expert_map is not None, alignment,
+        topk_weights is not None, ctx.capacity < limit, expert_map is not None, alignment,
         num_sms, routing_skew,
     )  # fmt: skip
 
@@ -351,7 +344,7 @@ class _DispatchAlgorithm(Algorithm[DispatchCall, Key]):
     def start(
         self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
     ) -> None:
-        """Launch the call. Only the first two algorithms can omit the second half."""
+        """Launch the call. Only ``Push`` can omit the second half."""
         raise NotImplementedError
 
 
@@ -371,11 +364,12 @@ class Push(_DispatchAlgorithm):
 
     def compile(self, call: DispatchCall) -> None:
         ctx = call.ctx
-        vectors = int32s(ctx.device.torch_device, *[4] * 6)
+        rows, positions, local_ids, ends, counts, destinations = int32s(
+            ctx.device.torch_device, *[4] * 6
+        )
         weights = None if call.topk_weights is None else ctx.control.view(torch.float32)
-        index, positions, local_ids, ends, counts, sent = vectors
         layout = EPLayout(
-            index, weights, positions, local_ids, ends, counts, sent, ctx.ready, ctx.control
+            rows, weights, positions, local_ids, ends, counts, destinations, ctx.ready, ctx.control
         )
         locations = ends if call.capacity < call.limit else None
         call.kernel(layout, locations, True, True, None).compile()
@@ -384,26 +378,6 @@ class Push(_DispatchAlgorithm):
         self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
     ) -> None:
         call.launch_kernel(layout, True, receive)
-
-
-class PushExperts(Push):
-    """Programs store a row for each route. For few tokens.
-
-    The tuner does not choose it, because the result has no ``local_ids``.
-    """
-
-    name = "push_experts"
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return ((params.num_ctas, params.block_bytes) for params in _DISPATCH[:2])
-
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        return False
-
-    def check(self, call: DispatchCall) -> None:
-        if not call.key.has_room:
-            expected = "at most the context's capacity / topk for algorithm='push_experts'"
-            raise InvalidArgument("ep_dispatch", "max_tokens", call.limit, expected)
 
 
 class Collective(_DispatchAlgorithm):
@@ -448,52 +422,6 @@ class Collective(_DispatchAlgorithm):
             libraries.all_gather_into(rows, shard, call.ctx.group)
 
 
-class AllToAll(Collective):
-    """The group's all-to-all moves the tokens that each rank needs.
-
-    It requires the numbers of tokens on the host, so the call synchronises and cannot be captured.
-    """
-
-    name = "all_to_all"
-    is_fallback = False
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return []  # candidates are measured in graphs
-
-    def move(
-        self, call: DispatchCall, received: Received, source: torch.Tensor, target: torch.Tensor
-    ) -> None:
-        (_, token), (origin, row), splits = tokens_of(received)
-        arrived = source.new_empty((len(row), source.shape[1]))
-        exchange(arrived, source[token], splits[1], splits[0], call.ctx.group)
-        target.view(torch.uint8)[origin * call.limit + row] = arrived.view(torch.uint8)
-
-
-def tokens_of(received: Received) -> tuple[Any, Any, list[list[int]]]:
-    """Return (rank, token) of the rows that this rank sends and receives, and their numbers."""
-    num_ranks, tokens = received.ctx.num_ranks, received.tokens
-    peers = torch.arange(num_ranks, device=received.sent.device)[:, None]
-    sends = (received.sent[:tokens, 0][None, :] >> peers) & 1
-    arrives = (received.positions >= 0).any(1).view(num_ranks, -1)
-    splits = torch.stack([sends.sum(1), arrives.sum(1)]).tolist()
-    return sends.nonzero(as_tuple=True), arrives.nonzero(as_tuple=True), splits
-
-
-def exchange(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    out_splits: list[int],
-    splits: list[int],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Exchange rows by the group's all-to-all."""
-    if dist.is_initialized():
-        out, rows = out.view(torch.uint8), rows.view(torch.uint8)
-        dist.all_to_all_single(out, rows, out_splits, splits, group=group)
-    else:
-        out.copy_(rows)
-
-
 def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the rows and scales that a library moves, quantised if the call requires it."""
     x = call.x.detach()
@@ -507,4 +435,4 @@ def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]
     return out, scale.contiguous()
 
 
-DISPATCH = Algorithms("ep_dispatch", (Push(), PushExperts(), Collective(), AllToAll()))
+DISPATCH = Algorithms("ep_dispatch", (Push(), Collective()))

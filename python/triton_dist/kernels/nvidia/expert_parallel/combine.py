@@ -11,7 +11,6 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import (
     Check,
@@ -39,12 +38,9 @@ from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
-    SKEWS,
     Key,
-    exchange,
     launch_options,
     plan_of,
-    tokens_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
 from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout, EPPlan, begin_call_of
@@ -62,21 +58,20 @@ _MIN_TOKENS_OF_CHUNKS = 4
 @jit
 def sum_of_choices(
     y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
-    ep_plan: tl.constexpr, only: tl.constexpr = -1,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Return the weighted fp32 sum of a token's products on this rank, or only of one choice."""
+    """Return the weighted fp32 sum of a token's products on this rank."""
     total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
     TOPK: tl.constexpr = ep_plan.TOPK
     for choice in tl.static_range(TOPK):
-        if only < 0 or only == choice:
-            position = tl.load(ep_layout.positions + first_route + choice)
-            exists = position >= 0
-            product = tl.load(
-                y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
-            ).to(tl.float32)
-            if has_weights:
-                product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
-            total += product
+        position = tl.load(ep_layout.position_of_route + first_route + choice)
+        exists = position >= 0
+        product = tl.load(
+            y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
+        ).to(tl.float32)
+        if has_weights:
+            product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
+        total += product
     return total
 
 
@@ -94,37 +89,19 @@ def send_sums(
         first_route = (source * max_tokens + token) * TOPK
         latest = -1
         for choice in tl.static_range(TOPK):
-            latest = tl.maximum(latest, tl.load(ep_layout.positions + first_route + choice))
+            position = tl.load(ep_layout.position_of_route + first_route + choice)
+            latest = tl.maximum(latest, position)
         if latest >= 0:
             for first in range(0, hidden, ep_plan.BLOCK):
                 column = first + tl.arange(0, ep_plan.BLOCK)
                 in_row = column < hidden
                 with dl.mark("push"):
-                    if ep_plan.PER_EXPERT:
-                        for choice in tl.static_range(TOPK):
-                            total = sum_of_choices(
-                                y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights,
-                                ep_plan, choice,
-                            )  # fmt: skip
-                            exists = tl.load(ep_layout.positions + first_route + choice) >= 0
-                            row = call.offset + token * TOPK + choice
-                            target = target_ptr + row * hidden + column
-                            total = total.to(y_ptr.dtype.element_ty)
-                            tl.store(target, total, mask=in_row & exists)
-                    else:
-                        total = sum_of_choices(
-                            y_ptr,
-                            ep_layout,
-                            first_route,
-                            column,
-                            in_row,
-                            hidden,
-                            has_weights,
-                            ep_plan,
-                        )
-                        row = call.offset + call.rank * max_tokens + token
-                        target = target_ptr + row * hidden + column
-                        tl.store(target, total.to(y_ptr.dtype.element_ty), mask=in_row)
+                    total = sum_of_choices(
+                        y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights, ep_plan
+                    )
+                    row = call.offset + call.rank * max_tokens + token
+                    target = target_ptr + row * hidden + column
+                    tl.store(target, total.to(y_ptr.dtype.element_ty), mask=in_row)
 
 
 @jit
@@ -132,48 +109,28 @@ def add_sums(
     y_ptr, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens, hidden,
     has_weights: tl.constexpr, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Add what the ranks have sent for a token of this rank, in the order of ranks (or choices)."""
-    ranks = tl.load(ep_layout.sent + token * 2)
-    choices = tl.load(ep_layout.sent + token * 2 + 1)
+    """Add the sums that the ranks have sent for a token of this rank, in the order of ranks."""
+    ranks = tl.load(ep_layout.destinations + token)
     first_route = (call.rank * max_tokens + token) * ep_plan.TOPK
-    PARTS: tl.constexpr = ep_plan.TOPK if ep_plan.PER_EXPERT else ep_plan.NUM_RANKS
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     for first in range(0, hidden, ep_plan.BLOCK):
         column = first + tl.arange(0, ep_plan.BLOCK)
         in_row = column < hidden
         total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-        own = total
-        if not ep_plan.PER_EXPERT:
-            own = sum_of_choices(
-                y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights, ep_plan
-            )
-        for part in tl.static_range(PARTS):
-            if ep_plan.PER_EXPERT:
-                is_own = tl.load(ep_layout.positions + first_route + part) >= 0
-                is_sent = (choices >> part) & 1 != 0
-                row = call.offset + token * ep_plan.TOPK + part
-                own = sum_of_choices(
-                    y_ptr,
-                    ep_layout,
-                    first_route,
-                    column,
-                    in_row,
-                    hidden,
-                    has_weights,
-                    ep_plan,
-                    part,
-                )
-            else:
-                is_own = call.rank == part
-                is_sent = (ranks >> part) & 1 != 0
-                row = call.offset + part * max_tokens + token
+        own = sum_of_choices(
+            y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights, ep_plan
+        )
+        for source in tl.static_range(NUM_RANKS):
+            is_sent = ((ranks >> source) & 1 != 0) & (call.rank != source)
+            row = call.offset + source * max_tokens + token
             # Bypass L1, which may hold the sums of an earlier call.
             received = tl.load(
-                partials_ptr + offset + row * hidden + column,
-                mask=in_row & is_sent & (is_own == 0), other=0.0, cache_modifier=".cg",
+                partials_ptr + offset + row * hidden + column, mask=in_row & is_sent, other=0.0,
+                cache_modifier=".cg",
             )  # fmt: skip
             # Round the own sum like the others.
             rounded = own.to(received.dtype).to(tl.float32)
-            total += tl.where(is_own, rounded, received.to(tl.float32))
+            total += tl.where(call.rank == source, rounded, received.to(tl.float32))
         out = out_ptr + (call.offset + token) * hidden + column
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
 
@@ -196,8 +153,8 @@ def kernel_combine(
 ):
     """Sum the products of each token over experts and ranks into out [tokens, hidden].
 
-    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden], or with PER_EXPERT [max_tokens,
-    TOPK, hidden]. A program sends one chunk of its tokens while it waits for the chunk before.
+    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden]. A program sends one chunk of its
+    tokens while it waits for the chunk before.
     """
     call = begin_call_of(peers, max_tokens, rank, False, ep_plan)
     program = tl.program_id(0)
@@ -227,8 +184,7 @@ def kernel_combine(
             for token in range(begin, end, programs):
                 add_sums(
                     y_ptr, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens,
-                    hidden,
-                    has_weights, ep_plan,
+                    hidden, has_weights, ep_plan,
                 )  # fmt: skip
 
 
@@ -259,7 +215,6 @@ class CombineCall(OpCall):
     ctx: EPContext
     apply_weights: bool = True
     num_sms: int | None = None
-    routing_skew: str | None = None
     num_ctas: int | None = None
     block_bytes: int | None = None
     num_chunks: int | None = None
@@ -269,9 +224,8 @@ class CombineCall(OpCall):
     def __post_init__(self) -> None:
         if self.accepted_key is None:
             self.key = combine_key(
-                self.y, self.received, self.ctx, self.apply_weights, self.num_sms,
-                self.routing_skew,
-            )  # fmt: skip
+                self.y, self.received, self.ctx, self.apply_weights, self.num_sms
+            )
         else:
             self.key = self.accepted_key
         self.chosen = COMBINE[self.algorithm or CombinePush.name]
@@ -289,22 +243,18 @@ class CombineCall(OpCall):
     def layout(self) -> EPLayout:
         received = self.received
         return EPLayout(
-            None, received.weights if self.has_weights else None, received.positions, None, None,
-            None, received.sent, None, None,
+            None, received.weights if self.has_weights else None, received.position_of_route,
+            None, None, None, received.destinations, None, None,
         )  # fmt: skip
 
-    def plan(self, **constants: Any) -> EPPlan:
-        received = self.received
+    def plan(self) -> EPPlan:
         block = self.params.block_bytes // self.y.element_size()
-        return plan_of(
-            self.ctx, received.positions.shape[1], BLOCK=block,
-            **constants,
-        )  # fmt: skip
+        return plan_of(self.ctx, self.received.position_of_route.shape[1], BLOCK=block)
 
     def partial_sums(self) -> torch.Tensor:
         """Return this rank's sum for each token of all ranks, [ranks * max_tokens, hidden]."""
         received, ctx = self.received, self.ctx
-        tokens = len(received.positions)
+        tokens = len(received.position_of_route)
         out = self.y.new_empty((tokens, ctx.hidden))
         options = {
             "has_weights": self.has_weights, "ep_plan": self.plan(),
@@ -325,7 +275,6 @@ def combine_key(
     ctx: EPContext,
     apply_weights: bool = True,
     num_sms: int | None = None,
-    routing_skew: str | None = None,
     *_: Any,
     **__: Any,
 ) -> Key:
@@ -337,7 +286,7 @@ def combine_key(
         yield from tensor_checks(y=y)
         is_own = isinstance(received, Received) and received.ctx is ctx
         yield "received", type(received).__name__, is_own, "a result of ep_dispatch with this ctx"
-        yield "ctx", "a pending send", ctx.sent is None, "wait() of the result of ep_send before"
+        yield "ctx", "a pending send", ctx.pending is None, "wait() of the result of ep_send before"
         shape, expected = tuple(y.shape), f"[positions in use, {ctx.hidden}]"
         yield "y.shape", shape, len(shape) == 2 and shape[1] == ctx.hidden, expected
         yield "y.dtype", y.dtype, y.dtype == ctx.dtype, f"the context's {ctx.dtype}"
@@ -347,14 +296,13 @@ def combine_key(
         yield gradient_check("y", y)
         expected = "None, or at least 1"
         yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
-        yield "routing_skew", routing_skew, routing_skew in SKEWS, ", ".join(map(repr, SKEWS))
 
     raise_first_error(function, checks())
-    topk, limit = received.positions.shape[1], received.max_tokens
+    topk, limit = received.position_of_route.shape[1], received.max_tokens
     return Key(
         limit, ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
-        apply_weights and received.weights is not None, False,
-        limit * topk <= ctx.num_ranks * ctx.max_tokens, False, 1, num_sms, routing_skew,
+        apply_weights and received.weights is not None, False, False, 1, num_sms,
+        received.routing_skew,
     )  # fmt: skip
 
 
@@ -400,26 +348,9 @@ class CombinePush(Algorithm[CombineCall, Key]):
         options = {
             "has_weights": call.has_weights,
             **launch_options(params, 64 if params.block_bytes <= 8192 else 128),
-            "ep_plan": call.plan(PER_EXPERT=isinstance(self, CombineExperts)),
+            "ep_plan": call.plan(),
         }  # fmt: skip
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
-
-
-class CombineExperts(CombinePush):
-    """Each rank sends every weighted product to the source. For few tokens."""
-
-    name = "push_experts"
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (params.values for params in _COMBINE[:4:2])
-
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        return sizes.has_room and super().fits(config, sizes)
-
-    def check(self, call: CombineCall) -> None:
-        if not call.key.has_room:
-            expected = "at most world_size * max_tokens / topk of the context for 'push_experts'"
-            raise InvalidArgument("ep_combine", "max_tokens", call.received.max_tokens, expected)
 
 
 class CombineCollective(Algorithm[CombineCall, Key]):
@@ -441,26 +372,4 @@ class CombineCollective(Algorithm[CombineCall, Key]):
         return libraries.reduce_scatter(sums, call.ctx.group)[: call.received.tokens]
 
 
-class CombineAllToAll(CombineCollective):
-    """The group's all-to-all returns the sums. Synchronises, see ``AllToAll``."""
-
-    name = "all_to_all"
-    is_fallback = False
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return []
-
-    def run(self, call: CombineCall) -> torch.Tensor:
-        received, num_ranks = call.received, call.ctx.num_ranks
-        (peer, token), (origin, row), splits = tokens_of(received)
-        sums = call.partial_sums()[origin * received.max_tokens + row]
-        arrived = sums.new_empty((len(token), sums.shape[1]))
-        exchange(arrived, sums, splits[0], splits[1], call.ctx.group)
-        parts = sums.new_zeros((num_ranks, received.tokens, sums.shape[1]))
-        parts[peer, token] = arrived
-        return parts.float().sum(0).to(sums.dtype)
-
-
-COMBINE = Algorithms(
-    "ep_combine", (CombinePush(), CombineExperts(), CombineCollective(), CombineAllToAll())
-)
+COMBINE = Algorithms("ep_combine", (CombinePush(), CombineCollective()))

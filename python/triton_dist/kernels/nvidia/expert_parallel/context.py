@@ -83,8 +83,8 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.faults = self.device.host_word()
         self.control = torch.tensor([self.faults.data_ptr()], dtype=torch.int64, device=device)
         self.meta_elements = meta
-        self.sent: Received | None = None
-        """Result of a send that has not been received."""
+        self.pending: Received | None = None
+        """Result of an ``ep_send`` whose ``wait`` has not been called."""
 
     def check(self) -> None:
         """Wait for the device and raise the errors that kernels have noted.
@@ -107,7 +107,7 @@ class EPContext(OpContext[ExchangeBuffer]):
         super().reset()
         self.ready.zero_()
         self.faults[0] = 0
-        self.sent = None
+        self.pending = None
         self.device.synchronize()
 
 
@@ -191,46 +191,49 @@ class Received:
         rows: received tokens, each stored once, in memory of the context. The next dispatch with
             the context overwrites them.
         scales: fp32 [rows, hidden / 128], scales of fp8 rows, or ``None``.
-        index: int32, the row of each position; -1 for padding of an expert to the alignment.
+        row_of_position: int32, index of the row in ``rows``; -1 for padding of an expert to the
+            alignment.
         ends: int32 [local experts], end of the positions of each expert.
         counts: int32 [local experts, ranks], routes of each expert by source rank.
         weights: fp32, weight of each position; ``None`` if the dispatch had no ``topk_weights``.
-        positions: int32 [ranks * max_tokens, topk], position of each route, or -1.
+        position_of_route: int32 [ranks * max_tokens, topk]; -1 for routes to other ranks.
         local_ids: int32 [ranks * max_tokens, topk], local expert of each route, or -1: the
-            ``topk_ids`` of ``grouped_gemm`` for ``rows``, if rows are in the order of tokens.
-        sent: int32 [max_tokens, 2], bits of the ranks and choices to which this rank's tokens went.
+            ``topk_ids`` of ``grouped_gemm`` for ``rows``, unless the capacity is limited.
+        destinations: int32 [max_tokens], ranks to which this rank's tokens went: bit r is rank r.
         tokens: number of this rank's tokens.
+        max_tokens: largest number of tokens of a rank in this call.
     """
 
     ctx: EPContext
     rows: torch.Tensor
     scales: torch.Tensor | None
-    index: torch.Tensor
+    row_of_position: torch.Tensor
     ends: torch.Tensor
     counts: torch.Tensor
     weights: torch.Tensor | None
-    positions: torch.Tensor
+    position_of_route: torch.Tensor
     local_ids: torch.Tensor
-    sent: torch.Tensor
+    destinations: torch.Tensor
     tokens: int
     max_tokens: int
     receive: Any = None
+    routing_skew: str | None = None
 
     def wait(self) -> Received:
         """Receive the rows of ``ep_send``; required before the next call with the context."""
-        if self.ctx.sent is self:
-            self.ctx.sent = None
+        if self.ctx.pending is self:
+            self.ctx.pending = None
             self.receive()
         return self
 
-    def num_routes(self) -> int:
-        """Return the number of positions, padding included. Waits for the dispatch.
+    def num_positions(self) -> int:
+        """Return the number of positions in use, padding included. Wait for the dispatch.
 
         Cannot be captured in a CUDA graph.
         """
-        if self.ctx.sent is self:
+        if self.ctx.pending is self:
             expected = "a received result: call wait() first"
-            raise InvalidArgument("num_routes", "self", "the result of ep_send", expected)
+            raise InvalidArgument("num_positions", "self", "the result of ep_send", expected)
         return int(self.ends[-1])
 
     def expanded(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -241,13 +244,13 @@ class Received:
         """
         hidden = self.rows.shape[1]
         if out is None:
-            out = self.rows.new_empty((len(self.index), hidden))
+            out = self.rows.new_empty((len(self.row_of_position), hidden))
         scales, groups = None, -(-hidden // SCALE_ELEMENTS)
         if self.scales is not None:
             scales = self.scales.new_empty((len(out), groups))
         block = min(4096, triton.next_power_of_2(hidden))
         arguments = (
-            self.rows, self.scales, self.index, out, scales, self.ends, hidden, groups,
+            self.rows, self.scales, self.row_of_position, out, scales, self.ends, hidden, groups,
         )  # fmt: skip
         options = {
             "EXPERTS": len(self.ends), "BLOCK": block,

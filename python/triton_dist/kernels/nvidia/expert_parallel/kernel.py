@@ -80,13 +80,13 @@ class EPLayout(NamedTuple):
     the layout programs. control: int64, address of the host word for faults.
     """
 
-    rows_at: Any
+    row_of_position: Any
     weights: Any
-    positions: Any
+    position_of_route: Any
     local_ids: Any
     ends: Any
     counts: Any
-    sent: Any
+    destinations: Any
     ready: Any
     control: Any
 
@@ -97,8 +97,7 @@ class EPPlan(NamedTuple):
     EXPERTS: local experts. ROUTES: routes that a program reads at a time; META_TOKENS and
     TOPK_LANES: tokens and choices that a meta program reads at a time.
     REPLICAS: columns of the map of experts. ALIGNMENT: of the first position of an expert.
-    PER_EXPERT: a row travels per route, not per (token, rank). SCALES: "none", "given", or
-    "computed" for rows that are quantised before they are sent.
+    SCALES: "none", "given", or "computed" for rows that are quantised before they are sent.
     """
 
     NUM_RANKS: Any
@@ -114,7 +113,6 @@ class EPPlan(NamedTuple):
     META_TOKENS: Any
     REPLICAS: Any
     ALIGNMENT: Any
-    PER_EXPERT: Any
     SCALES: Any
 
 
@@ -167,8 +165,8 @@ def send_meta(
 ):  # fmt: skip
     """Store ids, weights and locations of this rank's tokens at every rank, and set flags.
 
-    Tokens from ``tokens`` on are masked. ``sent`` [max_tokens, 2] becomes the bits of the ranks and
-    of the choices that are sent.
+    Tokens with an index of at least ``tokens`` are masked. ``destinations`` [max_tokens] becomes
+    the set of ranks that each token goes to: bit r stands for rank r.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     TOPK: tl.constexpr = ep_plan.TOPK
@@ -193,9 +191,7 @@ def send_meta(
         ranks = tl.full((ep_plan.META_TOKENS,), 0, tl.int32)
         for peer in tl.static_range(NUM_RANKS):
             ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
-        choices = tl.sum(tl.where(is_sent, 1, 0) << choice, 1)
-        tl.store(ep_layout.sent + token * 2, ranks, mask=in_call)
-        tl.store(ep_layout.sent + token * 2 + 1, choices, mask=in_call)
+        tl.store(ep_layout.destinations + token, ranks, mask=in_call)
         at = (call.rank * max_tokens + token)[:, None] * TOPK + choice
         bits = 0
         if weights_ptr is not None:
@@ -232,14 +228,10 @@ def send_rows(
     program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, memory, peers, call,
     tokens, max_tokens, capacity, hidden, copies, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's tokens once at each rank that has one of their experts; set flags.
-
-    With PER_EXPERT store a row for each route; the rows of a token are then consecutive.
-    """
+    """Store this program's tokens once at each rank that has one of their experts; set flags."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
     TOPK: tl.constexpr = ep_plan.TOPK
-    PARTS: tl.constexpr = TOPK if ep_plan.PER_EXPERT else 1
     rows, scales = tl.tuple([]), tl.tuple([])
     for step in tl.static_range(NUM_RANKS):
         peer = (call.rank + step) % NUM_RANKS
@@ -278,20 +270,11 @@ def send_rows(
                     if locations_ptr is not None:
                         location = tl.load(locations_ptr + peer * max_tokens + token)
                         goes = goes & (location >= 0)
-                    for part in tl.static_range(PARTS):
-                        row = call.offset + call.rank * capacity + location
-                        here = goes
-                        if ep_plan.PER_EXPERT:
-                            row = row * TOPK + part
-                            logical = tl.load(ids_ptr + token * TOPK + part)
-                            expert = physical_expert(
-                                logical, token, map_ptr, num_experts, call.rank, ep_plan
-                            )
-                            here = goes & (expert >= 0) & (expert // ep_plan.EXPERTS == peer)
-                        tl.store(rows[step] + row * hidden + column, x, mask=in_row & here)
-                        if ep_plan.SCALES != "none":
-                            scale_ptr = scales[step] + row * groups + group
-                            tl.store(scale_ptr, scale, mask=(group < groups) & here)
+                    row = call.offset + call.rank * capacity + location
+                    tl.store(rows[step] + row * hidden + column, x, mask=in_row & goes)
+                    if ep_plan.SCALES != "none":
+                        scale_ptr = scales[step] + row * groups + group
+                        tl.store(scale_ptr, scale, mask=(group < groups) & goes)
     notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
 
 
@@ -372,10 +355,8 @@ def lay_out(
             at = position + tl.cumsum(found, 0) - found
             mine &= at < length
             row = source * capacity + location
-            if ep_plan.PER_EXPERT:
-                row = row * ep_plan.TOPK + route % ep_plan.TOPK
-            tl.store(ep_layout.rows_at + at, row, mask=mine)
-            tl.store(ep_layout.positions + source * routes + route, at, mask=mine)
+            tl.store(ep_layout.row_of_position + at, row, mask=mine)
+            tl.store(ep_layout.position_of_route + source * routes + route, at, mask=mine)
             tl.store(ep_layout.local_ids + source * routes + route, local_expert, mask=mine)
             if has_weights:
                 bits = tl.load(
@@ -390,7 +371,7 @@ def lay_out(
                     ids < (call.rank + 1) * ep_plan.EXPERTS
                 )
                 absent = (route < routes) & ((is_local & (location >= 0)) == 0)
-                tl.store(ep_layout.positions + source * routes + route, -1, mask=absent)
+                tl.store(ep_layout.position_of_route + source * routes + route, -1, mask=absent)
                 tl.store(ep_layout.local_ids + source * routes + route, -1, mask=absent)
                 if has_weights:
                     bits = tl.load(
@@ -404,7 +385,7 @@ def lay_out(
                     fault = FAULT_ID
     # Padding of the expert's positions.
     lane = tl.arange(0, ALIGNMENT)
-    tl.store(ep_layout.rows_at + position + lane, -1, mask=position + lane < end)
+    tl.store(ep_layout.row_of_position + position + lane, -1, mask=position + lane < end)
     if fault != 0:
         tl.store(tl.load(ep_layout.control).to(tl.pointer_type(tl.int64)), fault)
 
@@ -496,14 +477,14 @@ def kernel_locate(
 
 @jit
 def kernel_expand(
-    rows_ptr, scales_ptr, index_ptr, out_ptr, out_scales_ptr, ends_ptr, hidden, groups,
+    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, hidden, groups,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy rows to their positions; padding becomes zero. Grid (programs,)."""
     total = tl.load(ends_ptr + EXPERTS - 1)
     position = tl.program_id(0).to(tl.int64)
     while position < total:
-        row = tl.load(index_ptr + position).to(tl.int64)
+        row = tl.load(row_ptr + position).to(tl.int64)
         exists = row >= 0
         for first in range(0, hidden, BLOCK):
             column = first + tl.arange(0, BLOCK)

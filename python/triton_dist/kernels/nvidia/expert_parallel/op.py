@@ -21,9 +21,7 @@ Design:
 
 Algorithms:
     * ``"push"``: the timeline above. Combine is also one launch.
-    * ``"push_experts"``: one row per route in both directions, for few tokens.
     * ``"collective"``: NCCL all-gather and reduce-scatter of all rows.
-    * ``"all_to_all"``: NCCL all-to-all; synchronises, so it is not a candidate of the tuner.
 """
 
 from __future__ import annotations
@@ -42,29 +40,6 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
 )
 from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall, combine_key
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
-from triton_dist.runtime.device import current_device
-
-
-def check_routing(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    ctx: EPContext,
-    topk_weights: torch.Tensor | None = None,
-    *_: Any,
-    expert_map: torch.Tensor | None = None,
-    **__: Any,
-) -> str:
-    """Raise if ids or weights are invalid, at the first call of a key (``agree_fn``)."""
-    if topk_ids.is_meta or current_device().is_capturing():
-        return ""
-    experts = ctx.num_experts if expert_map is None else len(expert_map)
-    bad = topk_ids[(topk_ids < -1) | (topk_ids >= experts)]
-    if len(bad):
-        expected = f"ids from 0 to {experts - 1}, or -1"
-        raise InvalidArgument("ep_dispatch", "topk_ids", int(bad[0]), expected)
-    if topk_weights is not None and bool(topk_weights[topk_ids >= 0].isnan().any()):
-        raise InvalidArgument("ep_dispatch", "topk_weights", "NaN", "no NaN")
-    return ""
 
 
 def id_variants(
@@ -93,7 +68,7 @@ def id_variants(
         rows = weights.expand(len(topk_ids) + 1, experts)  # multinomial needs a row
         drawn = torch.multinomial(rows, topk, generator=generator)[:-1]
         yield {"topk_ids": drawn.to(topk_ids.dtype)}
-    if routing_skew in (None, "single"):
+    if routing_skew in (None, "same_experts"):
         yield {"topk_ids": (route % topk).to(topk_ids.dtype)}
 
 
@@ -103,7 +78,6 @@ def id_variants(
     sizes=dispatch_key,
     key_fn=dispatch_key,
     key_sizes=("M",),
-    agree_fn=check_routing,
     input_variants_fn=id_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
@@ -141,11 +115,11 @@ def ep_dispatch(
             after the last. Tokens alternate between replicas.
         alignment: positions of an expert begin at multiples, a power of two up to 256.
         num_sms: largest number of programs that send rows.
-        routing_skew: hint for the tuner: ``"even"``, ``"zipf"`` or ``"single"`` routing. The
-            default minimises the slowest of them. Equal on all ranks.
+        routing_skew: hint for the tuner of this op and of ``ep_combine``: ``"even"``, ``"zipf"`` or
+            ``"same_experts"`` for all tokens. The default minimises the slowest of the three.
+            Equal on all ranks.
         num_ctas, block_bytes: programs that send rows, and bytes that each moves at a time (tuned).
-        algorithm: ``"push"`` (default), ``"push_experts"``, ``"collective"`` (tuned), or
-            ``"all_to_all"``.
+        algorithm: ``"push"`` (default) or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -173,13 +147,11 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
 
     Args:
         x, topk_ids, ctx: see ``ep_dispatch``.
-        options: other arguments of ``ep_dispatch``; the algorithm is ``"push"`` (default) or
-            ``"push_experts"``.
+        options: other arguments of ``ep_dispatch``, except an algorithm other than ``"push"``.
     """
     call = DispatchCall(x, topk_ids, ctx, **options)
-    if call.chosen.name not in ("push", "push_experts"):
-        expected = "'push' or 'push_experts'"
-        raise InvalidArgument("ep_send", "algorithm", call.chosen.name, expected)
+    if call.chosen.name != "push":
+        raise InvalidArgument("ep_send", "algorithm", call.chosen.name, "'push'")
     return call.start(receive=False)
 
 
@@ -197,7 +169,6 @@ def ep_combine(
     ctx: EPContext,
     apply_weights: bool = True,
     num_sms: int | None = None,
-    routing_skew: str | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     num_chunks: int | None = None,
@@ -207,9 +178,8 @@ def ep_combine(
     """Return the weighted sum of each token's products over its experts; tuned over all ranks.
 
     Products are weighted and summed in fp32 on the expert's rank, rounded to the dtype of y, and
-    added in fp32 in the order of ranks. With ``"push_experts"`` each weighted product is rounded,
-    and products are added in the order of choices. Both are deterministic. Tokens without experts
-    get zeros.
+    added in fp32 in the order of ranks, so equal calls give equal bits. A token without experts
+    becomes zero.
 
     Args:
         y: [at least the positions in use, hidden], dtype of the context: a product for each
@@ -218,7 +188,6 @@ def ep_combine(
         ctx: context of ``create_ep_context``.
         apply_weights: multiply by the ``topk_weights`` of the dispatch, if it had any.
         num_sms: largest number of programs.
-        routing_skew: see ``ep_dispatch``.
         num_ctas, block_bytes, num_chunks: programs, bytes that each moves at a time, and chunks of
             its tokens (tuned).
         algorithm: see ``ep_dispatch``.
@@ -233,6 +202,6 @@ def ep_combine(
         RankDisagreement: ranks pass results with different ``max_tokens``.
     """
     return CombineCall(
-        y, received, ctx, apply_weights, num_sms, routing_skew, num_ctas, block_bytes, num_chunks,
-        algorithm, accepted_key,
+        y, received, ctx, apply_weights, num_sms, num_ctas, block_bytes, num_chunks, algorithm,
+        accepted_key,
     ).run()  # fmt: skip
