@@ -13,7 +13,15 @@ from tests.distributed.gemm_calls import default_tiles, uniform
 from tests.fp8 import error_of_sum, largest_error, quantised
 from triton_dist.debugging import races
 from triton_dist.errors import RankDisagreement
-from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, fits_async_tp, fits_library
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    Recipe,
+    Scaling,
+    blocks,
+    fits_async_tp,
+    fits_library,
+)
+from triton_dist.kernels.common.gemm.spaces import fits_registers, warp_specialized_tiles
 from triton_dist.kernels.common.libraries import has_async_tp
 from triton_dist.kernels.nvidia import (
     ag_gemm,
@@ -99,6 +107,37 @@ def ag_gemm_of(
                 largest_error(C, A, B, scaling._replace(A_scale=scale, use_fast_accum=fast))
             )
     return errors
+
+
+def late_block_scales() -> list[bool]:
+    """Return whether each shard of each call was multiplied by the scales of this call.
+
+    Each rank in turn sends late. A and B are 1, so results are exact. All tiles of the
+    warp-specialised kernel are used, which only GPUs have.
+    """
+    tiles = [each for each in warp_specialized_tiles() if fits_registers(each, Recipe.BLOCK, False)]
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    rows, N, K = 128, 256, 256
+    A, B = torch.ones(rows, K).to(FP8[0]), torch.ones(N, K).to(FP8[0])
+    A, B = A.to(device.torch_device), B.to(device.torch_device).t()
+    B_scale = torch.ones(blocks(N), blocks(K), device=A.device)
+    results = []
+    with create_ag_gemm_context(rows * size, N * size, K, FP8[0], rank, size) as ctx:
+        for number in range(4 * size * len(tiles)):
+            # The slot had other scales two calls ago.
+            scales = [2.0 ** ((number + each) % 5) for each in range(size)]
+            A_scale = torch.full((blocks(K), rows), scales[rank], device=A.device).t()
+            if rank == number % size:
+                device.sleep(2_000_000)
+            config = tiles[number // (4 * size)]
+            C = ag_gemm.fn(A, B, ctx, config, A_scale=A_scale, B_scale=B_scale)
+            results.append((C, scales))
+        device.synchronize()
+    return [
+        bool((shard == K * scale).all())
+        for C, scales in results
+        for shard, scale in zip(C.chunk(size), scales, strict=True)
+    ]
 
 
 def one_rank_has_another_recipe() -> list[tuple[str, str]]:

@@ -79,6 +79,13 @@ def test_ag_gemm_of_every_recipe(on_gpus, recipe):
 
 
 @few_ranks
+def test_specialized_warps_wait_for_block_scales(on_gpus):
+    """A program must not read the first scales of a gathered tile before they have arrived."""
+    for right in on_gpus(scaled_gemm_ranks.late_block_scales):
+        assert all(right), right
+
+
+@few_ranks
 def test_kernels_detect_scales_of_another_layout(on_gpus):
     for seen in on_gpus(scaled_gemm_ranks.scales_of_another_layout):
         assert all(len(set(by_rank.values())) == 2 for by_rank in seen)

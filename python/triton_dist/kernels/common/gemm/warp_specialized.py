@@ -242,6 +242,8 @@ def _multiply_promoted(
         row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
         row_index = gl.minimum(row_index, rows - 1)
         b_scale_ptr = scales.b_scale + column // 128 * scales.stride_bn
+        # Scales of a gathered shard arrive before its rows, for which only the producer waits.
+        mbarrier.wait(full.index(stage), phase)
         a_scale = gl.load(a_scale_ptr + row_index, cache_modifier=".cg")
         b_scale = gl.load(b_scale_ptr)
     for step in range(num_steps):
