@@ -90,12 +90,12 @@ def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, index, silu_mul,
         assert bool(re.search(r"(add|fma)(\.rn)?\.f32", kernel.ptx)) is not fast
 
 
-@pytest.mark.parametrize(("K", "kind"), [(29568, "row"), (7168, "block"), (7168, "given")])
+@pytest.mark.parametrize(("K", "kind"), [(29568, "row"), (7168, "block"), (7168, "static")])
 def test_rows_are_quantised_by_hardware_conversion(sm90, K, kind):
     x, out = matrix(TOKENS, 2 * K), matrix(TOKENS, K, dtype=FP8)
     scale = matrix(TOKENS, dtype=FP32)
     if kind == "block":
         scale = matrix(blocks(K), TOKENS, dtype=FP32).t()
-    given = matrix(3, dtype=FP32) if kind == "given" else None
-    kernel = compile_launch(quantisation(x, out, scale, True, given))
+    static_scale = matrix(3, dtype=FP32) if kind == "static" else None
+    kernel = compile_launch(quantisation(x, out, scale, True, static_scale))
     assert_fits(kernel, has=["cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4.b32"])

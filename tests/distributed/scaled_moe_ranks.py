@@ -165,11 +165,13 @@ def refusals() -> None:
             with races.expected(), pytest.raises(RankDisagreement, match="3 rows, scales of block"):
                 call(**options)
             ctx.reset()
-    with (
-        create_ag_group_gemm_context(*sizes, torch.bfloat16, rank, size, size) as ctx,
-        pytest.raises(InvalidArgument, match=r"a\.dtype"),
-    ):
-        ag_group_gemm(*row[:2], ctx, ids, **row[2])
+    with create_ag_group_gemm_context(*sizes, torch.bfloat16, rank, size, size) as ctx:
+        for a, b, message in (
+            (*row[:2], r"a\.dtype"),
+            (A.bfloat16(), row[1].bfloat16(), "A_scale is 'torch.float32, shape .* a is "),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                ag_group_gemm(a, b, ctx, ids, **row[2])
     routes = m * size * topk
     with create_moe_rs_context(rank, size, size, routes, N, E, topk, torch.float16) as ctx:
         x, weights, scales = quantised_experts(random(1, routes, K), B, "row")
@@ -178,5 +180,5 @@ def refusals() -> None:
         for message, options in (("A_scale is None", {}), ("recipe", few)):
             with pytest.raises(InvalidArgument, match=message):
                 run_moe_reduce_rs(x, weights, ids, choices, ctx, **options)
-        with pytest.raises(InvalidArgument, match="'given'"):
+        with pytest.raises(InvalidArgument, match=r"A_scale is 'torch.* x is "):
             run_moe_reduce_rs(x.half(), weights.half(), ids, choices, ctx, **scales)

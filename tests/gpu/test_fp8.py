@@ -158,16 +158,16 @@ def test_a_model_folder_of_fp8_weights(on_gpus, tmp_path, recipe):
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
-@pytest.mark.parametrize("given", [None, torch.tensor([0.25, 0.5])])
+@pytest.mark.parametrize("static", [None, torch.tensor([0.25, 0.5])])
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [1, 300])
-def test_quantised_rows(rows, is_block, given, silu_mul):
+def test_quantised_rows(rows, is_block, static, silu_mul):
     """Equal to torch's quotients, except for elements between two numbers of fp8."""
-    if is_block and given is not None:
-        pytest.skip("a given scale is for all elements")
+    if is_block and static is not None:
+        pytest.skip("a static scale is for all elements")
     x = torch.randn(rows, 1000 * (1 + silu_mul), device="cuda").bfloat16() * 100
     x[0, :4] = torch.tensor([6e4, -6e4, 0.0, 1e-30])
-    out, scale = quantise(x, is_block, silu_mul, None if given is None else given.cuda())
+    out, scale = quantise(x, is_block, silu_mul, None if static is None else static.cuda())
     wanted = x.float()
     if silu_mul:
         gate, up = wanted.chunk(2, 1)
@@ -176,4 +176,4 @@ def test_quantised_rows(rows, is_block, given, silu_mul):
     wanted = (wanted / factor).clamp(-448, 448)
     error = (out.float() - wanted).abs()
     assert (error <= wanted.abs() * 2.0**-4 * 1.01 + 2.0**-10 * 1.01).all()
-    assert given is None or scale.tolist() == [0.5]
+    assert static is None or scale.tolist() == [0.5]

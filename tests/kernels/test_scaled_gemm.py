@@ -185,7 +185,7 @@ def refused():
     yield "bias is 1", {"bias": 1}
     yield r"bias\.dtype", {"bias": torch.ones(256)}
     yield r"bias\.shape", {"bias": torch.ones(255).bfloat16()}
-    yield "A_scale is 'given'", {"A": A.bfloat16(), "B": B.bfloat16()}
+    yield r"A_scale is 'torch.float32, shape \(", {"A": A.bfloat16(), "B": B.bfloat16()}
     yield (
         "out_dtype is",
         {
@@ -244,7 +244,7 @@ def test_ag_gemm_checks_scales_and_prunes_what_sends_none():
             ag_gemm.fn(A, B, ctx, TILES[0], algorithm="fused_push", **options)
     with (
         create_ag_gemm_context(16, 32, 64, torch.float16, 0, 1) as ctx,
-        pytest.raises(InvalidArgument, match="A_scale is 'given'"),
+        pytest.raises(InvalidArgument, match=r"A_scale is 'torch.float32, shape \("),
     ):
         ag_gemm.key_fn(A.half(), B.half(), ctx, **options)
 
@@ -266,7 +266,7 @@ def test_sums_over_ranks_check_scales(op, create, monkeypatch):
             (r"B\.dtype", {"B": B.to(E5M2)}),
             (r"B\.stride", {"B": B.contiguous()}),
             (r"B\.dtype", {"B": B.half()}),
-            ("A_scale is 'given'", {"A": A.half(), "B": B.half()}),
+            (r"A_scale is 'torch.float32, shape \(", {"A": A.half(), "B": B.half()}),
         ):
             call = {"A": A, "B": B, **options, **given}
             for reject in (op.key_fn, functools.partial(op, autotune=False)):

@@ -138,7 +138,7 @@ def refused():
     yield r"B\.dtype", {"B": B.to(torch.bfloat16)}
     yield r"B\.dtype", {"B": B.to(E5M2)}
     yield "out_dtype is torch.int8", {"out_dtype": torch.int8}
-    yield "A_scale is 'given'", {"A": A.half(), "B": B.half()}
+    yield r"A_scale is 'torch.float32, shape \(", {"A": A.half(), "B": B.half()}
     yield "algorithm is 'library'", {**block, "algorithm": "library"}
 
 

@@ -73,7 +73,7 @@ def test_quantised_rows(is_block, silu_mul, sizes):
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
-def test_rows_quantised_by_given_scales(silu_mul):
+def test_rows_quantised_by_static_scales(silu_mul):
     """The largest scale counts, and large elements become 448 times it."""
     large = -80.0 if silu_mul else -5e4  # exp of more overflows
     x = torch.tensor([[3.0, large, 5e4, float("nan")] * (1 + silu_mul)] * 70).bfloat16()

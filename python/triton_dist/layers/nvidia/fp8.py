@@ -50,11 +50,11 @@ class WeightScales(NamedTuple):
             return None
         if hasattr(module, _BLOCK_SCALES):
             return cls(_BLOCK_SCALES, None, None)
-        scale, given = (getattr(module, name, None) for name in (_ROW_SCALES, _INPUT_SCALE))
+        scale, static = (getattr(module, name, None) for name in (_ROW_SCALES, _INPUT_SCALE))
         if scale is None:
             return None
         single = scale.shape if scale.numel() == 1 else None
-        return cls(_ROW_SCALES, single, None if given is None else given.shape)
+        return cls(_ROW_SCALES, single, None if static is None else static.shape)
 
 
 def is_silu(function: object) -> bool:
@@ -65,30 +65,30 @@ def is_silu(function: object) -> bool:
 
 @torch.library.custom_op("triton_dist::quantise", mutates_args=())
 def quantise(
-    x: torch.Tensor, is_block: bool, silu_mul: bool, given: torch.Tensor | None = None
+    x: torch.Tensor, is_block: bool, silu_mul: bool, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [rows, K] in fp8, and its scales in the layout of the GEMMs.
 
-    With ``silu_mul``, x is [rows, 2 * K], and silu(left half) * right half is quantised. ``given``:
-    static scales; the largest one is used.
+    With ``silu_mul``, x is [rows, 2 * K], and silu(left half) * right half is quantised. Of
+    several elements of ``static_scale``, the largest is used.
     """
-    out, scale = _quantised(x, is_block, silu_mul, given)
+    out, scale = _quantised(x, is_block, silu_mul, static_scale)
     if len(out):
         x = x if x.stride(1) == 1 else x.contiguous()
-        quantisation(x, out, scale, silu_mul, given).run()
+        quantisation(x, out, scale, silu_mul, static_scale).run()
     return out, scale
 
 
 @quantise.register_fake
 def _quantised(
-    x: torch.Tensor, is_block: bool, silu_mul: bool, given: torch.Tensor | None = None
+    x: torch.Tensor, is_block: bool, silu_mul: bool, static_scale: torch.Tensor | None = None
 ) -> Any:
     """Return memory for the results of ``quantise``."""
     rows, K = len(x), x.shape[1] // (2 if silu_mul else 1)
     if is_block:
         scale = x.new_empty(blocks(K), rows, dtype=torch.float32).t()
     else:
-        scale = x.new_empty(rows if given is None else 1, dtype=torch.float32)
+        scale = x.new_empty(rows if static_scale is None else 1, dtype=torch.float32)
     return x.new_empty(rows, K, dtype=FP8), scale
 
 

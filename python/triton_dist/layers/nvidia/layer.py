@@ -295,8 +295,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         if not silu_mul:
             matrix = weight[0] if weight.ndim == 3 else weight
             check_operand(type(self).__name__, "x", x, matrix, ranks)
-        given = getattr(self, name + INPUT_SCALES, None)
-        A = quantise(x, self.scales.is_block, silu_mul, given)
+        static_scale = getattr(self, name + INPUT_SCALES, None)
+        A = quantise(x, self.scales.is_block, silu_mul, static_scale)
         B = weight, getattr(self, name + SCALES)
         return fp8_product(function, A, B, routing, x.dtype, ranks)
 

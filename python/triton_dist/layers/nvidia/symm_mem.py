@@ -1,11 +1,11 @@
-"""Two operators of ``torch.ops.symm_mem`` for fp8, argument for argument, on ``ag_gemm`` and
-``gemm_rs``.
+"""The fused fp8 operators of ``torch.ops.symm_mem``, computed by ``ag_gemm`` and ``gemm_rs``.
 
-torch's operators call ``_scaled_mm`` once per shard. These functions take the same arguments and
-return the same results, up to rounding. They also run on CPU ranks.
+The functions have the arguments of torch's operators, and their results differ only by rounding.
+torch's operators call ``_scaled_mm`` once per shard. The functions also run on CPU ranks.
 
-The first call with a size creates a context, collectively, which lives as long as the process. It
-serves up to the next power of two of rows. The call tunes the op.
+The number of rows is rounded up to a power of two. The first call with a new rounded number creates
+a context, collectively; the context lives as long as the process. The first call of a shape also
+tunes the op.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def fused_all_gather_scaled_matmul(
     Args:
         A: fp8 [..., K], the shard of this rank.
         Bs: e4m3 [K, N] each, K-major.
-        A_scale: one element, equal on all ranks; [..., 1] of this rank's shard; or [..., 1] of the
-            gathered A.
+        A_scale: one element, equal on all ranks; or the scales of the rows, [..., 1], of this
+            rank's shard or of the gathered A.
         B_scales: one element or [1, N] for each B.
         gather_dim: dimension of A, not the last one.
         group_name: name of the process group.
         biases: [N] or ``None`` for each B.
-        result_scales: ignored unless the result is fp8, and then ``None``.
+        result_scales: must be ``None`` for an fp8 result; otherwise ignored.
         out_dtypes: dtype of each product; ``None`` is the dtype of B.
         use_fast_accum: see ``matmul``, for each B.
 
@@ -70,32 +70,33 @@ def fused_all_gather_scaled_matmul(
             yield f"len({name})", len(each), len(each) == len(Bs), f"len(Bs) = {len(Bs)}"
         expected = "a dimension of A before the last"
         yield "gather_dim", gather_dim, 0 <= gather_dim < A.ndim - 1, expected
-        for scale, dtype in zip(result_scales, out_dtypes, strict=True):
+        for number, (scale, dtype) in enumerate(zip(result_scales, out_dtypes, strict=True)):
             good = scale is None or dtype in OUTPUTS
-            yield "result_scales", "given", good, "None for a result in fp8"
+            yield f"result_scales[{number}]", scale, good, "None for an fp8 result"
         good = A_scale.numel() == 1 or tuple(A_scale.shape) in (shard, whole)
         yield "A_scale.shape", tuple(A_scale.shape), good, f"one element, {shard} or {whole}"
 
     raise_first_error("fused_all_gather_scaled_matmul", checks())
-    own = A_scale.flatten()
+    scale = A_scale.flatten()
     if A_scale.numel() > 1:
-        own = _in_front(A_scale, gather_dim).flatten()
-        own = own if A_scale.shape == shard else own.chunk(num_ranks)[rank]
-    local = _in_front(A, gather_dim).contiguous()
+        scale = _as_rows(A_scale, gather_dim).flatten()
+        scale = scale if A_scale.shape == shard else scale.chunk(num_ranks)[rank]
+    local = _as_rows(A, gather_dim).contiguous()
     rows = local.new_empty(len(local) * num_ranks, A.shape[-1])
-    ranks = _ranks(group, triton.next_power_of_2(len(rows)))
+    contexts = _contexts_of(group, triton.next_power_of_2(len(rows)))
     products = []
     for number, (B, bias) in enumerate(zip(Bs, biases, strict=True)):
         dtype = out_dtypes[number] or B.dtype
         options: Any = {
-            "A_scale": own, "B_scale": B_scales[number], "use_fast_accum": use_fast_accum[number],
+            "A_scale": scale, "B_scale": B_scales[number],
+            "use_fast_accum": use_fast_accum[number],
             "out_dtype": torch.float32 if bias is not None or dtype in FP8 else dtype,
         }  # fmt: skip
         if number == 0:
-            context = ranks.ag_context(B.shape[1], B.shape[0], A.dtype)
+            context = contexts.ag_context(B.shape[1], B.shape[0], A.dtype)
             C = ag_gemm(local, B, context, gathered=rows, **options)
-            if len(Bs) > 1 and own.numel() > 1:
-                own = libraries.all_gather_rows(own.contiguous(), group)
+            if len(Bs) > 1 and scale.numel() > 1:
+                scale = libraries.all_gather_rows(scale.contiguous(), group)
         else:
             C = matmul(rows, B, **options)
         C = C if bias is None else C + bias
@@ -134,10 +135,12 @@ def fused_scaled_matmul_reduce_scatter(
         B_scale: one element, or [1, N].
         reduce_op: ``"sum"`` or ``"avg"``.
         orig_scatter_dim: dimension of ``output_shape`` to scatter, not the last one.
-        scatter_dim_after_maybe_reshape: ignored; ``output_shape`` determines the order of rows.
+        scatter_dim_after_maybe_reshape: ignored, because ``output_shape`` determines the order of
+            the rows.
         group_name: name of the process group.
-        output_shape: shape of the whole sum, [..., N]; ``None``: the dimensions of A.
-        bias: [N], added to the product of each rank, as torch does.
+        output_shape: shape of the sum before the scatter, [..., N]; ``None``: the shape of A with N
+            in place of K.
+        bias: [N]; each rank's bias is added to the sum, as in torch.
         result_scale: ignored.
         out_dtype: bf16, fp16 or fp32.
         use_fast_accum: see ``matmul``.
@@ -154,7 +157,7 @@ def fused_scaled_matmul_reduce_scatter(
         expected = f"the {prod(A.shape[:-1])} rows of A, and N = {B.shape[1]}"
         good = prod(shape[:-1]) == prod(A.shape[:-1]) and shape[-1] == B.shape[1]
         yield "output_shape", shape, good, expected
-        expected = f"a dimension of {shape} before the last, of a multiple of {num_ranks}"
+        expected = f"a dimension of {shape} before the last, of a size divisible by {num_ranks}"
         good = 0 <= dim < len(shape) - 1 and shape[dim] % num_ranks == 0
         yield "orig_scatter_dim", dim, good, expected
         expected = f"one element, or {(*A.shape[:-1], 1)}"
@@ -165,16 +168,17 @@ def fused_scaled_matmul_reduce_scatter(
     raise_first_error("fused_scaled_matmul_reduce_scatter", checks())
     assert out_dtype is not None
 
-    def in_order(x: torch.Tensor) -> torch.Tensor:
-        return _in_front(x.reshape(*shape[:-1], x.shape[-1]), dim)
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        return _as_rows(x.reshape(*shape[:-1], x.shape[-1]), dim)
 
-    rows = in_order(A)
+    rows = ordered(A)
     if bias is not None:
         bias = libraries.all_reduce(bias.float(), group).to(out_dtype)
-    context = _ranks(group, triton.next_power_of_2(len(rows))).rs_context(B.shape[1], out_dtype)
+    contexts = _contexts_of(group, triton.next_power_of_2(len(rows)))
+    context = contexts.rs_context(B.shape[1], out_dtype)
     C = gemm_rs(
         rows, B, context, bias=bias, B_scale=B_scale, use_fast_accum=use_fast_accum,
-        A_scale=A_scale.flatten() if A_scale.numel() == 1 else in_order(A_scale).contiguous(),
+        A_scale=A_scale.flatten() if A_scale.numel() == 1 else ordered(A_scale).contiguous(),
     )  # fmt: skip
     if reduce_op == "avg":
         C = C.div_(num_ranks)
@@ -183,11 +187,11 @@ def fused_scaled_matmul_reduce_scatter(
 
 
 @functools.cache
-def _ranks(group: dist.ProcessGroup, max_M: int) -> TensorParallel:
+def _contexts_of(group: dist.ProcessGroup, max_M: int) -> TensorParallel:
     """Return the contexts of a group; they are never freed, because CUDA graphs may use them."""
     return TensorParallel(max_M, group)
 
 
-def _in_front(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return [..., n] as a matrix whose rows are ordered by ``dim`` first."""
+def _as_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return x [..., n] as a matrix; dimension ``dim`` varies slowest over its rows."""
     return x.movedim(dim, 0).flatten(0, -2)

@@ -1,4 +1,4 @@
-"""Quantise rows to fp8, by one scale per row, per 128 elements of a row, or given in advance."""
+"""Quantise rows to fp8, with one scale per row or per 128 elements of a row, or a static scale."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def kernel_quantise(
     stride_x,
     stride_sm,
     stride_sk,
-    given_ptr,
-    num_given,
+    static_scale_ptr,
+    num_static_scales,
     SILU_MUL: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
-    GIVEN_SCALES: tl.constexpr,
+    STATIC_SCALES: tl.constexpr,
 ):
     """Divide each BLOCK_SIZE_K elements of a row by their scale. Grid (row blocks, blocks of K).
 
     out: [rows, columns]. With SILU_MUL, x has twice the columns, and out is
-    silu(left half) * right half. If ``given_ptr`` is not ``None``, the largest of its numbers is
-    the scale of all elements.
+    silu(left half) * right half. If ``static_scale_ptr`` is not ``None``, the largest of its
+    numbers is the scale of all elements. STATIC_SCALES: ``num_static_scales``, rounded up to a
+    power of two.
     """
     row = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_K + tl.arange(0, BLOCK_SIZE_K)
@@ -46,16 +47,17 @@ def kernel_quantise(
     if SILU_MUL:
         up = tl.load(x_block + columns, mask=inside, other=0.0).to(tl.float32)
         x = x / (1.0 + tl.exp(-x)) * up
-    if given_ptr is None:
+    if static_scale_ptr is None:
         # A row of zeros keeps a scale that can divide.
         scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _MAXIMUM
         tl.store(scale_ptr + row * stride_sm + tl.program_id(1) * stride_sk, scale, mask=row < rows)
         x = x / scale[:, None]
     else:
-        number = tl.arange(0, GIVEN_SCALES)
-        given = tl.max(tl.load(given_ptr + number, mask=number < num_given, other=0.0), 0)
-        tl.store(scale_ptr, given)
-        x = tl.clamp(x / given, -_MAXIMUM, _MAXIMUM, tl.PropagateNan.ALL)
+        number = tl.arange(0, STATIC_SCALES)
+        is_scale = number < num_static_scales
+        scale = tl.max(tl.load(static_scale_ptr + number, mask=is_scale, other=0.0), 0)
+        tl.store(scale_ptr, scale)
+        x = tl.clamp(x / scale, -_MAXIMUM, _MAXIMUM, tl.PropagateNan.ALL)
     out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -65,7 +67,7 @@ def quantisation(
     out: torch.Tensor,
     scale: torch.Tensor,
     silu_mul: bool,
-    given: torch.Tensor | None = None,
+    static_scale: torch.Tensor | None = None,
 ) -> Launch:
     """Return the launch that quantises x to ``out`` [rows, K].
 
@@ -73,11 +75,13 @@ def quantisation(
         x: [rows, K] with unit stride along K; with ``silu_mul`` [rows, 2 * K], and
             silu(left half) * right half is quantised.
         out: result.
-        scale: result, [rows], or [rows, K / 128] with strides (1, rows); [1] with ``given``.
-        given: scales, of which the largest one is used. Larger quotients than 448 become 448.
+        scale: result, [rows], or [rows, K / 128] with strides (1, rows); [1] with a static scale.
+        static_scale: known before the call; if it has several elements, the largest is used.
+            Quotients beyond the range of fp8 become its largest number.
     """
     rows, K = out.shape
-    is_whole_row = scale.ndim == 1 and given is None
+    num_static_scales = 0 if static_scale is None else static_scale.numel()
+    is_whole_row = scale.ndim == 1 and static_scale is None
     block_k = triton.next_power_of_2(K) if is_whole_row else BLOCK_ELEMENTS
     block_m = max(1, _TILE_ELEMENTS // block_k)
     return Launch(
@@ -92,14 +96,14 @@ def quantisation(
             x.stride(0),
             1,
             rows,
-            given,
-            0 if given is None else given.numel(),
+            static_scale,
+            num_static_scales,
         ),
         {
             "SILU_MUL": silu_mul,
             "BLOCK_SIZE_M": block_m,
             "BLOCK_SIZE_K": block_k,
-            "GIVEN_SCALES": 1 if given is None else triton.next_power_of_2(given.numel()),
+            "STATIC_SCALES": triton.next_power_of_2(max(1, num_static_scales)),
             "num_warps": 4 if block_k <= _TILE_ELEMENTS else 16,
         },
     )

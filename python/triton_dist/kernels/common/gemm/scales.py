@@ -255,7 +255,10 @@ class Scaling(NamedTuple):
             yield from _fp8_checks(A, B, A_scale, B_scale, a, b)
         else:
             for name, scale in (("A_scale", A_scale), ("B_scale", B_scale)):
-                yield name, "given", scale is None, f"None: {a} is {A.dtype}, not fp8"
+                shown: object = scale
+                if isinstance(scale, torch.Tensor):
+                    shown = f"{scale.dtype}, shape {tuple(scale.shape)}"
+                yield name, shown, scale is None, f"None: {a} is {A.dtype}, not fp8"
         good = out_dtype is None or out_dtype in (OUTPUTS if is_fp8 else (A.dtype,))
         expected = "torch.bfloat16, torch.float16 or torch.float32" if is_fp8 else f"{a}'s dtype"
         yield "out_dtype", out_dtype, good, f"None or {expected}"
@@ -303,8 +306,7 @@ class Scaling(NamedTuple):
         name = "" if recipe is None else recipe.value
         single: Any = tuple(x is not None and x.numel() == 1 for x in (self.A_scale, self.B_scale))
         dtype, fast = self.output_dtype(A), self.use_fast_accum
-        extended: Any = ScaledKey(key, name, single, dtype, fast, has_bias)
-        return extended  # type: ignore[no-any-return]
+        return ScaledKey(key, name, single, dtype, fast, has_bias)  # type: ignore[return-value]
 
     def constant(self, recipe: Recipe | None) -> int:
         """Return the kernels' SCALING for scales of this recipe."""
