@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from triton_dist.errors import CandidateFailed
-from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, scaled_matmul
+from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, library_matmul
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, tile_shapes
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.kernels.nvidia.gemm.op import matmul_configs
@@ -80,7 +80,7 @@ def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dic
     expected, magnitudes = a @ b, a.abs() @ b.abs()
     del a, b
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "library": functools.partial(scaled_matmul, A, B, scaling)
+        "library": functools.partial(library_matmul, A, B, scaling)
     }
     for name, tiles in configs(A, B, scaling, spilling).items():
         calls[name] = functools.partial(matmul.fn, A, B, tiles, True, **scaling._asdict())

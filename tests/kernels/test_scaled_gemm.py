@@ -10,7 +10,7 @@ import torch
 
 from tests.fp8 import largest_error, quantised
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Recipe, blocks, scaled_matmul
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Recipe, blocks, library_matmul
 from triton_dist.kernels.nvidia import (
     ag_gemm,
     create_ag_gemm_context,
@@ -57,7 +57,7 @@ def test_every_recipe_size_and_path(recipe, size, dtype, tile):
         C = matmul.fn(A, B, TILES[tile], persistent, **scaling._asdict())
         assert C.dtype is torch.bfloat16
         check(C, A, B, scaling)
-    check(scaled_matmul(A, B, scaling), A, B, scaling)
+    check(library_matmul(A, B, scaling), A, B, scaling)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
@@ -88,7 +88,7 @@ def test_a_single_scale_beside_row_scales():
         mixed = scaling._replace(**{one: torch.full((1,), 0.25)})
         assert mixed.recipe(A, B) is Recipe.ROW
         check(matmul(A, B, autotune=False, **mixed._asdict()), A, B, mixed)
-        check(scaled_matmul(A, B, mixed), A, B, mixed)
+        check(library_matmul(A, B, mixed), A, B, mixed)
 
 
 @pytest.mark.parametrize("n", [256, 300])  # 256: as many blocks along N as along K

@@ -123,8 +123,7 @@ def _fp8_product(
 ) -> torch.Tensor:
     A, A_scale, B, B_scale = operands
     scaling = {"A_scale": A_scale, "B_scale": B_scale, "out_dtype": out_dtype}
-    product: torch.Tensor = getattr(ranks_by_name(ranks), function)(A, B, *routing, **scaling)
-    return product
+    return ranks_by_name(ranks).scaled(function, [A, B, *routing], scaling)
 
 
 @_fp8_product.register_fake

@@ -127,53 +127,48 @@ class Collectives:
         """Sum ``addend`` over ranks in place and return it."""
         return addend if self.num_ranks == 1 else libraries.all_reduce(addend, self.group)
 
-    def gemm(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
-        """Return ``A @ B`` on this rank: [M, K] and [K, n] to [M, n].
+    def scaled(
+        self, function: str, operands: list[torch.Tensor], scaling: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the product of fp8 operands by one of the following methods, in fp32.
 
-        ``scaling`` of fp8 operands: ``A_scale``, ``B_scale`` and ``out_dtype``, for this and the
-        following functions.
+        ``scaling``: ``A_scale``, ``B_scale`` and ``out_dtype``.
         """
-        if scaling:
-            A, B = Scaling(**scaling).dequantised(A, B)
-        return (A @ B).to(scaling.get("out_dtype", A.dtype))
+        A, B, *routing = operands
+        A, B = Scaling(**scaling).dequantised(A, B)
+        product: torch.Tensor = getattr(self, function)(A, B, *routing)
+        return product.to(scaling["out_dtype"])
+
+    def gemm(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Return ``A @ B`` on this rank: [M, K] and [K, n] to [M, n]."""
+        return A @ B
 
     def ag_gemm(
-        self,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        gathered: torch.Tensor | None = None,
-        **scaling: Any,
+        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``all_gather(A) @ B``: [m, K] and [K, n] to [M, n].
 
         ``gathered``: optional output [M, K] for ``all_gather(A)``.
         """
-        if scaling:
-            A, B = Scaling(**scaling).dequantised(A, B)
         rows = self.all_gather(A)
         if gathered is not None:
             gathered.copy_(rows)
-        return (rows @ B).to(scaling.get("out_dtype", A.dtype))
+        return rows @ B
 
-    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
+    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
-        return self.reduce_scatter(Collectives.gemm(self, A, B, **scaling))
+        return self.reduce_scatter(A @ B)
 
-    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
+    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
-        return self.all_reduce(Collectives.gemm(self, A, B, **scaling))
+        return self.all_reduce(A @ B)
 
-    def group_gemm(
-        self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
-    ) -> torch.Tensor:
+    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return each row times the weights of its route's expert, on this rank.
 
         [M, K] or [M * topk, K], [E, K, n] and ids [M, topk] to [M * topk, n]. Dropped tokens give
         rows of zeros.
         """
-        if scaling:
-            A, B = Scaling(**scaling).dequantised(A, B)
-            return Collectives.group_gemm(self, A, B, ids).to(scaling["out_dtype"])
         flat, choices_per_row = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
         C = A.new_zeros(flat.numel(), B.shape[2])
         for expert in range(len(B)):
@@ -181,13 +176,8 @@ class Collectives:
             C[routes] = A[routes // choices_per_row] @ B[expert]
         return C
 
-    def ag_group_gemm(
-        self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, **scaling: Any
-    ) -> torch.Tensor:
+    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return ``group_gemm`` of all tokens: [m, K], [E, K, n], [M, topk] to [M * topk, n]."""
-        if scaling:
-            A, B = Scaling(**scaling).dequantised(A, B)
-            return self.group_gemm(self.all_gather(A), B, ids).to(scaling["out_dtype"])
         return self.group_gemm(self.all_gather(A), B, ids)
 
     def moe_reduce_rs(
@@ -196,13 +186,12 @@ class Collectives:
         weights: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
-        **scaling: Any,
     ) -> torch.Tensor:
         """Return this rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``.
 
         [M * topk, k], [E, k, N], and ids and scales [M, topk] to [m, N].
         """
-        return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales, **scaling))
+        return self.reduce_scatter(self._weighted_sums(x, weights, ids, scales))
 
     def moe_reduce_ar(
         self,
@@ -210,10 +199,9 @@ class Collectives:
         weights: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
-        **scaling: Any,
     ) -> torch.Tensor:
         """Return ``moe_reduce_rs`` of all tokens, [M, N], on every rank."""
-        return self.all_reduce(self._weighted_sums(x, weights, ids, scales, **scaling))
+        return self.all_reduce(self._weighted_sums(x, weights, ids, scales))
 
     def _weighted_sums(
         self,
@@ -221,10 +209,9 @@ class Collectives:
         weights: torch.Tensor,
         ids: torch.Tensor,
         scales: torch.Tensor,
-        **scaling: Any,
     ) -> torch.Tensor:
-        products = self.group_gemm(x, weights, ids, **scaling).view(*ids.shape, weights.shape[2])
-        return (products * scales[..., None]).sum(1).to(scaling.get("out_dtype", x.dtype))
+        products = self.group_gemm(x, weights, ids).view(*ids.shape, weights.shape[2])
+        return (products * scales[..., None]).sum(1).to(x.dtype)
 
     def finalize(self) -> None:
         """Do nothing: libraries need no clean-up."""
@@ -255,6 +242,11 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         self.max_M, self.whole_M = max_M, -(-max_M // self.num_ranks) * self.num_ranks
         self.sizes = self.rank, self.num_ranks, self.num_ranks  # all ranks are on one host
         self._contexts: dict[Hashable, OpContext[Any]] | None = {}
+
+    def scaled(
+        self, function: str, operands: list[torch.Tensor], scaling: dict[str, Any]
+    ) -> torch.Tensor:
+        return getattr(self, function)(*operands, **scaling)  # type: ignore[no-any-return]
 
     def gemm(self, A: torch.Tensor, B: torch.Tensor, **scaling: Any) -> torch.Tensor:
         return matmul(A, B, **scaling) if scaling else A @ B

@@ -13,7 +13,7 @@ from triton_dist.kernels.common.gemm.scales import (
     Recipe,
     Scaling,
     blocks,
-    scaled_matmul,
+    library_matmul,
 )
 from triton_dist.kernels.common.libraries import all_gather_rows
 from triton_dist.kernels.common.moe.rows import grouped_mm, scaled_grouped_mm
@@ -91,9 +91,7 @@ def multiply(
     A: torch.Tensor, B: torch.Tensor, scales: Scales, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return ``A @ B`` by torch, in ``out`` or new memory."""
-    if not scales:
-        return torch.matmul(A, B, out=out)
-    return scaled_matmul(A, B, Scaling(**scales), out)
+    return library_matmul(A, B, Scaling(**scales), out)
 
 
 def library_product(

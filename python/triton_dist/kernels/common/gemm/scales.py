@@ -31,6 +31,7 @@ import torch
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import Check, gradient_check, operand_signature
 from triton_dist.runtime.device import current_device
 
@@ -271,7 +272,9 @@ class Scaling(NamedTuple):
             yield "bias.device", bias.device, bias.device == A.device, f"{A.device}, like {a}"
 
     def signature(self, B: torch.Tensor) -> tuple[object, ...]:
-        """Return all that the checks of a call read from its scaling, except a bias."""
+        """Return what the checks read from the scaling, except a bias; empty for ``NO_SCALING``."""
+        if self is NO_SCALING:
+            return ()
         scales = operand_signature(B, self.A_scale, self.B_scale)
         return *scales, self.out_dtype, self.use_fast_accum
 
@@ -389,7 +392,7 @@ def scaling_of(
 
 
 def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
-    """Return whether torch multiplies these operands. cuBLAS restricts sizes of fp8 operands.
+    """Return whether torch multiplies the operands. cuBLAS restricts sizes of fp8 operands.
 
     Its products with BLOCK scales require e4m3.
     """
@@ -400,6 +403,16 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
+def check_library(
+    function: str, algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling
+) -> None:
+    """Raise ``InvalidArgument`` for an ``algorithm`` whose operands torch does not multiply."""
+    if not fits_library(A, B, scaling):
+        expected = "another algorithm: scaled_mm requires bf16 output and K and N divisible by 16; "
+        expected += "block scales also require e4m3 and K / 128, rounded up, divisible by 4"
+        raise InvalidArgument(function, "algorithm", algorithm, expected)
+
+
 def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     """Return whether async tensor parallelism has the recipe: of fp8, e4m3 without BLOCK scales."""
     if A.dtype not in FP8:
@@ -407,13 +420,15 @@ def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     return A.dtype is torch.float8_e4m3fn and scaling.recipe(A, B) is not Recipe.BLOCK
 
 
-def scaled_matmul(
+def library_matmul(
     A: torch.Tensor, B: torch.Tensor, scaling: Scaling, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``A @ B`` of fp8 operands by torch's ``scaled_mm``, in ``out`` or new memory.
+    """Return ``A @ B`` by torch's ``matmul`` or ``scaled_mm``, in ``out`` or new memory.
 
-    On CPU, multiply in fp32.
+    On CPU, multiply fp8 operands in fp32.
     """
+    if A.dtype not in FP8:
+        return torch.matmul(A, B, out=out)
     bias, dtype = scaling.bias, scaling.output_dtype(A)
     if scaling.recipe(A, B) is Recipe.BLOCK and len(A) % 4:
         return _padded_matmul(A, B, scaling, out)
@@ -437,22 +452,21 @@ def scaled_matmul(
         Recipe.ROW: (kinds.RowWise, kinds.RowWise),
         Recipe.BLOCK: (kinds.BlockWise1x128, kinds.BlockWise128x128),
     }[recipe]
-    result: torch.Tensor = functional.scaled_mm(
+    return functional.scaled_mm(  # type: ignore[no-any-return]
         A, B, a_scale, a_kind, b_scale, b_kind,
         bias=bias, output_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip
-    return result
 
 
 def _padded_matmul(
     A: torch.Tensor, B: torch.Tensor, scaling: Scaling, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return ``scaled_matmul`` with rows padded to a multiple of 4, which cuBLAS requires."""
+    """Return ``library_matmul`` with rows padded to a multiple of 4, which cuBLAS requires."""
     assert scaling.A_scale is not None
     pad, more = torch.nn.functional.pad, -len(A) % 4
     scaling = scaling._replace(A_scale=pad(scaling.A_scale.t(), (0, more)).t())
     padded = pad(A.view(torch.uint8), (0, 0, 0, more)).view(A.dtype)
-    product = scaled_matmul(padded, B, scaling)[: len(A)]
+    product = library_matmul(padded, B, scaling)[: len(A)]
     return product if out is None else out.copy_(product)
 
 

@@ -343,8 +343,7 @@ class SumCall(OpCall):
             yield cls.ctx_type.tokens_check("M", M, ctx.num_ranks)
             expected = f"at most {ctx.max_tokens}, the context's {ctx.max_routes} routes"
             yield "M", M, ctx.max_tokens >= M, expected
-            if scaling is not NO_SCALING or x.dtype in FP8:
-                yield from scaling.checks(x, weights, "x", "weights")
+            yield from scaling.checks(x, weights, "x", "weights")
             if x.dtype in FP8:
                 yield from operand_checks(x.dtype, device, x=x)
                 yield from operand_checks(weights.dtype, device, weights=weights)
@@ -359,8 +358,7 @@ class SumCall(OpCall):
             return key
 
         signature = operand_signature(weights, x, weights, *routing)
-        if scaling is not NO_SCALING:
-            signature = (*signature, *scaling.signature(weights))
+        signature = (*signature, *scaling.signature(weights))
         return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     @classmethod

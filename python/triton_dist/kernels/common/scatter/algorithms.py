@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.scales import fits_library
+from triton_dist.kernels.common.gemm.scales import check_library, fits_library, library_matmul
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import SelectableAlgorithm
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
@@ -238,12 +237,7 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
         return fits_library(sizes.A, sizes.B, sizes.scaling) and super().fits(config, sizes)
 
     def check(self, call: C) -> None:
-        if not fits_library(call.A, call.B, call.scaling):
-            expected = (
-                "another algorithm: scaled_mm needs bf16 output, K and N in steps of 16, and "
-            )
-            expected += "4 * n blocks of K"
-            raise InvalidArgument(call.ctx_type.function, "algorithm", self.name, expected)
+        check_library(call.ctx_type.function, self.name, call.A, call.B, call.scaling)
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)
@@ -251,7 +245,7 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
         def run_unfused() -> torch.Tensor:
             if call.ctx.num_ranks == 1:
-                return call.product(A, B)
+                return library_matmul(A, B, call.scaling)
             return self.multiply(call, A, B)
 
         C: torch.Tensor = call.ctx.buffer.slots.run_without_slots(run_unfused)
@@ -259,7 +253,7 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
 
     def multiply(self, call: C, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return this rank's result of the sum of ``A @ B`` over several ranks."""
-        return self.sum(call, call.product(A, B))
+        return self.sum(call, library_matmul(A, B, call.scaling))
 
     @abstractmethod
     def sum(self, call: C, product: torch.Tensor) -> torch.Tensor:

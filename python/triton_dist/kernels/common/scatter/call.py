@@ -29,7 +29,6 @@ from triton_dist.kernels.common.gemm.scales import (
     Recipe,
     Scaling,
     blocks,
-    scaled_matmul,
     scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, max_rows_of_key
@@ -99,14 +98,6 @@ class SummingCall(OpCall):
         A, B = self.A, self.B
         return self.operands, A.stride(), B.stride(), self.bias is None, dot_precision(A.dtype)
 
-    def product(
-        self, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return this rank's product by torch, in ``out`` or new memory."""
-        if A.dtype in FP8:
-            return scaled_matmul(A, B, self.scaling, out)
-        return torch.matmul(A, B, out=out)
-
     @staticmethod
     def scaling_of(
         A: torch.Tensor,
@@ -118,9 +109,9 @@ class SummingCall(OpCall):
     ) -> Scaling:
         """Return the scaling of a call's keywords, without a bias."""
         scaling = scaling_of(A_scale, B_scale, None, None, use_fast_accum)
-        if scaling is NO_SCALING:
-            return scaling
-        return scaling._replace(out_dtype=getattr(ctx, "output_dtype", None))
+        if scaling is not NO_SCALING:
+            scaling = scaling._replace(out_dtype=getattr(ctx, "output_dtype", None))
+        return scaling
 
     @staticmethod
     @abstractmethod
@@ -197,8 +188,7 @@ class SummingCall(OpCall):
             yield from operand_checks(A.dtype if is_fp8 else ctx.output_dtype, device, A=A)
             yield from operand_checks(B.dtype if is_fp8 else ctx.output_dtype, device, B=B)
             yield from operand_checks(ctx.output_dtype, device, bias=bias)
-            if is_fp8 or scaling is not NO_SCALING:
-                yield from scaling.checks(A, B)
+            yield from scaling.checks(A, B)
             if scaling.recipe(A, B) is Recipe.BLOCK:
                 padded = blocks(K) * BLOCK_ELEMENTS
                 expected = (
@@ -211,9 +201,7 @@ class SummingCall(OpCall):
             key = ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
             return scaling.key_of(key, A, B)
 
-        signature = operand_signature(B, A, B, bias)
-        if scaling is not NO_SCALING:
-            signature = (signature, scaling.signature(B))
+        signature = (*operand_signature(B, A, B, bias), *scaling.signature(B))
         return checked_once(ctx.checked_keys, signature, function, checks, key)
 
     def check_tiles(self) -> None:

@@ -35,9 +35,10 @@ from triton_dist.kernels.common.gemm.scales import (
     Recipe,
     Scaling,
     call_size,
+    check_library,
     fits_async_tp,
     fits_library,
-    scaled_matmul,
+    library_matmul,
     scaling_of,
 )
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
@@ -346,12 +347,7 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
         return sizes.num_ranks > 1 and fits_library(sizes.A, sizes.B, sizes.scaling)
 
     def check(self, call: Call) -> None:
-        if not fits_library(call.A, call.B, call.scaling):
-            expected = (
-                "another algorithm: scaled_mm needs bf16 output, K and N in steps of 16, and "
-            )
-            expected += "4 * n blocks of K"
-            raise InvalidArgument("ag_gemm", "algorithm", self.name, expected)
+        check_library("ag_gemm", self.name, call.A, call.B, call.scaling)
 
     def run(self, call: Call) -> torch.Tensor:
         ctx = call.ctx
@@ -361,9 +357,7 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
         if ctx.num_ranks == 1:
             if call.gathered is not None:
                 call.gathered.copy_(local_shard)
-            if call.A.dtype in FP8:
-                return scaled_matmul(local_shard, B, call.scaling)
-            return torch.matmul(local_shard, B)
+            return library_matmul(local_shard, B, call.scaling)
         return ctx.buffer.slots.run_without_slots(lambda: self.multiply(call, local_shard, B))
 
     def multiply(self, call: Call, local_shard: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -375,7 +369,7 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
         rows = None if call.gathered is None else call.gathered.view(torch.uint8)
         A = self.gather(call, local_shard.view(torch.uint8), rows).view(local_shard.dtype)
         gathered_scales = self.gather(call, scales.view(1, -1), None)
-        return scaled_matmul(A, B, call.scaling_of_all_rows(gathered_scales.view(-1)))
+        return library_matmul(A, B, call.scaling_of_all_rows(gathered_scales.view(-1)))
 
     @abstractmethod
     def gather(self, call: Call, shard: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -184,17 +184,14 @@ def check_operands(
         yield from operand_checks(B.dtype if is_fp8 else ctx.dtype, device, B=B)
         expected = "a contiguous A; call A.contiguous()"
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
-        if is_fp8 or scaling is not NO_SCALING:
-            yield from scaling.checks(A, B)
+        yield from scaling.checks(A, B)
 
     def key() -> ProductKey:
         M, N, num_ranks = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         key = ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=num_ranks)
         return scaling.key_of(key, A, B)
 
-    signature = operand_signature(B, A, B)
-    if scaling is not NO_SCALING:
-        signature = (signature, scaling.signature(B))
+    signature = (*operand_signature(B, A, B), *scaling.signature(B))
     accepted = checked_once(ctx.checked_keys, signature, "ag_gemm", checks, key)
     if gathered is not None:
         _check_gathered(gathered, A if local_copy else ctx.own_rows(A.shape[0]), ctx)

@@ -226,8 +226,7 @@ def check_operands(
         yield "full_topk_ids.shape", ids, ids == wanted, f"[M, topk] = {wanted}, M over all ranks"
         device = full_topk_ids.device
         yield "full_topk_ids.device", device, device == a.device, f"the device of a, {a.device}"
-        if is_fp8 or scaling is not NO_SCALING:
-            yield from scaling.checks(a, b, "a", "b")
+        yield from scaling.checks(a, b, "a", "b")
 
     def key() -> RoutedKey:
         check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
@@ -235,7 +234,5 @@ def check_operands(
         plain = RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
         return scaling.key_of(plain, a, b)
 
-    signature = operand_signature(b, a, b, full_topk_ids)
-    if scaling is not NO_SCALING:
-        signature = (*signature, *scaling.signature(b))
+    signature = (*operand_signature(b, a, b, full_topk_ids), *scaling.signature(b))
     return checked_once(ctx.checked_keys, signature, "ag_group_gemm", checks, key)

@@ -15,7 +15,7 @@ from triton_dist.kernels.common.gemm.scales import (
     FP8,
     NO_SCALING,
     Scaling,
-    scaled_matmul,
+    library_matmul,
     scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import (
@@ -201,7 +201,7 @@ def matmul(
     scaling = scaling_of(A_scale, B_scale, bias, out_dtype, use_fast_accum)
     if gemm_config is None and getattr(A, "dtype", None) in FP8:
         _check(A, B, scaling)
-        return scaled_matmul(A, B, scaling)
+        return library_matmul(A, B, scaling)
     return _run(A, B, gemm_config, persistent, scaling)
 
 

@@ -26,6 +26,7 @@ from triton_dist.kernels.common.exchange.sums import (
     max_one_shot_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
+from triton_dist.kernels.common.gemm.scales import library_matmul
 from triton_dist.kernels.common.op import Algorithm, Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
     OneLaunchAlgorithm,
@@ -300,7 +301,8 @@ class SymmetricCollective(UnfusedAlgorithm[Call]):
             raise InvalidArgument("gemm_ar", "algorithm", self.name, expected)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return self.sum(call, call.product(A, B, call.ctx.buffer.spare_sums(A.shape[0])))
+        sums = call.ctx.buffer.spare_sums(A.shape[0])
+        return self.sum(call, library_matmul(A, B, call.scaling, sums))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         if call.copy_to_local:

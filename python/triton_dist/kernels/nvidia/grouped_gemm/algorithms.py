@@ -78,8 +78,7 @@ def checks(
     yield "activation", activation, activation in (None, SILU_MUL), expected
     expected = f"[E, K, N] with an even N for activation={SILU_MUL!r}"
     yield "B.shape", shape, activation is None or shape[2] % 2 == 0, expected
-    if scaling is not NO_SCALING or A.dtype in FP8:
-        yield from scaling.checks(A, B)
+    yield from scaling.checks(A, B)
 
 
 class GroupedKey(NamedTuple):
@@ -115,11 +114,7 @@ class GroupedKey(NamedTuple):
         Raises:
             InvalidArgument: shapes, dtypes or devices do not match.
         """
-
         scaling = scaling_of(**scales)
-        key: tuple[object, ...] = (order, activation)
-        if scaling is not NO_SCALING:
-            key = (*key, *scaling.signature(B))
 
         def make() -> GroupedKey:
             (M, topk), (E, K, N) = topk_ids.shape, B.shape
@@ -131,7 +126,7 @@ class GroupedKey(NamedTuple):
         signature = operand_signature(B, A, B, topk_ids), current_device().torch_device
         return checked_once(
             _CHECKED_KEYS,
-            (*signature, *key),
+            (*signature, order, activation, *scaling.signature(B)),
             "grouped_gemm",
             lambda: checks(A, B, topk_ids, order, activation, scaling),
             make,
