@@ -31,7 +31,6 @@ import torch
 import triton.language as tl
 
 from triton_dist._jit import jit
-from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import Check, gradient_check, operand_signature
 from triton_dist.runtime.device import current_device
 
@@ -307,7 +306,7 @@ class Scaling(NamedTuple):
             return key
         recipe = self.recipe(A, B)
         name = "" if recipe is None else recipe.value
-        single: Any = tuple(x is not None and x.numel() == 1 for x in (self.A_scale, self.B_scale))
+        single: Any = tuple(x is not None and x.numel() == 1 for x in self[:2])
         dtype, fast = self.output_dtype(A), self.use_fast_accum
         return ScaledKey(key, name, single, dtype, fast, has_bias)  # type: ignore[return-value]
 
@@ -341,10 +340,8 @@ class Scaling(NamedTuple):
         The scales are [M, 1 or K / 128] and [..., 1 or K / 128, N or N / 128], where ``...`` are
         the experts.
         """
-        recipe, a, b = self.recipe(A, B), self.A_scale, self.B_scale
-        assert recipe is not None
-        assert a is not None
-        assert b is not None
+        found: Any = self.recipe(A, B), self.A_scale, self.B_scale
+        recipe, a, b = found
         *experts, K, N = B.shape
         if recipe is Recipe.BLOCK:
             in_torch = b.shape[-2:] == (blocks(K), blocks(N)) and b.mT.is_contiguous()
@@ -403,14 +400,11 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     return fits and scaling.output_dtype(A) is torch.bfloat16
 
 
-def check_library(
-    function: str, algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling
-) -> None:
-    """Raise ``InvalidArgument`` for an ``algorithm`` whose operands torch does not multiply."""
-    if not fits_library(A, B, scaling):
-        expected = "another algorithm: scaled_mm requires bf16 output and K and N divisible by 16; "
-        expected += "block scales also require e4m3 and K / 128, rounded up, divisible by 4"
-        raise InvalidArgument(function, "algorithm", algorithm, expected)
+def library_check(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> Check:
+    """Return the check that torch multiplies the operands, which ``algorithm`` requires."""
+    expected = "another algorithm: scaled_mm requires bf16 output and K and N divisible by 16; "
+    expected += "block scales also require e4m3 and K / 128, rounded up, divisible by 4"
+    return "algorithm", algorithm, fits_library(A, B, scaling), expected
 
 
 def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
@@ -433,8 +427,7 @@ def library_matmul(
     if scaling.recipe(A, B) is Recipe.BLOCK and len(A) % 4:
         return _padded_matmul(A, B, scaling, out)
     if A.device.type == "cpu":
-        a, b = scaling.dequantised(A, B)
-        product = a @ b if bias is None else a @ b + bias
+        product = torch.matmul(*scaling.dequantised(A, B)) + (0 if bias is None else bias)
         return product.to(dtype) if out is None else out.copy_(product)
     recipe, a_scale, b_scale = scaling.factors(A, B)
     if recipe is Recipe.ROW:
@@ -447,11 +440,9 @@ def library_matmul(
         options: Any = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, "out": out}
         return torch._scaled_mm(A, B, a_scale, b_scale, **options)
     kinds = functional.ScalingType
-    a_kind, b_kind = {
-        Recipe.TENSOR: (kinds.TensorWise, kinds.TensorWise),
-        Recipe.ROW: (kinds.RowWise, kinds.RowWise),
-        Recipe.BLOCK: (kinds.BlockWise1x128, kinds.BlockWise128x128),
-    }[recipe]
+    a_kind = b_kind = kinds.RowWise if recipe is Recipe.ROW else kinds.TensorWise
+    if recipe is Recipe.BLOCK:
+        a_kind, b_kind = kinds.BlockWise1x128, kinds.BlockWise128x128
     return functional.scaled_mm(  # type: ignore[no-any-return]
         A, B, a_scale, a_kind, b_scale, b_kind,
         bias=bias, output_dtype=dtype, use_fast_accum=fast,

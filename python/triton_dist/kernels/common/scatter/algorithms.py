@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from triton_dist.kernels.common.context import raise_first_error
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.scales import check_library, fits_library, library_matmul
+from triton_dist.kernels.common.gemm.scales import fits_library, library_check, library_matmul
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import SelectableAlgorithm
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
@@ -237,7 +238,8 @@ class UnfusedAlgorithm(SummingAlgorithm[C], Generic[C]):
         return fits_library(sizes.A, sizes.B, sizes.scaling) and super().fits(config, sizes)
 
     def check(self, call: C) -> None:
-        check_library(call.ctx_type.function, self.name, call.A, call.B, call.scaling)
+        check = library_check(self.name, call.A, call.B, call.scaling)
+        raise_first_error(call.ctx_type.function, [check])
 
     def run(self, call: C) -> torch.Tensor:
         call.ctx.sleep(call.straggler_option)

@@ -13,7 +13,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.context import is_int
+from triton_dist.kernels.common.context import is_int, raise_first_error
 from triton_dist.kernels.common.exchange.buffer import (
     MAX_CTAS,
     Exchange,
@@ -35,9 +35,9 @@ from triton_dist.kernels.common.gemm.scales import (
     Recipe,
     Scaling,
     call_size,
-    check_library,
     fits_async_tp,
     fits_library,
+    library_check,
     library_matmul,
     scaling_of,
 )
@@ -95,14 +95,11 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         known = self.accepted_key
-        self.scaling = scaling_of(
-            self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum
-        )
-        self.operands = (
-            check_operands(self.A, self.B, self.ctx, self.local_copy, self.gathered, self.scaling)
-            if known is None
-            else known[0]
-        )
+        scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
+        self.scaling = scaling
+        self.operands = known[0] if known is not None else check_operands(
+            self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
+        )  # fmt: skip
         self.size = call_size(self.operands, len(self.A))
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
@@ -347,7 +344,7 @@ class _GatherThenMultiply(SelectableAlgorithm[Call, Sizes]):
         return sizes.num_ranks > 1 and fits_library(sizes.A, sizes.B, sizes.scaling)
 
     def check(self, call: Call) -> None:
-        check_library("ag_gemm", self.name, call.A, call.B, call.scaling)
+        raise_first_error("ag_gemm", [library_check(self.name, call.A, call.B, call.scaling)])
 
     def run(self, call: Call) -> torch.Tensor:
         ctx = call.ctx

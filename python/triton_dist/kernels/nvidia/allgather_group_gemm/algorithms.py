@@ -123,8 +123,7 @@ class Call(OpCall):
         """Return the elements of rows that have travelled, and the scales for them."""
         if not self.is_packed or self.scales is None:
             return rows, self.scales
-        elements = unpacked(rows, self.a.dtype, self.key.K)
-        return elements, self.scales.of_rows(rows, own)
+        return unpacked(rows, self.a.dtype, self.key.K), self.scales.of_rows(rows, own)
 
     def blocks(self, block_m: int, **groups: Any) -> BlockMap:
         """Return the map from routes to tiles; its launches have not run yet."""

@@ -217,9 +217,8 @@ def check_operands(
         shape = (ctx.num_experts, ctx.K, ctx.N_per_rank)
         yield "b.shape", tuple(b.shape), tuple(b.shape) == shape, f"[E, K, N_per_rank] = {shape}"
         is_fp8 = ctx.dtype in FP8 and a.dtype in FP8  # a may also be e5m2
-        dtype_of_a, device = a.dtype if is_fp8 else ctx.dtype, buffer.workspace.device
-        yield from operand_checks(dtype_of_a, device, a=a)
-        yield from operand_checks(ctx.dtype, device, b=b)
+        yield from operand_checks(a.dtype if is_fp8 else ctx.dtype, buffer.workspace.device, a=a)
+        yield from operand_checks(ctx.dtype, buffer.workspace.device, b=b)
         expected = "a contiguous a; call a.contiguous()"
         yield "a.stride()", a.stride(), a.is_contiguous(), expected
         ids, wanted = tuple(full_topk_ids.shape), (M, ctx.topk)
