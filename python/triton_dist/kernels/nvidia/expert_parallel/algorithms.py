@@ -432,7 +432,8 @@ def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]
     scale = x.new_empty((groups, len(x)), dtype=torch.float32).T
     if len(x):
         quantisation(x, out, scale, False).run()
-    return out, scale.contiguous()
+    # A column counts as contiguous whatever its strides; libraries need stride 1.
+    return out, scale.reshape(-1).view(len(x), groups)
 
 
 DISPATCH = Algorithms("ep_dispatch", (Push(), Collective()))
