@@ -324,6 +324,8 @@ def tuned() -> tuple[int, int]:
             out = ep_combine(products(received), received, ctx)
             want = expected_sum(Routing(x, ids, None), ctx, 8)
             assert torch.equal(out.cpu().double(), want)
+        with pytest.raises(RankDisagreement, match="zipf"):
+            ep_dispatch(x, ids, ctx, routing_skew=("even", "zipf")[rank % 2])
     return ep_dispatch.tuning_count, ep_combine.tuning_count
 
 

@@ -21,13 +21,16 @@ from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 
 SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
-REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}]
+SKEWS = [{"routing_skew": skew} for skew in ("even", "zipf", "same_experts")]
+REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}, *SKEWS]
 OPTIONS = {
     "ag_gemm": [
         {"local_copy": False},
         {"method": AllGatherMethod.SERIAL},
         {"method": LibraryAlgorithm.COLLECTIVE},
     ],
+    "ag_group_gemm": SKEWS,
+    "grouped_gemm": SKEWS,
     "gemm_rs": [{"reduce_st": True}],
     "gemm_ar": [{"copy_to_local": False}],
     "all_gather": [{"method": each} for each in GatherMethod],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.moe import routing, spaces
+from triton_dist.kernels.common.moe import routing, skew, spaces
 from triton_dist.kernels.common.moe.routing import block_map, max_tiles
 from triton_dist.testing import poisoned_empty
 
@@ -179,3 +179,23 @@ def test_few_rows_and_many_are_not_drawn_again(tokens, E, monkeypatch):
     assert spaces.other_batches(ids, E) == []
     monkeypatch.setattr(spaces, "current_device", NoInterpreter)
     assert spaces.other_batches(ids, E) == []
+
+
+@pytest.mark.parametrize("name", skew.SKEWS)
+def test_a_skew_selects_the_ids_that_a_tuning_measures(name):
+    ids = torch.zeros(400, 3, dtype=torch.int32)
+    (batch,) = spaces.other_batches(ids, 16, name)
+    assert torch.equal(batch, skew.skewed_ids(ids, 16, name))
+    assert (batch.shape, batch.dtype, batch.is_contiguous()) == (ids.shape, ids.dtype, True)
+    assert all(len(set(token)) == 3 for token in batch.tolist())
+    counts = torch.bincount(batch.flatten(), minlength=16)
+    assert counts.sum() == 1200
+    if name == "even":
+        assert counts.min() > 50
+        assert counts.max() < 100
+    elif name == "zipf":  # expert 0 is among the three of most tokens, expert 15 of few
+        assert counts[0] > 240
+        assert counts[15] < 50
+    else:
+        assert counts[:3].tolist() == [400] * 3
+    assert torch.equal(skew.skewed_ids(ids[:0], 16, name), ids[:0])

@@ -177,6 +177,7 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
             "gather": {"gather": "collective"},
             "gather (serial)": {"algorithm": "serial", "gather": "full_mesh_push"},
             "algorithm": {"algorithm": "expert_parallel"},
+            "routing_skew": {"routing_skew": "uniform"},
         }  # fmt: skip
 
     def inputs_for(self, key: RoutedKey) -> Call:

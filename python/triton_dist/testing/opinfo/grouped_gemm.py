@@ -161,6 +161,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
             "order": {"order": "expert"},
             "activation": {"activation": "gelu"},
             "algorithm": {"algorithm": "loop"},
+            "routing_skew": {"routing_skew": "uniform"},
             "algorithm (odd sizes)": {"algorithm": "library", "B": B.new_ones(2, K, N + 1)},
             "gemm_config": {"gemm_config": None},
         }

@@ -253,6 +253,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
             "n_chunks (none)": {"n_chunks": 0},
             "config": {"config": "128x128"},
             "algorithm": {"algorithm": "ring"},
+            "routing_skew": {"routing_skew": "uniform"},
             "gemm_config": {"gemm_config": None},
             "reduction": {"algorithm": "serial", "reduction": "ring"},
         }  # fmt: skip

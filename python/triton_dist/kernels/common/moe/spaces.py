@@ -21,6 +21,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     max_rows_of_key,
     prune_fn_by_shared_memory,
 )
+from triton_dist.kernels.common.moe.skew import skewed_ids
 from triton_dist.runtime.device import current_device
 
 _MAX_BLOCK_M, _MAX_BLOCK_M_FEW_ROWS, _MIN_COLUMNS = 128, 32, 64
@@ -120,14 +121,20 @@ def fits_scaled(tiles: triton.Config, recipe: str, use_fast_accum: bool) -> bool
     return not spills and fits_registers(tiles, Recipe(recipe), use_fast_accum)
 
 
-def other_batches(topk_ids: torch.Tensor, E: int) -> list[torch.Tensor]:
+def other_batches(
+    topk_ids: torch.Tensor, E: int, routing_skew: str | None = None
+) -> list[torch.Tensor]:
     """Return ids [M, topk] of other batches: tokens of this batch, drawn with replacement.
+
+    With ``routing_skew``, return one batch with that skew.
 
     All ranks draw the same. The number of tiles varies between batches, and one more tile may cause
     a nearly empty wave for some configs only. A config that was tuned for one batch took 7 % longer
     than another config with the next batch (4096 tokens, Mixtral 8x7B, two H100). Returns an empty
     list if no draw is useful, and in the interpreter, whose times are meaningless.
     """
+    if routing_skew is not None:
+        return [skewed_ids(topk_ids, E, routing_skew)]
     tokens, routes = len(topk_ids), topk_ids.numel()
     few, many = routes < _MIN_ROWS_PER_EXPERT * E, routes > _MAX_ROUTES
     if few or many or current_device().interprets:

@@ -51,6 +51,7 @@ from triton_dist.kernels.common.moe.routing import (
     MAX_TOPK,
 )
 from triton_dist.kernels.common.moe.scales import OperandScales
+from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
@@ -289,6 +290,7 @@ class SumCall(OpCall):
     A_scale: torch.Tensor | None = None
     B_scale: torch.Tensor | None = None
     use_fast_accum: bool = False
+    routing_skew: str | None = None
     accepted_key: Any = None
 
     ctx_type: ClassVar[type[MoESumContext]]
@@ -300,8 +302,10 @@ class SumCall(OpCall):
         if known is None:
             known = self.key_fn(
                 self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx,
-                self.n_chunks, self.persistent, self.config, **scaling._asdict(),
+                self.n_chunks, self.persistent, self.config, routing_skew=self.routing_skew,
+                **scaling._asdict(),
             )  # fmt: skip
+        known = SkewedKey.plain(known)
         self.key: Any = known if isinstance(known, SumKey | ScaledKey) else known[0]
         self.scales = OperandScales.of(self.x, self.weights, scaling)
         self.tiles = self.config or self.gemm_config
@@ -372,19 +376,22 @@ class SumCall(OpCall):
         n_chunks: int | None = None,
         persistent: bool | None = None,
         config: triton.Config | None = None,
+        *,
+        routing_skew: str | None = None,
         **options: Any,
     ) -> Any:
         """Return the tuning key; it includes the values that the caller fixes."""
         scaling = scaling_of(**options)
-        key = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx, scaling)
+        key: Any = cls.check_operands(x, weights, chosen_experts, expert_weight, ctx, scaling)
         if n_chunks is None and config is None:
-            return key
+            return SkewedKey.of(ctx.function, key, routing_skew)
         max_chunks = ctx.n_chunks_max
         if n_chunks is not None and not (isinstance(n_chunks, int) and 1 <= n_chunks <= max_chunks):
             expected = f"None, or 1 to the context's n_chunks_max = {max_chunks}"
             raise InvalidArgument(ctx.function, "n_chunks", n_chunks, expected)
         check_config(ctx.function, config)
-        return key, n_chunks, None if config is None else str(config)
+        key = key, n_chunks, None if config is None else str(config)
+        return SkewedKey.of(ctx.function, key, routing_skew)
 
     @classmethod
     def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
@@ -437,10 +444,12 @@ def id_variants(
     weights: torch.Tensor,
     chosen_experts: torch.Tensor,
     *_: Any,
+    routing_skew: str | None = None,
     **__: Any,
 ) -> list[dict[str, torch.Tensor]]:
     """Return calls with other batches of ids (``input_variants_fn``)."""
-    return [{"chosen_experts": ids} for ids in other_batches(chosen_experts, len(weights))]
+    batches = other_batches(chosen_experts, len(weights), routing_skew)
+    return [{"chosen_experts": ids} for ids in batches]
 
 
 def sum_routes(

@@ -32,6 +32,7 @@ from triton_dist.kernels.common.moe.rows import (
     sorted_product,
 )
 from triton_dist.kernels.common.moe.scales import OperandScales, pack, packed_form, unpacked
+from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import (
     Algorithm,
@@ -78,13 +79,16 @@ class Call(OpCall):
     B_scale: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
-    accepted_key: RoutedKey | None = None
+    routing_skew: str | None = None
+    accepted_key: Any = None
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
-        self.key = self.accepted_key or check_operands(
-            self.a, self.b, self.ctx, self.full_topk_ids, scaling
-        )
+        known = self.accepted_key
+        if known is None:
+            key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids, scaling)
+            known = SkewedKey.of("ag_group_gemm", key, self.routing_skew)
+        self.key: RoutedKey = SkewedKey.plain(known)
         self.scales = OperandScales.of(self.a, self.b, scaling)
         self.output_dtype = scaling.output_dtype(self.a)
         self.shard = self.a

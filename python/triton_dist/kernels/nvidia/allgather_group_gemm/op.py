@@ -45,12 +45,12 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.agreement import as_text
 from triton_dist.kernels.common.gemm.scales import scaling_of
+from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import ALGORITHMS, Call
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
     MoEAllGatherGroupGEMMTensorParallelContext,
-    RoutedKey,
     check_operands,
 )
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
@@ -61,20 +61,23 @@ def key_fn(
     b: torch.Tensor,
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
     full_topk_ids: torch.Tensor,
+    *,
+    routing_skew: str | None = None,
     **options: Any,
-) -> RoutedKey:
-    return check_operands(a, b, ctx, full_topk_ids, scaling_of(**options))
+) -> Any:
+    key = check_operands(a, b, ctx, full_topk_ids, scaling_of(**options))
+    return SkewedKey.of("ag_group_gemm", key, routing_skew)
 
 
 @op(
     algorithms=ALGORITHMS,
     call=Call,
-    sizes=key_fn,
+    sizes=lambda *args, **kwargs: SkewedKey.plain(key_fn(*args, **kwargs)),
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda a, b, ctx, full_topk_ids, **_: as_text("ids", full_topk_ids),
-    input_variants_fn=lambda a, b, ctx, full_topk_ids, **_: [
-        {"full_topk_ids": ids} for ids in other_batches(full_topk_ids, len(b))
+    input_variants_fn=lambda a, b, ctx, full_topk_ids, *, routing_skew=None, **_: [
+        {"full_topk_ids": ids} for ids in other_batches(full_topk_ids, len(b), routing_skew)
     ],
     version="1",  # change when the shipped results (records/) must no longer be used
 )
@@ -93,7 +96,8 @@ def ag_group_gemm(
     B_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    accepted_key: RoutedKey | None = None,
+    routing_skew: str | None = None,
+    accepted_key: Any = None,
 ) -> torch.Tensor:
     """Return each token of all ranks times the weights of its experts; tuned over all ranks.
 
@@ -119,6 +123,7 @@ def ag_group_gemm(
         A_scale, B_scale, out_dtype, use_fast_accum: see ``grouped_gemm``; fp8 operands require a
             context of ``torch.float8_e4m3fn``. ``A_scale`` has the scales of this rank's tokens,
             which travel with them.
+        routing_skew: see ``grouped_gemm``. Equal on all ranks.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -132,7 +137,7 @@ def ag_group_gemm(
     """
     return Call(
         a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, algorithm,
-        A_scale, B_scale, out_dtype, use_fast_accum, accepted_key,
+        A_scale, B_scale, out_dtype, use_fast_accum, routing_skew, accepted_key,
     ).run()  # fmt: skip
 
 

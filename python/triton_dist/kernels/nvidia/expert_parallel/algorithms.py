@@ -28,6 +28,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.nvidia.expert_parallel.context import (
     SCALE_ELEMENTS,
@@ -43,7 +44,6 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
 )
 from triton_dist.runtime.device import current_device
 
-SKEWS = (None, "even", "zipf", "same_experts")
 _MAX_META = 16
 _ROUTES_OF_THREAD, _IDS_OF_THREAD = 4, 2
 """Routes that a thread of a layout program, and ids that a thread of a meta program, reads at a
@@ -323,7 +323,8 @@ def dispatch_key(
         yield "alignment", alignment, is_power, "a power of two, 1 to 256"
         expected = "None, or at least 1"
         yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
-        yield "routing_skew", routing_skew, routing_skew in SKEWS, ", ".join(map(repr, SKEWS))
+        hints = (None, *SKEWS)
+        yield "routing_skew", routing_skew, routing_skew in hints, ", ".join(map(repr, hints))
 
     raise_first_error(function, checks())
     scales = "given" if x_scale is not None else "computed" if quantise else "none"

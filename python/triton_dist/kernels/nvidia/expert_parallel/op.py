@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.moe.skew import SKEWS, skewed_ids
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DISPATCH,
@@ -40,6 +41,7 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
 )
 from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall, combine_key
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
+from triton_dist.runtime.device import current_device
 
 
 def id_variants(
@@ -56,20 +58,11 @@ def id_variants(
     ``routing_skew`` selects one of them.
     """
     experts = ctx.num_experts if expert_map is None else len(expert_map)
-    topk = topk_ids.shape[1]
-    if topk > experts:
-        return
-    route = torch.arange(topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
-    if routing_skew in (None, "even"):
-        yield {"topk_ids": ((route * 7 + ctx.rank) % experts).to(topk_ids.dtype)}
-    if routing_skew in (None, "zipf"):
-        weights = torch.arange(1, experts + 1, device=topk_ids.device).float() ** -1.2
-        generator = torch.Generator(topk_ids.device).manual_seed(ctx.rank)
-        rows = weights.expand(len(topk_ids) + 1, experts)  # multinomial needs a row
-        drawn = torch.multinomial(rows, topk, generator=generator)[:-1]
-        yield {"topk_ids": drawn.to(topk_ids.dtype)}
-    if routing_skew in (None, "same_experts"):
-        yield {"topk_ids": (route % topk).to(topk_ids.dtype)}
+    skews = SKEWS if routing_skew is None else (routing_skew,)
+    if topk_ids.shape[1] > experts or (routing_skew is None and current_device().interprets):
+        return  # times of the interpreter mean nothing
+    for skew in skews:
+        yield {"topk_ids": skewed_ids(topk_ids, experts, skew, ctx.rank)}
 
 
 @op(

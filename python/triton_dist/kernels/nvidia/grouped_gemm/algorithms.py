@@ -34,6 +34,7 @@ from triton_dist.kernels.common.moe.rows import (
     sorted_product,
 )
 from triton_dist.kernels.common.moe.scales import OperandScales
+from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.runtime.device import current_device
@@ -148,14 +149,19 @@ class Call(OpCall):
     B_scale: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
-    accepted_key: GroupedKey | None = None
+    routing_skew: str | None = None
+    accepted_key: Any = None
 
     def __post_init__(self) -> None:
         scaling = scaling_of(self.A_scale, self.B_scale, None, self.out_dtype, self.use_fast_accum)
-        self.key = self.accepted_key or GroupedKey.of(
-            self.A, self.B, self.topk_ids, order=self.order, activation=self.activation,
-            **scaling._asdict(),
-        )  # fmt: skip
+        known = self.accepted_key
+        if known is None:
+            key = GroupedKey.of(
+                self.A, self.B, self.topk_ids, order=self.order, activation=self.activation,
+                **scaling._asdict(),
+            )  # fmt: skip
+            known = SkewedKey.of("grouped_gemm", key, self.routing_skew)
+        self.key: GroupedKey = SkewedKey.plain(known)
         self.scales = OperandScales.of(self.A, self.B, scaling)
         self.output_dtype = scaling.output_dtype(self.A)
         self.width = self.key.N // (1 if self.activation is None else 2)

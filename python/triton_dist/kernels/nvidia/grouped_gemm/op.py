@@ -24,22 +24,29 @@ Design:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import ALGORITHMS, Call, GroupedKey
+
+
+def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> Any:
+    return SkewedKey.of("grouped_gemm", GroupedKey.of(*operands, **options), routing_skew)
 
 
 @op(
     algorithms=ALGORITHMS,
     call=Call,
     sizes=GroupedKey.of,
-    key_fn=GroupedKey.of,
+    key_fn=key_fn,
     key_sizes=("M",),
-    input_variants_fn=lambda A, B, topk_ids, **_: [
-        {"topk_ids": ids} for ids in other_batches(topk_ids, len(B))
+    input_variants_fn=lambda A, B, topk_ids, *, routing_skew=None, **_: [
+        {"topk_ids": ids} for ids in other_batches(topk_ids, len(B), routing_skew)
     ],
     scope="rank",
     version="1",  # change when the shipped results (records/) must no longer be used
@@ -57,7 +64,8 @@ def grouped_gemm(
     B_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    accepted_key: GroupedKey | None = None,
+    routing_skew: str | None = None,
+    accepted_key: Any = None,
 ) -> torch.Tensor:
     """Multiply, for each route, its row of A by the weights of its expert. Each rank tunes alone.
 
@@ -82,6 +90,9 @@ def grouped_gemm(
             of B, or by blocks of 128. ``triton_dist.kernels.common.moe.scales`` lists the layouts.
         out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; else A's dtype.
         use_fast_accum: see ``matmul``.
+        routing_skew: hint for the tuner, part of the tuning key: also measure ``"even"``,
+            ``"zipf"`` (exponent 1.2) or ``"same_experts"`` routing. The default measures other
+            batches of the call's tokens.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -92,5 +103,5 @@ def grouped_gemm(
     """
     return Call(
         A, B, topk_ids, order, activation, gemm_config, algorithm, A_scale, B_scale, out_dtype,
-        use_fast_accum, accepted_key,
+        use_fast_accum, routing_skew, accepted_key,
     ).run()  # fmt: skip

@@ -73,6 +73,7 @@ def run_moe_reduce_rs(
     A_scale: torch.Tensor | None = None,
     B_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
+    routing_skew: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
     """Return this rank's tokens of the weighted sum over ranks and choices; tuned over all ranks.
@@ -101,6 +102,7 @@ def run_moe_reduce_rs(
         algorithm: ``"chunks"`` (default), ``"serial"`` or ``"library"`` (tuned).
         A_scale, B_scale, use_fast_accum: scales of fp8 operands x and weights, see
             ``grouped_gemm``. The result has the dtype of the context.
+        routing_skew: see ``grouped_gemm``. Equal on all ranks.
         accepted_key: reserved for the tuner.
 
     Returns:
@@ -114,7 +116,8 @@ def run_moe_reduce_rs(
     """
     return ReduceScatterCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, accepted_key,
+        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, routing_skew,
+        accepted_key,
     ).run()  # fmt: skip
 
 
@@ -173,6 +176,7 @@ def run_moe_reduce_ar(
     A_scale: torch.Tensor | None = None,
     B_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
+    routing_skew: str | None = None,
     accepted_key: Any = None,
 ) -> torch.Tensor:
     """Return the weighted sum over ranks and choices on every rank; tuned over all ranks.
@@ -189,7 +193,7 @@ def run_moe_reduce_ar(
             ``"topk_exchange"`` (both for sums up to 4 MB), or ``"collective"`` (tuned).
         weights, chosen_experts, expert_weight, n_chunks, persistent: see ``run_moe_reduce_rs``.
         config, gemm_config, num_chunks, algorithm, accepted_key: see ``run_moe_reduce_rs``.
-        A_scale, B_scale, use_fast_accum: see ``run_moe_reduce_rs``.
+        A_scale, B_scale, use_fast_accum, routing_skew: see ``run_moe_reduce_rs``.
 
     Returns:
         [M, N], contiguous, dtype of the context.
@@ -199,7 +203,8 @@ def run_moe_reduce_ar(
     """
     return AllReduceCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, accepted_key,
+        num_chunks, reduction, algorithm, A_scale, B_scale, use_fast_accum, routing_skew,
+        accepted_key,
     ).run()  # fmt: skip
 
 
