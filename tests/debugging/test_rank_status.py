@@ -128,25 +128,32 @@ def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_rank
     assert other == [("", ""), ("", "")]
 
 
-def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
-    """Also while the main thread stands in C, and comes to no line of Python."""
-    lock, report, said = threading.Lock(), rank_status.report, ""
+def test_a_signal_prints_the_status_of_the_ranks_once(capfd, monkeypatch):
+    """Interrupt a main thread that is in C code and executes no bytecode."""
+    lock, report, said, count = threading.Lock(), rank_status.report, "", 0
     lock.acquire()
 
     def reported(folder):
+        nonlocal count
+        count += 1
+        os.write(rank_status._write_end, b"another line of the stack")
         try:
             return report(folder)
         finally:
-            lock.release()
+            if count == 1:
+                lock.release()
 
     monkeypatch.setattr(rank_status, "report", reported)
     with bugs.checking("waits", "where"):
         threading.Timer(0.1, os.kill, (os.getpid(), rank_status.SIGNAL)).start()
         assert lock.acquire(timeout=30)
         end = time.monotonic() + 30
-        while "in test_a_signal_says" not in said and time.monotonic() < end:
+        while "in test_a_signal_prints" not in said and time.monotonic() < end:
             time.sleep(0.01)
             said += capfd.readouterr().err
+        (thread,) = (each for each in threading.enumerate() if each.name == "triton_dist-where")
+    thread.join(30)
+    assert count == 1
     assert signal.getsignal(rank_status.SIGNAL) is signal.SIG_DFL
     assert "triton_dist: rank 0 reports the status of all ranks\njob " in said
     assert ": 1 of 1 ranks answer\n" in said

@@ -317,16 +317,17 @@ def test_code_that_comes_back_during_the_grace_is_reported_only(ended, reports):
 
 
 def test_a_report_that_blocks_does_not_stop_the_end(ended):
-    never = threading.Event()
+    unblock, notified = threading.Event(), threading.Event()
 
     def block():
-        never.wait(PATIENCE)
-        return TimeoutError("said too late")
+        unblock.wait(PATIENCE)
+        return TimeoutError("reported too late")
 
-    with Watchdog().watching(SHORT, SHORT, block, lambda error: None) as watch:
+    with Watchdog().watching(SHORT, SHORT, block, lambda error: notified.set()) as watch:
         watch.begin()
         assert ended.wait(PATIENCE)
-    never.set()
+    unblock.set()
+    assert notified.wait(PATIENCE)  # otherwise the report is printed during the next test
 
 
 def test_time_between_end_and_begin_does_not_count(ended, reports):

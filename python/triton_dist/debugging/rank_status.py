@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -255,6 +256,9 @@ def _print_on_signal(read_end: int) -> None:
             file=sys.stderr,
             flush=True,
         )
+        # faulthandler writes a stack in several parts. The rest must not start another report.
+        while select.select([read_end], [], [], 0)[0] and os.read(read_end, 1 << 16):
+            pass
     os.close(read_end)
 
 
