@@ -183,7 +183,8 @@ install_locked() {
 # install BASE EXTRA: installs $VENV; the caller holds the lock.
 install() {
     local base=$1 extra=$2 flavour tool site problems begin=$SECONDS
-    local -a wanted tools=(pip)
+    local -a wanted
+    local PATH=$PATH # find_uv extends it
     flavour=$(cat "$VENV/$MARKER")
     # pip and uv treat a CPU build of torch as installed, so torch for GPUs needs an empty environment.
     if ! runs "$VENV/bin/python" || [[ $HOST_HAS_GPU == 1 && $flavour != gpu ]]; then
@@ -197,8 +198,8 @@ install() {
     # The extra "bench" is installed, but not required of an existing Python: few scripts use it.
     mapfile -t wanted < <("$base" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
-    if command -v uv >/dev/null; then tools=(uv pip); fi
-    for tool in "${tools[@]}"; do
+    for tool in uv pip; do
+        if [[ $tool == uv ]] && ! find_uv "$base"; then continue; fi
         # A single command, so that the versions of torch and triton match.
         "install_with_$tool" "$base" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2 && break
         if [[ $tool == uv ]]; then
@@ -213,6 +214,7 @@ install() {
         say "$tool installed packages that the GPUs of this host cannot use: $problems. $(remedy)"
         return 1
     fi
+    rm -rf "$VENV/.uv"
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$ROOT/python" >"$site/triton_dist.pth"
     # pip does not compile bytecode, which would take half of its time. A launch imports a quarter of the
@@ -223,6 +225,15 @@ install() {
     chmod +x "$VENV/bin/triton-dist"
     stamp "$flavour" >"$VENV/.ready-${extra:-run}"
     say "installation with $tool took $((SECONDS - begin)) s"
+}
+
+# find_uv BASE: succeeds if uv is on PATH, or if pip of BASE installs it in the environment. uv installs
+# torch and triton in half of pip's time.
+find_uv() {
+    if command -v uv >/dev/null; then return; fi
+    "$1" -m pip install --disable-pip-version-check --no-input --no-compile --target "$VENV/.uv" \
+        -c "$ROOT/constraints/tested.txt" uv &>/dev/null || return 1
+    PATH=$VENV/.uv/bin:$PATH
 }
 
 # install_with_uv BASE ARGUMENTS OF PIP INSTALL...

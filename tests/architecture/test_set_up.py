@@ -25,8 +25,8 @@ OTHERS = {"filelock": "4.2.11", "packaging": "26.3", "rich": "15.0.0", "numpy": 
 FOR_3_10 = {"filelock": "4.1.0", "numpy": "2.2.6"}
 
 
-def write_wheel(folder: Path, name: str, version: str, *demands: str) -> None:
-    """A package with nothing in it."""
+def write_wheel(folder: Path, name: str, version: str, *demands: str, script: str = "") -> None:
+    """Write a package that contains nothing, or a program with its name."""
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {demand}" for demand in demands]
     info = f"{name}-{version}.dist-info"
@@ -34,6 +34,10 @@ def write_wheel(folder: Path, name: str, version: str, *demands: str) -> None:
         wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
+        if script:
+            program = zipfile.ZipInfo(f"{name}-{version}.data/scripts/{name}")
+            program.external_attr = 0o100755 << 16
+            wheel.writestr(program, f"#!/bin/sh\n{script}\n")
 
 
 class Newcomer:
@@ -135,13 +139,16 @@ def test_set_up_says_what_is_wrong_and_installs_what_agrees(newcomer: Newcomer) 
 
 def test_set_up_by_uv(newcomer: Newcomer) -> None:
     uv = pytest.importorskip("uv", reason="needs uv, of the extra `pins`")
-    newcomer.program("uv", f"exec '{uv.find_uv_bin()}' \"$@\"")
+    (newcomer.programs / "uv").unlink()
+    write_wheel(newcomer.packages, "uv", "0.13.9", script=f"exec '{uv.find_uv_bin()}' \"$@\"")
     write_wheel(newcomer.packages, "torch", "2.13.0+cpu")
     result = newcomer("scripts/triton-dist", "list", TRITON_VERSION="3.7.1")
     assert result.returncode == 0, result.stderr
     assert result.stdout == "arguments ['list']\n"
     assert "installation with uv took" in result.stderr
-    assert (newcomer.clone / ".venv-triton-dist-triton-3.7.1/bin/triton-dist").exists()
+    environment = newcomer.clone / ".venv-triton-dist-triton-3.7.1"
+    assert (environment / "bin/triton-dist").exists()
+    assert not (environment / ".uv").exists()
 
 
 def test_what_set_up_did_not_make_is_left_alone(newcomer: Newcomer) -> None:
