@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
-from triton_dist.kernels.common.exchange.buffer import LaunchParams, plan_of
-from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
+from triton_dist.kernels.common.exchange.buffer import LaunchParams, lengths_of, plan_of
 from triton_dist.kernels.common.exchange.protocol import Packets
+from triton_dist.kernels.common.exchange.sums import one_shot_exchange, two_shot_exchange
 from triton_dist.kernels.common.gemm.spaces import (
     LOWEST_TILE_ROWS,
     POINTER_TILES_TO_ALL,
@@ -39,13 +39,16 @@ def packets_of(num_ranks):
     return Packets(words(64), words(num_ranks), words(64), words(32), 1 << 16)
 
 
-def exchanged(shape, elements=1 << 14, num_ranks=4, dtype=torch.bfloat16, rank=1):
+def exchanged(shape, elements=1 << 14, num_ranks=4, dtype=torch.bfloat16, rank=1, two_shot=False):
     """The launch of an all-reduce."""
     x, out = matrix(1, dtype=dtype), matrix(1, dtype=dtype)
     plan = plan_of(num_ranks, shape, x)
     options = {"plan": plan, "num_warps": shape.num_warps_in_packets}
-    arguments = (x, out, packets_of(num_ranks), elements, 100, rank)
-    return Launch(kernel_all_reduce_packets, (shape.num_ctas,), arguments, options)
+    exchange = one_shot_exchange(elements, shape, 100, True)
+    if two_shot:
+        exchange = two_shot_exchange(elements, num_ranks, shape, 100, True)
+    arguments = (x, out, packets_of(num_ranks), lengths_of(exchange), 100, rank)
+    return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
 
 def prepared(persistent, config, rows=1, N=8192, dtype=torch.bfloat16, rank=1, num_ranks=4):
@@ -95,6 +98,16 @@ def test_a_thread_sends_and_polls_a_line_and_moves_nothing_to_another(
     loop = re.search(r"poll:\n(.*?)@some bra poll;", ptx, re.S)[1]
     assert loop.count(POLL) == peers
     assert "some" not in loop[: loop.rindex(POLL)]
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("shape", [LaunchParams(128, 1024), LaunchParams(128, 4096)])
+def test_two_shots_send_and_poll_whole_lines(sm90, shape, num_ranks):
+    kernel = compile_launch(exchanged(shape, num_ranks=num_ranks, two_shot=True))
+    peers = num_ranks - 1
+    assert_fits(kernel, stack_bytes=64, has=[SEND], lacks=[FENCE, HALF_A_LINE])
+    assert kernel.ptx.count(POLL) == 2 * peers  # addends, then sums
+    assert kernel.ptx.count(SEND) == 4 * peers  # both are sent and cleared
 
 
 def assert_words_are_cleared_after_all_threads_have_them(ptx):

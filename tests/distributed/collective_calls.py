@@ -67,6 +67,7 @@ class Collective(Calls):
         cls.epoch_algorithms = [cls.algorithm(name) for name in cls.names if name == "copy_engine"]
         cls.gives_up = [each | shape(2 * number) for each in cls.algorithms for number in (0, 1)]
         regions = {"copy_engine": "pushed.arrivals", "packets": "packets"}
+        regions |= {"two_shot_in_packets": "packets"}
         cls.overdue = [
             f"{cls.name}.{regions.get(name, 'arrivals')}" for name in cls.names for _ in "12"
         ]
@@ -176,7 +177,7 @@ class Collective(Calls):
 
 class AllReduce(Collective):
     name, op, create = "all_reduce", all_reduce, staticmethod(create_allreduce_ctx)
-    names = ("one_shot", "packets", "two_shot")
+    names = ("one_shot", "packets", "two_shot", "two_shot_in_packets")
 
 
 class ReduceScatter(Collective):

@@ -32,7 +32,8 @@ def test_the_space_has_tiles_and_ways():
     assert {config["algorithm"] for config in space} == set(gemm_allreduce_algorithms.ALGORITHMS)
     assert {config.get("persistent") for config in space} == {True, None}
     assert {config.get("num_chunks") for config in space} == {1, 2, 4, None}
-    assert {config.get("reduction") for config in space} == {"one_shot", "two_shot", None}
+    reductions = {config.get("reduction") for config in space}
+    assert reductions == {"one_shot", "two_shot", "two_shot_in_packets", None}
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ class ExchangeBuffer:
         params = exchange.params
         arguments: tuple[Any, ...] = (x, out)
         if exchange.in_packets:
-            arguments += (self.packet_regions(), exchange.elements)
+            arguments += (self.packet_regions(), lengths_of(exchange))
             plan, num_warps = plan_of(self.num_ranks, params, x), params.num_warps_in_packets
         else:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))

@@ -347,12 +347,13 @@ def _polling_ptx(peers: int) -> str:
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_all_reduce_packets(
-    x_ptr, out_ptr, packets, elements, size, rank, plan: tl.constexpr
+    x_ptr, out_ptr, packets, lengths, size, rank, plan: tl.constexpr
 ):  # fmt: skip
-    """Send all of x [elements] to all ranks, and add what arrives into out [elements].
+    """Send all of x [total] to all ranks, and add what arrives into out [total].
 
     Blocks of ``BLOCK`` elements are distributed over the programs. Grid: (up to ``MAX_CTAS``,).
     """
+    elements = lengths.total
     BLOCK: tl.constexpr = plan.BLOCK
     LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
     PER_LINE: tl.constexpr = BLOCK // LINES
@@ -381,3 +382,59 @@ def kernel_all_reduce_packets(
         sums = add_lines(own, payloads, rank, plan.NUM_RANKS, x_ptr.dtype.element_ty)
         tl.store(out_ptr + index, sums.to(out_ptr.dtype.element_ty), mask=mask)
         clear_lines(packets, epoch, line, valid, rank, plan.NUM_RANKS)
+
+
+@jit(do_not_specialize=["size", "rank"])
+def kernel_all_reduce_two_shot_packets(
+    x_ptr, out_ptr, packets, lengths, size, rank, plan: tl.constexpr
+):  # fmt: skip
+    """Send each shard of x [total] to its owner, which adds it and sends the sum to all ranks.
+
+    The packets of a source rank hold its addend [stride], then its sums [stride]. All ranks send
+    full shards, with zeros after the end of x, so that every rank waits for every peer. x and out
+    may be the same tensor: a program reads and writes the same elements.
+    """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    BLOCK: tl.constexpr = plan.BLOCK
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    LINES: tl.constexpr = BLOCK * DTYPE.primitive_bitwidth // 8 // LINE_BYTES
+    PER_LINE: tl.constexpr = BLOCK // LINES
+    targets = peers_at(packets, rank, NUM_RANKS)
+    epoch = begin_call(packets.calls)
+    tag = tag_of(epoch, size)
+    offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
+    stride, total = lengths.stride, lengths.total
+    shard_lines = stride // PER_LINE
+    blocks = tl.cdiv(tl.cdiv(stride, BLOCK) - tl.program_id(0), tl.num_programs(0))
+    for block in range(blocks):
+        line = block_begin(block, LINES) + tl.arange(0, LINES)
+        index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
+        for step in tl.static_range(1, NUM_RANKS):
+            source = ((rank + step) % NUM_RANKS).to(tl.int64) * stride + index
+            x = tl.load(x_ptr + source, mask=(index < stride) & (source < total), other=0.0)
+            owner = (targets[step - 1],)
+            send_lines(owner, offset, payload_of(x), line, line < shard_lines, tag)
+    for block in range(blocks):
+        line = block_begin(block, LINES) + tl.arange(0, LINES)
+        valid = line < shard_lines
+        index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
+        place = rank.to(tl.int64) * stride + index
+        mask = (index < stride) & (place < total)
+        own = payload_of(tl.load(x_ptr + place, mask=mask, other=0.0))
+        payloads = await_lines(packets, epoch, tag, line, valid, rank, NUM_RANKS)
+        sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE).to(DTYPE)
+        send_lines(targets, offset, payload_of(sums), shard_lines + line, valid, tag)
+        tl.store(out_ptr + place, sums, mask=mask)
+        clear_lines(packets, epoch, line, valid, rank, NUM_RANKS)
+    for block in range(blocks):
+        line = block_begin(block, LINES) + tl.arange(0, LINES)
+        valid = line < shard_lines
+        index = block_begin(block, BLOCK) + tl.arange(0, BLOCK)
+        sums_line = shard_lines + line
+        payloads = await_lines(packets, epoch, tag, sums_line, valid, rank, NUM_RANKS)
+        for peer in tl.static_range(NUM_RANKS - 1):
+            owner = peer + (peer >= rank).to(tl.int64)
+            place = owner * stride + index
+            mask = (index < stride) & (place < total)
+            tl.store(out_ptr + place, values_of(payloads[peer], DTYPE), mask=mask)
+        clear_lines(packets, epoch, sums_line, valid, rank, NUM_RANKS)

@@ -25,7 +25,10 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_bytes,
     shard_elements,
 )
-from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
+from triton_dist.kernels.common.exchange.packets import (
+    kernel_all_reduce_packets,
+    kernel_all_reduce_two_shot_packets,
+)
 from triton_dist.kernels.common.exchange.protocol import (
     add_shards,
     await_peers,
@@ -43,14 +46,20 @@ from triton_dist.kernels.common.peers import Disagreements, fold_count
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
+TWO_SHOT_IN_PACKETS = "two_shot_in_packets"
 # Maximum bytes of a one-shot launch, because a slot holds one tensor per rank. For two ranks the
 # limit is 8 times as large: two shots would send and store as much.
 ONE_SHOT_BYTES = 4 << 20
 # Maximum bytes of packets, which take twice the memory and link time.
 PACKET_BYTES = 256 << 10
+# The same for two shots in packets of more than two ranks.
+TWO_SHOT_PACKET_BYTES = 2 << 20
 # Size up to which one shot uses packets by default, and their layout.
 PACKETS_UP_TO = 64 << 10
 PACKET_PARAMS = LaunchParams(32, 2048)
+TWO_SHOT_PACKET_CANDIDATES = tuple(
+    LaunchParams(*each) for each in ((32, 2048), (64, 2048), (128, 1024), (128, 2048), (128, 4096))
+)
 # Size from which two shots are the default. Tuning finds the faster algorithm.
 TWO_SHOT_FROM = 256 << 10
 
@@ -128,8 +137,17 @@ def slot_bytes(nbytes: int, num_ranks: int) -> int:
 
 
 def packet_bytes(nbytes: int, num_ranks: int) -> int:
-    """Return the maximum bytes of a tensor in packets, for launches of up to ``nbytes``."""
-    return min(nbytes, PACKET_BYTES) if num_ranks > 1 else 0
+    """Return the maximum bytes that a rank sends to a peer in packets, for launches of up to
+    ``nbytes``: all elements, or its addend and its sums of one shard."""
+    if num_ranks == 1:
+        return 0
+    two_shot = shard_bytes(min(nbytes, max_two_shot_packet_bytes(num_ranks)), num_ranks)
+    return max(min(nbytes, PACKET_BYTES), 2 * two_shot)
+
+
+def max_two_shot_packet_bytes(num_ranks: int) -> int:
+    # Two ranks would send as many bytes in one shot.
+    return PACKET_BYTES if num_ranks == 2 else TWO_SHOT_PACKET_BYTES
 
 
 def max_elements(
@@ -141,6 +159,8 @@ def max_elements(
     """
     if one_shot:
         nbytes = min(nbytes, PACKET_BYTES if in_packets else max_one_shot_bytes(num_ranks))
+    elif in_packets:
+        nbytes = min(nbytes, max_two_shot_packet_bytes(num_ranks))
     max_total = nbytes // item_bytes
     return max(1, max_total // VECTOR_ELEMENTS * VECTOR_ELEMENTS or max_total)
 
@@ -156,9 +176,14 @@ def one_shot_exchange(
     return Exchange(kernel_all_reduce_one_shot, total, total, params, call_size)
 
 
-def two_shot_exchange(total: int, num_ranks: int, params: LaunchParams, call_size: int) -> Exchange:
+def two_shot_exchange(
+    total: int, num_ranks: int, params: LaunchParams, call_size: int, in_packets: bool = False
+) -> Exchange:
     """Describe a two-shot launch for ``total`` elements; ranks compare ``size``."""
     shard = shard_elements(-(-total // num_ranks))
+    if in_packets:
+        kernel = kernel_all_reduce_two_shot_packets
+        return Exchange(kernel, shard, total, params, call_size, phases=2, in_packets=True)
     return Exchange(kernel_all_reduce_two_shot, shard, total, params, call_size, phases=2)
 
 
@@ -183,7 +208,8 @@ class SumBuffer(ExchangeBuffer):
         """Return the sum of ``product`` [M, N], contiguous, over ranks.
 
         Args:
-            reduction: ``ONE_SHOT``, ``TWO_SHOT``, or ``None`` to choose by size.
+            reduction: ``ONE_SHOT``, ``TWO_SHOT``, ``TWO_SHOT_IN_PACKETS``, or ``None`` to choose by
+                size.
             layout: values of ``TUNABLES``; missing values are chosen by size.
         """
         total = torch.empty_like(product)
@@ -214,10 +240,10 @@ class SumBuffer(ExchangeBuffer):
         # detects the difference.
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
-        in_packets = one_shot and nbytes <= PACKETS_UP_TO
+        in_packets = nbytes <= PACKETS_UP_TO if one_shot else reduction == TWO_SHOT_IN_PACKETS
         default = PACKET_PARAMS if in_packets else DEFAULT_PARAMS
         params = checked_params(
-            "gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_chunks, default
+            "gemm_ar", num_ctas, block_bytes, 1 if one_shot or in_packets else num_chunks, default
         )
         call_size = fold_count(product.shape[0])
         step = max_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
@@ -227,4 +253,4 @@ class SumBuffer(ExchangeBuffer):
             if one_shot:
                 yield chunk, one_shot_exchange(total, params, call_size, in_packets)
             else:
-                yield chunk, two_shot_exchange(total, self.num_ranks, params, call_size)
+                yield chunk, two_shot_exchange(total, self.num_ranks, params, call_size, in_packets)

@@ -29,7 +29,10 @@ from triton_dist.kernels.common.exchange.sums import (
     PACKET_PARAMS,
     PACKETS_UP_TO,
     TWO_SHOT_FROM,
+    TWO_SHOT_IN_PACKETS,
+    TWO_SHOT_PACKET_CANDIDATES,
     max_one_shot_bytes,
+    max_two_shot_packet_bytes,
     one_shot_exchange,
     two_shot_exchange,
 )
@@ -282,6 +285,24 @@ class TwoShot(_ExchangeAlgorithm):
         return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_size)
 
 
+class TwoShotInPackets(TwoShot):
+    """Two shots in packets, whose words carry their own flags. For medium sizes on more ranks."""
+
+    name, tunables = TWO_SHOT_IN_PACKETS, ("num_ctas", "block_bytes")
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return ((params.num_ctas, params.block_bytes) for params in TWO_SHOT_PACKET_CANDIDATES)
+
+    def is_candidate(self, sizes: Sizes) -> bool:
+        return sizes.num_ranks > 2 and sizes.nbytes <= max_two_shot_packet_bytes(sizes.num_ranks)
+
+    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
+        return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_size, True)
+
+    def _step(self, call: Call) -> int:
+        return call.ctx.chunk_elements(self.method, call.x.element_size(), in_packets=True)
+
+
 class Collective(_Algorithm):
     """The group's all-reduce (NCCL; gloo on CPU ranks)."""
 
@@ -300,4 +321,6 @@ class Collective(_Algorithm):
         dist.all_reduce(sums, group=call.ctx.group)
 
 
-ALGORITHMS = Algorithms("all_reduce", (BySize(), OneShot(), TwoShot(), Collective()))
+ALGORITHMS = Algorithms(
+    "all_reduce", (BySize(), OneShot(), TwoShot(), TwoShotInPackets(), Collective())
+)

@@ -23,7 +23,10 @@ from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
     TWO_SHOT,
+    TWO_SHOT_IN_PACKETS,
+    TWO_SHOT_PACKET_CANDIDATES,
     max_one_shot_bytes,
+    max_two_shot_packet_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.scales import library_matmul
@@ -54,6 +57,7 @@ _LARGE = (LaunchParams(128, 16384), LaunchParams(128, 8192))
 _SERIAL: dict[str, Sequence[LaunchParams]] = {
     ONE_SHOT: (*_LARGE, *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048)))),
     TWO_SHOT: (*_LARGE, LaunchParams(32, 8192), SMALL_PARAMS[0]),
+    TWO_SHOT_IN_PACKETS: TWO_SHOT_PACKET_CANDIDATES,
 }
 
 
@@ -206,11 +210,15 @@ class Serial(UnfusedAlgorithm[Call]):
                 yield reduction, params.num_chunks, params.num_ctas, params.block_bytes
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        nbytes = sizes.nbytes
-        if config["reduction"] != ONE_SHOT:
-            nbytes = -(-nbytes // sizes.num_ranks)
-        elif nbytes > max_one_shot_bytes(sizes.num_ranks):
+        nbytes, num_ranks, reduction = sizes.nbytes, sizes.num_ranks, config["reduction"]
+        if reduction == ONE_SHOT and nbytes > max_one_shot_bytes(num_ranks):
             return False
+        if reduction == TWO_SHOT_IN_PACKETS and (
+            num_ranks == 2 or nbytes > max_two_shot_packet_bytes(num_ranks)
+        ):
+            return False
+        if reduction != ONE_SHOT:
+            nbytes = -(-nbytes // num_ranks)
         params = checked_params(
             "gemm_ar", config["num_ctas"], config["block_bytes"], config["num_chunks"]
         )
