@@ -95,7 +95,8 @@ def create_allreduce_ctx(
     """Create the context of ``all_reduce``. Collective over ``group``.
 
     Allocates per rank about max(4 * P, 2 * ``world_size`` * min(P, 4 MB)) bytes, where P is
-    ``workspace_nbytes``. Packets need another 4 * ``world_size`` * min(P, 256 KB).
+    ``workspace_nbytes``. Packets need another 4 * ``world_size`` * min(P, 256 KB),
+    from three ranks on at least 8 * min(P, 2 MB).
 
     Args:
         workspace_nbytes: size in bytes of the largest tensor that one launch sums. Larger tensors

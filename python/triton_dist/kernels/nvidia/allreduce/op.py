@@ -6,6 +6,7 @@ Algorithms:
       bytes but need no separate flag (``kernels/common/exchange/packets.py``).
     * ``"two_shot"``: every rank receives the parts of its shard, adds, and sends the sum to all
       ranks. Two hops, but 2 (W - 1) / W times the bytes instead of W - 1. For large tensors.
+    * ``"two_shot_in_packets"``: the same in packets. For medium sizes on more than two ranks.
     * ``"collective"``: the group's all-reduce (NCCL; gloo on CPU ranks).
     * ``"by_size"``: one-shot or two-shot by size; the default without tuning.
 

@@ -90,7 +90,7 @@ def create_gemm_ar_context(
 
     Allocates per rank about 4 * ``max_M`` * N elements. With P = ``max_M`` * N elements in bytes,
     sums in one launch need the larger of 4 * min(P, 32 MB) and 2 * ``world_size`` * min(P, 4 MB).
-    Packets need 4 * ``world_size`` * min(P, 256 KB).
+    Packets need 4 * ``world_size`` * min(P, 256 KB), from three ranks on at least 8 * min(P, 2 MB).
 
     Args:
         max_M: largest number of rows of A.

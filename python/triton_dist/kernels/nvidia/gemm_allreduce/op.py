@@ -81,7 +81,8 @@ def gemm_ar(
         method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
         num_chunks: chunks in which ``"two_shot"`` sums and sends a rank's rows, at most; chunks of
             the all-reduce of ``"serial"`` (tuned).
-        reduction: all-reduce of ``"serial"``: ``"one_shot"`` or ``"two_shot"`` (tuned).
+        reduction: all-reduce of ``"serial"``: ``"one_shot"``, ``"two_shot"`` or
+            ``"two_shot_in_packets"`` (tuned).
         num_ctas: programs of the all-reduce of ``"serial"`` (tuned).
         block_bytes: bytes that one of these programs moves per step (tuned).
         bias: [N], contiguous, equal on all ranks; added once.

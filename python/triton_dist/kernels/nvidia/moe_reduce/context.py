@@ -210,7 +210,7 @@ def create_moe_ar_context(
 
     Allocates per rank about 2 * P + max(4 * P, 2 * ``world_size`` * min(P, 4 MB)), where P is the
     size in bytes of the result for the largest number of tokens. Packets need another
-    4 * ``world_size`` * min(P, 256 KB).
+    4 * ``world_size`` * min(P, 256 KB), from three ranks on at least 8 * min(P, 2 MB).
 
     Args:
         max_token_num: largest number of *routes* (tokens times ``topk``), for any number of tokens.
