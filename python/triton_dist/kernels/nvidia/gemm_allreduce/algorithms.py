@@ -13,7 +13,6 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import (
-    SMALL_PARAMS,
     LaunchParams,
     checked_params,
     is_worth_trying,
@@ -56,7 +55,10 @@ _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 _LARGE = (LaunchParams(128, 16384), LaunchParams(128, 8192))
 _SERIAL: dict[str, Sequence[LaunchParams]] = {
     ONE_SHOT: (*_LARGE, *(LaunchParams(*each) for each in ((64, 8192), (64, 2048), (16, 2048)))),
-    TWO_SHOT: (*_LARGE, LaunchParams(32, 8192), SMALL_PARAMS[0]),
+    TWO_SHOT: (
+        *_LARGE,
+        *(LaunchParams(*each) for each in ((64, 8192), (128, 4096), (32, 8192), (8, 2048))),
+    ),
     TWO_SHOT_IN_PACKETS: TWO_SHOT_PACKET_CANDIDATES,
 }
 
