@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
+from triton_dist import knobs
+from triton_dist.debugging.checks import checking
+from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
@@ -362,15 +365,49 @@ def faults() -> list[str]:
             with pytest.raises(InvalidArgument) as raised:
                 ctx.check()
             messages.append(raised.value.argument)
+    return messages
 
-        def different_bounds() -> None:
-            ep_dispatch.fn(x[:2], ids[:2], ctx, max_tokens=4 - (rank == 1))
+
+def different_bounds() -> None:
+    """Raise on every rank if ranks pass different ``max_tokens``; a reset context works again."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    with create_ep_context(rank, size, size, 4, 16, size, 1, torch.float32) as ctx:
+        x = torch.ones(2, 16, device=device.torch_device)
+        ids = torch.zeros(2, 1, dtype=torch.int32, device=device.torch_device)
+
+        def call() -> None:
+            ep_dispatch.fn(x, ids, ctx, max_tokens=4 - (rank == 1))
             ctx.check()
 
         with pytest.raises(RankDisagreement):
-            different_bounds()
+            call()
         dist.barrier()
         ctx.reset()
-        ep_dispatch.fn(x, torch.zeros_like(ids), ctx)
+        ep_dispatch.fn(x, ids, ctx)
         ctx.check()
-    return messages
+
+
+def checked() -> int:
+    """Call both ops, also in two halves, under the checks for races and bounds."""
+    rank, size, count = dist.get_rank(), dist.get_world_size(), 0
+    active = checks_of(knobs.debug.get())
+    with checking(*(check for check in ("race", "bounds") if check not in active)):
+        for capacity in (None, 1):
+            hidden, experts = 130, 2 * size
+            with create_ep_context(
+                rank, size, size, 5, hidden, experts, 2, torch.float32, capacity=capacity
+            ) as ctx:
+                for number in range(2):
+                    tokens = (4 + number - rank) % 5
+                    x = torch.ones(tokens, hidden)
+                    ids = draw(random.Random(rank), ctx, tokens, "masked", experts, 2)
+                    weights = torch.ones(tokens, 2)
+                    options = {"topk_weights": weights, "quantise": number == 1, "num_ctas": 2}
+                    received = ep_send(x, ids, ctx, **options).wait()
+                    received.expanded()
+                    received = ep_dispatch.fn(x, ids, ctx, **options)
+                    y = torch.ones(received.num_positions(), hidden)
+                    ep_combine.fn(y, received, ctx, num_ctas=2, num_chunks=2)
+                    count += 1
+                ctx.check()
+    return count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ep_ranks
+from triton_dist import knobs
+from triton_dist.debugging.modes import checks_of
 
 
 @pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 3), (3, 2, 2), (4, 3, 2)])
@@ -28,3 +30,16 @@ def test_rows_stay_until_the_next_call(on_two):
 def test_every_rank_raises_what_one_did_wrong(on_two):
     for messages in on_two(ep_ranks.faults):
         assert messages == ["topk_ids", "topk_weights"]
+
+
+@pytest.mark.skipif(
+    "race" in checks_of(knobs.debug.get()),
+    reason="ranks that disagree about sizes write to the same places, which interp:race reports",
+)
+def test_different_bounds_are_an_error_on_every_rank(on_two):
+    on_two(ep_ranks.different_bounds)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_race_and_no_access_out_of_bounds(on_ranks, world_size):
+    assert on_ranks(world_size)(ep_ranks.checked) == [4] * world_size
