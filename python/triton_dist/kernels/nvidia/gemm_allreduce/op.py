@@ -14,7 +14,7 @@ Each rank owns one block of rows, which is cut into ``num_chunks`` chunks. With 
 travel during the last 1/W of the GEMM. With more chunks, the sums of a chunk travel while the next
 chunk is multiplied.
 
-Numerics: docs/reference/gemm_ar.md.
+Numerics: docs/reference/gemm_rs.md.
 
 Design (docs/explanation/gemm_all_reduce.md):
     * A tile waits only for tiles that come earlier in the peers' order, so waits have no cycle.
