@@ -20,6 +20,7 @@ from triton_dist.runtime.distributed import (
 from triton_dist.runtime.distributed import (
     dist_print,
     finalize_distributed,
+    init_nvshmem_by_torch_process_group,
     initialize_distributed,
 )
 from triton_dist.runtime.profiling import wait_until_max_gpu_clock_or_warning
@@ -36,6 +37,7 @@ __all__ = [
     "get_int_env",
     "group_profile",
     "has_tma",
+    "init_nvshmem_by_torch_process_group",
     "init_seed",
     "initialize_distributed",
     "is_cuda",

@@ -57,6 +57,16 @@ def initialize_distributed(
     return world
 
 
+def init_nvshmem_by_torch_process_group(pg: dist.ProcessGroup) -> None:
+    """Prepare the ranks of a program that created its process groups without
+    ``initialize_distributed``. Collective over ``pg``. NVSHMEM is not used.
+    """
+    fold_uncaught()
+    shipped.install()
+    shipped.prepare()
+    group_for(pg).barrier("init_nvshmem_by_torch_process_group")
+
+
 def _join_world() -> None:
     on_gpu, is_shared = current_device().name == "cuda", ranks_per_gpu() > 1
     gpu = gpu_of(knobs.local_rank.get())

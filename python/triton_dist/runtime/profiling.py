@@ -8,7 +8,7 @@ import os
 import subprocess
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -66,6 +66,77 @@ def perf_func_with_l2_reset(
         timer.stop()
     device.synchronize()
     return output, sum(timer.milliseconds() for timer in timers) / iters
+
+
+def benchmark_latency_memory(
+    func: Callable[[], object],
+    iters: int = 100,
+    warmup_iters: int = 10,
+    pre_func: Callable[[], object] | None = None,
+) -> tuple[float, float]:
+    """Return the mean time of a call in ms, and the memory that a call adds at its peak in MiB.
+
+    The memory is 0 on CPU ranks. ``pre_func`` runs before each warm-up call and before the call
+    whose memory is measured.
+    """
+    device, prepare = current_device(), pre_func or (lambda: None)
+    for _ in range(warmup_iters):
+        prepare()
+        func()
+    _, milliseconds = perf_func(func, iters, 0)
+    prepare()
+    device.synchronize()
+    if device.name != "cuda":
+        return milliseconds, 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    func()
+    device.synchronize()
+    return milliseconds, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def print_benchmark_comparison(
+    all_implementations: Mapping[Any, Mapping[str, Mapping[str, Any]]],
+    test_name: str = "",
+    param_names: Sequence[str] | None = None,
+    title_params: Mapping[str, object] | None = None,
+) -> None:
+    """Print a table with a row for each configuration and a column for each implementation.
+
+    Args:
+        all_implementations: for each configuration (a tuple of parameters or one value) and each
+            implementation: ``latency`` or ``time`` in ms, ``memory`` in MiB and ``precision``
+            (whether results are correct, or a text).
+        test_name: first words of the title.
+        param_names: names of the parameters; default: ``param_0`` and so on.
+        title_params: parameters that the title shows instead of a column.
+    """
+    hidden = title_params or {}
+    title = ", ".join(f"{name}={value}" for name, value in hidden.items())
+    print(f"\n{test_name} {title and f'({title}) '}latency (ms) / peak memory (MiB) / precision")
+    results = [name for each in all_implementations.values() for name in each]
+    rows: list[dict[str, str]] = []
+    for config, implementations in all_implementations.items():
+        values = config if isinstance(config, tuple) else (config,)
+        names = [*(param_names or ()), *(f"param_{i}" for i in range(len(values)))]
+        row = {name: str(value) for name, value in zip(names, values, strict=False)}
+        for name in dict.fromkeys(results):
+            row[name] = _result(implementations.get(name))
+        rows.append({name: text for name, text in row.items() if name not in hidden})
+    table = [{name: name for name in rows[0]}, *rows] if rows else []
+    for row in table:
+        width = {name: max(len(each[name]) for each in table) for name in row}
+        print("  ".join(text.rjust(width[name]) for name, text in row.items()))
+
+
+def _result(data: Mapping[str, Any] | None) -> str:
+    if data is None:
+        return "N/A"
+    latency = data.get("latency", data.get("time", 0.0))
+    precision = data.get("precision", "unknown")
+    if isinstance(precision, bool):
+        precision = "correct" if precision else "wrong"
+    return f"{latency:.3f} / {data.get('memory', 0.0):.2f} / {precision}"
 
 
 def _check_iters(function: str, iters: int) -> None:

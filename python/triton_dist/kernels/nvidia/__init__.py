@@ -67,6 +67,11 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
     gemm_rs,
 )
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
+from triton_dist.kernels.nvidia.low_latency_all_to_all import (
+    all_to_all_post_process,
+    create_all_to_all_context,
+    fast_all_to_all,
+)
 from triton_dist.kernels.nvidia.moe_reduce_ar import (
     MoEReduceARContext,
     create_moe_ar_context,
@@ -107,9 +112,11 @@ __all__ = [
     "ag_group_gemm",
     "all_gather",
     "all_reduce",
+    "all_to_all_post_process",
     "create_ag_gemm_context",
     "create_ag_group_gemm_context",
     "create_all_gather_ctx",
+    "create_all_to_all_context",
     "create_allreduce_ctx",
     "create_ep_context",
     "create_gemm_ar_context",
@@ -120,6 +127,7 @@ __all__ = [
     "ep_combine",
     "ep_dispatch",
     "ep_send",
+    "fast_all_to_all",
     "gemm_ar",
     "gemm_non_persistent",
     "gemm_persistent",

@@ -2,6 +2,7 @@
 
 from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.checkpoint import TrainingState, gather_state_dict
+from triton_dist.layers.nvidia.ep_a2a_layer import EPAll2AllLayer, EPLowLatencyAllToAllLayer
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer
 from triton_dist.layers.nvidia.parallelize import parallelize
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
@@ -12,6 +13,8 @@ from triton_dist.layers.nvidia.training import clip_grad_norm_, sum_gradients
 
 __all__ = [
     "Collectives",
+    "EPAll2AllLayer",
+    "EPLowLatencyAllToAllLayer",
     "GemmARLayer",
     "TP_MLP",
     "TP_Attn",

@@ -1,0 +1,213 @@
+"""All-to-all with 2D splits on the device, under the names of Triton-distributed's scripts.
+
+Rows are sent by ``ep_dispatch`` with one expert per row, and then copied to their places. A
+dispatch (``rank_in_row=True``) has splits [ranks, experts per rank] and sorts received rows by
+expert; the way back has splits [experts per rank, ranks] and sorts them by rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia.low_latency_all_to_all import RowContext
+
+
+class AllToAllContext(RowContext):
+    """Context of the functions of this module. Creation is collective over the world.
+
+    Args:
+        rank, world_size: this rank, and the number of ranks, all on one host.
+        ne: experts per rank.
+        k: largest split.
+        token_len_elem, token_dtype: elements and dtype of a row, which has an even number of bytes.
+        overflow_factor: a rank receives at most this multiple of ``max_token_num_per_rank`` rows,
+            rounded up; default: ``world_size``.
+        max_token_num_per_rank: largest number of rows of a dispatch; default: k for each split.
+        use_v2_kernel: ignored; a context serves both functions.
+
+    Attributes:
+        max_num_token: largest number of rows of inputs and outputs.
+        nsplits: number of splits, world_size * ne.
+        dispatch_splits_offsets, combine_splits_offsets: int32 [2 * nsplits], splits and offsets of
+            the inputs and of the outputs of a dispatch; reversed on the way back.
+        dispatch_data, combine_data: [max_num_token * token_len_elem], their rows.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, ne: int, k: int, token_len_elem: int,
+        token_dtype: torch.dtype, overflow_factor: float | None = None,
+        max_token_num_per_rank: int | None = None, use_v2_kernel: bool = False,
+    ) -> None:  # fmt: skip
+        self.world_size, self.ne, self.nsplits = world_size, ne, world_size * ne
+        sent = max_token_num_per_rank or k * self.nsplits
+        self.max_num_token = size = sent * math.ceil(overflow_factor or world_size)
+        super().__init__(rank, world_size, size, sent, token_len_elem, self.nsplits, token_dtype)
+        self.token_len_elem, device = token_len_elem, self.ep.device.torch_device
+        splits = torch.zeros(2, 2 * self.nsplits, dtype=torch.int32, device=device)
+        self.dispatch_splits_offsets, self.combine_splits_offsets = splits
+        data = torch.empty(2, size * token_len_elem, dtype=token_dtype, device=device)
+        self.dispatch_data, self.combine_data = data
+
+    def dump_profiler_trace(self, info: str | None = None) -> None:
+        """Do nothing; accepted for existing scripts. ``group_profile`` writes traces."""
+
+    def exchange(
+        self, rank_in_row: bool, rows: torch.Tensor, splits: torch.Tensor,
+        offsets: torch.Tensor | None, align: int, out: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Fill ``out`` with the rows that arrive; return their splits and offsets, both 2D.
+
+        Args:
+            rows, out: [rows, token_len_elem].
+            splits, offsets: [nsplits], size and first row of each chunk; ``None``: no gaps.
+            align: chunks of an output row begin at multiples. Gaps become zero.
+        """
+        expert = torch.arange(self.nsplits, device=rows.device)
+        if not rank_in_row:
+            expert = expert % self.world_size * self.ne + expert // self.world_size
+        row, chunk, within, is_used = locate(splits, len(rows))
+        if offsets is not None:
+            row = torch.where(is_used, offsets[chunk] + within, 0)
+            rows = rows.view(self.wire_dtype)[row]
+        received = self.send(rows, torch.where(is_used, expert[chunk], -1).int())
+
+        splits_out = received.counts if rank_in_row else received.counts.t()
+        sizes = ((splits_out.sum(1) + align - 1) // align).clamp(min=int(align > 1)) * align
+        offsets_out = (sizes.cumsum(0) - sizes)[:, None] + splits_out.cumsum(1) - splits_out
+        # Positions of received rows are sorted by expert, then by rank.
+        _, chunk, within, is_used = locate(received.counts.flatten(), len(received.index))
+        first = (offsets_out if rank_in_row else offsets_out.t()).flatten()[chunk]
+        # Positions without a place write to one extra element, which is cut off below.
+        place = torch.where(is_used, first + within, len(out)).clamp(max=len(out))
+        index = received.index.new_full((len(out) + 1,), -1)
+        index[place] = received.index
+        total = (offsets_out[-1, -1:] + splits_out[-1, -1:]).clamp(max=len(out)).int()
+        replace(received, index=index[:-1], ends=total).expanded(out.view(self.wire_dtype))
+        return splits_out, offsets_out
+
+
+create_context = AllToAllContext
+
+
+def locate(splits: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """Return rows 0 to ``size`` - 1, their chunk, their place in it, and whether they have one."""
+    ends = splits.cumsum(0)
+    row = torch.arange(size, device=splits.device)
+    chunk = torch.bucketize(row, ends, right=True).clamp(max=len(splits) - 1)
+    return row, chunk, row - (ends - splits)[chunk], row < ends[-1]
+
+
+def all_to_all_v_offset_op(
+    ctx: AllToAllContext,
+    rank_in_row: bool,
+    input: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    in_splits: torch.Tensor | None = None,
+    in_offset: torch.Tensor | None = None,
+    copy_to_symm_buffer: bool = True,
+    return_tensor: bool = True,
+    major_align: int = 1,
+    grid_size: int | None = None,
+    has_input_offset: bool = False,
+    profiling: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Exchange rows, and write splits and offsets of the result to ``ctx``. Tuned.
+
+    Args:
+        ctx: context of ``create_context``.
+        rank_in_row: a dispatch with splits [ranks, experts], or the way back with
+            splits [experts, ranks].
+        input, output: [at most max_num_token, token_len_elem].
+        in_splits, in_offset: int32, number of rows and first row of each chunk of ``input``.
+            Offsets are read with ``has_input_offset``; otherwise ``input`` has no gaps.
+        copy_to_symm_buffer: ``False``: rows, splits and offsets are in ``ctx``, and the result
+            stays there. With ``True`` the call synchronises.
+        return_tensor: return the result.
+        major_align: each output row of the splits begins at a multiple, and is not empty.
+        grid_size, profiling: ignored; accepted for existing scripts.
+
+    Returns:
+        The result and its number of rows with gaps, a tensor on the device; or ``None`` twice.
+
+    Raises:
+        InvalidArgument: a tensor is missing or too small.
+    """
+    sides = [
+        (ctx.dispatch_splits_offsets, ctx.dispatch_data),
+        (ctx.combine_splits_offsets, ctx.combine_data),
+    ]
+    (sent, data), (arrived, result) = sides if rank_in_row else sides[::-1]
+    function = "all_to_all_v_offset_op"
+    if copy_to_symm_buffer:
+        for name, each in (("input", input), ("output", output), ("in_splits", in_splits)):
+            if each is None or len(each) > ctx.max_num_token:
+                given = None if each is None else tuple(each.shape)
+                expected = f"a tensor of at most max_num_token = {ctx.max_num_token} rows"
+                raise InvalidArgument(function, name, given, expected)
+        assert input is not None
+        assert in_splits is not None
+        data[: input.numel()] = input.flatten()
+        sent[: ctx.nsplits] = in_splits.flatten()
+        if has_input_offset and in_offset is not None:
+            sent[ctx.nsplits :] = in_offset.flatten()
+    splits, offsets = sent.split(ctx.nsplits)
+    rows, out = (each.view(-1, ctx.token_len_elem) for each in (data, result))
+    found = ctx.exchange(
+        rank_in_row, rows, splits, offsets if has_input_offset else None, major_align, out
+    )
+    arrived.copy_(torch.cat([each.flatten() for each in found]))
+    number = arrived[ctx.nsplits - 1] + arrived[-1]
+    if copy_to_symm_buffer and output is not None:
+        size = int(number)
+        if size > len(output):
+            expected = f"at least {size} rows, the number that arrived"
+            raise InvalidArgument(function, "output.shape", tuple(output.shape), expected)
+        output[:size] = out[:size]
+        out = output
+    elif return_tensor:
+        out = out[: int(number)]
+    return (out, number) if return_tensor else (None, None)
+
+
+def all_to_all_v_offset_op_v2(
+    ctx: AllToAllContext,
+    rank_in_row: bool,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    in_splits: torch.Tensor,
+    out_splits: torch.Tensor,
+    copy_to_symm_buffer: bool = True,
+    return_tensor_sliced: bool = True,
+    return_stat: bool = False,
+    grid_size: int | None = None,
+    profiling: bool = False,
+) -> tuple[torch.Tensor | None, int | None, int | None]:
+    """Exchange rows without gaps into ``output``. Tuned; synchronises only to return something.
+
+    Args:
+        out_splits: ignored; splits travel with the rows.
+        copy_to_symm_buffer: ``False``: send rows of ``ctx.dispatch_data`` instead of ``input``.
+        return_tensor_sliced: return the rows of ``output`` that arrived.
+        return_stat: return the numbers of sent and received rows.
+    """
+    if not copy_to_symm_buffer:
+        input = ctx.dispatch_data.view(-1, ctx.token_len_elem)[: len(input)]
+    splits, _ = ctx.exchange(rank_in_row, input, in_splits.flatten(), None, 1, output)
+    arrived = int(splits.sum()) if return_stat or return_tensor_sliced else None
+    stat = (int(in_splits.sum()), arrived) if return_stat else (None, None)
+    return (output[:arrived] if return_tensor_sliced else None, *stat)
+
+
+def all_to_all_vdev_2d(ctx: AllToAllContext, *tensors: torch.Tensor, **options: Any) -> Any:
+    """Dispatch rows to experts: ``all_to_all_v_offset_op`` with ``rank_in_row=True``."""
+    return all_to_all_v_offset_op(ctx, True, *tensors, **options)
+
+
+def all_to_all_vdev_2d_offset(ctx: AllToAllContext, *tensors: torch.Tensor, **options: Any) -> Any:
+    """Return rows to their ranks: ``all_to_all_v_offset_op`` with offsets."""
+    return all_to_all_v_offset_op(ctx, False, *tensors, has_input_offset=True, **options)

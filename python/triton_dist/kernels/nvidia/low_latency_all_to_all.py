@@ -1,0 +1,122 @@
+"""All-to-all of rows that are sorted by expert, under the names of Triton-distributed's scripts.
+
+Rows are sent by ``ep_dispatch`` with one expert per row. New programs call ``ep_dispatch``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import DTYPES
+from triton_dist.kernels.nvidia.expert_parallel import Received, create_ep_context, ep_dispatch
+
+
+class RowContext:
+    """Context that sends each row to one expert. Creation is collective over the world.
+
+    Rows of dtypes that ``ep_dispatch`` does not send travel as float16 with equal bits.
+
+    Args:
+        max_rows, capacity: largest numbers of rows that a rank sends to all ranks, and to one.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, max_rows: int, capacity: int, hidden: int,
+        num_experts: int, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.wire_dtype = dtype if dtype in DTYPES else torch.float16
+        wire_hidden, rest = divmod(hidden * dtype.itemsize, self.wire_dtype.itemsize)
+        if rest:
+            raise InvalidArgument("all-to-all", "hidden", hidden, f"an even number of {dtype}")
+        self.ep = create_ep_context(
+            rank, world_size, world_size, max_rows, wire_hidden, num_experts, 1, self.wire_dtype,
+            capacity=capacity,
+        )  # fmt: skip
+
+    def send(
+        self, rows: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> Received:
+        """Send each row, and its scale if given, to the rank of its expert; -1: do not send."""
+        weights = None if scales is None else scales[:, None]
+        return ep_dispatch(rows.view(self.wire_dtype), experts[:, None], self.ep, weights)
+
+    def finalize(self) -> None:
+        """Free the memory; idempotent. Collective."""
+        self.ep.finalize()
+
+
+class AllToAllContext(RowContext):
+    """Context of ``fast_all_to_all``. Creation is collective over the world.
+
+    Args:
+        max_m: largest number of rows that a rank sends to one rank.
+        hidden: elements of a row, which has an even number of bytes.
+        rank, WORLD_SIZE: this rank, and the number of ranks, all on one host.
+        num_tot_experts: experts of all ranks, a multiple of ``WORLD_SIZE``.
+        experts_per_rank: ``num_tot_experts / WORLD_SIZE``.
+        dtype, scale_dtype: dtypes of rows and of scales; scales are fp32, bf16 or fp16.
+    """
+
+    def __init__(
+        self, max_m: int, hidden: int, rank: int, num_tot_experts: int, WORLD_SIZE: int,
+        experts_per_rank: int, dtype: torch.dtype = torch.bfloat16,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        # A rank that received more than max_m rows may return them all.
+        rows = WORLD_SIZE * max_m
+        super().__init__(rank, WORLD_SIZE, rows, max_m, hidden, num_tot_experts, dtype)
+        self.max_m, self.num_slots, self.num_tot_experts = max_m, rows, num_tot_experts
+        self.dtype, self.scale_dtype = dtype, scale_dtype
+
+
+create_all_to_all_context = AllToAllContext
+
+
+def fast_all_to_all(
+    ctx: AllToAllContext,
+    send_tensor: torch.Tensor,
+    send_split_cumsum: torch.Tensor,
+    send_scale: torch.Tensor | None,
+) -> list[torch.Tensor | None]:
+    """Send rows that are sorted by expert to the ranks of the experts. Tuned; does not synchronise.
+
+    Args:
+        ctx: context of ``create_all_to_all_context``.
+        send_tensor: [rows, hidden].
+        send_split_cumsum: [num_tot_experts + 1], 0 and the end of the rows of each expert.
+        send_scale: [rows], a scale of each row, or ``None``.
+
+    Returns:
+        * int32 [num_tot_experts], numbers of received rows by source rank and own expert;
+        * [WORLD_SIZE * max_m, hidden], rows of rank r from r * max_m, valid until the next call;
+        * [WORLD_SIZE * max_m], their scales, or ``None``.
+    """
+    row = torch.arange(len(send_tensor), device=send_tensor.device)
+    expert = torch.bucketize(row, send_split_cumsum[1:], right=True, out_int32=True)
+    expert = torch.where(expert < ctx.num_tot_experts, expert, -1)
+    received = ctx.send(send_tensor, expert, send_scale)
+    scales = None
+    if received.weights is not None:
+        is_used = torch.arange(len(received.index), device=row.device) < received.ends[-1]
+        # Positions without a row write to one extra element, which is cut off below.
+        scales = received.weights.new_zeros(ctx.num_slots + 1)
+        scales[torch.where(is_used, received.index, ctx.num_slots)] = received.weights
+        scales = scales[:-1].to(ctx.scale_dtype)
+    return [received.counts.t().flatten(), received.rows.view(ctx.dtype), scales]
+
+
+def all_to_all_post_process(
+    ctx: AllToAllContext,
+    input_splits: torch.Tensor,
+    recv_buffer: torch.Tensor,
+    scale_buffer: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the results of ``fast_all_to_all`` without gaps. Synchronises."""
+    numbers = input_splits.view(ctx.ep.num_ranks, -1).sum(1).tolist()
+
+    def packed(buffer: torch.Tensor) -> torch.Tensor:
+        parts = zip(buffer.split(ctx.max_m), numbers, strict=True)
+        return torch.cat([part[:number] for part, number in parts])
+
+    return packed(recv_buffer), None if scale_buffer is None else packed(scale_buffer)

@@ -1,0 +1,212 @@
+"""Expert-parallel dispatch and combine under the names of Triton-distributed's layers.
+
+New programs call ``ep_dispatch`` and ``ep_combine``, which these layers wrap. An id outside the
+experts, such as the number of experts, masks a choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
+from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
+
+
+def masked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return ids with -1 for each that is no expert."""
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
+
+
+class EPAll2AllLayer(torch.nn.Module):
+    """Dispatch and combine for many tokens. Tuned. Creation is collective over ``ep_group``.
+
+    Args:
+        ep_group: process group; ``None``: the world.
+        max_tokens: largest number of tokens of a rank.
+        hidden, topk: elements of a token, and its number of experts.
+        rank, world_size, local_world_size: this rank, ranks of the group, and ranks on the host,
+            which must be all.
+        num_tot_experts: experts of all ranks, a multiple of ``world_size``.
+        dtype, weight_dtype: dtypes of tokens and of weights.
+        num_sm: largest number of programs that send rows.
+        enable_local_combine: ignored; each rank always sums the products of its experts.
+        use_aot: must be ``False``.
+
+    Raises:
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ep_context``.
+    """
+
+    def __init__(
+        self, ep_group: dist.ProcessGroup | None, max_tokens: int, hidden: int, topk: int,
+        rank: int, num_tot_experts: int, local_world_size: int, world_size: int,
+        dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype = torch.float32,
+        num_sm: int = 20, enable_local_combine: bool = False, use_aot: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if use_aot:
+            expected = "False: kernels are compiled at the first call, or come from a pack"
+            raise InvalidArgument("EPAll2AllLayer", "use_aot", use_aot, expected)
+        self.weight_dtype, self.num_sm = weight_dtype, num_sm
+        self.ctx: EPContext = create_ep_context(
+            rank, world_size, local_world_size, max_tokens, hidden, num_tot_experts, topk, dtype,
+            group=ep_group,
+        )  # fmt: skip
+
+    def dispatch(
+        self,
+        input: torch.Tensor,
+        exp_indices: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        full_scatter_indices: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Received]:
+        """Send tokens to the ranks of their experts. Waits for the number of rows.
+
+        Args:
+            input: [tokens, hidden].
+            exp_indices: [tokens, topk].
+            weight: [tokens, topk] or ``None``.
+            full_scatter_indices: ignored; rows are always in the order of a stable sort of all
+                ranks' ids.
+
+        Returns:
+            A row for each choice of an own expert, sorted by expert, source rank and token; its
+            weight; and the layout for ``combine``.
+        """
+        ids = masked_ids(exp_indices, self.ctx.num_experts)
+        received = ep_dispatch(input, ids, self.ctx, weight, num_sms=self.num_sm)
+        number = received.num_routes()
+        rows, _ = received.expanded(input.new_empty(number, self.ctx.hidden))
+        if received.weights is not None:
+            weight = received.weights[:number].to(self.weight_dtype)
+        return rows, weight, received
+
+    def combine(self, input: torch.Tensor, ep_a2a_layout_desc: Received) -> torch.Tensor:
+        """Return the sum of the rows of each token, without weights."""
+        return ep_combine(
+            input, ep_a2a_layout_desc, self.ctx, apply_weights=False, num_sms=self.num_sm
+        )
+
+    def finalize(self) -> None:
+        """Free the memory; idempotent. Collective."""
+        self.ctx.finalize()
+
+
+@dataclass
+class DispatchMetaInfo:
+    """Layout of a low-latency dispatch: its result, and the padded row of each position."""
+
+    received: Received
+    places: torch.Tensor
+
+
+class EPLowLatencyAllToAllLayer:
+    """Dispatch and combine for few tokens, with padded results. Tuned; does not synchronise.
+
+    Each choice is sent as a row. The weighted sum of the rows that return is computed in fp32 by
+    PyTorch, so that results equal PyTorch's bit for bit. Creation is collective over the world.
+
+    Args:
+        max_m: largest number of tokens of a rank.
+        hidden, topk: elements of a token, and its number of experts, which differ.
+        online_quant_fp8: send tokens as ``float8_e4m3fn``.
+        rank, world_size, local_world_size: this rank, all ranks, and ranks on the host, which must
+            be all.
+        num_experts: experts of all ranks, a multiple of ``world_size``.
+        fp8_gsize: elements with a common scale, 128.
+        dtype: dtype of tokens and results.
+        enable_profiling: ignored; ``group_profile`` writes traces.
+    """
+
+    def __init__(
+        self, max_m: int, hidden: int, topk: int, online_quant_fp8: bool, rank: int,
+        num_experts: int, local_world_size: int, world_size: int, fp8_gsize: int = 128,
+        dtype: torch.dtype = torch.bfloat16, enable_profiling: bool = False,
+    ) -> None:  # fmt: skip
+        if fp8_gsize != 128:
+            raise InvalidArgument("EPLowLatencyAllToAllLayer", "fp8_gsize", fp8_gsize, "128")
+        self.online_quant_fp8, self.rows_per_expert = online_quant_fp8, world_size * max_m
+        self.ctx: EPContext = create_ep_context(
+            rank, world_size, local_world_size, max_m * topk, hidden, num_experts, 1, dtype
+        )
+
+    def dispatch(
+        self,
+        send_tokens: torch.Tensor,
+        send_scales: torch.Tensor | None,
+        topk_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchMetaInfo]:
+        """Send tokens to the ranks of their experts.
+
+        Args:
+            send_tokens: [tokens, hidden], in ``dtype``, or fp8 with scales.
+            send_scales: fp32 [tokens, hidden / 128], or ``None``.
+            topk_indices: [tokens, topk].
+
+        Returns:
+            Rows [own experts, world_size * max_m, hidden], sorted by source rank; fp32 scales
+            [own experts, world_size * max_m, hidden / 128], or ``None``; int32 [own experts],
+            numbers of rows, after which the contents are undefined; the layout for ``combine``.
+        """
+
+        def per_choice(rows: torch.Tensor) -> torch.Tensor:
+            repeated = rows[:, None].expand(-1, topk_indices.shape[1], -1)
+            return repeated.flatten(0, 1).contiguous()
+
+        received = ep_dispatch(
+            per_choice(send_tokens), masked_ids(topk_indices, self.ctx.num_experts).view(-1, 1),
+            self.ctx, x_scale=None if send_scales is None else per_choice(send_scales),
+            quantise=self.online_quant_fp8 and send_scales is None,
+        )  # fmt: skip
+        counts = received.counts.sum(1, dtype=torch.int32)
+        position = torch.arange(len(received.index), device=counts.device)
+        expert = torch.bucketize(position, received.ends, right=True).clamp(max=len(counts) - 1)
+        within = position - (received.ends - counts)[expert]
+        places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
+        has_place = (position < received.ends[-1]) & (within < self.rows_per_expert)
+        # Positions without a place write to one extra row, which is cut off below.
+        places = torch.where(has_place, places, size)
+
+        def padded(rows: torch.Tensor) -> torch.Tensor:
+            out = rows.new_empty(size + 1, rows.shape[1])
+            # fp8 rows cannot be indexed on all devices.
+            out.view(torch.uint8)[places] = rows.view(torch.uint8)
+            return out[:-1].view(len(counts), self.rows_per_expert, -1)
+
+        rows, scales = received.expanded()
+        scales = None if scales is None else padded(scales)
+        return padded(rows), scales, counts, DispatchMetaInfo(received, places)
+
+    def combine(
+        self,
+        send_tokens: torch.Tensor,
+        topk_indices: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dispatch_meta: DispatchMetaInfo,
+        zero_copy: bool = False,
+    ) -> torch.Tensor:
+        """Return the weighted sum of the rows of each token, [tokens, hidden].
+
+        Args:
+            send_tokens: [own experts, world_size * max_m, hidden], in ``dtype``.
+            topk_indices, topk_weights: [tokens, topk], ids of the dispatch, and their weights.
+            dispatch_meta: layout of the dispatch.
+            zero_copy: ignored; accepted for existing scripts.
+        """
+        rows = send_tokens.flatten(0, 1)
+        y = rows[dispatch_meta.places.clamp(max=len(rows) - 1)]
+        products = ep_combine(y, dispatch_meta.received, self.ctx, apply_weights=False)
+        products = products.view(*topk_indices.shape, -1) * topk_weights[..., None]
+        return products.sum(1).to(send_tokens.dtype)
+
+    def dump_dispatch_trace(self) -> None:
+        """Do nothing; accepted for existing scripts. ``group_profile`` writes traces."""
+
+    dump_combine_trace = dump_dispatch_trace
+
+    def finalize(self) -> None:
+        """Free the memory; idempotent. Collective."""
+        self.ctx.finalize()

@@ -1,0 +1,95 @@
+"""References for expert-parallel dispatch and combine, under Triton-distributed's names."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.gemm.quantise import quantisation
+
+
+def quant_bf16_fp8(tensor: torch.Tensor, gsize: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows [M, K] to ``float8_e4m3fn``; return them and fp32 scales [M, K / 128]."""
+    assert gsize == 128, gsize
+    out = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+    scale = tensor.new_empty((-(-tensor.shape[1] // gsize), len(tensor)), dtype=torch.float32).T
+    if len(tensor):
+        quantisation(tensor, out, scale, False).run()
+    return out, scale.reshape(-1).view(len(tensor), -1)  # also for one column: unit strides
+
+
+def dequant_fp8_bf16(q_tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Return fp8 rows multiplied by their scales, in bf16; without scales, the rows."""
+    if scales is None:
+        return q_tensor
+    return (q_tensor.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).bfloat16()
+
+
+class _Exchange:
+    """All-to-all of rows that are sorted by (expert, source rank) on the receiving side."""
+
+    def __init__(self, group: dist.ProcessGroup, ids: torch.Tensor, num_experts: int) -> None:
+        self.group, flat = group, ids.flatten()
+        order = flat.argsort(stable=True)
+        self.order = order[(flat[order] >= 0) & (flat[order] < num_experts)]
+        counts = torch.bincount(flat[self.order], minlength=num_experts)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=group)
+        ranks = dist.get_world_size(group)
+        splits = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2)
+        self.sent, self.arrived = splits.tolist()
+        own = torch.arange(num_experts // ranks, device=ids.device).repeat(ranks)
+        self.permutation = own.repeat_interleave(arriving).argsort(stable=True)
+
+    def send(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(sum(self.arrived), rows.shape[1])
+        self._all_to_all(out, rows, self.arrived, self.sent)
+        return out.view(torch.uint8)[self.permutation].view(rows.dtype)
+
+    def send_back(self, rows: torch.Tensor) -> torch.Tensor:
+        sorted_by_rank = torch.empty_like(rows)
+        sorted_by_rank[self.permutation] = rows
+        out = rows.new_empty(sum(self.sent), rows.shape[1])
+        self._all_to_all(out, sorted_by_rank, self.sent, self.arrived)
+        return out
+
+    def _all_to_all(self, out: torch.Tensor, rows: torch.Tensor, *splits: list[int]) -> None:
+        dist.all_to_all_single(
+            out.view(torch.uint8), rows.view(torch.uint8), *splits, group=self.group
+        )
+
+
+def torch_ll_dispatch(
+    EP_GROUP: dist.ProcessGroup,
+    input: torch.Tensor,
+    exp_indices: torch.Tensor,
+    num_experts: int,
+    quant_group_size: int = 128,
+    online_quant_fp8: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Dispatch by PyTorch: a row for each choice, sorted by expert and source rank, and scales.
+
+    Ids that are no expert are masked. Collective; synchronises.
+    """
+    exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
+    rows, scales = input[exchange.order // exp_indices.shape[1]], None
+    if online_quant_fp8:
+        rows, scales = quant_bf16_fp8(rows, quant_group_size)
+    return exchange.send(rows), None if scales is None else exchange.send(scales)
+
+
+def torch_ll_combine(
+    EP_GROUP: dist.ProcessGroup,
+    input: torch.Tensor,
+    exp_indices: torch.Tensor,
+    weight: torch.Tensor,
+    num_experts: int,
+) -> torch.Tensor:
+    """Combine by PyTorch: the weighted sum of the rows of each token, in the dtype of rows.
+
+    Collective; synchronises.
+    """
+    exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
+    rows = input.new_zeros(exp_indices.numel(), input.shape[1])
+    rows[exchange.order] = exchange.send_back(input)
+    return (rows.view(*exp_indices.shape, -1) * weight[..., None]).sum(1).to(input.dtype)
