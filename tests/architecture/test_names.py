@@ -22,11 +22,13 @@ NAMES = {
         "get_device_max_shared_memory_size sleep_async init_seed get_bool_env get_int_env "
         "generate_data has_tma is_fp8_dtype is_nvshmem_multimem_supported "
         "nvshmem_barrier_all_on_stream requires_p2p_native_atomic supports_p2p_native_atomic "
-        "wait_until_max_gpu_clock_or_warning assert_allclose perf_func group_profile",
+        "wait_until_max_gpu_clock_or_warning assert_allclose perf_func group_profile "
+        "init_nvshmem_by_torch_process_group",
     "triton_dist.jit": "jit",
     "triton_dist.profiler_utils":
-        "perf_func perf_func_with_l2_reset get_torch_prof_ctx group_profile",
-    "triton_dist.layers.nvidia": "GemmARLayer",
+        "perf_func perf_func_with_l2_reset get_torch_prof_ctx group_profile "
+        "benchmark_latency_memory print_benchmark_comparison",
+    "triton_dist.layers.nvidia": "GemmARLayer EPAll2AllLayer EPLowLatencyAllToAllLayer",
     "triton_dist.layers.nvidia.tp_mlp": "TP_MLP",
     "triton_dist.layers.nvidia.tp_attn": "TP_Attn _set_cos_sin_cache",
     "triton_dist.layers.nvidia.tp_moe": "TP_MoE",
@@ -39,7 +41,13 @@ NAMES = {
     "triton_dist.test.utils": "LAYER_CONFIGS assert_allclose bitwise_equal assert_bitwise_equal",
     "triton_dist.kernels.nvidia":
         "ag_gemm create_ag_gemm_context gemm_rs create_gemm_rs_context gemm_ar "
-        "create_gemm_ar_context all_reduce create_allreduce_ctx create_moe_rs_context",
+        "create_gemm_ar_context all_reduce create_allreduce_ctx create_moe_rs_context "
+        "create_all_to_all_context fast_all_to_all all_to_all_post_process",
+    "triton_dist.kernels.nvidia.all_to_all_vdev_2d_offset":
+        "create_context all_to_all_v_offset_op all_to_all_v_offset_op_v2 all_to_all_vdev_2d "
+        "all_to_all_vdev_2d_offset",
+    "triton_dist.test.nvidia.ep_a2a_utils":
+        "torch_ll_dispatch torch_ll_combine dequant_fp8_bf16 quant_bf16_fp8",
     "triton_dist.kernels.nvidia.moe_reduce_rs":
         "MoEReduceRSContext create_moe_rs_context run_moe_reduce_rs "
         "run_moe_reduce_rs_triton_non_overlap",
@@ -107,6 +115,22 @@ PARAMETERS = {
     ],
     "triton_dist.models.kv_cache.KV_Cache": [
         "num_layers", "batch_size", "max_length", "kv_heads", "head_dim", "dtype", "world_size",
+    ],
+    "triton_dist.layers.nvidia.EPAll2AllLayer": [
+        "ep_group", "max_tokens", "hidden", "topk", "rank", "num_tot_experts", "local_world_size",
+        "world_size", "dtype", "weight_dtype", "num_sm", "enable_local_combine", "use_aot",
+    ],
+    "triton_dist.layers.nvidia.EPLowLatencyAllToAllLayer": [
+        "max_m", "hidden", "topk", "online_quant_fp8", "rank", "num_experts", "local_world_size",
+        "world_size", "fp8_gsize", "dtype", "enable_profiling",
+    ],
+    "triton_dist.kernels.nvidia.create_all_to_all_context": [
+        "max_m", "hidden", "rank", "num_tot_experts", "WORLD_SIZE", "experts_per_rank", "dtype",
+        "scale_dtype",
+    ],
+    "triton_dist.kernels.nvidia.all_to_all_vdev_2d_offset.create_context": [
+        "rank", "world_size", "ne", "k", "token_len_elem", "token_dtype", "overflow_factor",
+        "max_token_num_per_rank", "use_v2_kernel",
     ],
     "triton_dist.layers.nvidia.GemmARLayer.forward": [
         "self", "input", "weight", "bias", "scale_a", "scale_b",

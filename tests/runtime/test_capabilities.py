@@ -14,9 +14,11 @@ from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.runtime import capabilities, profiling
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.profiling import (
+    benchmark_latency_memory,
     get_torch_prof_ctx,
     perf_func,
     perf_func_with_l2_reset,
+    print_benchmark_comparison,
 )
 
 
@@ -133,6 +135,39 @@ def test_the_cache_is_flushed_before_each_call_and_outside_of_its_time(monkeypat
     assert events == [1, 1] + [0, 1] * 3
     assert output == 7
     assert milliseconds < 150
+
+
+def test_latency_and_memory_prepare_each_warm_up():
+    events = []
+    latency, memory = benchmark_latency_memory(
+        lambda: events.append("call"), 2, 1, lambda: events.append("prepare")
+    )
+    assert events == ["prepare", "call", "call", "call", "prepare"]
+    assert latency > 0
+    assert memory == 0
+
+
+def test_a_comparison_has_a_row_per_configuration(capsys):
+    print_benchmark_comparison(
+        {
+            (8, 2, 64): {"ours_fwd": {"latency": 1.5, "memory": 3, "precision": True}},
+            (16, 2, 64): {
+                "ours_fwd": {"time": 2, "precision": False},
+                "torch_fwd": {"latency": 0.25, "memory": 1.005, "precision": "N/A"},
+            },
+        },
+        "MoE",
+        ["M", "topk"],
+        {"topk": 2},
+    )
+    title, names, *rows = capsys.readouterr().out.strip().splitlines()
+    assert title == "MoE (topk=2) latency (ms) / peak memory (MiB) / precision"
+    assert names.split() == ["M", "param_2", "ours_fwd", "torch_fwd"]
+    assert [row.split() for row in rows] == [
+        "8 64 1.500 / 3.00 / correct N/A".split(),
+        "16 64 2.000 / 0.00 / wrong 0.250 / 1.00 / N/A".split(),
+    ]
+    print_benchmark_comparison({})
 
 
 def test_a_profile_of_this_rank_alone():

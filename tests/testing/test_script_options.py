@@ -47,6 +47,9 @@ def parse(monkeypatch):
         ("test_all_gather", "--iters 2 --warmup_iters 1", "--iters 2 --warmup 1"),
         ("test_ag_moe", "--M 2048 --autotune", "--case perf -M 2048 --dtype fp16"),
         ("test_ag_moe", "--M 2048 --iters 10 --warmup_iters 20", "-M 2048 --warmup 20"),
+        ("test_ep_a2a", "-M 8192 -N 7168 --check --autotune", "--case check -M 8192 --topk 8"),
+        ("test_ep_a2a", "", "-M 4096 -N 7168 -G 256 --dtype bf16 --drop_ratio 0.1"),
+        ("test_ep_ll_a2a", "--quant_group_size 128", "--case perf -M 8 --verify-iters 5"),
     ],
 )
 def test_older_options_mean_what_they_meant(parse, script, line, meant):
@@ -76,6 +79,7 @@ def test_all_gather_does_both_cases_unless_told(parse):
         ("test_gemm_rs", "--M_range 1-2-0", "--M_range: '1-2-0': expected FIRST-LAST-STEP"),
         ("test_allreduce", "--iters 0", "--iters: '0': expected an integer, 1 or more"),
         ("test_allreduce", "--verify_shapes 0", "--verify_shapes: '0': expected an integer"),
+        ("test_ep_a2a", "--use_aot", "--use_aot: kernels are compiled at the first call, or come"),
         ("test_allreduce", "--alignment 0", "--alignment: '0': expected an integer, 1 or more"),
     ],
 )

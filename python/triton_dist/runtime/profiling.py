@@ -118,7 +118,8 @@ def print_benchmark_comparison(
     rows: list[dict[str, str]] = []
     for config, implementations in all_implementations.items():
         values = config if isinstance(config, tuple) else (config,)
-        names = [*(param_names or ()), *(f"param_{i}" for i in range(len(values)))]
+        given = list(param_names or ())
+        names = given + [f"param_{i}" for i in range(len(given), len(values))]
         row = {name: str(value) for name, value in zip(names, values, strict=False)}
         for name in dict.fromkeys(results):
             row[name] = _result(implementations.get(name))

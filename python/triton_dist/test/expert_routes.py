@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from triton_dist.test.utils import (
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.timing import captured, interleaved
+from triton_dist.tune import AutoTuner
 from triton_dist.utils import dist_print, is_cuda
 
 IGNORED = ("--rounds", "--bench_iters", "--sm_margin")
@@ -59,8 +61,7 @@ class EPScript:
     """Both ops with the options of the command line, and their data."""
 
     def __init__(self, args: argparse.Namespace, ctx: EPContext, quantise: bool) -> None:
-        self.args, self.ctx = args, ctx
-        self.options = {"quantise": quantise}
+        self.args, self.ctx, self.quantise = args, ctx, quantise
         self.tuned_before = ep_dispatch.tuning_count, ep_combine.tuning_count
 
     def draw(self, tokens: int) -> None:
@@ -73,9 +74,10 @@ class EPScript:
         self.weights = torch.rand(ids.shape, device=device).softmax(1)
 
     def dispatch(self, algorithm: str | None = None) -> Received:
-        tune = {"autotune": self.args.autotune} if algorithm is None else {"algorithm": algorithm}
-        call = ep_dispatch if algorithm is None else ep_dispatch.fn
-        return call(self.x, self.ids, self.ctx, self.weights, **self.options, **tune)
+        operands = (self.x, self.ids, self.ctx, self.weights, None, self.quantise)
+        if algorithm is not None:
+            return ep_dispatch.fn(*operands, algorithm=algorithm)
+        return ep_dispatch(*operands, autotune=self.args.autotune)
 
     def combine(
         self, y: torch.Tensor, received: Received, algorithm: str | None = None
@@ -88,13 +90,12 @@ class EPScript:
         """Compare a dispatch bitwise, and a combine within its tolerance, with PyTorch."""
         experts, group = self.ctx.num_experts, dist.group.WORLD
         assert group is not None
-        quantise = self.options["quantise"]
-        rows, scales = torch_ll_dispatch(group, self.x, self.ids, experts, 128, quantise)
+        rows, scales = torch_ll_dispatch(group, self.x, self.ids, experts, 128, self.quantise)
         received = self.dispatch()
-        out = received.rows.new_empty(received.num_routes(), self.ctx.hidden)
+        out = received.rows.new_empty(received.num_positions(), self.ctx.hidden)
         found, found_scales = received.expanded(out)
         assert_bitwise_equal(found.view(torch.uint8), rows.view(torch.uint8))
-        if scales is not None:
+        if scales is not None and found_scales is not None:
             assert_bitwise_equal(found_scales, scales)
         y = dequant_fp8_bf16(rows, scales)
         expected = torch_ll_combine(group, y, self.ids, self.weights, experts)
@@ -103,13 +104,12 @@ class EPScript:
         return y, received
 
     def report_tuning(self, y: torch.Tensor, received: Received) -> None:
-        calls = (
-            (ep_dispatch, (self.x, self.ids, self.ctx, self.weights), self.options),
-            (ep_combine, (y, received, self.ctx), {}),
-        )
-        for (op, operands, options), before in zip(calls, self.tuned_before, strict=True):
-            tuned_now = op.tuning_count > before
-            report_tuning(op, self.args.autotune, tuned_now, *operands, **options)
+        calls: dict[AutoTuner[..., Any], tuple[Any, ...]] = {
+            ep_dispatch: (self.x, self.ids, self.ctx, self.weights, None, self.quantise),
+            ep_combine: (y, received, self.ctx),
+        }
+        for (op, operands), before in zip(calls.items(), self.tuned_before, strict=True):
+            report_tuning(op, self.args.autotune, op.tuning_count > before, *operands)
 
     def perf(self, y: torch.Tensor, received: Received) -> None:
         """Time both ops in CUDA graphs next to all-gather and reduce-scatter."""

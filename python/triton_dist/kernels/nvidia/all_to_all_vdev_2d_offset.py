@@ -80,14 +80,16 @@ class AllToAllContext(RowContext):
         sizes = ((splits_out.sum(1) + align - 1) // align).clamp(min=int(align > 1)) * align
         offsets_out = (sizes.cumsum(0) - sizes)[:, None] + splits_out.cumsum(1) - splits_out
         # Positions of received rows are sorted by expert, then by rank.
-        _, chunk, within, is_used = locate(received.counts.flatten(), len(received.index))
+        rows_in = received.row_of_position
+        _, chunk, within, is_used = locate(received.counts.flatten(), len(rows_in))
         first = (offsets_out if rank_in_row else offsets_out.t()).flatten()[chunk]
         # Positions without a place write to one extra element, which is cut off below.
         place = torch.where(is_used, first + within, len(out)).clamp(max=len(out))
-        index = received.index.new_full((len(out) + 1,), -1)
-        index[place] = received.index
+        rows_out = rows_in.new_full((len(out) + 1,), -1)
+        rows_out[place] = rows_in
         total = (offsets_out[-1, -1:] + splits_out[-1, -1:]).clamp(max=len(out)).int()
-        replace(received, index=index[:-1], ends=total).expanded(out.view(self.wire_dtype))
+        placed = replace(received, row_of_position=rows_out[:-1], ends=total)
+        placed.expanded(out.view(self.wire_dtype))
         return splits_out, offsets_out
 
 
@@ -203,11 +205,12 @@ def all_to_all_v_offset_op_v2(
     return (output[:arrived] if return_tensor_sliced else None, *stat)
 
 
-def all_to_all_vdev_2d(ctx: AllToAllContext, *tensors: torch.Tensor, **options: Any) -> Any:
+def all_to_all_vdev_2d(ctx: AllToAllContext, *tensors: Any, **options: Any) -> Any:
     """Dispatch rows to experts: ``all_to_all_v_offset_op`` with ``rank_in_row=True``."""
     return all_to_all_v_offset_op(ctx, True, *tensors, **options)
 
 
-def all_to_all_vdev_2d_offset(ctx: AllToAllContext, *tensors: torch.Tensor, **options: Any) -> Any:
+def all_to_all_vdev_2d_offset(ctx: AllToAllContext, *tensors: Any, **options: Any) -> Any:
     """Return rows to their ranks: ``all_to_all_v_offset_op`` with offsets."""
-    return all_to_all_v_offset_op(ctx, False, *tensors, has_input_offset=True, **options)
+    options["has_input_offset"] = True
+    return all_to_all_v_offset_op(ctx, False, *tensors, **options)

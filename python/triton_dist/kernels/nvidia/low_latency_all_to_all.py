@@ -98,10 +98,11 @@ def fast_all_to_all(
     received = ctx.send(send_tensor, expert, send_scale)
     scales = None
     if received.weights is not None:
-        is_used = torch.arange(len(received.index), device=row.device) < received.ends[-1]
+        rows = received.row_of_position
+        is_used = torch.arange(len(rows), device=row.device) < received.ends[-1]
         # Positions without a row write to one extra element, which is cut off below.
         scales = received.weights.new_zeros(ctx.num_slots + 1)
-        scales[torch.where(is_used, received.index, ctx.num_slots)] = received.weights
+        scales[torch.where(is_used, rows, ctx.num_slots)] = received.weights
         scales = scales[:-1].to(ctx.scale_dtype)
     return [received.counts.t().flatten(), received.rows.view(ctx.dtype), scales]
 

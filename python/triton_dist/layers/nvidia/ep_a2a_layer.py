@@ -78,7 +78,7 @@ class EPAll2AllLayer(torch.nn.Module):
         """
         ids = masked_ids(exp_indices, self.ctx.num_experts)
         received = ep_dispatch(input, ids, self.ctx, weight, num_sms=self.num_sm)
-        number = received.num_routes()
+        number = received.num_positions()
         rows, _ = received.expanded(input.new_empty(number, self.ctx.hidden))
         if received.weights is not None:
             weight = received.weights[:number].to(self.weight_dtype)
@@ -162,7 +162,7 @@ class EPLowLatencyAllToAllLayer:
             quantise=self.online_quant_fp8 and send_scales is None,
         )  # fmt: skip
         counts = received.counts.sum(1, dtype=torch.int32)
-        position = torch.arange(len(received.index), device=counts.device)
+        position = torch.arange(len(received.row_of_position), device=counts.device)
         expert = torch.bucketize(position, received.ends, right=True).clamp(max=len(counts) - 1)
         within = position - (received.ends - counts)[expert]
         places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
@@ -199,7 +199,7 @@ class EPLowLatencyAllToAllLayer:
         rows = send_tokens.flatten(0, 1)
         y = rows[dispatch_meta.places.clamp(max=len(rows) - 1)]
         products = ep_combine(y, dispatch_meta.received, self.ctx, apply_weights=False)
-        products = products.view(*topk_indices.shape, -1) * topk_weights[..., None]
+        products = products.unflatten(0, topk_indices.shape) * topk_weights[..., None]
         return products.sum(1).to(send_tokens.dtype)
 
     def dump_dispatch_trace(self) -> None:

@@ -22,7 +22,8 @@ def dequant_fp8_bf16(q_tensor: torch.Tensor, scales: torch.Tensor | None) -> tor
     """Return fp8 rows multiplied by their scales, in bf16; without scales, the rows."""
     if scales is None:
         return q_tensor
-    return (q_tensor.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2).bfloat16()
+    values: torch.Tensor = q_tensor.float().unflatten(-1, (-1, 128)) * scales[..., None]
+    return values.flatten(-2).bfloat16()
 
 
 class _Exchange:
@@ -42,21 +43,21 @@ class _Exchange:
         self.permutation = own.repeat_interleave(arriving).argsort(stable=True)
 
     def send(self, rows: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(sum(self.arrived), rows.shape[1])
-        self._all_to_all(out, rows, self.arrived, self.sent)
+        out = self._all_to_all(rows, self.arrived, self.sent)
         return out.view(torch.uint8)[self.permutation].view(rows.dtype)
 
     def send_back(self, rows: torch.Tensor) -> torch.Tensor:
         sorted_by_rank = torch.empty_like(rows)
         sorted_by_rank[self.permutation] = rows
-        out = rows.new_empty(sum(self.sent), rows.shape[1])
-        self._all_to_all(out, sorted_by_rank, self.sent, self.arrived)
-        return out
+        return self._all_to_all(sorted_by_rank, self.sent, self.arrived)
 
-    def _all_to_all(self, out: torch.Tensor, rows: torch.Tensor, *splits: list[int]) -> None:
-        dist.all_to_all_single(
-            out.view(torch.uint8), rows.view(torch.uint8), *splits, group=self.group
-        )
+    def _all_to_all(
+        self, rows: torch.Tensor, out_splits: list[int], splits: list[int]
+    ) -> torch.Tensor:
+        out = rows.new_empty(sum(out_splits), rows.shape[1])
+        as_bytes = out.view(torch.uint8), rows.view(torch.uint8)
+        dist.all_to_all_single(*as_bytes, out_splits, splits, group=self.group)
+        return out
 
 
 def torch_ll_dispatch(
@@ -92,4 +93,4 @@ def torch_ll_combine(
     exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
     rows = input.new_zeros(exp_indices.numel(), input.shape[1])
     rows[exchange.order] = exchange.send_back(input)
-    return (rows.view(*exp_indices.shape, -1) * weight[..., None]).sum(1).to(input.dtype)
+    return (rows.unflatten(0, exp_indices.shape) * weight[..., None]).sum(1).to(input.dtype)
