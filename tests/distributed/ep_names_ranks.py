@@ -257,4 +257,6 @@ def own_script(quantise: bool) -> None:
     with create_ep_context(rank, size, size, 4, 128, 8, 2, torch.bfloat16) as ctx:
         script = EPScript(args, ctx, quantise)
         script.draw(4 - rank)
-        script.report_tuning(*script.check())
+        results = script.check()
+        script.report_tuning(*results)
+        script.perf(*results)

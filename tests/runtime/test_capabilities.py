@@ -163,9 +163,9 @@ def test_a_comparison_has_a_row_per_configuration(capsys):
     title, names, *rows = capsys.readouterr().out.strip().splitlines()
     assert title == "MoE (topk=2) latency (ms) / peak memory (MiB) / precision"
     assert names.split() == ["M", "param_2", "ours_fwd", "torch_fwd"]
-    assert [row.split() for row in rows] == [
-        "8 64 1.500 / 3.00 / correct N/A".split(),
-        "16 64 2.000 / 0.00 / wrong 0.250 / 1.00 / N/A".split(),
+    assert [" ".join(row.split()) for row in rows] == [
+        "8 64 1.500 / 3.00 / correct N/A",
+        "16 64 2.000 / 0.00 / wrong 0.250 / 1.00 / N/A",
     ]
     print_benchmark_comparison({})
 

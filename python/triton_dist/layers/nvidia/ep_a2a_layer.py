@@ -199,8 +199,8 @@ class EPLowLatencyAllToAllLayer:
         rows = send_tokens.flatten(0, 1)
         y = rows[dispatch_meta.places.clamp(max=len(rows) - 1)]
         products = ep_combine(y, dispatch_meta.received, self.ctx, apply_weights=False)
-        products = products.unflatten(0, topk_indices.shape) * topk_weights[..., None]
-        return products.sum(1).to(send_tokens.dtype)
+        rows_of_token: torch.Tensor = products.unflatten(0, topk_indices.shape)
+        return (rows_of_token * topk_weights[..., None]).sum(1).to(send_tokens.dtype)
 
     def dump_dispatch_trace(self) -> None:
         """Do nothing; accepted for existing scripts. ``group_profile`` writes traces."""

@@ -93,4 +93,5 @@ def torch_ll_combine(
     exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
     rows = input.new_zeros(exp_indices.numel(), input.shape[1])
     rows[exchange.order] = exchange.send_back(input)
-    return (rows.unflatten(0, exp_indices.shape) * weight[..., None]).sum(1).to(input.dtype)
+    rows_of_token: torch.Tensor = rows.unflatten(0, exp_indices.shape)
+    return (rows_of_token * weight[..., None]).sum(1).to(input.dtype)

@@ -14,7 +14,9 @@ from triton_dist.test import expert_routes
 
 def get_args() -> argparse.Namespace:
     parser = expert_routes.make_parser(__doc__, M=8)
-    parser.add_argument("--quant_group_size", type=int, choices=[128], default=128)
+    parser.add_argument(
+        "--quant_group_size", type=int, choices=[128], default=128, help=argparse.SUPPRESS
+    )
     parser.add_argument(
         "--no_online_quant_fp8", action="store_false", dest="online_quant_fp8",
         help="send tokens without quantisation",
