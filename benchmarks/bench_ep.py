@@ -3,6 +3,8 @@
     bash scripts/launch.sh benchmarks/bench_ep.py --quick
     bash scripts/launch.sh benchmarks/bench_ep.py --rows decode --json ep.json
     bash scripts/launch.sh benchmarks/bench_ep.py --tokens 1,32,777 --routing zipf --topk 8
+    bash scripts/launch.sh benchmarks/bench_ep.py --tokens-random 60 --best 4 --json random.json \
+        --routing even,zipf,same_experts --minutes 9
 
 The time of a dispatch begins with ``topk_ids`` and ends with rows that a grouped GEMM can read,
 layout included. The time of a combine begins with products and ends with summed tokens. The
@@ -12,6 +14,9 @@ knows, for which a real call would synchronise. Both include our layout launch.
 The link time is the bytes that the busiest rank sends or receives, at --link GB/s; the memory time
 is the bytes that a rank reads and writes, at --memory GB/s. Every result is compared with the
 all-gather's. Calls are interleaved, with a cold L2 cache; a sample is the slowest rank's time.
+
+At the end, print the worst and the mean speed relative to each baseline. Each row is written
+immediately, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -19,15 +24,18 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from overlap.any_m import random_sizes
 
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel import Received
@@ -259,9 +267,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rows", default=",".join(ROWS), help="some of: %(default)s")
     parser.add_argument("--tokens", help="measure these numbers of tokens instead, 1,32,777")
+    parser.add_argument("--tokens-random", type=int, metavar="N", help="measure N random numbers")
+    parser.add_argument("--most", type=int, default=4096, help="largest random number of tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of --tokens-random")
+    parser.add_argument("--minutes", type=float, help="start no row after this time")
     parser.add_argument("--routing", default="even", help="some of even,zipf,same_experts")
-    parser.add_argument("--topk", type=int, default=8, help="of --tokens")
-    parser.add_argument("--fp8", action="store_true", help="of --tokens")
+    parser.add_argument("--topk", type=int, default=8, help="of --tokens and --tokens-random")
+    parser.add_argument("--fp8", action="store_true", help="of --tokens and --tokens-random")
     parser.add_argument("--quick", action="store_true", help="few configs")
     parser.add_argument("--best", type=int, default=0, help="only the first configs")
     parser.add_argument("--rounds", type=int, default=25 if is_cuda() else 1)
@@ -270,17 +282,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=300, help="seconds per row")
     parser.add_argument("--scale", type=int, default=1 if is_cuda() else 64, help="divide sizes")
     parser.add_argument("--verbose", action="store_true", help="list every config")
-    parser.add_argument("--json", type=Path, help="file for the results; rewritten at each row")
+    parser.add_argument("--json", type=Path, help="file for the results; resumed")
     return parser.parse_args(arguments)
 
 
 def rows_of(options: argparse.Namespace) -> list[Row]:
     """Return the rows to measure."""
-    if options.tokens:
-        rows = [
-            Row(int(tokens), 7168, 256, options.topk, options.fp8)
-            for tokens in options.tokens.split(",")
-        ]
+    tokens = [int(text) for text in options.tokens.split(",")] if options.tokens else []
+    if options.tokens_random:
+        tokens += random_sizes(options.tokens_random, options.most, options.seed)
+    if tokens:
+        rows = [Row(number, 7168, 256, options.topk, options.fp8) for number in tokens]
     else:
         rows = [row for name in options.rows.split(",") for row in ROWS[name]]
     rows = [replace(row, routing=each) for row in rows for each in options.routing.split(",")]
@@ -291,16 +303,47 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     ]
 
 
+def from_first_rank(value: Any) -> Any:
+    """Return the value of rank 0."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def summary(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each direction and baseline: speed relative to the baseline."""
+    for name in ("dispatch", "combine"):
+        for baseline in (ALL_GATHER, ALL_TO_ALL):
+            ratios = {}
+            for result in results:
+                times, best = result[name]["times"], result[name]["best"]
+                ratios[str(Row(**result["row"]))] = times[baseline] / times[best]
+            worst = min(ratios, key=ratios.__getitem__)
+            few = sum(ratio < 0.98 for ratio in ratios.values())
+            yield (
+                f"{name}, {baseline}: worst {ratios[worst]:.2f} x ({worst}), geometric mean "
+                f"{statistics.geometric_mean(ratios.values()):.2f} x, {few} of {len(ratios)} below "
+                "0.98 x"
+            )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     initialize_distributed()
-    is_first, results = dist.get_rank() == 0, []
+    is_first, results, start = dist.get_rank() == 0, [], time.perf_counter()
+    if options.json is not None and options.json.exists():
+        results = json.loads(options.json.read_text(encoding="utf-8"))
+    results = from_first_rank(results)
 
     def log(text: str) -> None:
         if is_first:
             print(text, flush=True)
 
     for row in rows_of(options):
+        if asdict(row) in [result["row"] for result in results]:
+            continue
+        if from_first_rank(time.perf_counter() - start) > 60 * (options.minutes or math.inf):
+            break
         # A rank that hangs prints its stacks and ends.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
         begin = time.perf_counter()
@@ -313,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log(f"  {time.perf_counter() - begin:.0f} s")
         if is_first and options.json is not None:
             options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for line in summary(results):
+        log(line)
     finalize_distributed()
 
 
