@@ -29,7 +29,6 @@ from triton_dist.kernels.common.peers import (
     Disagreements,
     Flags,
     TimeoutWords,
-    flag_size,
 )
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
@@ -227,6 +226,7 @@ class ExchangeBuffer:
     Args:
         packet_bytes: size of the largest tensor that travels as packets. Packets have separate
             slots, because other data could look like packets.
+        packet_slots: slots of packets; 2, unless several programs read a word.
         disagreements: disagreements of the context; by default only of this memory.
         regions: shapes and dtypes of further symmetric regions, by name.
     """
@@ -239,6 +239,7 @@ class ExchangeBuffer:
         packet_bytes: int = 0,
         disagreements: Disagreements | None = None,
         regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+        packet_slots: int = 2,
     ) -> None:
         ranks, self.device = group_for(group), current_device()
         self.rank, self.num_ranks = ranks.rank, ranks.size
@@ -253,7 +254,7 @@ class ExchangeBuffer:
                 "arrivals": ((_SLOTS * _PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
                 "calls": ((_LINE,), torch.int64),
                 "guard": ((_LINE,), torch.int64),
-                "packets": ((2, self.num_ranks, self.shard_words), torch.int64),
+                "packets": ((packet_slots, self.num_ranks, self.shard_words), torch.int64),
                 **(regions or {}),
             },
             group,
@@ -345,10 +346,9 @@ class ExchangeBuffer:
         # Only a wait for packets notes an address.
         if not address:
             return None
-        words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
+        words = self.memory["packets"].local
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
-        tag = protocol.host_tag(epoch, flag_size(timeout_words[AWAITED]))
-        return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
+        return describe_address(address), timeout_words[AWAITED], (word >> 32) & 0xFFFFFFFF
 
     def _late_flag(self, phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
         """Return the first late flag of the last call, its expected count and its seen count."""

@@ -76,17 +76,24 @@ def tag_of(epoch, size):
 
 
 @jit
-def packet_offset(epoch, source, shard_words, NUM_RANKS: tl.constexpr):
+def packet_offset(
+    epoch, source, shard_words, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr = 2
+):  # fmt: skip
     """Return the begin of the packets of rank ``source`` in call ``epoch``, in words."""
-    index = (epoch % 2) * NUM_RANKS + source
+    index = (epoch % SLOTS) * NUM_RANKS + source
     return tl.multiple_of(index * shard_words.to(tl.int64), PACKET_ALIGNMENT)
 
 
 @jit
 def payload_of(values):
-    """Return a block of 16-bit or 32-bit elements, in flat order, as int32 [lines, 2]."""
+    """Return a block of 8-, 16- or 32-bit elements, in flat order, as int32 [lines, 2]."""
     if values.dtype.primitive_bitwidth == 32:
         payload = tl.reshape(values, [values.numel // 2, 2]).to(tl.int32, bitcast=True)
+    elif values.dtype.primitive_bitwidth == 8:
+        quads = tl.reshape(values, [values.numel // 8, 2, 2, 2]).to(tl.uint8, bitcast=True)
+        even, odd = tl.split(quads.to(tl.int32))
+        low, high = tl.split(even | (odd << 8))
+        payload = low | (high << 16)
     else:
         pairs = tl.reshape(values, [values.numel // 4, 2, 2]).to(tl.int16, bitcast=True)
         low, high = tl.split(pairs)
@@ -99,6 +106,10 @@ def values_of(payload, DTYPE: tl.constexpr):
     """Invert ``payload_of``; the result is flat."""
     if DTYPE.primitive_bitwidth == 32:
         values = tl.reshape(payload.to(DTYPE, bitcast=True), [payload.numel])
+    elif DTYPE.primitive_bitwidth == 8:
+        even, odd = tl.join(payload, payload >> 16), tl.join(payload >> 8, payload >> 24)
+        quads = tl.join(even, odd).to(tl.uint8).to(DTYPE, bitcast=True)
+        values = tl.reshape(quads, [4 * payload.numel])
     else:
         low = payload.to(tl.int16).to(DTYPE, bitcast=True)
         high = (payload >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -153,14 +164,20 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
         source = peer + (peer >= rank).to(tl.int32)
         shard_ptr = packets.words + packet_offset(epoch, source, packets.shard_words, NUM_RANKS)
         lines = lines + (shard_ptr + line * LINE_WORDS,)  # noqa: RUF005
+    return poll_lines(lines, tag, mask, packets.timeout_words)
+
+
+@jit
+def poll_lines(lines, tag, mask, timeout_ptr):
+    """Wait for lines at blocks of pointers, a tuple; return their payloads, int32 [lines, 2]."""
     with dl.mark("wait"):
         if INTERPRETED:
-            payloads = _poll_interpreted(lines, tag, mask, packets.timeout_words)
+            payloads = _poll_interpreted(lines, tag, mask, timeout_ptr)
         else:
-            payloads = _poll_together(lines, tag, mask, packets.timeout_words)
+            payloads = _poll_together(lines, tag, mask, timeout_ptr)
         at = flag_clock()
         if at is not None:
-            for peer in tl.static_range(NUM_RANKS - 1):
+            for peer in tl.static_range(len(lines)):
                 first_ptr = tl.min(lines[peer].to(tl.int64)).to(tl.pointer_type(tl.int64))
                 note_flags(FLAG_AWAITED, at, first_ptr, tag, None)
     return payloads

@@ -31,6 +31,7 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.nvidia.expert_parallel.context import (
+    MAX_PACKET_TOKENS,
     SCALE_ELEMENTS,
     EPContext,
     Received,
@@ -42,6 +43,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     kernel_dispatch,
     kernel_locate,
 )
+from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_dispatch_packets
 from triton_dist.runtime.device import current_device
 
 _MAX_META = 16
@@ -51,6 +53,7 @@ time. Copy programs of the same launch need the registers."""
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (240, 128, 64, 24) for nbytes in (16384, 8192, 4096)
 )
+_PACKETS = tuple(LaunchParams(128, nbytes) for nbytes in (8192, 4096, 16384))
 DEFAULT_PARAMS = LaunchParams(128, 8192)
 
 
@@ -89,6 +92,22 @@ def int32s(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
 def launch_options(params: LaunchParams, max_registers: int = 64) -> dict[str, int]:
     """Return options that let two programs of 16 warps run on a multiprocessor."""
     return {"num_warps": params.num_warps, "maxnreg": max_registers}
+
+
+def packet_options(params: LaunchParams) -> dict[str, int]:
+    """Return launch options for a kernel in which each thread polls its lines."""
+    return {"num_warps": min(16, params.num_warps_in_packets), "maxnreg": 64}
+
+
+def fits_packets(sizes: Key) -> bool:
+    return sizes.num_ranks > 1 and sizes.M <= MAX_PACKET_TOKENS and not sizes.has_capacity
+
+
+def check_packets(function: str, sizes: Key) -> None:
+    if not fits_packets(sizes):
+        expected = "another algorithm than 'packets', which requires several ranks, max_tokens of "
+        expected += f"at most {MAX_PACKET_TOKENS} and a capacity of max_tokens"
+        raise InvalidArgument(function, "algorithm", "packets", expected)
 
 
 def plan_of(ctx: EPContext, topk: int, **constants: Any) -> EPPlan:
@@ -372,13 +391,61 @@ class Push(_DispatchAlgorithm):
         layout = EPLayout(
             rows, weights, positions, local_ids, ends, counts, destinations, ctx.ready, ctx.control
         )
-        locations = ends if call.capacity < call.limit else None
-        call.kernel(layout, locations, True, True, None).compile()
+        self.launch(call, layout, ends if call.capacity < call.limit else None).compile()
+
+    def launch(
+        self, call: DispatchCall, layout: EPLayout, locations: torch.Tensor | None
+    ) -> Launch:
+        return call.kernel(layout, locations, True, True, None)
 
     def start(
         self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
     ) -> None:
         call.launch_kernel(layout, True, receive)
+
+
+class Packets(Push):
+    """Ids and rows travel in words that mark their own arrival. One launch, for few tokens."""
+
+    name = "packets"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        candidates = dict.fromkeys(map(params_for_device, _PACKETS))
+        return ((params.num_ctas, params.block_bytes) for params in candidates)
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return fits_packets(sizes) and super().fits(config, sizes)
+
+    def check(self, call: DispatchCall) -> None:
+        check_packets("ep_dispatch", call.key)
+
+    def start(
+        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
+    ) -> None:
+        buffer = call.ctx.buffer
+        buffer.begin(1, call.params.num_ctas, 1)
+        buffer.launcher.repeat(self.launch(call, layout, None))
+        buffer.timeout_words.end()
+
+    def launch(
+        self, call: DispatchCall, layout: EPLayout, locations: torch.Tensor | None
+    ) -> Launch:
+        ctx, topk = call.ctx, call.topk_ids.shape[1]
+        plan = call.plan()._replace(
+            BLOCK=max(2 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
+            ROUTES=max(4, triton.next_power_of_2(ctx.num_ranks * call.limit * topk)),
+        )
+        copies = min(call.params.num_ctas, MAX_CTAS // 2)
+        programs = copies + min(plan.EXPERTS, MAX_CTAS // 2)
+        has_scales = plan.SCALES != "none"
+        arguments = (
+            call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map, call.wire(),
+            ctx.buffer.memory["scales"].local if has_scales else None, ctx.packets(ctx.buffer),
+            layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
+            ctx.meta_lines, copies,
+        )  # fmt: skip
+        options = {"ep_plan": plan, **packet_options(call.params)}
+        return Launch(kernel_dispatch_packets, (programs,), arguments, options)
 
 
 class Collective(_DispatchAlgorithm):
@@ -437,4 +504,4 @@ def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]
     return out, scale.reshape(-1).view(len(x), groups)
 
 
-DISPATCH = Algorithms("ep_dispatch", (Push(), Collective()))
+DISPATCH = Algorithms("ep_dispatch", (Push(), Packets(), Collective()))

@@ -39,11 +39,20 @@ from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
     Key,
+    check_packets,
+    fits_packets,
     launch_options,
+    packet_options,
     plan_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
-from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout, EPPlan, begin_call_of
+from triton_dist.kernels.nvidia.expert_parallel.kernel import (
+    EPLayout,
+    EPPlan,
+    begin_call_of,
+    sum_of_choices,
+)
+from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_combine_packets
 from triton_dist.runtime.device import current_device
 
 _COMBINE = tuple(
@@ -52,27 +61,8 @@ _COMBINE = tuple(
     for nbytes in (16384, 8192, 4096)
     for chunks in (1, 4)
 )
+_PACKETS = tuple(LaunchParams(256, nbytes) for nbytes in (4096, 2048, 8192))
 _MIN_TOKENS_OF_CHUNKS = 4
-
-
-@jit
-def sum_of_choices(
-    y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
-    ep_plan: tl.constexpr,
-):  # fmt: skip
-    """Return the weighted fp32 sum of a token's products on this rank."""
-    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-    TOPK: tl.constexpr = ep_plan.TOPK
-    for choice in tl.static_range(TOPK):
-        position = tl.load(ep_layout.position_of_route + first_route + choice)
-        exists = position >= 0
-        product = tl.load(
-            y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
-        ).to(tl.float32)
-        if has_weights:
-            product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
-        total += product
-    return total
 
 
 @jit
@@ -353,6 +343,34 @@ class CombinePush(Algorithm[CombineCall, Key]):
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
 
 
+class CombinePackets(CombinePush):
+    """Sums travel in words that mark their own arrival. One launch, for few tokens."""
+
+    name = "packets"
+    tunables = ("num_ctas", "block_bytes")
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        candidates = dict.fromkeys(map(params_for_device, _PACKETS))
+        return ((params.num_ctas, params.block_bytes) for params in candidates)
+
+    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+        return fits_packets(sizes) and super().fits({**config, "num_chunks": 1}, sizes)
+
+    def check(self, call: CombineCall) -> None:
+        check_packets("ep_combine", call.key)
+
+    def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
+        ctx, received, params = call.ctx, call.received, call.params
+        arguments = (
+            call.y, out, ctx.packets(ctx.sums), call.layout(), received.tokens,
+            received.max_tokens, ctx.hidden, ctx.rank,
+        )  # fmt: skip
+        options = {
+            "has_weights": call.has_weights, **packet_options(params), "ep_plan": call.plan(),
+        }  # fmt: skip
+        return Launch(kernel_combine_packets, (params.num_ctas,), arguments, options)
+
+
 class CombineCollective(Algorithm[CombineCall, Key]):
     """Sums of all tokens, then the group's reduce-scatter (NCCL; gloo on CPU ranks)."""
 
@@ -372,4 +390,4 @@ class CombineCollective(Algorithm[CombineCall, Key]):
         return libraries.reduce_scatter(sums, call.ctx.group)[: call.received.tokens]
 
 
-COMBINE = Algorithms("ep_combine", (CombinePush(), CombineCollective()))
+COMBINE = Algorithms("ep_combine", (CombinePush(), CombinePackets(), CombineCollective()))

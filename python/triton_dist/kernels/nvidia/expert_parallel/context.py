@@ -21,16 +21,19 @@ from triton_dist.kernels.common.context import (
     group_checks,
     int_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
+from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, ExchangeBuffer
+from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements
-from triton_dist.kernels.nvidia.expert_parallel import kernel
+from triton_dist.kernels.nvidia.expert_parallel import kernel, packets
 from triton_dist.kernels.nvidia.expert_parallel.kernel import kernel_expand
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 MAX_EXPERTS, MAX_TOPK = 512, 16
 SCALE_ELEMENTS: int = kernel.SCALE_ELEMENTS.value
+MAX_PACKET_TOKENS = 128
+"""Tokens of a rank up to which they can travel in packets."""
 META_ALIGNMENT = 128
 """Elements; slots of ids begin at multiples."""
 
@@ -59,11 +62,16 @@ class EPContext(OpContext[ExchangeBuffer]):
         num_ranks, row_bytes = self.num_ranks, hidden * dtype.itemsize
         meta = -(-num_ranks * max_tokens * (2 * topk + 1) // META_ALIGNMENT) * META_ALIGNMENT
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
+        # For each token in packets: its meta lines, its row and its scales.
+        packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
+        self.meta_lines = packet_tokens * topk
+        padded = -(-row_bytes // LINE_BYTES) * LINE_BYTES
         disagreements = Disagreements("max_tokens of a dispatch or combine", group)
         with self.allocating() as add:
             self.buffer = add(
                 ExchangeBuffer(
-                    1, group, "ep_dispatch", disagreements=disagreements,
+                    1, group, "ep_dispatch", packet_tokens * (LINE_BYTES * (topk + 1) + padded),
+                    disagreements, packet_slots=packets.SLOTS.value,
                     regions={
                         "rows": ((num_ranks * capacity * row_bytes,), torch.uint8),
                         "scales": ((scales,), torch.float32),
@@ -74,9 +82,10 @@ class EPContext(OpContext[ExchangeBuffer]):
             partials = {"partials": ((num_ranks * max_tokens * row_bytes,), torch.uint8)}
             self.sums = add(
                 ExchangeBuffer(
-                    1, group, "ep_combine", disagreements=disagreements, regions=partials
+                    1, group, "ep_combine", LINE_BYTES + packet_tokens * padded, disagreements,
+                    partials,
                 )
-            )
+            )  # fmt: skip
         device = self.device.torch_device
         self.ready = torch.zeros(self.local_experts, dtype=torch.int64, device=device)
         self.dropped = torch.zeros(1, dtype=torch.int32, device=device)
@@ -85,6 +94,11 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.meta_elements = meta
         self.pending: Received | None = None
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
+
+    def packets(self, buffer: ExchangeBuffer) -> Packets:
+        """Return the packets of ``buffer``, whose calls have their own counter."""
+        regions = buffer.packet_regions()
+        return regions._replace(calls=regions.calls[2:])
 
     def check(self) -> None:
         """Wait for the device and raise the errors that kernels have noted.

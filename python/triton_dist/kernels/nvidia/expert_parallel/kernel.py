@@ -448,6 +448,26 @@ def kernel_dispatch(
         dl.wait(first_flag + flags, count, value, peers.timeout_words, True)
 
 
+@jit
+def sum_of_choices(
+    y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
+    ep_plan: tl.constexpr,
+):  # fmt: skip
+    """Return the weighted fp32 sum of a token's products on this rank."""
+    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
+    TOPK: tl.constexpr = ep_plan.TOPK
+    for choice in tl.static_range(TOPK):
+        position = tl.load(ep_layout.position_of_route + first_route + choice)
+        exists = position >= 0
+        product = tl.load(
+            y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
+        ).to(tl.float32)
+        if has_weights:
+            product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
+        total += product
+    return total
+
+
 @jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank"])
 def kernel_locate(
     ids_ptr, map_ptr, locations_ptr, dropped_ptr, tokens, max_tokens, capacity, num_experts, rank,
