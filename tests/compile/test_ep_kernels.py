@@ -51,7 +51,7 @@ def dispatch(ctx, topk, **options):
         rows, weights, positions, local_ids, ends, counts, destinations, ctx.ready, ctx.control
     )
     locations = ends if call.capacity < call.limit else None
-    return call.kernel(layout, locations, True, True, None)
+    return call.chosen.launch(call, layout, locations)
 
 
 def combine(ctx, topk, **options):

@@ -22,7 +22,7 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.base import tolerance
 
-ALGORITHMS = ("push", "collective")
+ALGORITHMS = ("push", "packets", "collective")
 
 
 def gathered(value: Any) -> list[Any]:
@@ -214,13 +214,14 @@ def random_calls(seed: int, rounds: int) -> int:
                 check_layout(received, routing, limited, alignment)
                 dist.barrier()  # no peer begins its combine before rows are compared
                 y = products(received)
-                how = ALGORITHMS[(number + which // 2) % len(ALGORITHMS)]
+                how = ALGORITHMS[(number + 2 * which) % len(ALGORITHMS)]
+                again = {"push": "packets", "packets": "push"}.get(how, how)
                 chunks = shared.choice([1, 2])
                 out = [
                     ep_combine.fn(
-                        y, received, ctx, algorithm=how, num_chunks=chunks, block_bytes=512
+                        y, received, ctx, algorithm=each, num_chunks=chunks, block_bytes=512
                     )
-                    for _ in range(2)
+                    for each in (how, again)
                 ]
                 assert_bitwise_equal(*out)
                 want = expected_sum(routing, ctx, limited)
@@ -250,7 +251,7 @@ def products_in_graph(received: Received) -> torch.Tensor:
 def replayed(rounds: int, sleeps: bool = False) -> int:
     """Replay graphs of both ops with new tokens and ids; return the number of checked results.
 
-    Each graph has two calls. With ``sleeps``, one rank is late in each replay.
+    Each graph has three calls. With ``sleeps``, one rank is late in each replay.
     """
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
     hidden, experts, topk, tokens, count = 256, 4 * size, 3, 33, 0
@@ -263,9 +264,10 @@ def replayed(rounds: int, sleeps: bool = False) -> int:
 
         def call() -> None:
             outs.clear()
-            for _ in range(2):
-                received = ep_dispatch.fn(x, ids, ctx, weights)
-                outs.append(ep_combine.fn(products_in_graph(received), received, ctx))
+            for algorithm in ("packets", "push", "packets"):
+                received = ep_dispatch.fn(x, ids, ctx, weights, algorithm=algorithm)
+                y = products_in_graph(received)
+                outs.append(ep_combine.fn(y, received, ctx, algorithm=algorithm))
 
         call()
         replay = device.capture(call, 60.0)
@@ -300,10 +302,11 @@ def stragglers(rounds: int) -> int:
             ids = draw(rng, ctx, tokens, "masked", experts, topk)
             late = shared.randrange(2 * size)
             ctx.sleep((late, 300_000))
-            received = ep_dispatch.fn(x, ids, ctx)
+            algorithm = shared.choice(ALGORITHMS[:2])
+            received = ep_dispatch.fn(x, ids, ctx, algorithm=algorithm)
             ctx.sleep(((late + 1) % (2 * size), 300_000))
             y = products_in_graph(received)
-            results.append((x, ids, ep_combine.fn(y, received, ctx)))
+            results.append((x, ids, ep_combine.fn(y, received, ctx, algorithm=algorithm)))
         ctx.check()
         for x, ids, out in results:
             factor = torch.where(ids >= 0, (ids % (experts // size)) % 3 + 1, 0).sum(1)

@@ -91,9 +91,12 @@ def payload_of(values):
         payload = tl.reshape(values, [values.numel // 2, 2]).to(tl.int32, bitcast=True)
     elif values.dtype.primitive_bitwidth == 8:
         quads = tl.reshape(values, [values.numel // 8, 2, 2, 2]).to(tl.uint8, bitcast=True)
-        even, odd = tl.split(quads.to(tl.int32))
-        low, high = tl.split(even | (odd << 8))
-        payload = low | (high << 16)
+        # Widen each byte separately: ptxas 12.8 crashes if pairs are widened before the last split.
+        even, odd = tl.split(quads)
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        payload = first.to(tl.int32) | (second.to(tl.int32) << 8)
+        payload |= (third.to(tl.int32) << 16) | (fourth.to(tl.int32) << 24)
     else:
         pairs = tl.reshape(values, [values.numel // 4, 2, 2]).to(tl.int16, bitcast=True)
         low, high = tl.split(pairs)

@@ -53,7 +53,9 @@ time. Copy programs of the same launch need the registers."""
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (240, 128, 64, 24) for nbytes in (16384, 8192, 4096)
 )
-_PACKETS = tuple(LaunchParams(128, nbytes) for nbytes in (8192, 4096, 16384))
+_PACKETS = tuple(
+    LaunchParams(ctas, nbytes) for nbytes in (8192, 4096, 16384) for ctas in (128, 192)
+)
 DEFAULT_PARAMS = LaunchParams(128, 8192)
 
 
@@ -94,9 +96,10 @@ def launch_options(params: LaunchParams, max_registers: int = 64) -> dict[str, i
     return {"num_warps": params.num_warps, "maxnreg": max_registers}
 
 
-def packet_options(params: LaunchParams) -> dict[str, int]:
-    """Return launch options for a kernel in which each thread polls its lines."""
-    return {"num_warps": min(16, params.num_warps_in_packets), "maxnreg": 64}
+def packet_options(params: LaunchParams, num_ranks: int) -> dict[str, int]:
+    """Return launch options for a kernel in which each thread polls lines of all peers together."""
+    warps = min(16, params.num_warps_in_packets)
+    return {"num_warps": warps, "maxnreg": 64 if num_ranks == 2 else 128}
 
 
 def fits_packets(sizes: Key) -> bool:
@@ -435,8 +438,8 @@ class Packets(Push):
             BLOCK=max(2 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
             ROUTES=max(4, triton.next_power_of_2(ctx.num_ranks * call.limit * topk)),
         )
-        copies = min(call.params.num_ctas, MAX_CTAS // 2)
-        programs = copies + min(plan.EXPERTS, MAX_CTAS // 2)
+        copies = call.params.num_ctas
+        programs = copies + min(plan.EXPERTS, MAX_CTAS - copies)
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map, call.wire(),
@@ -444,7 +447,7 @@ class Packets(Push):
             layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
             ctx.meta_lines, copies,
         )  # fmt: skip
-        options = {"ep_plan": plan, **packet_options(call.params)}
+        options = {"ep_plan": plan, **packet_options(call.params, ctx.num_ranks)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
 
 

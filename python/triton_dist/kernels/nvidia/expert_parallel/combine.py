@@ -310,7 +310,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
-        smallest = min(ctas for ctas, _, _ in self.candidates())
+        smallest = min(ctas for ctas, *_ in self.candidates())
         per_program = sizes.M // config["num_ctas"]
         chunks = int(config["num_chunks"])
         enough = chunks == 1 or bool(per_program >= _MIN_TOKENS_OF_CHUNKS * chunks)
@@ -366,7 +366,8 @@ class CombinePackets(CombinePush):
             received.max_tokens, ctx.hidden, ctx.rank,
         )  # fmt: skip
         options = {
-            "has_weights": call.has_weights, **packet_options(params), "ep_plan": call.plan(),
+            "has_weights": call.has_weights, "ep_plan": call.plan(),
+            **packet_options(params, ctx.num_ranks),
         }  # fmt: skip
         return Launch(kernel_combine_packets, (params.num_ctas,), arguments, options)
 

@@ -21,7 +21,7 @@ from triton_dist.kernels.common.context import (
     group_checks,
     int_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, ExchangeBuffer
+from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, ExchangeBuffer
 from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements
@@ -88,6 +88,7 @@ class EPContext(OpContext[ExchangeBuffer]):
             )  # fmt: skip
         device = self.device.torch_device
         self.ready = torch.zeros(self.local_experts, dtype=torch.int64, device=device)
+        self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
         self.dropped = torch.zeros(1, dtype=torch.int32, device=device)
         self.faults = self.device.host_word()
         self.control = torch.tensor([self.faults.data_ptr()], dtype=torch.int64, device=device)
@@ -96,9 +97,9 @@ class EPContext(OpContext[ExchangeBuffer]):
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
 
     def packets(self, buffer: ExchangeBuffer) -> Packets:
-        """Return the packets of ``buffer``, whose calls have their own counter."""
-        regions = buffer.packet_regions()
-        return regions._replace(calls=regions.calls[2:])
+        """Return the packets of ``buffer`` with the epochs of their calls."""
+        epochs = self.epochs[0 if buffer is self.buffer else 1]
+        return buffer.packet_regions()._replace(calls=epochs)
 
     def check(self) -> None:
         """Wait for the device and raise the errors that kernels have noted.
@@ -120,6 +121,7 @@ class EPContext(OpContext[ExchangeBuffer]):
     def reset(self) -> None:
         super().reset()
         self.ready.zero_()
+        self.epochs.zero_()
         self.faults[0] = 0
         self.pending = None
         self.device.synchronize()

@@ -12,6 +12,8 @@ source rank sends are, in this order:
 peers. Each other program lays out some of the local experts. It reads the meta lines of all ranks,
 so it needs no result of another program.
 
+*Epochs.* Each program has its own word with the number of the last call, and reads only this word.
+
 *Three slots.* Several programs read a meta line, so none may clear it after reading. The next call
 clears the slot of meta lines. A peer stores in this slot again in the call after the next, which it
 begins after this rank has ended the clearing call. Other lines are cleared by their only reader.
@@ -32,7 +34,7 @@ from triton_dist.kernels.common.exchange.packets import (
     tag_of,
     values_of,
 )
-from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, begin_call
+from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, MAX_CTAS
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     FAULT_ID,
@@ -49,6 +51,20 @@ _PAIR = tl.constexpr(2 * SCALE_ELEMENTS.value)
 """Elements whose two scales are in one line."""
 _CLEARED = tl.constexpr(512)
 """Lines that a layout program clears at a time."""
+
+
+@jit
+def next_epoch(epochs_ptr):
+    """Return the number of this call, from 1. An atomic counter would need a barrier here."""
+    return tl.load(epochs_ptr + tl.program_id(0)) + 1
+
+
+@jit
+def end_call(epochs_ptr, epoch):
+    """Advance this program's words of ``epochs_ptr`` [MAX_CTAS]; a later grid may be larger."""
+    tl.debug_barrier()  # all threads have read the word
+    for word in range(tl.program_id(0), MAX_CTAS, tl.num_programs(0)):
+        tl.store(epochs_ptr + word, epoch)
 
 
 @jit
@@ -239,8 +255,8 @@ def lay_out_experts(
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
     ROUTES: tl.constexpr = ep_plan.ROUTES
-    for source in tl.static_range(NUM_RANKS):
-        earlier = packet_offset(epoch - 1, source, packets.shard_words, NUM_RANKS, SLOTS)
+    for shard in tl.static_range(NUM_RANKS):
+        earlier = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, SLOTS)
         for first in range(program * _CLEARED, meta_lines, programs * _CLEARED):
             line = first + tl.arange(0, _CLEARED)
             clear(packets.words + earlier, line, line < meta_lines)
@@ -294,9 +310,9 @@ def lay_out_experts(
         if has_weights:
             tl.store(ep_layout.weights + at, weight, mask=mine)
         position = begin
-        for source in tl.static_range(NUM_RANKS):
-            count = tl.sum(tl.where(route // routes == source, found, 0), 0)
-            tl.store(ep_layout.counts + local_expert * NUM_RANKS + source, count)
+        for shard in tl.static_range(NUM_RANKS):
+            count = tl.sum(tl.where(route // routes == shard, found, 0), 0)
+            tl.store(ep_layout.counts + local_expert * NUM_RANKS + shard, count)
             position += count
         end = begin + (position - begin + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         tl.store(ep_layout.ends + local_expert, end)
@@ -313,7 +329,7 @@ def kernel_dispatch_packets(
 
     Grid (programs,). ``meta_lines`` is the number of meta lines of a source rank.
     """
-    epoch = begin_call(packets.calls)
+    epoch = next_epoch(packets.calls)
     tag = tag_of(epoch, max_tokens)
     if tl.program_id(0) < copies:
         send_tokens(
@@ -330,6 +346,7 @@ def kernel_dispatch_packets(
             tl.program_id(0) - copies, tl.num_programs(0) - copies, weights_ptr is not None,
             packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines, ep_plan,
         )  # fmt: skip
+    end_call(packets.calls, epoch)
 
 
 @jit(do_not_specialize=["tokens", "max_tokens", "rank"])
@@ -340,9 +357,10 @@ def kernel_combine_packets(
     """Sum the products of each token over experts and ranks into out [tokens, hidden]."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
+    TOPK: tl.constexpr = ep_plan.TOPK
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
-    epoch = begin_call(packets.calls)
+    epoch = next_epoch(packets.calls)
     tag = tag_of(epoch, max_tokens)
     offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
     peers = peers_of(rank, NUM_RANKS)
@@ -350,10 +368,6 @@ def kernel_combine_packets(
     blocks, row_lines = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, PER_LINE)
     program, programs = tl.program_id(0), tl.num_programs(0)
     begun = tl.arange(0, 1)
-    # Every call waits for every peer, also if a peer has no products of this rank's tokens.
-    if program == 0:
-        targets = peers_at(packets, rank, NUM_RANKS)
-        send_lines(targets, offset, tl.zeros([1, 2], tl.int32), begun, begun == 0, tag)
     for item in range(program, max_tokens * blocks, programs):
         token = item // blocks
         first = item % blocks * BLOCK
@@ -362,9 +376,9 @@ def kernel_combine_packets(
         for step in range(1, NUM_RANKS):
             source = (rank + step) % NUM_RANKS
             target = (target_at(packets.table, source, packets.words),)
-            first_route = (source * max_tokens + token) * ep_plan.TOPK
+            first_route = (source * max_tokens + token) * TOPK
             latest = -1
-            for choice in tl.static_range(ep_plan.TOPK):
+            for choice in tl.static_range(TOPK):
                 position = tl.load(ep_layout.position_of_route + first_route + choice)
                 latest = tl.maximum(latest, position)
             if latest >= 0:
@@ -374,6 +388,10 @@ def kernel_combine_packets(
                 )  # fmt: skip
                 payload, valid = payload_of(total.to(DTYPE)), line * PER_LINE < hidden
                 send_lines(target, offset, payload, 1 + token * row_lines + line, valid, tag)
+    # Every call waits for every peer, also if a peer has no products of this rank's tokens.
+    if program == 0:
+        targets = peers_at(packets, rank, NUM_RANKS)
+        send_lines(targets, offset, tl.zeros([1, 2], tl.int32), begun, begun == 0, tag)
     for item in range(program, tokens * blocks, programs):
         token = item // blocks
         first = item % blocks * BLOCK
@@ -381,7 +399,7 @@ def kernel_combine_packets(
         index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
         in_row, line = index * PER_LINE < hidden, 1 + token * row_lines + index
         ranks = tl.load(ep_layout.destinations + token)
-        first_route = (rank * max_tokens + token) * ep_plan.TOPK
+        first_route = (rank * max_tokens + token) * TOPK
         own = sum_of_choices(
             y_ptr, ep_layout, first_route, column, column < hidden, hidden, has_weights, ep_plan
         )
@@ -405,3 +423,4 @@ def kernel_combine_packets(
         tl.debug_barrier()
         for peer in tl.static_range(NUM_RANKS - 1):
             clear(shards[peer], begun, begun == 0)
+    end_call(packets.calls, epoch)
