@@ -23,7 +23,7 @@ MOST = {
     "allreduce": (12, 2090),
     "expert_parallel": (15, 3200),
 }
-OWN_FILES = ("__init__", "op", "context", "algorithms", "kernel", "combine")
+OWN_FILES = ("__init__", "op", "context", "algorithms", "kernel", "combine", "packets")
 
 
 def reached(start: Path, package: Path) -> set[Path]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix, quick, words
-from triton_dist.kernels.common.exchange.protocol import Peers
+from tests.compile.test_packets import POLL, SEND
+from triton_dist.kernels.common.exchange.protocol import Packets, Peers
 from triton_dist.kernels.nvidia.expert_parallel import EPContext
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, int32s
 from triton_dist.kernels.nvidia.expert_parallel.combine import CombineCall
@@ -27,14 +28,17 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
     memory["meta"] = SimpleNamespace(local=matrix(8, dtype=torch.int32), pointers=words(num_ranks))
     memory["scales"] = SimpleNamespace(local=matrix(8, dtype=torch.float32), pointers=words(8))
     peers = Peers(words(), words(num_ranks), words(), words())
-    buffer = SimpleNamespace(memory=memory, regions=lambda dtype: (None, peers))
+    packets = Packets(words(64), words(num_ranks), words(64), words(32), 1 << 16)
+    buffer = SimpleNamespace(
+        memory=memory, regions=lambda dtype: (None, peers), packet_regions=lambda: packets
+    )
     ctx = EPContext.__new__(EPContext)
     vars(ctx).update(
         rank=1, num_ranks=num_ranks, max_tokens=tokens, hidden=hidden, topk=topk,
         dtype=torch.bfloat16, capacity=capacity or tokens, num_experts=experts,
-        local_experts=experts // num_ranks, meta_elements=1024, calls=1, ready=words(8),
-        control=words(2), dropped=matrix(1, dtype=torch.int32), pending=None, sums=buffer,
-        _buffer=buffer, device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
+        local_experts=experts // num_ranks, meta_elements=1024, meta_lines=1024,
+        epochs=words(2), ready=words(8), control=words(2), dropped=matrix(1, dtype=torch.int32),
+        pending=None, sums=buffer, _buffer=buffer, device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
     )  # fmt: skip
     return ctx
 
@@ -90,6 +94,22 @@ def test_rows_travel_in_vectors(sm90, num_ranks, experts, topk, block_bytes, qua
     programs = 2 if block_bytes <= 8192 else 1
     vectors = [VECTOR_LOAD, VECTOR_STORE]
     assert_fits(kernel, stack_bytes=128, programs=programs, has=[RELEASE, *vectors])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "quantise", "block_bytes"),
+    quick(
+        [(n, quantise, b) for n in (2, 4) for quantise in (False, True) for b in (4096, 8192)],
+        (2, True, 8192),
+    ),
+)
+def test_packets_travel_and_are_polled_in_lines(sm90, num_ranks, quantise, block_bytes):
+    ctx = context(num_ranks, 256, 8, tokens=128)
+    options = {"algorithm": "packets", "block_bytes": block_bytes, "num_ctas": 128}
+    programs = 2 if num_ranks == 2 else 1
+    for launch in (dispatch(ctx, 8, quantise=quantise, **options), combine(ctx, 8, **options)):
+        kernel = compile_launch(launch)
+        assert_fits(kernel, stack_bytes=16, programs=programs, has=[SEND, POLL], lacks=[RELEASE])
 
 
 def test_limited_capacity_and_replicas_compile(sm90):

@@ -12,13 +12,16 @@ import triton_dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import LaunchParams
 from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, values_of
-from triton_dist.kernels.common.exchange.protocol import host_tag
 from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
+from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_CANDIDATES
 from triton_dist.testing.assertions import assert_bitwise_equal
 
-WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+WHOLE = {
+    torch.float8_e4m3fn: torch.int8, torch.float16: torch.int16, torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+}  # fmt: skip
 
 
 @triton_dist.jit
@@ -52,8 +55,7 @@ def test_a_tag_is_never_zero_and_says_which_call_of_which_size(epoch):
     for number in (epoch, epoch + 2):
         for size in (0, 1, 17, 2**20 - 1, 2**20 + 40):
             tag_at[(1,)](torch.tensor([number]), tags, size)
-            assert int(tags) & 0xFFFFFFFF == host_tag(number, size)
-            assert host_tag(number, size) >> 31 == 1
+            assert int(tags) & 0xFFFFFFFF == flag_value(number, size) & 0x7FFFFFFF | 0x80000000
             seen.add(int(tags))
     assert len(seen) == 10
 

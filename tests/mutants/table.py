@@ -94,9 +94,16 @@ MUTANTS = (
     ),
     Mutant(
         "expert parallel: a weight is applied once",
-        "kernels/nvidia/expert_parallel/combine.py",
+        _EP_KERNEL,
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0)",
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0) * 0.5",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "expert parallel: a call does not accept the packets of an earlier one",
+        "kernels/nvidia/expert_parallel/packets.py",
+        "return tl.load(epochs_ptr + tl.program_id(0)) + 1",
+        "return 0 * tl.load(epochs_ptr + tl.program_id(0)) + 1",
         EXPERT_PARALLEL,
     ),
     Mutant(

@@ -76,9 +76,7 @@ def tag_of(epoch, size):
 
 
 @jit
-def packet_offset(
-    epoch, source, shard_words, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr = 2
-):  # fmt: skip
+def packet_offset(epoch, source, shard_words, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr = 2):
     """Return the begin of the packets of rank ``source`` in call ``epoch``, in words."""
     index = (epoch % SLOTS) * NUM_RANKS + source
     return tl.multiple_of(index * shard_words.to(tl.int64), PACKET_ALIGNMENT)

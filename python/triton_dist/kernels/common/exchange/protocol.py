@@ -55,7 +55,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.peers import flag_value, target_at
+from triton_dist.kernels.common.peers import target_at
 from triton_dist.language.signals import SIZE_BITS, sized
 
 MAX_CTAS = tl.constexpr(256)
@@ -345,11 +345,6 @@ def copy_shards(
             shard_ptr = received_ptr + peer * lengths.stride
             shard = tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg")
             tl.store(out_ptr + target, shard, mask=mask)
-
-
-def host_tag(epoch: int, size: int) -> int:
-    """Return the tag of a packet on the host, as an unsigned number."""
-    return flag_value(epoch, size) & 0x7FFFFFFF | 0x80000000
 
 
 # Kernels of ranks that exchange shards. Each sends one chunk while it processes the previous chunk.

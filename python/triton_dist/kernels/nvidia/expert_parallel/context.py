@@ -143,7 +143,7 @@ def create_ep_context(
     """Create the context of ``ep_dispatch`` and ``ep_combine``. Collective over ``group``.
 
     Allocates per rank about ``world_size * (capacity + max_tokens) * hidden`` elements of
-    ``dtype``.
+    ``dtype``, and for packets 10 times ``world_size * min(max_tokens, 128) * hidden`` elements.
 
     Args:
         rank: this rank in the group.

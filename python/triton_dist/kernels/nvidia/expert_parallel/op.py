@@ -21,6 +21,7 @@ Design:
 
 Algorithms:
     * ``"push"``: the timeline above. Combine is also one launch.
+    * ``"packets"``: words that mark their own arrival instead of flags, for few tokens.
     * ``"collective"``: NCCL all-gather and reduce-scatter of all rows.
 """
 
@@ -112,7 +113,7 @@ def ep_dispatch(
             ``"same_experts"`` for all tokens. The default minimises the slowest of the three.
             Equal on all ranks.
         num_ctas, block_bytes: programs that send rows, and bytes that each moves at a time (tuned).
-        algorithm: ``"push"`` (default) or ``"collective"`` (tuned).
+        algorithm: ``"push"`` (default), ``"packets"`` or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
     Returns:
