@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton.language as tl
@@ -300,7 +300,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
     """Each rank sends one sum per token to its source, which adds the sums. One launch."""
 
     name = "push"
-    tunables = ("num_ctas", "block_bytes", "num_chunks")
+    tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes", "num_chunks")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return (
