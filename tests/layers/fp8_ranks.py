@@ -18,7 +18,7 @@ from tests.layers.functional_ranks import drawn, part
 from tests.layers.layer_ranks import model, token_ids
 from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
-from triton_dist.layers.nvidia.fp8 import FP8
+from triton_dist.layers.nvidia.fp8 import E4M3
 from triton_dist.models import LLM, ModelConfig
 from triton_dist.models.llama import RotaryEmbedding
 from triton_dist.testing.timing import captured
@@ -203,4 +203,4 @@ def refused() -> None:
         del up.weight_scale_inv, up.weight_scale
         with pytest.raises(InvalidArgument, match="up_proj"):
             kind()._init_parameters(stock)
-        assert up.weight.dtype is FP8
+        assert up.weight.dtype is E4M3

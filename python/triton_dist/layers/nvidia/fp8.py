@@ -17,8 +17,8 @@ import torch
 
 from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import blocks
-from triton_dist.layers.nvidia.stock_weights import FP8
-from triton_dist.layers.nvidia.tensor_parallel import Collectives, ranks_by_name
+from triton_dist.layers.nvidia.stock_weights import E4M3
+from triton_dist.layers.nvidia.tensor_parallel import ranks_by_name
 
 _BLOCK_SCALES, _ROW_SCALES = "weight_scale_inv", "weight_scale"
 _INPUT_SCALE = "input_scale"
@@ -46,7 +46,7 @@ class WeightScales(NamedTuple):
     @classmethod
     def of(cls, module: torch.nn.Module) -> WeightScales | None:
         """Return the layout of a module with an fp8 weight, or ``None``."""
-        if getattr(getattr(module, "weight", None), "dtype", None) is not FP8:
+        if getattr(getattr(module, "weight", None), "dtype", None) is not E4M3:
             return None
         if hasattr(module, _BLOCK_SCALES):
             return cls(_BLOCK_SCALES, None, None)
@@ -89,44 +89,32 @@ def _quantised(
         scale = x.new_empty(blocks(K), rows, dtype=torch.float32).t()
     else:
         scale = x.new_empty(rows if static_scale is None else 1, dtype=torch.float32)
-    return x.new_empty(rows, K, dtype=FP8), scale
-
-
-def fp8_product(
-    function: str,
-    A: tuple[torch.Tensor, torch.Tensor],
-    B: tuple[torch.Tensor, torch.Tensor],
-    routing: tuple[torch.Tensor, ...],
-    out_dtype: torch.dtype,
-    ranks: Collectives,
-) -> torch.Tensor:
-    """Return the product of a method of ``Collectives``, of fp8 operands.
-
-    Args:
-        function: name of the method.
-        A, B: operands, each with its scales.
-        routing: of experts only: ids, and weights of the choices for sums.
-        out_dtype: dtype of the result.
-        ranks: ``TensorParallel`` or ``Collectives``.
-    """
-    product: torch.Tensor = _fp8_product(function, [*A, *B], list(routing), out_dtype, ranks.name)
-    return product
+    return x.new_empty(rows, K, dtype=E4M3), scale
 
 
 @torch.library.custom_op("triton_dist::fp8_product", mutates_args=())
-def _fp8_product(
+def fp8_product(
     function: str,
     operands: list[torch.Tensor],
     routing: list[torch.Tensor],
     out_dtype: torch.dtype,
     ranks: str,
 ) -> torch.Tensor:
+    """Return the product of fp8 operands by a method of ``Collectives``.
+
+    Args:
+        function: name of the method.
+        operands: A, its scales, B, its scales.
+        routing: for experts, ids, and weights of the choices if the function sums.
+        out_dtype: dtype of the result.
+        ranks: name of a ``TensorParallel`` or ``Collectives``.
+    """
     A, A_scale, B, B_scale = operands
     scaling = {"A_scale": A_scale, "B_scale": B_scale, "out_dtype": out_dtype}
     return ranks_by_name(ranks).scaled(function, [A, B, *routing], scaling)
 
 
-@_fp8_product.register_fake
+@fp8_product.register_fake
 def _(function: str, operands: Any, routing: Any, out_dtype: Any, ranks: str) -> Any:
     A, N, num_ranks = operands[0], operands[2].shape[-1], ranks_by_name(ranks).num_ranks
     rows = len(A) * (num_ranks if function == "ag_gemm" else 1)

@@ -16,7 +16,7 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.agreement import compare_over_ranks, every_call_compares
 from triton_dist.kernels.common.context import is_differentiated
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
-from triton_dist.layers.nvidia import functional
+from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.fp8 import (
     INPUT_SCALES,
     SCALES,
@@ -25,7 +25,7 @@ from triton_dist.layers.nvidia.fp8 import (
     quantise,
 )
 from triton_dist.layers.nvidia.stock_weights import (
-    FP8,
+    E4M3,
     StockWeight,
     distributed_like,
     local_part,
@@ -262,43 +262,38 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         return self._product(function, rows, last, ranks, silu_mul=activation is None)
 
     def _product(
-        self, function: str, x: torch.Tensor, name: str, ranks: Collectives, silu_mul: bool = False
-    ) -> torch.Tensor:
-        """Return x times the transpose of parameter ``name``, by a function of ``functional``.
-
-        ``silu_mul``: multiply silu(left half) * right half of x instead, for fp8 weights.
-        """
-        if self.scales is not None:
-            return self._fp8_product(function, x, name, (), ranks, silu_mul)
-        options = {"keep_gathered": self.keep_gathered} if function == "ag_gemm" else {}
-        product: torch.Tensor = getattr(functional, function)(
-            x, getattr(self, name).T, ranks, **options
-        )
-        return product
-
-    def _fp8_product(
         self,
         function: str,
         x: torch.Tensor,
         name: str,
-        routing: tuple[torch.Tensor, ...],
         ranks: Collectives,
-        silu_mul: bool,
+        *routing: torch.Tensor,
+        silu_mul: bool = False,
     ) -> torch.Tensor:
-        """Quantise x and multiply it by fp8 parameter ``name``. Arguments: ``fp8_product``."""
+        """Return x times parameter ``name``, by a function of ``functional`` or ``experts``.
+
+        Args:
+            name: name of a parameter. Matrices are transposed; experts are not.
+            routing: for experts, ids, and weights of the choices if the function sums.
+            silu_mul: multiply silu(left half) * right half of x instead, for fp8 weights.
+        """
+        weight: torch.Tensor = getattr(self, name)
+        weight = weight.T if weight.ndim == 2 else weight
+        if self.scales is None:
+            options = {"keep_gathered": self.keep_gathered} if function == "ag_gemm" else {}
+            multiply = getattr(experts if routing else functional, function)
+            return multiply(x, weight, *routing, ranks, **options)  # type: ignore[no-any-return]
         if is_differentiated(x):
             expected = "False: fp8 weights have no backward; call under torch.no_grad()"
             raise self._invalid("x.requires_grad", True, expected)
-        assert self.scales is not None
-        weight: torch.Tensor = getattr(self, name)
-        weight = weight.T if weight.ndim == 2 else weight
         if not silu_mul:
             matrix = weight[0] if weight.ndim == 3 else weight
             check_operand(type(self).__name__, "x", x, matrix, ranks)
         static_scale = getattr(self, name + INPUT_SCALES, None)
-        A = quantise(x, self.scales.is_block, silu_mul, static_scale)
-        B = weight, getattr(self, name + SCALES)
-        return fp8_product(function, A, B, routing, x.dtype, ranks)
+        A, A_scale = quantise(x, self.scales.is_block, silu_mul, static_scale)
+        operands = [A, A_scale, weight, getattr(self, name + SCALES)]
+        product: torch.Tensor = fp8_product(function, operands, list(routing), x.dtype, ranks.name)
+        return product
 
     def _collectives_for(
         self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool
@@ -351,9 +346,8 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         weight of a layer that must have the same dtype.
         """
         weight = getattr(linear, "weight", None)
-        is_trusted = allows_router and not isinstance(linear, torch.nn.Linear)
         is_fp8 = WeightScales.of(linear) is not None
-        is_trusted = is_trusted or is_fp8
+        is_trusted = is_fp8 or (allows_router and not isinstance(linear, torch.nn.Linear))
         if type(linear).forward is not _FORWARD and not is_trusted:
             expected = "a torch.nn.Linear that does not override forward"
             raise self._invalid(name, type(linear), expected)
@@ -400,19 +394,19 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             return
         for name in names:
             parameter: torch.Tensor = getattr(self, name)
-            *experts, rows, columns = parameter.shape
+            *num_experts, rows, columns = parameter.shape
             if self.scales.is_block:
                 rows, columns = blocks(rows), blocks(columns)
-            elif experts:  # [E, K, N]
+            elif num_experts:  # [E, K, N]
                 rows = 1
             else:
                 columns = 1
-            scales = self._parameter(name + SCALES, module, *experts, rows, columns)
+            scales = self._parameter(name + SCALES, module, *num_experts, rows, columns)
             setattr(self, name + SCALES, scales)
             if self.scales.input is not None:
                 number = len(self._weights_of(name, parameter))
-                given = self._parameter(name + INPUT_SCALES, module, number)
-                setattr(self, name + INPUT_SCALES, given)
+                input_scales = self._parameter(name + INPUT_SCALES, module, number)
+                setattr(self, name + INPUT_SCALES, input_scales)
 
     @torch.no_grad()
     def _parameter(self, name: str, module: torch.nn.Module, *shape: int) -> torch.nn.Parameter:
@@ -425,11 +419,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         is_scale = name.endswith(SCALES)
         dtype = torch.float32 if is_scale else stock[0].dtype
         filled = torch.empty(shape, dtype=dtype, device=self.torch_ranks.device)
-        if len(shape) == 3 and (is_scale or dtype is FP8):  # of experts, which must be K-major
+        if len(shape) == 3 and (is_scale or dtype is E4M3):  # of experts, which must be K-major
             filled = filled.mT.contiguous().mT
         for weight, whole in zip(self._stock_weights(name, filled), stock, strict=True):
             weight.fill(whole, self.torch_ranks, weight.name)
-        is_trained = stock[0].requires_grad and dtype is not FP8 and not is_scale
+        is_trained = stock[0].requires_grad and dtype is not E4M3 and not is_scale
         return torch.nn.Parameter(filled, is_trained)
 
     def _print_shapes(self, verbose: bool) -> None:

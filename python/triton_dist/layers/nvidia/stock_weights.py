@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 
-FP8 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 
 saves_shards: ContextVar[bool] = ContextVar("saves_shards", default=False)
 """Whether ``state_dict`` of a layer returns distributed stock weights instead of whole ones."""
@@ -79,7 +79,7 @@ class StockWeight:
             raise InvalidArgument(
                 "load_state_dict", f"{where}.shape", tuple(weight.shape), expected
             )
-        if weight.dtype != self.shard.dtype and FP8 in (weight.dtype, self.shard.dtype):
+        if weight.dtype != self.shard.dtype and E4M3 in (weight.dtype, self.shard.dtype):
             expected = f"{self.shard.dtype}: fp8 weights are not converted"
             raise InvalidArgument("load_state_dict", f"{where}.dtype", weight.dtype, expected)
         if isinstance(weight, DTensor):

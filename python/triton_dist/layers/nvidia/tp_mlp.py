@@ -46,14 +46,13 @@ class TP_MLP(TokenLayer):
         like = ("gate_proj", gate)
         self._checked_weight("up_proj", source.up_proj, (columns, hidden), like=like)
         self._checked_weight("down_proj", source.down_proj, (hidden, columns), like=like)
-        projections = [getattr(source, name) for name in ("gate_proj", "up_proj", "down_proj")]
-        for name, projection in zip(
-            ("gate_proj", "up_proj", "down_proj"), projections, strict=True
-        ):
+        names = ("gate_proj", "up_proj", "down_proj")
+        projections = {name: getattr(source, name) for name in names}
+        for name, projection in projections.items():
             bias = getattr(projection, "bias", None)
             if bias is not None:
                 raise self._invalid(f"{name}.bias", tuple(bias.shape), "None")
-        self._set_scales(projections)
+        self._set_scales(projections.values())
         own = self._split_columns("columns of gate_proj", columns)
         self.gate_up_proj = self._parameter("gate_up_proj", mlp, 2 * own, hidden)
         self.down_proj = self._parameter("down_proj", mlp, hidden, own)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, one_hot
 
-from triton_dist.layers.nvidia import experts, functional
+from triton_dist.layers.nvidia import functional
 from triton_dist.layers.nvidia.fp8 import is_silu
 from triton_dist.layers.nvidia.layer import TokenLayer
-from triton_dist.layers.nvidia.stock_weights import FP8, StockWeight
+from triton_dist.layers.nvidia.stock_weights import E4M3, StockWeight
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
 
@@ -86,7 +86,7 @@ class TP_MoE(TokenLayer):
         self.normalises: bool = getattr(router, "norm_topk_prob", True)
         columns = len(each[0][0])
         shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
-        dtype = each[0][0].dtype if each[0][0].dtype is FP8 else gate.dtype
+        dtype = each[0][0].dtype if each[0][0].dtype is E4M3 else gate.dtype
         for number, weights in enumerate(each):
             for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
                 where = f"experts.{number}.{name}.weight"
@@ -98,10 +98,10 @@ class TP_MoE(TokenLayer):
         self.has_stacked_experts = not isinstance(source.experts, torch.nn.ModuleList)
         first = source.experts if self.has_stacked_experts else source.experts[0]
         self.act_fn: Any = first.act_fn
-        if dtype is FP8 and self.has_stacked_experts:
+        if dtype is E4M3 and self.has_stacked_experts:
             expected = "a list of experts, because stacked experts have no fp8 layout"
-            raise self._invalid("experts.gate_up_proj.dtype", FP8, expected)
-        if dtype is FP8:
+            raise self._invalid("experts.gate_up_proj.dtype", E4M3, expected)
+        if dtype is E4M3:
             self._set_scales(getattr(each, name) for each in source.experts for name in _NAMES)
         (E, hidden), own = gate.shape, self._split_columns("columns of an expert", columns)
         self.gate = self._parameter("gate", module, E, hidden)
@@ -167,31 +167,18 @@ class TP_MoE(TokenLayer):
         if sequence_parallel:
             ids = functional.all_gather(ids, ranks)
             scales = functional.all_gather(scales, ranks)
-        if self.scales is not None:
-            return self._run_fp8(rows, (ids, scales), ranks, sequence_parallel).view(x.shape)
-        first = experts.ag_group_gemm if sequence_parallel else experts.group_gemm
-        gate, up = first(rows, self.gate_up_proj, ids, ranks).chunk(2, -1)
-        hidden = self.act_fn(gate) * up
-        last = experts.moe_reduce_rs if sequence_parallel else experts.moe_reduce_ar
-        return last(hidden, self.down_proj, ids, scales, ranks).view(x.shape)
-
-    def _run_fp8(
-        self,
-        rows: torch.Tensor,
-        routing: tuple[torch.Tensor, torch.Tensor],
-        ranks: Collectives,
-        sequence_parallel: bool,
-    ) -> torch.Tensor:
-        """Return the layer's result from fp8 weights, quantising the input of both products."""
         first, last = "group_gemm", "moe_reduce_ar"
         if sequence_parallel:
             first, last = "ag_group_gemm", "moe_reduce_rs"
-        both = self._fp8_product(first, rows, "gate_up_proj", routing[:1], ranks, False)
-        is_fused = is_silu(self.act_fn)
+        hidden = self._product(first, rows, "gate_up_proj", ranks, ids)
+        is_fused = self.scales is not None and is_silu(self.act_fn)
         if not is_fused:
-            gate, up = both.chunk(2, -1)
-            both = self.act_fn(gate) * up
-        return self._fp8_product(last, both, "down_proj", routing, ranks, is_fused)
+            gate, up = hidden.chunk(2, -1)
+            hidden = self.act_fn(gate) * up
+        routing = ids, scales
+        return self._product(last, hidden, "down_proj", ranks, *routing, silu_mul=is_fused).view(
+            x.shape
+        )
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
