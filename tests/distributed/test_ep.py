@@ -42,4 +42,4 @@ def test_different_bounds_are_an_error_on_every_rank(on_two):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_race_and_no_access_out_of_bounds(on_ranks, world_size):
-    assert on_ranks(world_size)(ep_ranks.checked) == [4] * world_size
+    assert on_ranks(world_size)(ep_ranks.checked) == [6] * world_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import ag_gemm_ranks, op_ranks
+from tests.distributed import ag_gemm_ranks, ep_ranks, op_ranks
 from tests.distributed import summed_gemm_ranks as summed
 from tests.distributed.gemm_calls import AllGatherGEMM, GEMMAllReduce, GEMMReduceScatter
 from tests.distributed.test_collectives import EACH
@@ -35,3 +35,9 @@ def test_collectives_back_to_back_and_in_graphs(on_eight, kind):
 
 def test_any_rank_may_be_late(on_eight):
     assert on_eight(op_ranks.stragglers, AllGatherGEMM) == [5 * 8] * 8
+
+
+def test_expert_parallelism(on_eight):
+    assert on_eight(ep_ranks.random_calls, 5, 1) == [3] * 8
+    assert on_eight(ep_ranks.replayed, 7, True) == [21] * 8
+    assert on_eight(ep_ranks.stragglers, 50) == [50] * 8

@@ -25,10 +25,19 @@ def test_replays_serve_any_routing(on_gpus, rounds):
 
 
 def test_any_rank_may_be_late(on_gpus, rounds):
-    number = rounds(20)
+    number = rounds(400)
     assert set(on_gpus(ep_ranks.replayed, number, True)) == {3 * number}
     number = rounds(1000)
     assert set(on_gpus(ep_ranks.stragglers, number)) == {number}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("num_ranks", [2, 4, 8], indirect=True)
+def test_a_thousand_late_calls_where_ranks_share_a_gpu(on_gpus, alternate):
+    if not alternate:
+        pytest.skip("each rank has a GPU: the test above makes a thousand")
+    assert set(on_gpus(ep_ranks.replayed, 334, True)) == {1002}
+    assert set(on_gpus(ep_ranks.stragglers, 1000)) == {1000}
 
 
 @few_ranks
