@@ -147,6 +147,10 @@ def seconds(variable: str, default: float, doc: str) -> Knob[float]:
     return Knob(variable, default, _positive, "a positive number of seconds", doc)
 
 
+def text(variable: str, doc: str) -> Knob[str]:
+    return Knob(variable, "", str, "a text", doc)
+
+
 def folder(variable: str, doc: str) -> Knob[Path | None]:
     return Knob(variable, None, _folder, "a folder", doc)
 
@@ -198,6 +202,38 @@ autotune_readonly_dirs: Knob[tuple[Path, ...]] = Knob(
     f"folders separated by {os.pathsep!r}",
     "Folders with the layout of TRITON_DIST_CACHE_DIR. Their tuning records, and the packs in "
     "packs/, are searched after the user's own, in this order. They are never written.",
+)
+autotune_remote = text(
+    "TRITON_DIST_AUTOTUNE_REMOTE",
+    "Store of tuning records that machines share: redis://, rediss://, or any URL that fsspec "
+    "knows, such as s3:// or file://. A key without a valid record is looked up there before it "
+    "is tuned, and new records are published there.",
+)
+autotune_remote_timeout = seconds(
+    "TRITON_DIST_AUTOTUNE_REMOTE_TIMEOUT",
+    2.0,
+    "Time limit for one request to the remote store. If the store does not answer, this process "
+    "does not use it again.",
+)
+autotune_remote_readonly = flag(
+    "TRITON_DIST_AUTOTUNE_REMOTE_READONLY",
+    "Read from the remote store only: publish no records and take no leases.",
+)
+autotune_remote_ttl = seconds(
+    "TRITON_DIST_AUTOTUNE_REMOTE_TTL",
+    30 * 86400.0,
+    "Time after which a published record expires.",
+)
+autotune_remote_lease = seconds(
+    "TRITON_DIST_AUTOTUNE_REMOTE_LEASE",
+    0.0,
+    "Of jobs that start together, one tunes a key of tune.autotune. The others wait for its "
+    "record for at most this time, and then tune. Default: every job tunes.",
+)
+autotune_remote_key = text(
+    "TRITON_DIST_AUTOTUNE_REMOTE_KEY",
+    "Key of the HMAC-SHA256 that signs each published record. Records with another signature or "
+    "none are not used.",
 )
 autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",

@@ -162,6 +162,8 @@ class Rank:
     folder: Path = NOWHERE
     """Of the journals and logs."""
     compiler: Any = None
+    remote: Any = None
+    """The remote store, on the leader."""
     search: Any = Exhaustive
     check_search: Callable[[], Any] = lambda: None
     sizes: Sizes | None = None
@@ -226,6 +228,7 @@ class Rank:
             log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),
             compiler=None if self.compiler is None else lambda: self.compiler,
             random_state=RandomState,
+            remote=self.remote,
         )
 
     @property

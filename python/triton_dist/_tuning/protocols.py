@@ -193,6 +193,22 @@ class Store(Protocol):
         """Yield all records, or the records of functions with the bare name ``function``."""
 
 
+class RemoteStore(Protocol):
+    """Records that machines share. No method raises, and the time of each request is bounded."""
+
+    lease_seconds: float
+    """Longest wait for the record of another job. 0: do not wait."""
+
+    def find(
+        self, key: Key, now: Fingerprint, accepts: Callable[[TuningRecord], bool], may_wait: bool
+    ) -> StoredRecord | None:
+        """Return an accepted record; with ``may_wait``, wait while another job tunes the key."""
+
+    def publish(self, record: TuningRecord) -> None: ...
+    def release(self, key: Key, now: Fingerprint) -> None:
+        """Let other jobs tune the key, after the tuning that follows :meth:`find`."""
+
+
 class Journal(Protocol):
     """State of an unfinished tuning of one key, on disk. No method raises."""
 

@@ -21,6 +21,7 @@ from triton_dist._tuning.store import (
     LayeredStore,
     PackStore,
     ReadOnlyStore,
+    configured_remote,
 )
 from triton_dist._tuning.values import Fingerprint, Policy
 from triton_dist._warn import warn
@@ -122,6 +123,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         tuning_lock=_tuning_locks.setdefault(lock_key, TuningLock()).hold,
         compiler=CompilePool if device.name == "cuda" else None,
         random_state=RandomState,
+        remote=configured_remote() if ranks.is_leader else None,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import triton_dist
 from triton_dist import knobs
 from triton_dist._archive import pack_places
+from triton_dist._tuning.store import without_secrets
 from triton_dist.cli.subcommand import add_subcommand
 
 _DISTRIBUTION = "triton-dist-tuner"
@@ -50,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, value in sorted(knobs.environment().items()):
         if not (name in known or name in _LAUNCHERS or name.startswith(_PREFIXES)):
             continue
-        shown[name] = value
+        shown[name] = _without_secret(name, value)
         if name in known:
             try:
                 known[name].get()
@@ -79,6 +80,12 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(_lines(facts)))
     return 0
+
+
+def _without_secret(name: str, value: str) -> str:
+    if name == knobs.autotune_remote.variable:
+        return without_secrets(value, value)
+    return "(set)" if name == knobs.autotune_remote_key.variable else value
 
 
 def _result_or_error(of: Callable[[], Any]) -> Any:

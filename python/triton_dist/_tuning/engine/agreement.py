@@ -13,9 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from triton_dist._tuning.engine.channel import Channel
+from triton_dist._tuning.engine.channel import Channel, Step
+from triton_dist._tuning.engine.parts import Common
+from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
     Fingerprint,
+    Key,
     StoredRecord,
     TuningRecord,
     Validity,
@@ -87,6 +90,8 @@ class Proposal:
     used."""
     will_run: bool = False
     """The rank runs the function with the chosen config immediately."""
+    remote_seconds: float | None = None
+    """Longest wait of this rank for the record of another job. ``None``: it has no remote store."""
 
 
 class Agreement:
@@ -143,6 +148,35 @@ class Agreement:
         # Choose the lowest rank. It is the leader, if the leader has a record.
         self.holder = holders[0] if usable else None
         self.winner = None if self.holder is None else valid[self.holder].winner
+
+
+def remote_record(
+    parts: Common,
+    ranks: Channel,
+    agreement: Agreement,
+    key: Key,
+    validator: Callable[[TuningRecord], Validity],
+    may_wait: bool = False,
+) -> StoredRecord | None:
+    """Return the record of the leader's remote store, if there is a valid one, on every rank.
+
+    All ranks call this after an agreement in which no rank has a record. The leader also stores the
+    record in its local store. With ``may_wait``, it waits while another job tunes the key.
+    """
+    seconds = agreement.leader.remote_seconds
+    if seconds is None or agreement.leader.always_tune:
+        return None
+    found = None
+    with watchdog.paused():
+        if parts.remote is not None:
+            found = parts.remote.find(
+                key, agreement.fingerprint, lambda record: not validator(record).reasons, may_wait
+            )
+        limit = parts.settings.seconds + seconds
+        found = ranks.all_gather(Step("look up the remote store"), found, limit)[0]
+    if found is not None and ranks.is_leader:
+        parts.store.put(found.record)
+    return found
 
 
 _process_start = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)

@@ -19,6 +19,7 @@ from triton_dist._tuning.protocols import (
     Log,
     RandomState,
     RankGroup,
+    RemoteStore,
     Search,
     Store,
 )
@@ -154,6 +155,8 @@ class Common:
     random_state: Callable[[Any], RandomState]
     """Returns the state of all random generators. Takes the arguments of a call, because they may
     contain generators."""
+    remote: RemoteStore | None = None
+    """Records that machines share. Only the leader has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from triton_dist._tuning.engine.agreement import (
     Proposal,
     mark_used,
     own_record,
+    remote_record,
     unstable_constants,
 )
 from triton_dist._tuning.engine.candidates import CandidateSet, Selection
@@ -67,11 +68,13 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
 
     1. A valid record on any rank. All ranks use the leader's, else the record of the lowest rank
        that has one. A shipped record is used only if no rank has its own.
-    2. If tuning is forbidden, or during CUDA-graph capture: the prediction from the leader's
+    2. A valid record in the leader's remote store. If another job tunes the key now, the leader may
+       wait for its record.
+    3. If tuning is forbidden, or during CUDA-graph capture: the prediction from the leader's
        records of neighbouring sizes. Raise if its ``prune_fn`` raises.
-    3. If tuning is forbidden: raise, also during capture, because a graph would keep the default.
-    4. During CUDA-graph capture: the default, which is the first config.
-    5. The winner of a tuning by all ranks, which the leader records. The candidates are the few
+    4. If tuning is forbidden: raise, also during capture, because a graph would keep the default.
+    5. During CUDA-graph capture: the default, which is the first config.
+    6. The winner of a tuning by all ranks, which the leader records. The candidates are the few
        configs that are near the best at neighbouring sizes, if there are any, else all configs.
 
     Raises:
@@ -143,20 +146,33 @@ class _FirstCall:
         selection.key, selection.fingerprint = key, agreement.fingerprint
         report = Report(parts, key, ranks.clock)
 
-        # Rule 1 of ``resolve``: a rank holds a valid record.
+        # Rule 1 of ``resolve``: a rank holds a valid record. Rule 2: the remote store has one.
+        found: StoredRecord | None = None
+        cannot_tune = bool(agreement.frozen) or agreement.capturing
         if agreement.holder is not None:
             record = self._shared_record(agreement, own.record)
             holder = ranks.global_rank(agreement.holder)
-            where = (
-                own.location_or_reason if record is own.record else f"the cache of rank {holder}"
+            found = StoredRecord(
+                record,
+                own.location_or_reason if record is own.record else f"the cache of rank {holder}",
             )
+        else:
+            found = remote_record(
+                parts, ranks, agreement, key,
+                lambda record: self._validate(record, agreement.fingerprint),
+                may_wait=not cannot_tune,
+            )  # fmt: skip
+            if found is not None and not ranks.is_leader:
+                parts.memory_store.put(found.record)
+        if found is not None:
+            record, where = found
             mark_used(record)
             report.cached(record, where, own.tolerated)
             config = self._winner(record)
             first_use = functools.partial(
                 self._try_recorded_winner,
                 source=f"config {config} of the tuning record {where}",
-                can_tune_again=agreement.will_run and not (agreement.frozen or agreement.capturing),
+                can_tune_again=agreement.will_run and not cannot_tune,
             )
             return Choice(
                 config,
@@ -165,8 +181,8 @@ class _FirstCall:
                 first_use=first_use,
             )
 
-        # Rules 2 to 4: nothing may be measured.
-        if agreement.frozen or agreement.capturing:
+        # Rules 3 to 5: nothing may be measured.
+        if cannot_tune:
             predicted, failure = selection.predicted()
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
@@ -177,9 +193,13 @@ class _FirstCall:
                 raise self._refusal(agreement, own.location_or_reason, failure)
             return Choice(subject.space.default, None)
 
-        # Rule 5: tune.
-        parts.check_search()
-        record, where = self._tune(own, report)
+        # Rule 6: tune.
+        try:
+            parts.check_search()
+            record, where = self._tune(own, report)
+        finally:
+            if parts.remote is not None:
+                parts.remote.release(key, agreement.fingerprint)
         report.tuned(record, where)
         mark_used(record)
         config, advice = self._winner(record), ""
@@ -312,6 +332,7 @@ class _FirstCall:
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
             will_run=call.will_run,
+            remote_seconds=None if (remote := self._parts.remote) is None else remote.lease_seconds,
         )
         proposals = self.ranks.first_all_gather(
             Step("first call of a key"), proposal, bool(call.winner_failure)
@@ -389,6 +410,8 @@ class _FirstCall:
                     journal.finish(record.digest)
                 where = (parts.store if ranks.is_leader else parts.memory_store).put(record)
                 journal.remove()
+                if parts.remote is not None:
+                    parts.remote.publish(record)
         finally:
             journal.close()
         return StoredRecord(record, where)

@@ -14,3 +14,9 @@ from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
 from triton_dist._tuning.store.log import FileLog, StepLog, last_line_by_rank, tunings_in_log
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
+from triton_dist._tuning.store.remote import (
+    RemoteStore,
+    configured_remote,
+    entry_name,
+    without_secrets,
+)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
+from triton_dist._tuning.values import codec
+
 
 class Difference(NamedTuple):
     """One changed fact."""
@@ -90,6 +92,17 @@ class Fingerprint:
     def constants(self) -> dict[str, str]:
         """All constants that are compared."""
         return {**self.literal, **self.bound}
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that is compared, without patch levels."""
+        software = {name: _release(text, 2) for name, text in self.software.items()}
+        hardware = dict[str, codec.Tree](self.hardware)
+        if "driver" in hardware:
+            hardware["driver"] = _release(self.hardware["driver"], 1)
+        constants = {n: text for n, text in self.constants.items() if n not in self.uncounted}
+        exact = map(dict, (self.topology, self.policy, self.source, constants))
+        return codec.digest(software, hardware, *exact, self.version, self.space)
 
     def _compare_constants(self, now: Fingerprint) -> Iterator[Difference]:
         before, after = self.constants, now.constants
@@ -177,12 +190,18 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
     return f"{group}: {name} was {old or 'not recorded'}, is {new or 'not known'}"
 
 
+def _release(text: str, parts: int) -> list[int] | str:
+    """Return the epoch and the first ``parts`` numbers of a version, or any other text as it is."""
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        return text
+    return [version.epoch, *version.release[:parts]]
+
+
 def _same_release(old: str | None, new: str | None, parts: int) -> bool:
     """Return whether the first ``parts`` numbers are equal; builds such as ``+cpu`` are ignored."""
     if old is None or new is None:
         return False
-    try:
-        before, after = Version(old), Version(new)
-    except InvalidVersion:
-        return False
-    return (before.epoch, before.release[:parts]) == (after.epoch, after.release[:parts])
+    before, after = _release(old, parts), _release(new, parts)
+    return before == after and isinstance(before, list)

@@ -20,6 +20,7 @@ from triton_dist._tuning.engine.agreement import (
     Proposal,
     Verdict,
     own_record,
+    remote_record,
 )
 from triton_dist._tuning.engine.channel import Channel, Step, timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
@@ -411,8 +412,8 @@ def open_context(
     fingerprint = parts.fingerprint(tuner, own.space)
     context = Context(tuner, triton_key, key, own.triton_configs)
     found = OwnRecord(None, "its key has no text that is stable across processes")
+    strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
     if context.can_persist:
-        strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
         stored = parts.store.find(key.under(fingerprint))
         found = own_record(stored, lambda record: validity(record, fingerprint, configs, strict))
     verdict = found.verdict
@@ -433,6 +434,7 @@ def open_context(
         frozen=parts.settings.frozen,
         capturing=parts.device.is_capturing(),
         kept=[config.digest for config in own.kept],
+        remote_seconds=None if parts.remote is None else 0.0,  # several kernels are tuned at once
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
@@ -440,9 +442,16 @@ def open_context(
         raise messages.record_final_error(own.take_failure())
     agreement = Agreement(messages, context.name, proposals)
     context.key = key.under(agreement.fingerprint)
-    if agreement.winner is not None:
-        context.use(own.triton_configs[agreement.winner])
-        location = found.location_or_reason
+    winner, location = agreement.winner, found.location_or_reason
+    if winner is None and context.can_persist and len(agreement.leader.kept) > 1:
+        shared = remote_record(
+            parts, messages, agreement, context.key,
+            lambda record: validity(record, agreement.fingerprint, configs, strict),
+        )  # fmt: skip
+        if shared is not None:
+            winner, location = shared.record.best.digest, shared.where
+    if winner is not None:
+        context.use(own.triton_configs[winner])
         context.recorded = f"config {shown(context.winner)} of the tuning record {location}"
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
         return context

@@ -231,6 +231,8 @@ class Session:
             where = "the leader's store"
         elif context.can_persist:
             where = parts.store.put(record) or "memory"
+            if parts.remote is not None:
+                parts.remote.publish(record)
         else:
             where = "memory"
         context.close(None)

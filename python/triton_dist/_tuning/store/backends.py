@@ -1,0 +1,142 @@
+"""Bytes by name in Redis, or in a file system that fsspec supports; and leases.
+
+The methods may raise any exception and may block. :class:`RemoteStore` bounds their time and
+reports their errors. The libraries are optional, and imported at the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from triton_dist.errors import MissingExtra
+
+_REDIS = ("redis", "rediss")
+
+
+class DamagedEntry(ValueError):
+    """An entry is not a valid record. The store itself works."""
+
+
+def import_library(url: str) -> None:
+    """Import the library for ``url``. Raise ``ImportError`` or ``ValueError`` if there is none."""
+    scheme, mark, _ = url.partition("://")
+    if not mark:
+        raise ValueError("the URL has no scheme, such as redis:// or s3://")
+    package = "redis" if scheme in _REDIS else "fsspec"
+    try:
+        library = importlib.import_module(package)
+    except ModuleNotFoundError:
+        raise MissingExtra(f"{scheme}://", package, package) from None
+    if package == "fsspec":
+        library.get_filesystem_class(scheme.partition("::")[0])
+
+
+class _Redis:
+    """Entries are strings that expire."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        limits = {"socket_timeout": seconds, "socket_connect_timeout": seconds}
+        self._response_error = redis.exceptions.ResponseError
+        self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
+
+    def get(self, name: str, largest: int) -> bytes | None:
+        """Return at most ``largest + 1`` bytes of an entry; ``None`` if it does not exist."""
+        try:
+            return bytes(self._client.getrange(name, 0, largest)) or None
+        except self._response_error as error:
+            if str(error).startswith("WRONGTYPE"):
+                raise DamagedEntry(f"it is not a string: {error}") from None
+            raise
+
+    def put(self, name: str, data: bytes, seconds: int) -> None:
+        """Write or replace an entry, which may be deleted after ``seconds``."""
+        self._client.set(name, data, ex=seconds)
+
+    def names(self, start: str) -> Iterable[str]:
+        """Return all names that begin with ``start``, a folder."""
+        found = self._client.scan_iter(match=f"{start}*", count=1000)
+        return [str(each, "ascii", "replace") for each in found]
+
+    def take(self, name: str, token: str, seconds: float) -> bool:
+        """Create a lease that expires after ``seconds``; return ``False`` if it is taken."""
+        return bool(self._client.set(name, token, nx=True, px=max(1, int(seconds * 1000))))
+
+    def remove(self, name: str) -> None:
+        self._client.delete(name)
+
+
+class _Files:
+    """Entries are files. A lease is a file that is created exclusively and expires by its age."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self._fs: Any
+        self._fs, root = url_to_fs(url)
+        self._root = root.rstrip("/")
+        # Object stores replace an entry atomically. A partial file elsewhere is a damaged entry.
+        self._is_local = url.startswith(("file://", "local://"))
+
+    def get(self, name: str, largest: int) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(f"{self._root}/{name}", start=0, end=largest + 1))
+        except FileNotFoundError:
+            return None
+        except IsADirectoryError as error:
+            raise DamagedEntry(f"it is not a file: {error}") from None
+
+    def put(self, name: str, data: bytes, seconds: int) -> None:
+        path = self._path_to_write(name)
+        if not self._is_local:
+            self._fs.pipe_file(path, data)
+            return
+        temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+        try:
+            self._fs.pipe_file(temporary, data)
+            os.replace(temporary, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def names(self, start: str) -> Iterable[str]:
+        found = self._fs.find(f"{self._root}/{start}".rstrip("/"))
+        return [path[path.rindex(start) :] for path in found]
+
+    def take(self, name: str, token: str, seconds: float) -> bool:
+        path = self._path_to_write(name)
+        for _ in range(2):
+            with suppress(FileExistsError):
+                self._fs.pipe_file(path, token.encode(), mode="create")
+                return True
+            with suppress(FileNotFoundError):  # its holder has just removed it
+                if self._fs.modified(path).timestamp() + seconds > time.time():
+                    return False
+                self._fs.rm_file(path)
+        return False
+
+    def remove(self, name: str) -> None:
+        self._fs.rm_file(f"{self._root}/{name}")
+
+    def _path_to_write(self, name: str) -> str:
+        path = f"{self._root}/{name}"
+        if self._is_local:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+
+Backend: TypeAlias = _Redis | _Files
+
+
+def connect(url: str, seconds: float) -> Backend:
+    """Return the backend for ``url``. ``seconds`` limits the waits for a Redis server."""
+    return _Redis(url, seconds) if url.partition("://")[0] in _REDIS else _Files(url)
