@@ -147,8 +147,8 @@ def seconds(variable: str, default: float, doc: str) -> Knob[float]:
     return Knob(variable, default, _positive, "a positive number of seconds", doc)
 
 
-def text(variable: str, doc: str) -> Knob[str]:
-    return Knob(variable, "", str, "a text", doc)
+def text(variable: str, doc: str) -> Knob[str | None]:
+    return Knob(variable, None, str, "a text", doc)
 
 
 def folder(variable: str, doc: str) -> Knob[Path | None]:

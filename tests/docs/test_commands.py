@@ -31,6 +31,8 @@ NOT_RUN = {
     r".*tune-model ": "tunes for half a minute; tests/layers/test_llm.py runs the verb",
     r"cp -r examples/own_op|cd ~/my_op|python -m pytest tests|(TRITON_INTERPRET=1 )?torchrun ":
         "tests/examples/test_own_op.py runs the template",
+    r"export TRITON_DIST_AUTOTUNE_REMOTE|triton-dist remote ":
+        "needs a store; tests/cli/test_remote.py runs the subcommand",
     r"tail ": "looks at the log of a tuning that is stuck",
     r"(python -m triton_dist|triton-dist) (dump|profile) .*-- ": "runs the reader's program",
     r"python -m triton_dist|triton-dist pack |.*triton-dist \w+ (mypackage|matmul)":

@@ -31,8 +31,8 @@ def import_library(url: str) -> None:
     package = "redis" if scheme in _REDIS else "fsspec"
     try:
         library = importlib.import_module(package)
-    except ModuleNotFoundError:
-        raise MissingExtra(f"{scheme}://", package, package) from None
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{scheme}://", package, package) from error
     if package == "fsspec":
         library.get_filesystem_class(scheme.partition("::")[0])
 
@@ -55,7 +55,7 @@ class _Redis:
             return bytes(self._client.getrange(name, 0, largest)) or None
         except self._response_error as error:
             if str(error).startswith("WRONGTYPE"):
-                raise DamagedEntry(f"it is not a string: {error}") from None
+                raise DamagedEntry(f"it is not a string: {error}") from error
             raise
 
     def put(self, name: str, data: bytes, seconds: int) -> None:
@@ -93,7 +93,7 @@ class _Files:
         except FileNotFoundError:
             return None
         except IsADirectoryError as error:
-            raise DamagedEntry(f"it is not a file: {error}") from None
+            raise DamagedEntry(f"it is not a file: {error}") from error
 
     def put(self, name: str, data: bytes, seconds: int) -> None:
         path = self._path_to_write(name)

@@ -287,5 +287,5 @@ def configured_remote(seconds: float | None = None) -> RemoteStore | None:
         knobs.autotune_remote_readonly.get(),
         knobs.autotune_remote_ttl.get(),
         knobs.autotune_remote_lease.get(),
-        knobs.autotune_remote_key.get(),
+        knobs.autotune_remote_key.get() or "",
     )
