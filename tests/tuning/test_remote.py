@@ -341,7 +341,7 @@ def silent_server() -> Iterator[str]:
 @contextlib.contextmanager
 def hanging_file_system(monkeypatch) -> Iterator[str]:
     end = threading.Event()
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: end.wait(60))
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: end.wait(20))
     yield f"memory://fleet?password={PASSWORD}"
     end.set()
 
@@ -359,6 +359,7 @@ def test_a_store_that_does_not_answer_costs_one_request_and_one_warning(kind, mo
     assert tunings(ranks) == [3, 3]
     assert PASSWORD not in said
     assert "This process continues without it" in said
+    assert kind == "redis" or "no answer within 0.2 s" in said  # redis-py may end first
 
 
 def test_a_store_that_is_down_costs_one_warning(monkeypatch):
