@@ -88,13 +88,13 @@ def _without_secret(name: str, value: str) -> str:
     return "(set)" if name == knobs.autotune_remote_key.variable else value
 
 
-def _result_or_error(of: Callable[[], Any]) -> Any:
-    """Return the result of ``of()``, or its error as text.
+def _result_or_error(function: Callable[[], Any]) -> Any:
+    """Return the result of ``function()``, or its error as text.
 
-    An installation that is broken needs a report most, so no error may end the report.
+    A broken installation needs the report most, so an error must not end the report.
     """
     try:
-        return of()
+        return function()
     except Exception as error:
         return f"not known: {type(error).__name__}: {error}"
 
@@ -177,10 +177,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         if isinstance(fact, dict):
             yield f"{name}:"
             for each, value in fact.items():
-                several = isinstance(value, list) and len(value) > 1
-                one = (value or ["none"])[0] if isinstance(value, list) else value
-                yield f"  {each}:" if several else f"  {each}: {one}"
-                yield from (f"    {item}" for item in value if several)
+                has_several = isinstance(value, list) and len(value) > 1
+                single = (value or ["none"])[0] if isinstance(value, list) else value
+                yield f"  {each}:" if has_several else f"  {each}: {single}"
+                yield from (f"    {item}" for item in value if has_several)
         elif isinstance(fact, list):
             yield f"{name}:" + " none" * (not fact)
             yield from (f"  {line}" for line in fact)

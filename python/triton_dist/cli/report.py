@@ -51,17 +51,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from triton_dist.cli import page
     from triton_dist.cli.report_data import Subject
 
-    asked, out = arguments.function, arguments.out
-    if asked is None:
+    function, out = arguments.function, arguments.out
+    if function is None:
         found = cache.matching(cache.records_of(cache.folders_of_records(), None), arguments)
     else:
-        found = cache.select(asked, arguments)
+        found = cache.select(function, arguments)
     if not found:
-        return cache.print_no_record(asked or "any function", arguments)
+        return cache.print_no_record(function or "any function", arguments)
     older = None if arguments.against is None else cache.in_file(arguments.against)
     is_file = out.suffix == ".html"
     if is_file or older is not None:
-        found = [cache.single(asked or "any function", found)]
+        found = [cache.single(function or "any function", found)]
     subjects = sorted((Subject(each, older) for each in found), key=_order)
     files = [out] if is_file else [out / each.page for each in subjects]
     pages = {

@@ -70,7 +70,7 @@ class Slice:
         self._set_at_run_time: set[tuple[int, str]] = set()
 
     def begin_source(self) -> Source:
-        """Return a source for what is found from now on; what was found before is not repeated."""
+        """Return a new source, which the following calls fill. They skip what was found before."""
         self.source = Source({}, {}, {}, {})
         self.digests, self._holders = self.source.digests, dict[str, int]()
         return self.source
@@ -98,7 +98,9 @@ class Slice:
         if in_module and "<locals>" not in name:
             self.follow_global(scope, top)
             return
-        held = [function] if function else [*filter(None, map(function_in, vars(value).values()))]
+        functions = (
+            [function] if function else [*filter(None, map(function_in, vars(value).values()))]
+        )
         cells = runtime_values.cells_of(function) if function else {}
         rebound: set[str] = set()
         if file.lines and (function or in_module):
@@ -109,11 +111,11 @@ class Slice:
         elif function:
             self.digests.setdefault(label, f"bytecode {digest(codec.encode_code(code))}")
             self._follow({x for _, each in codec.with_inner(code) for x in each.co_names}, scope)
-        elif held:
+        elif functions:
             data = [(x, text_of(y)) for x, y in vars(value).items() if not x.startswith("__")]
             self.digests.setdefault(label, f"bytecode {digest(sorted(data, key=str))}")
-            self.follow(held)
-        for each in held:
+            self.follow(functions)
+        for each in functions:
             self._closure(each, rebound)
 
     def follow_global(self, scope: Globals, name: str) -> None:
@@ -154,35 +156,35 @@ class Slice:
             home: globals of the module whose statements make ``value``. Code of this module is
                 followed already. Follow only code that other modules registered or replaced.
         """
-        seen, ahead = set[int](), [value]
-        while ahead and len(seen) < _MAX_VISITS:
-            item = ahead.pop()
+        seen, pending = set[int](), [value]
+        while pending and len(seen) < _MAX_VISITS:
+            item = pending.pop()
             if id(item) in seen or isinstance(item, runtime_values.PLAIN):
                 continue
             seen.add(id(item))
             if home is None and not self._is_new("value", item):
                 continue
             if isinstance(item, types.FunctionType):
-                ahead += self._follow_function_value(item, home)
+                pending += self._follow_function_value(item, home)
             elif isinstance(item, type):
                 if self._library.has(item) or item.__module__ not in sys.modules:
                     continue
                 if home is None or item.__module__ != home.get("__name__"):
                     self.follow_code(item)
                 if home is not None:
-                    ahead += [
+                    pending += [
                         x for x in vars(item).values() if isinstance(x, runtime_values.COLLECTIONS)
                     ]
             elif wrapped := [*runtime_values.wrapped_objects(item)]:
-                ahead += wrapped
+                pending += wrapped
                 if home is None:
                     self._configs(item)
             else:
-                ahead.append(type(item))
+                pending.append(type(item))
                 if home is None or isinstance(item, runtime_values.COLLECTIONS):
-                    ahead += reversed(runtime_values.items_of(item).values())
+                    pending += reversed(runtime_values.items_of(item).values())
                 elif not self._library.has(type(item)):
-                    ahead += runtime_values.attributes(item).values()
+                    pending += runtime_values.attributes(item).values()
 
     def _is_new(self, kind: str, value: object) -> bool:
         key = kind, id(value)
@@ -202,7 +204,10 @@ class Slice:
             # Follow its name, not its closure, which may differ by rank.
             full = getattr(function.__code__, "co_qualname", function.__qualname__)
             self.follow_global(function.__globals__, full.partition(".")[0])
-        kinds = (types.FunctionType, types.MappingProxyType)  # the latter of singledispatch
+        kinds = (
+            types.FunctionType,
+            types.MappingProxyType,
+        )  # a mapping is the registry of singledispatch
         return [x for x in inner if isinstance(x, kinds) or function_in(x) is not None]
 
     def _configs(self, value: Any) -> None:
@@ -364,7 +369,7 @@ class Slice:
             self._attribute(module, [*name, *path])
 
     def record_version(self, module: str) -> None:
-        """Record the version of a library, which stands for its source."""
+        """Record the version of a library, which is compared instead of its source."""
         package = module.partition(".")[0]
         if version := libraries.version_of(package):
             self.digests[f"library {package}"] = version
@@ -372,7 +377,7 @@ class Slice:
     def _constant(self, scope: Globals, file: File, name: str, found: list[Statement]) -> None:
         """Record the value of a global, which another module may have set.
 
-        A value that is in the source counts, as all ranks have it.
+        A value that is in the source counts, because all ranks have it.
         """
         value: Any = scope.get(name)
         binding = [each for each in found if name in each.binds]

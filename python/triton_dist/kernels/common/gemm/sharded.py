@@ -141,7 +141,7 @@ def kernel_gemm_persistent(
     SPLIT_K: tl.constexpr = 1,
     partials=None,
 ):
-    """Compute C on tensor descriptors (TMA from sm_90 on).
+    """Compute C with tensor descriptors (TMA from sm_90 on).
 
     Grid (min(NUM_SMS, work items + NUM_COMM_SMS),). A work item is a tile, or one of ``SPLIT_K``
     splits of a tile in a last wave that is not full. ``partials`` is required for ``SPLIT_K`` above
@@ -261,7 +261,7 @@ def kernel_gemm_non_persistent(
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
-    """Compute one tile per program on pointers, for any strides. Grid (tiles + NUM_COMM_SMS,).
+    """Compute one tile per program through pointers, for any strides. Grid (tiles + NUM_COMM_SMS,).
 
     C is contiguous. On all current GPUs programs start in order: programs that push this rank's
     shard first, programs that wait for gathered shards last. A waiting program therefore never

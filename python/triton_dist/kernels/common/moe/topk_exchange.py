@@ -44,7 +44,7 @@ TOPK_EXCHANGE_BYTES = 4 << 20
 def token_sum(
     products_ptr, weights_ptr, ids_ptr, rows_ptr, token, column, N, E, dtype, TOPK: tl.constexpr
 ):
-    """Return columns of a token's sum over its choices, in order and in fp32, as ``dtype``."""
+    """Return columns of the sum of a token's choices, added in order in fp32, as ``dtype``."""
     total = tl.zeros(column.shape, tl.float32)
     for choice in tl.static_range(TOPK):
         route = token * TOPK + choice
@@ -102,7 +102,7 @@ def kernel_topk_exchange(
         sums = token_sum(
             products_ptr, weights_ptr, ids_ptr, rows_ptr, own_begin + row, column, N, E, dtype, TOPK
         )
-        # The own addend stays in out until the others have arrived.
+        # This rank's addend stays in out until the addends of peers have arrived.
         tl.store(out_ptr + index, sums, mask=column < N)
         for step in tl.static_range(1, NUM_RANKS):
             peer = (rank + step) % NUM_RANKS
@@ -127,7 +127,7 @@ def kernel_topk_exchange(
             addend = tl.where(rank == source, out_ptr, addend)
             loaded = tl.load(addend + index, mask=column < N, cache_modifier=".cg")
             total += loaded.to(tl.float32)
-        tl.debug_barrier()  # The own addend is in out: all threads must have loaded it.
+        tl.debug_barrier()  # This rank's addend is in out: all threads must have loaded it.
         tl.store(out_ptr + index, total.to(dtype), mask=column < N)
 
 
@@ -172,7 +172,7 @@ class RoutedSums(NamedTuple):
 
     @staticmethod
     def _launch_params(out: torch.Tensor) -> LaunchParams:
-        """Return the parameters with one program per block, or the largest."""
+        """Return the smallest parameters with a program per block, else the largest parameters."""
         rows, N = out.shape
 
         def blocks(params: LaunchParams) -> int:

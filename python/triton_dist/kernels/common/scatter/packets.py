@@ -1,9 +1,9 @@
 """Sum of products over ranks in one launch, for so few rows that tiles travel as packets.
 
-Like the one-shot all-reduce of ``scatter/one_launch.py``, but without flags. A tile is sent to all
-peers from the registers in which it was multiplied, as words that mark their own arrival
-(``exchange/packets.py``). Tiles of peers are added to it in registers. Each tile is complete before
-the program begins the next one, and only C is stored.
+This is the one-shot all-reduce of ``scatter/one_launch.py`` without flags. A program sends a tile
+from registers to all peers as packets, words that mark their own arrival (``exchange/packets.py``).
+It adds the tiles of peers in registers and stores only C. Each tile is complete before the program
+begins the next tile.
 
     lines     [M, cdiv(N, line)]    of 4 elements of 16 bits, or 2 of 32 bits, in the order of C;
                                     the last line of a row may be partly unused
@@ -12,9 +12,9 @@ Partials are rounded to the output's dtype, including this rank's, and added in 
 The result is bitwise equal to ``exchanged_gemm``.
 
 *No deadlock.* On all ranks, programs of the same number have the same tiles in the same order, and
-send a tile before they wait for it. Consider the waiting programs with the smallest number, and
-among them the one at the earliest tile. Its peers are past this tile, run, or will start after
-programs with smaller numbers, which do not wait.
+send a tile before they wait for it. Among the waiting programs with the smallest number, take the
+program at the earliest tile. Each of its peers has sent this tile, is running, or has not started.
+A peer that has not started will start, because programs with smaller numbers do not wait.
 
 ===================  =========  ============================  ====================
 argument             dtype      shape                         written by
@@ -130,7 +130,7 @@ def kernel_gemm_packets(
 
 @jit
 def _in_lines(payload, valid):
-    """Return ``payload`` [lines, 2] in a layout in which a thread has full lines, as it polls.
+    """Return ``payload`` [lines, 2] in the layout of polled payloads: a thread holds full lines.
 
     Converting this rank's payload once avoids converting the payload of each peer.
     """
