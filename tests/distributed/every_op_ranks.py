@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import OpInfo
 from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 
@@ -51,6 +53,7 @@ class Calls:
                 {"gemm_config": grouped_tiles()[0]},
             ),
             Size: (Size(512 * size), {}),
+            TokenShape: (TokenShape(6 * size, 40, 2), {}),
         }[self.info.shape]
         self.operands = self.info.operands(self.shape, DTYPE, size)
 
@@ -60,7 +63,7 @@ class Calls:
     def __call__(self, ctx: Any, **options: Any) -> torch.Tensor:
         """Call the op's function and check the result."""
         args, kwargs = self.info.arguments(self.operands, ctx)
-        C = self.info.op.fn(*args, **kwargs, **{**self.tiles, **options})
+        C = self.info.output(self.info.op.fn(*args, **kwargs, **{**self.tiles, **options}))
         limit = self.info.tolerance(DTYPE, self.size)
         assert_allclose(C, self.info.reference(self.operands), rtol=limit, atol=limit)
         return C
@@ -115,9 +118,11 @@ def refused_inputs(name: str) -> tuple[dict[str, tuple[str, str]], list[str], li
     with calls.context() as ctx:
         for _ in range(3):
             calls(ctx)
+        args, kwargs = info.arguments(good, ctx)
+        valid = signature(info.op.fn).bind(*args, **kwargs).arguments
         with launched() as of_bad:
             for which, changes in info.error_inputs(good, calls.size).items():
-                arguments = {**good, "ctx": ctx, **changes}
+                arguments = {**valid, **changes}
                 error = refusal(lambda a=arguments: info.op.fn(**{**calls.tiles, **a}))
                 assert isinstance(error, InvalidArgument), which
                 if not tunables & set(changes):
@@ -139,10 +144,13 @@ def context_ends(name: str) -> None:
         raise KeyError
 
     def uses(ended: Any) -> Iterator[Callable[[], object]]:
-        args, kwargs = calls.info.arguments(calls.operands, ended)
-        yield lambda: op(*args, **kwargs)
-        yield lambda: op(*args, **kwargs, autotune=False)
-        yield lambda: op.fn(*args, **kwargs, **calls.tiles)
+        def call(function: Callable[..., object], **options: Any) -> None:
+            args, kwargs = calls.info.arguments(calls.operands, ended)
+            function(*args, **kwargs, **options)
+
+        yield lambda: call(op)
+        yield lambda: call(op, autotune=False)
+        yield lambda: call(op.fn, **calls.tiles)
         if name == "ag_gemm":
             yield lambda: ended.symm_workspace
             yield lambda: ended.own_rows(1)
@@ -231,6 +239,17 @@ def context_inputs(
             "num_experts": 513, "topk": 11, "input_dtype": torch.int8, "n_chunks_max": 0,
         }  # fmt: skip
         return getattr(nvidia, f"create_moe_{name[-2:]}_context"), good, bad
+    if name.startswith("ep_"):
+        good = {
+            "max_tokens": 6, "hidden": 40, "num_experts": 4 * size, "topk": 2, "dtype": DTYPE,
+            **ranks,
+        }  # fmt: skip
+        bad = {
+            **bad_ranks,
+            "max_tokens": 0, "hidden": 0, "num_experts": 4 * size + 1, "topk": 17,
+            "dtype": torch.int8, "capacity": 7,
+        }  # fmt: skip
+        return nvidia.create_ep_context, good, bad
     create = {
         "all_gather": nvidia.create_all_gather_ctx,
         "all_reduce": nvidia.create_allreduce_ctx,
@@ -250,7 +269,7 @@ def refused_contexts(name: str) -> tuple[str, dict[str, tuple[str, str]], str]:
         error = refusal(lambda c=changes: create(**{**good, **c}))
         assert isinstance(error, InvalidArgument), which
         seen[which] = error.argument, str(error)
-    (size, *_) = {"K", "N", "hidden_dim", "workspace_nbytes"} & set(good)
+    (size, *_) = {"K", "N", "hidden", "hidden_dim", "workspace_nbytes"} & set(good)
     error = refusal(lambda: create(**{**good, size: good[size] + 8 * rank}))
     assert isinstance(error, RankDisagreement)
     create(**good).finalize()

@@ -16,6 +16,8 @@ LAUNCHES = {
     "ag_group_gemm": ["copies", *MAP, "kernel_grouped_gemm", "kernel_finish_epoch"],
     "all_gather": ["kernel_all_gather"],
     "all_reduce": ["kernel_all_reduce_packets"],
+    "ep_combine": ["kernel_dispatch", "kernel_combine"],
+    "ep_dispatch": ["kernel_dispatch", "kernel_expand"],
     "gemm_ar": ["kernel_gemm_exchange"],
     "gemm_rs": ["kernel_gemm_scatter_persistent", "kernel_add_deferred", "kernel_finish_epoch"],
     "reduce_scatter": ["kernel_reduce_scatter"],

@@ -16,6 +16,7 @@ from triton_dist.testing.assertions import assert_allclose, count_mismatches
 from triton_dist.testing.opinfo import GEMM_OPINFOS, OPINFOS
 from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM, gather_alone
 from triton_dist.testing.opinfo.base import RECIPES, Baseline
+from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.overlap import overlap_limit
@@ -64,6 +65,8 @@ def everything_there_is(device="cpu"):
     ):  # fmt: skip
         info = OPINFOS[name].with_dtype(recipe)
         checked_baselines(info, GroupedShape(6, 192, 288, 3, 2), torch.bfloat16)
+    for name in ("ep_combine", "ep_dispatch"):
+        checked_baselines(OPINFOS[name], TokenShape(6, 40, 2), torch.bfloat16)
     return kinds
 
 
@@ -75,7 +78,11 @@ def checked_baselines(info, shape, dtype, **options):
         info.refill(operands, 2)
         args, kwargs = info.arguments(operands, ctx)
         tolerance = info.tolerance(dtype, 2)
-        op = Baseline("own", lambda: info.op(*args, **kwargs), lambda: info.reference(operands))
+        op = Baseline(
+            "own",
+            lambda: info.output(info.op(*args, **kwargs)),
+            lambda: info.reference(operands),
+        )
         for each in (*baselines.values(), op):
             if each.expected is not None:
                 assert_allclose(each.call(), each.expected(), tolerance, tolerance)

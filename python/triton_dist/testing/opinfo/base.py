@@ -230,6 +230,11 @@ class OpInfo(ABC, Generic[S]):
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         """Return the arguments of a call, without tunables."""
 
+    def output(self, result: Any) -> torch.Tensor:
+        """Return the tensor to compare with ``reference``."""
+        tensor: torch.Tensor = result
+        return tensor
+
     @abstractmethod
     def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         """Return the expected result for the current operands: computed in fp32, rounded once.

@@ -1,0 +1,251 @@
+"""OpInfos of expert-parallel dispatch and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator
+
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
+from triton_dist.kernels.nvidia.expert_parallel import Received
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.base import (
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    OpInfo,
+    meta,
+    other_dtype,
+    tolerance,
+    uniform,
+)
+from triton_dist.testing.opinfo.moe import even_ids
+
+LOCAL_EXPERTS = 4
+"""Experts of a rank."""
+LIBRARY = "library"
+
+
+@dataclass(frozen=True)
+class TokenShape:
+    """M tokens over all ranks, each with ``hidden`` elements and ``topk`` experts."""
+
+    M: int
+    hidden: int
+    topk: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.hidden} topk={self.topk}"
+
+
+class EPOpInfo(OpInfo[TokenShape]):
+    """Operands ``topk_ids`` and ``topk_weights`` [M / W, topk], and ``rows`` [·, hidden]."""
+
+    shape, shapes = TokenShape, (TokenShape(8192, 7168, 2), TokenShape(256, 7168, 4))
+    transfer, serial, overlaps = "all-to-all", LIBRARY, False
+    rows: ClassVar[str]
+    """Name of the rows that travel."""
+
+    def scaled(self, shape: TokenShape, divisor: int, num_ranks: int) -> TokenShape:
+        M = max(1, shape.M // divisor // num_ranks) * num_ranks
+        return TokenShape(M, max(16, shape.hidden // divisor), shape.topk)
+
+    def context(
+        self, shape: TokenShape, dtype: torch.dtype, group: Any = None, **options: Any
+    ) -> Any:
+        ranks = group_for(group)
+        return create_ep_context(
+            ranks.rank, ranks.size, ranks.size, shape.M // ranks.size, shape.hidden,
+            LOCAL_EXPERTS * ranks.size, shape.topk, dtype, group=group, **options,
+        )  # fmt: skip
+
+    def allocate(
+        self, shape: TokenShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        device, routing = current_device().torch_device, (shape.M // num_ranks, shape.topk)
+        # Products: room for the case that all tokens go to experts of this rank.
+        number = shape.M // num_ranks if self.rows == "x" else shape.M * shape.topk
+        return {
+            self.rows: torch.empty(number, shape.hidden, dtype=dtype, device=device),
+            "topk_ids": torch.empty(routing, dtype=torch.int32, device=device),
+            "topk_weights": torch.empty(routing, device=device),
+        }
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
+    ) -> None:
+        rows, ids, weights = (operands[n] for n in (self.rows, "topk_ids", "topk_weights"))
+        rows.copy_(uniform(rows.shape, rows.dtype, generator))
+        ids.copy_(
+            even_ids(len(ids), LOCAL_EXPERTS * num_ranks, ids.shape[1], ids.device, generator)
+        )
+        weights.copy_(uniform(weights.shape, weights.dtype, generator))
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> TokenShape:
+        received = operands.get("received")
+        routes = operands["topk_ids"] if received is None else received.position_of_route
+        M = len(routes) * num_ranks if received is None else len(routes)
+        return TokenShape(M, operands[self.rows].shape[1], routes.shape[1])
+
+    def sorted_routes(
+        self, operands: Operands, group: Group
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rank, token and weight of the routes of all ranks, sorted by expert."""
+        ids, weights = operands["topk_ids"], operands["topk_weights"]
+        expert, weights = (gathered(each, group).flatten() for each in (ids, weights))
+        order = expert.argsort(stable=True)
+        rank = expert[order].long() // LOCAL_EXPERTS
+        return rank, order // ids.shape[1], weights[order]
+
+    def output(self, result: Any) -> torch.Tensor:
+        """Return the rows of a dispatch, sorted by expert; else the result."""
+        if isinstance(result, Received):
+            return result.expanded()[0][: result.num_positions()]
+        return super().output(result)
+
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        """Return the library's all-gather or reduce-scatter, with our layout.
+
+        The combine adds the products of the ids and weights at the time of this call.
+        """
+        args, _ = self.arguments(operands, ctx)
+
+        def library() -> torch.Tensor:
+            return self.output(self.op.fn(*args, algorithm="collective"))
+
+        if self.rows == "x":
+            return {LIBRARY: self.whole(library, operands, ctx.group)}
+        return {LIBRARY: Baseline("baseline", library)}
+
+    def cost(self, shape: TokenShape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """Return the cost under even routing: a token is stored once on a rank that needs it."""
+        row, tokens = shape.hidden * dtype.itemsize, shape.M / num_ranks
+        received = shape.M * (1 - (1 - 1 / num_ranks) ** shape.topk) * row
+        link = received * (num_ranks - 1) / num_ranks
+        reads, writes = tokens * row, received
+        if self.rows == "y":
+            reads, writes = tokens * shape.topk * row + link, tokens * row + link
+        return Cost(dtype, flops=0, read_bytes=reads, written_bytes=writes, link_bytes=link)
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        name, rows = self.rows, good[self.rows]
+        return {
+            name: {name: None},
+            f"{name}.dtype": {name: rows.to(other_dtype(rows.dtype))},
+            f"{name}.device": {name: rows.to("meta")},
+            f"{name}.shape": {name: rows.new_ones(len(rows), rows.shape[1] + 1)},
+            f"{name}.stride()": {name: rows.T.contiguous().T},
+            f"{name}.requires_grad": {name: rows.clone().requires_grad_()},
+            "num_sms": {"num_sms": 0},
+            "algorithm": {"algorithm": "ring"},
+        }
+
+    def example_keys(self) -> Iterator[Any]:
+        for M in (1, 8, 32, 128, 512, 4096):
+            for topk in (2, 8):
+                for has_weights in (False, True):
+                    yield SimpleNamespace(
+                        M=M, hidden=7168, topk=topk, num_experts=256, dtype=torch.bfloat16,
+                        num_ranks=4, has_weights=has_weights, num_sms=None, routing_skew=None,
+                    )  # fmt: skip
+
+    @staticmethod
+    def meta_inputs(key: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return context, rows, ids and weights of a call of ``key``."""
+        ctx = SimpleNamespace(
+            max_tokens=key.M, capacity=key.M, hidden=key.hidden, topk=key.topk, dtype=key.dtype,
+            num_experts=key.num_experts, num_ranks=key.num_ranks, buffer=None, pending=None,
+            device=SimpleNamespace(torch_device=torch.device("meta")),
+        )  # fmt: skip
+        weights = meta(torch.float32, key.M, key.topk) if key.has_weights else None
+        return ctx, meta(key.dtype, key.M, key.hidden), meta(torch.int32, key.M, key.topk), weights
+
+
+class DispatchOpInfo(EPOpInfo):
+    """Operand ``x`` [M / W, hidden]; the result is the rows of this rank's experts."""
+
+    rows = "x"
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["x"], operands["topk_ids"], ctx, operands["topk_weights"]), {}
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        rank, token, _ = self.sorted_routes(operands, group)
+        return gathered(operands["x"], group)[token[rank == group_for(group).rank]]
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        """Return 0: rows are copied."""
+        return 0.0
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        ids, weights = good["topk_ids"], good["topk_weights"]
+        return {
+            **super().error_inputs(good, num_ranks),
+            "x.ndim": {"x": good["x"][0]},
+            "topk_ids": {"topk_ids": ids.tolist()},
+            "topk_ids.dtype": {"topk_ids": ids.short()},
+            "topk_ids.device": {"topk_ids": ids.to("meta")},
+            "topk_ids.shape": {"topk_ids": ids[1:]},
+            "topk_weights.dtype": {"topk_weights": weights.double()},
+            "topk_weights.shape": {"topk_weights": weights[1:]},
+            "max_tokens": {"max_tokens": len(ids) + 1},
+            "alignment": {"alignment": 3},
+            "routing_skew": {"routing_skew": "uniform"},
+        }
+
+    def inputs_for(self, key: Any) -> Call:
+        ctx, x, ids, weights = self.meta_inputs(key)
+        return (x, ids, ctx, weights), {"num_sms": key.num_sms, "routing_skew": key.routing_skew}
+
+
+class CombineOpInfo(EPOpInfo):
+    """Operand ``y``, a product for each position; the result is this rank's tokens."""
+
+    rows = "y"
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        """Return the arguments of a call, with the result of a dispatch. Collective."""
+        y, ids = operands["y"], operands["topk_ids"]
+        x = y.new_zeros(len(ids), y.shape[1])
+        return (y, ep_dispatch.fn(x, ids, ctx, operands["topk_weights"]), ctx), {}
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        y, tokens, ranks = operands["y"], len(operands["topk_ids"]), group_for(group)
+        rank, token, weight = self.sorted_routes(operands, group)
+        position = torch.arange(len(rank), device=y.device) - torch.searchsorted(rank, rank)
+        products = gathered(y, group)[rank * len(y) + position].float() * weight[:, None]
+        total = products.new_zeros(tokens * ranks.size, y.shape[1]).index_add_(0, token, products)
+        return total[tokens * ranks.rank :][:tokens].to(y.dtype)
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype, num_ranks + 1)
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        return {**super().error_inputs(good, num_ranks), "received": {"received": None}}
+
+    def inputs_for(self, key: Any) -> Call:
+        ctx, x, _, weights = self.meta_inputs(key)
+        routes, words = meta(torch.int32, key.num_ranks * key.M, key.topk), meta(torch.int32, 1)
+        received = Received(
+            ctx, x, None, words, words, words, weights, routes, routes, words, key.M, key.M,
+            routing_skew=key.routing_skew,
+        )  # fmt: skip
+        return (x, received, ctx), {"num_sms": key.num_sms}
+
+
+def gathered(shard: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the shards of all ranks."""
+    is_alone = group_for(group).size == 1
+    return shard if is_alone else libraries.all_gather_rows(shard.contiguous(), group)
+
+
+EP_DISPATCH = DispatchOpInfo(ep_dispatch)
+EP_COMBINE = CombineOpInfo(ep_combine)
