@@ -203,6 +203,7 @@ def splits_in_2d(dtype: torch.dtype) -> None:
     for to_experts, align, gaps in ((True, 1, 0), (True, 8, 0), (False, 1, 3), (False, 8, 0)):
         shape = (size, ne) if to_experts else (ne, size)
         splits = torch.randint(0, k, shape, dtype=torch.int32, device=device)
+        splits[(slice(None), 0) if to_experts else 0] = 0  # alignment reserves rows all the same
         spaces = splits + torch.randint(0, gaps + 1, shape, dtype=torch.int32, device=device)
         offsets = (spaces.flatten().cumsum(0) - spaces.flatten()).view(shape).int()
         rows = torch.randint(-9, 9, (int(spaces.sum()), length), device=device).to(dtype)

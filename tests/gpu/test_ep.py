@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.distributed import ep_ranks
+from tests.distributed import ep_names_ranks, ep_ranks
 from tests.distributed.test_ep import (  # noqa: F401
     test_different_bounds_are_an_error_on_every_rank,
     test_every_rank_raises_what_one_did_wrong,
@@ -43,3 +44,16 @@ def test_a_thousand_late_calls_where_ranks_share_a_gpu(on_gpus, alternate):
 @few_ranks
 def test_tuned_over_the_ranks(on_gpus):
     assert set(on_gpus(ep_ranks.tuned)) == {(1, 1)}
+
+
+@pytest.mark.gpu(count=2)
+def test_names_that_scripts_import(on_ranks):
+    """PyTorch's all-to-all, the reference, requires a GPU for each rank."""
+    run = on_ranks(2)
+    for dtype, has_scale in ((torch.bfloat16, True), (torch.int8, False)):
+        run(ep_names_ranks.sorted_rows, dtype, has_scale)
+    for flag in (True, False):
+        run(ep_names_ranks.layer, flag)
+        run(ep_names_ranks.low_latency_layer, flag)
+    run(ep_names_ranks.splits_in_2d, torch.float8_e4m3fn)
+    run(ep_names_ranks.own_script, True)
