@@ -27,7 +27,7 @@ def test_layer_for_few_tokens_is_exact(on_ranks):
 
 
 def test_splits_in_2d(on_two):
-    on_two(ep_names_ranks.splits_in_2d, torch.float8_e4m3fn, env=UNTUNED)
+    on_two(ep_names_ranks.splits_in_2d, torch.int8, env=UNTUNED)
 
 
 def test_own_scripts(on_two):
