@@ -201,8 +201,10 @@ def test_machines_that_differ_do_not_replace_records_of_each_other(url):
 
 
 def test_frozen_jobs_read_and_always_tune_only_publishes(url, monkeypatch):
-    frozen = job(opened(url), frozen=True)
+    frozen = job(opened(url, lease_seconds=60), frozen=True)
+    made = requests_of(frozen[0].remote, monkeypatch)
     assert [type(each) for each in together(frozen)] == [TuningFrozen] * 2
+    assert made == ["get"]
     always = job(opened(url), always_tune=True)
     made = requests_of(always[0].remote, monkeypatch)
     assert called(always) == []
@@ -370,6 +372,18 @@ def test_a_store_that_is_down_costs_one_warning(monkeypatch):
         ranks = job(opened(f"redis://:{PASSWORD}@127.0.0.1:{port}", lease_seconds=600))
         (said,) = called(ranks, 1, 2)
     assert f"remote store redis://***@127.0.0.1:{port}: ConnectionError: " in said
+
+
+def test_an_error_of_the_library_is_shown_without_the_password(monkeypatch):
+    def cat_file(*_, **__):
+        raise OSError(f"token {PASSWORD} is refused.")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    (said,) = called(job(opened(f"memory://fleet?token={PASSWORD}")))
+    assert said == (
+        "remote store memory://fleet?***: OSError: token *** is refused. "
+        "This process continues without it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,6 @@ class _FirstCall:
                 lambda record: self._validate(record, agreement.fingerprint),
                 may_wait=not cannot_tune,
             )  # fmt: skip
-            if found is not None and not ranks.is_leader:
-                parts.memory_store.put(found.record)
         if found is not None:
             record, where = found
             mark_used(record)

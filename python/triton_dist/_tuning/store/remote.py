@@ -206,7 +206,7 @@ class RemoteStore:
             else:
                 self._refused.add(operation)
                 ending = f"This process makes no further {operation} requests"
-            warn(f"{error}. {ending}", CacheWarning)
+            warn(f"{str(error).rstrip('.')}. {ending}", CacheWarning)
         return None
 
     def _warn(self, name: str, text: str) -> None:
