@@ -512,7 +512,8 @@ def test_a_lease_whose_holder_fails_is_taken_by_the_other_job(url, monkeypatch):
     assert tunings(second) == [1, 1]
 
 
-def test_a_lease_that_stays_delays_a_job_up_to_the_bound(url, monkeypatch):
+def test_a_lease_that_stays_delays_a_job_up_to_the_bound(url, monkeypatch, caplog):
+    caplog.set_level("INFO", "triton_dist.cache")
     name = first_entry(url)
     opened(url).request(lambda backend: backend.put(name, b"gone", 1000))
     lease = f"{name}.lease"
@@ -527,6 +528,7 @@ def test_a_lease_that_stays_delays_a_job_up_to_the_bound(url, monkeypatch):
     assert tunings(ranks) == [1, 1]
     assert sum(slept) == pytest.approx(50)
     assert max(slept) <= 2
+    assert caplog.text.count("waiting for another job, 50 s at most") == 1
     # The lease of the other job stays.
     assert get(url, lease) == b"killed"
     ranks[0].remote._leases[name] = "other"
@@ -573,6 +575,7 @@ def test_a_store_without_exclusive_files_has_no_lease_but_records(url, monkeypat
 )
 def test_urls_are_shown_without_credentials(url, shown):
     assert without_secrets(url, url) == shown
+    assert "sesame" not in repr(opened(url, secret="sesame"))
     assert "sesame" not in without_secrets(f"no {url}, no sesame", url) or "sesame" not in url
 
 

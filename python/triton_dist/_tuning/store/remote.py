@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hmac
 import json
+import logging
 import os
 import re
 import secrets
@@ -50,7 +51,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RemoteStore:
     """Records in a store that other machines read and write.
 
@@ -106,6 +107,9 @@ class RemoteStore:
                 # Read again: another job may have published between the look-up and the lease.
                 self._leases[name] = token
                 continue
+            if pause == _FIRST_PAUSE:
+                log = logging.getLogger("triton_dist.cache")
+                log.info("%s/%s: waiting for another job, %g s at most", self.url, name, seconds)
             left = deadline - time.monotonic()
             if taken is None or left <= 0:  # ``None``: the store failed
                 return None
