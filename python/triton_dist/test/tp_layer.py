@@ -1,7 +1,7 @@
 """Common parts of the scripts for the tensor-parallel layers.
 
-Options, the block from which a layer is built, a check against the block, and times next to torch's
-GEMM and all-reduce.
+A script parses the options, builds a layer from a block of a model, and compares the layer with the
+block. It then prints times next to the layer on torch's GEMMs and all-reduce.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def reduced_model(model: str, num_layers: int | None, folder: str) -> str:
     return folder
 
 
-def operand(args: argparse.Namespace, *shape: int) -> torch.Tensor:
+def random_input(args: argparse.Namespace, *shape: int) -> torch.Tensor:
     """Return random values from 0 to 0.1, equal on all ranks."""
     values = torch.rand(shape, generator=torch.Generator().manual_seed(args.seed)) / 10
     return values.to(dtype_named(args.dtype)).to(current_device().torch_device)
@@ -115,7 +115,7 @@ def rows_of_rank(whole: torch.Tensor) -> torch.Tensor:
 
 
 def batch_and_tokens(args: argparse.Namespace, max_batch: int, max_tokens: int) -> tuple[int, int]:
-    """Return the number of sequences, a multiple of the ranks, and of tokens; few on CPU ranks."""
+    """Return the numbers of sequences (a multiple of the ranks) and tokens; small on CPU ranks."""
     size, batch, tokens = dist.get_world_size(), args.bsz, args.seq_len
     if not is_cuda():
         batch, tokens = min(batch, max_batch), min(tokens, max_tokens)
@@ -151,6 +151,6 @@ def _run(args: argparse.Namespace, title: str, layer_calls: Mapping[str, LayerCa
     profile("tp_layer", args.profile, *(each.call for each in layer_calls.values()))
 
 
-def no_grad(module: Any) -> Callable[..., Any]:
-    """Return ``module`` without gradients."""
+def without_gradients(module: Any) -> Callable[..., Any]:
+    """Return a function that calls ``module`` under ``torch.no_grad``."""
     return torch.no_grad()(module)  # type: ignore[no-any-return]

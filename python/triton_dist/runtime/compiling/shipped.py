@@ -50,13 +50,15 @@ class ShippedCache(CacheManager):
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         self._digest = base64.b32decode(key + "=" * (-len(key) % 8)).hex()
-        self._is_cache = not (override or dump)  # override and dump folders are for users
+        self._is_cache = not (
+            override or dump
+        )  # Triton's folders for overrides and dumps are not caches
         self._previous, self._creation_error = None, None
         try:
             self._previous = (_previous_class or FileCacheManager)(
                 key, override=override, dump=dump
             )
-        except OSError as error:  # creates folders even for reads; home may be read-only
+        except OSError as error:  # it creates a folder even for reads; home may be read-only
             if not self._is_cache:
                 raise
             self._creation_error = error
@@ -203,10 +205,10 @@ def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
     is_module = filename.endswith(MODULE_SUFFIX)
     if is_module:
         name, here = filename.removesuffix(MODULE_SUFFIX), module_facts()
-        known, hidden = here, "its C source, such as types of arguments,"
+        known, unlisted = here, "its C source, such as types of arguments,"
     else:
         name, here = filename.removesuffix(".json"), compilation_facts(triton_compat.compilation())
-        known, hidden = main_facts(here), "Triton's own files"
+        known, unlisted = main_facts(here), "Triton's own files"
     candidates = [
         (differences(entry.facts, here), digest, pack)
         for pack in packs_in(pack_places())
@@ -217,4 +219,4 @@ def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
         return KernelNotShipped(name, known, "", (), reason)
     differ, digest, pack = min(candidates, key=lambda each: (len(each[0]), each[1]))
     nearest = f"{digest[:12]} in {pack.path}"
-    return KernelNotShipped(name, known, nearest, differ or [f"{hidden} differ"], reason)
+    return KernelNotShipped(name, known, nearest, differ or [f"{unlisted} differ"], reason)

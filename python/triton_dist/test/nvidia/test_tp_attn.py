@@ -57,13 +57,13 @@ def main() -> None:
     if is_decoding:
         cache.rand_fill_kv_cache(prompt)
     cache.kv_offset.fill_(first)
-    x = tp_layer.operand(args, batch, tokens, config.hidden_size)
+    x = tp_layer.random_input(args, batch, tokens, config.hidden_size)
     positions = torch.arange(first, first + tokens, device=device)
     attention = (positions[None].expand(batch, -1), cos_sin, cache, 0)
     if is_decoding:
         golden = layer.torch_fwd(x, *attention)
     else:
-        golden = tp_layer.no_grad(block.self_attn)(x, rotary(positions, x.dtype))[0]
+        golden = tp_layer.without_gradients(block.self_attn)(x, rotary(positions, x.dtype))[0]
 
     layer_calls = {"torch": LayerCall(lambda: layer.torch_fwd(x, *attention), golden)}
     if args.mode == "ag_rs":

@@ -55,25 +55,25 @@ def main() -> None:
     ids = torch.randint(0, model.config.vocab_size, (batch, prompt + 1), device=device)
     positions = torch.arange(prompt + 1, device=device).expand(batch, -1)
     with torch.no_grad():
-        whole = stock(input_ids=ids, position_ids=positions).logits.float()
+        logits = stock(input_ids=ids, position_ids=positions).logits.float()
     del stock
     is_decoding = args.run_type == "decode"
     begin, end = (prompt, prompt + 1) if is_decoding else (0, prompt)
-    golden = whole[:, end - 1 : end]
+    golden = logits[:, end - 1 : end]
     largest = golden.abs().max()  # errors accumulate over layers, so compare relative to this
     cache = model.new_cache(batch)
     if is_decoding:
         model.inference(ids[:, :prompt], positions[:, :prompt], cache)
         cache.inc_offset(prompt)
-    asked, at = ids[:, begin:end], positions[:, begin:end]
+    inputs, input_positions = ids[:, begin:end], positions[:, begin:end]
 
     def layer_call(mode: str) -> LayerCall:
         sequence_parallel = mode == "triton_dist"
-        own = rows_of_rank(asked) if sequence_parallel else asked
+        own = rows_of_rank(inputs) if sequence_parallel else inputs
 
         def call() -> torch.Tensor:
             model.set_fwd(mode)
-            return torch.div(model.inference(own, at, cache), largest)
+            return torch.div(model.inference(own, input_positions, cache), largest)
 
         return LayerCall(call, (rows_of_rank(golden) if sequence_parallel else golden) / largest)
 

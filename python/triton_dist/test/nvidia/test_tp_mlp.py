@@ -38,11 +38,11 @@ def main() -> None:
     size = dist.get_world_size()
     M = max(1, (args.M if is_cuda() else args.M // CPU_SCALE) // size) * size
     block, config = tp_layer.block_of(args)
-    x = tp_layer.operand(args, M, config.hidden_size)
+    x = tp_layer.random_input(args, M, config.hidden_size)
     layer = TP_MLP(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.mlp, verbose=True)
     layer._init_ctx(max_M=M)
-    golden = tp_layer.no_grad(block.mlp)(x)
+    golden = tp_layer.without_gradients(block.mlp)(x)
     own = rows_of_rank(x)
     gate, up = layer.torch_ag_gemm(own).chunk(2, -1)
     hidden = layer.act_fn(gate) * up

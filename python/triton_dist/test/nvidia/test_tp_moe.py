@@ -37,11 +37,11 @@ def main() -> None:
     block, config = tp_layer.block_of(args)
     if not config.num_experts:
         raise InvalidArgument("test_tp_moe", "model", args.model, "a model with experts")
-    x = tp_layer.operand(args, batch, tokens, config.hidden_size)
+    x = tp_layer.random_input(args, batch, tokens, config.hidden_size)
     layer = TP_MoE(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.mlp, verbose=True)
     layer._init_ctx(M=batch * tokens)
-    golden, own = tp_layer.no_grad(block.mlp)(x)[0], rows_of_rank(x)
+    golden, own = tp_layer.without_gradients(block.mlp)(x)[0], rows_of_rank(x)
     layer_calls = {
         "torch": LayerCall(lambda: layer.torch_fwd_no_loop(x), golden),
         "sequence-parallel": LayerCall(lambda: layer.dist_triton_fwd(own), rows_of_rank(golden)),

@@ -19,8 +19,9 @@ Numerics: docs/reference/gemm_rs.md.
 Design (docs/explanation/gemm_all_reduce.md):
     * A tile waits only for tiles that come earlier in the peers' order, so waits have no cycle.
     * A separate launch copies the sums to C; ``copy_to_local=False`` omits it.
-    * Flags and slots alternate without a barrier: two-shot with ``slots/epochs.py``, one-shot with
-      ``exchange/protocol.py`` in one launch, because few rows take only a few us.
+    * Calls alternate between two slots, and flags count calls, so a call has no barrier. Two-shot
+      uses ``slots/epochs.py``. One-shot uses ``exchange/protocol.py`` in one launch, because few
+      rows take only a few us.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def gemm_ar(
 ) -> torch.Tensor:
     """Return the sum over ranks of ``A @ B``, plus ``bias``, on every rank. Tuned over all ranks.
 
-    The docstring of the module ``gemm_allreduce.op`` describes the numerics, and the docstring of
+    ``docs/reference/gemm_rs.md`` describes the numerics, and the docstring of
     ``triton_dist.kernels.nvidia`` the rules for calls.
 
     Args:

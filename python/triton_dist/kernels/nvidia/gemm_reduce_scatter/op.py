@@ -20,7 +20,8 @@ Design (docs/explanation/gemm_reduce_scatter.md):
     * A program waits only after it has announced all its tiles for peers, so waits have no cycle.
     * A TMA store is asynchronous. ``publish_tile`` waits for its completion before it sets the
       flag; it runs after the next tile is computed, when the store has usually finished.
-    * Flags and slots alternate without a barrier (``slots/epochs.py``).
+    * Calls alternate between two slots, and flags count calls, so a call has no barrier
+      (``slots/epochs.py``).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def gemm_rs(
 ) -> torch.Tensor:
     """Return this rank's rows of the sum of ``A @ B`` over all ranks, plus ``bias``; tuned.
 
-    The docstring of the module ``gemm_reduce_scatter.op`` describes the numerics, and the docstring
-    of ``triton_dist.kernels.nvidia`` the rules for calls.
+    ``docs/reference/gemm_rs.md`` describes the numerics, and the docstring of
+    ``triton_dist.kernels.nvidia`` the rules for calls.
 
     Args:
         A: [M, K_per_rank], any strides, dtype of the context or fp8; M is a multiple of the number
@@ -81,8 +82,8 @@ def gemm_rs(
         persistent: use the persistent GEMM kernel (tuned).
         fuse_scatter: older name of ``algorithm``: ``True`` is ``"fused"``, ``False`` is
             ``"copy_engine"``.
-        num_chunks: chunks in which a copy engine pushes a rank's rows, at most; chunks of the
-            reduce-scatter of ``"serial"`` (tuned).
+        num_chunks: largest number of chunks in which a copy engine pushes a rank's rows. With
+            ``"serial"``: chunks of the reduce-scatter (tuned).
         method: ``algorithm`` as an enum member; kept for scripts of Triton-distributed.
         bias: [N], contiguous; added once to each row of this rank.
         reduce_st: add tiles to one fp32 sum on the owner, only with ``"fused"``. Default:
