@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 # torch and what imports it are imported where they are needed: the process that only hands tests to
 # workers starts two seconds earlier.
 
-STARTING_PROCESSES = {"distributed", "docs", "examples", "benchmarks"}
-"""Folders whose files take longest. Workers of pytest-xdist take files in the order of collection:
-what is long and comes last would be waited for by all but one."""
+LAST_FOLDERS = ("layers", "distributed", "benchmarks", "docs", "examples")
+"""Folders whose tests run several ranks. Workers of pytest-xdist take files in this order. Other
+tests often wait and leave a core to tests/compile, which runs at the same time. At the end, when one
+worker has no more files, the ranks of the last file still use all cores."""
 COMPILE_ONLY = Path(__file__).parent / "compile"
 
 
@@ -47,12 +49,23 @@ def is_compile_only(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first; skip, with the reason, what this process cannot run."""
-    items.sort(key=lambda item: STARTING_PROCESSES.isdisjoint(item.path.parts))
+    """Put files that use all cores last; skip, with the reason, what this process cannot run."""
+
+    def position(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return LAST_FOLDERS.index(folder) if folder in LAST_FOLDERS else -1
+
+    items.sort(key=position)
     for item in items:
         reason = reason_to_skip(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and test items from garbage collections, which would take 3 s per worker."""
+    gc.collect()
+    gc.freeze()
 
 
 def reason_to_skip(item: pytest.Item) -> str | None:
