@@ -41,7 +41,7 @@ NOT_RUN = {
         "the page's own program, which test_code_blocks and test_programs run",
     r".*bench_(overlap|collectives|any_m|first_calls|search_quality)\.py":
         "takes minutes on CPU ranks; tests/benchmarks measures less with the same options",
-    r"(bash scripts/launch\.sh|scripts/python) examples/": "tests/examples runs it",
+    r"(bash scripts/launch\.sh|scripts/python)( --\S+)* examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
     r"bash scripts/launch\.sh test_ep_a2a\.py": "test_ep_ll_a2a.py has the same functions",
     r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$":
