@@ -150,8 +150,7 @@ def test_environment_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_of_a_cpu_rank_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for fresh in (False, True):
-        assert spawn_ranks(1, kind_of_kernel, init=False, fresh=fresh) == ["InterpretedFunction"]
+    assert spawn_ranks(1, kind_of_kernel, init=False) == ["InterpretedFunction"]
 
 
 def test_ranks_that_interpret_start_with_layers_and_rewritten_kernels() -> None:
