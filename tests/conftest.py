@@ -96,9 +96,7 @@ _cache_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's tuning records; ranks inherit the folder."""
     # Not tmp_path: pytest would create a folder for each test, and list all of them each time.
     folder = tmp_path_factory.getbasetemp() / f"cache{next(_cache_numbers)}"
