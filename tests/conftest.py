@@ -17,8 +17,8 @@ import pytest
 
 LAST_FOLDERS = ("layers", "distributed", "benchmarks", "docs", "examples")
 """Folders whose tests run several ranks. Workers of pytest-xdist take files in this order. Other
-tests often wait and leave a core to tests/compile, which runs at the same time. At the end, when one
-worker has no more files, the ranks of the last file still use all cores."""
+tests often wait and leave a core to tests/compile, which runs at the same time. When one worker has
+no more files, the ranks of the last file still use all cores."""
 COMPILE_ONLY = Path(__file__).parent / "compile"
 
 
