@@ -31,7 +31,7 @@ _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
 
 @dataclass(frozen=True)
 class Mode:
-    """One mode for compiled kernels.
+    """A mode other than the checks of ``interp``.
 
     Attributes:
         finds: what the mode finds, in a few words.
@@ -224,12 +224,14 @@ def nearest_of(word: str, runs: str) -> str:
 
 
 def variables_of(words: Iterable[str]) -> dict[str, str]:
-    """Return the variables that modes of compiled kernels set. They turn tuning off, because
-    instrumented kernels are slower."""
-    set_by = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
+    """Return the environment variables that modes set.
+
+    Modes that instrument kernels also turn tuning off, because their kernels are slower.
+    """
+    variables = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
     if any(MODES[word].tool or MODES[word].variables for word in words if word in MODES):
-        set_by[knobs.autotune.variable] = "0"
-    return set_by
+        variables[knobs.autotune.variable] = "0"
+    return variables
 
 
 @functools.cache

@@ -46,7 +46,7 @@ LAYER_CONFIGS = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype of a name of a command line; of results, for ``RECIPES``."""
+    """Return the torch dtype that a command line names; for ``RECIPES``, the dtype of results."""
     dtype = torch.bfloat16 if name in RECIPES else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -88,6 +88,7 @@ class _ThreadLocalValue:
         return getattr(self._local, "value", None)
 
     def put(self, value: object) -> Any:
+        """Set the value and return the previous value."""
         before, self._local.value = self.get(), value
         return before
 

@@ -140,7 +140,9 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
     return list({r.key: r for r in ordered if r.fingerprint.version == version}.values())
 
 
-def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> list[TuningRecord]:
+def own_records(
+    key: Key, present: Fingerprint, found: Iterable[StoredRecord]
+) -> list[TuningRecord]:
     """Return the records in ``found`` of the function of ``key``, with its present module name.
 
     A record of another module belongs to the function if code, constants and version match. The
@@ -148,20 +150,20 @@ def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> li
     """
     own = []
     for record, _ in (each for each in found if each.is_of(key)):
-        elsewhere = replace(
+        with_present_code = replace(
             record.fingerprint,
-            source=now.source,
-            literal=now.literal,
-            bound=now.bound,
-            version=now.version,
+            source=present.source,
+            literal=present.literal,
+            bound=present.bound,
+            version=present.version,
         )
-        if record.key.module == key.module or not record.fingerprint.diff(elsewhere):
+        if record.key.module == key.module or not record.fingerprint.diff(with_present_code):
             own.append(replace(record, key=replace(record.key, module=key.module)))
     return own
 
 
 def contents_of(records: Iterable[TuningRecord]) -> Contents:
-    """Return a pack without kernels that has the latest records of each function and GPU model.
+    """Return the contents of a pack: the latest records of each function and GPU model, no kernels.
 
     Raises:
         NoSuchFunction: a function declares no version.
@@ -203,13 +205,13 @@ def differences(before: Pack, after: Pack) -> Iterator[str]:
         elif old[key].best.digest != new[key].best.digest:
             yield f"! {' '.join(key)}: {_winner(old[key])} -> {_winner(new[key])}"
     for digest in sorted(before.kernels.keys() | after.kernels.keys()):
-        one, other = before.kernels.get(digest), after.kernels.get(digest)
-        if one is None or other is None:
-            sign, entry = ("+", other) if one is None else ("-", one)
+        old_kernel, new_kernel = before.kernels.get(digest), after.kernels.get(digest)
+        if old_kernel is None or new_kernel is None:
+            sign, entry = ("+", new_kernel) if old_kernel is None else ("-", old_kernel)
             assert entry is not None
             yield f"{sign} kernel {entry.name} {digest[:12]}"
-        elif one.files != other.files:
-            yield f"! kernel {one.name} {digest[:12]}: different bytes under the same digest"
+        elif old_kernel.files != new_kernel.files:
+            yield f"! kernel {new_kernel.name} {digest[:12]}: different bytes under the same digest"
 
 
 def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]) -> Contents:

@@ -1,4 +1,6 @@
-"""Hooks into programs that ``triton-dist dump`` and ``profile`` run; Python imports it at start.
+"""Hooks into programs that ``triton-dist dump`` and ``profile`` run.
+
+Python imports this module when it starts.
 
 When the program imports Triton, ``dump`` exports each kernel that it compiles or loads from
 Triton's cache. When it imports the tuner, ``profile`` records calls of tuned functions. A program
