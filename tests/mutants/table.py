@@ -355,15 +355,22 @@ MUTANTS = (
     Mutant(
         "samples: a sample of several calls is their mean",
         _ATTEMPT,
-        "round(each / len(self._sampled), 6)",
-        "round(each, 6)",
+        "round(max(each) / len(batches[0]), 6)",
+        "round(max(each), 6)",
+        VARIED,
+    ),
+    Mutant(
+        "samples: the slowest input counts if the function asks for it",
+        _ATTEMPT,
+        "is_worst = self._subject.hooks.worst_input",
+        "is_worst = False",
         VARIED,
     ),
     Mutant(
         "samples: a config is sampled by all calls",
         _ATTEMPT,
-        "for args, kwargs in self._sampled:",
-        "for args, kwargs in self._sampled[:1]:",
+        "for args, kwargs in calls:",
+        "for args, kwargs in calls[:1]:",
         VARIED,
     ),
     Mutant(

@@ -407,6 +407,15 @@ def test_a_sample_is_the_mean_of_a_call_each(timing: str) -> None:
     assert runs == 1 + 3 * (captured + policy.warmup + policy.repeat)
 
 
+@pytest.mark.parametrize("timing", ["events", "graph"])
+def test_a_sample_is_the_time_of_the_slowest_input(timing: str) -> None:
+    policy = Policy(warmup=1, repeat=3, timing=timing)
+    (rank,) = ranks(Hooks(input_variants=varied, worst_input=True), policy=policy)
+    record = rank.tuned.tune(1)
+    found = {trial.config["tile"]: trial.outcome.samples for trial in record.trials}
+    assert found == {"lucky": (4.0,) * 3, "steady": (2.0,) * 3}
+
+
 @pytest.mark.parametrize("result", [[{"y": 2}], [2]])
 def test_what_are_no_arguments_of_the_call_is_refused(result: Any) -> None:
     (rank,) = ranks(Hooks(input_variants=lambda x, **_: result))

@@ -80,6 +80,7 @@ def autotune(
     fallback_fn: Callable[[Config], object] | None = None,
     waves_fn: Callable[[Any, Config], float | None] | None = None,
     input_variants_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
+    worst_input: bool = False,
 ) -> Decorator[K]:
     """Return a decorator that chooses a function's tunable arguments by measuring, once per key.
 
@@ -155,6 +156,7 @@ def autotune(
             whose time depends on the values in their tensors. Each sample is the mean over the call
             and one call per mapping. Excludes ``restore`` and ``reset_fn``, because nothing is
             restored between these calls.
+        worst_input: each sample is the time of the slowest of these calls, not their mean.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. If the last one is ``True``, the
@@ -220,7 +222,16 @@ def autotune(
     )
     space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
-    hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore, input_variants_fn)
+    hooks = Hooks(
+        prepare_fn,
+        recover_fn,
+        reset_fn,
+        check_fn,
+        agree_fn,
+        restore,
+        input_variants_fn,
+        worst_input,
+    )
     process = ProcessFunctions(
         functools.partial(group_for, scope=scope),
         group_member if scope == "world" else NoGroup,

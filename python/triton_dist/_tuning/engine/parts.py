@@ -48,6 +48,8 @@ class Hooks:
     input_variants: Callable[..., Iterable[Mapping[str, Any]]] | None = None
     """``input_variants(*args, **kwargs)`` returns mappings from argument names to other, equally
     likely values. A sample is the mean over the call and one call per mapping."""
+    worst_input: bool = False
+    """Whether a sample is the time of the slowest of these calls instead."""
 
 
 class NoGroup:

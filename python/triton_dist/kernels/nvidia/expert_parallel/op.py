@@ -73,6 +73,7 @@ def id_variants(
     key_fn=dispatch_key,
     key_sizes=("M",),
     input_variants_fn=id_variants,
+    worst_input=True,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_dispatch(
