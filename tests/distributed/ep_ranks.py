@@ -205,7 +205,7 @@ def random_calls(seed: int, rounds: int) -> int:
                 options = {
                     "quantise": quantise, "max_tokens": max_tokens, "expert_map": expert_map,
                     "alignment": alignment, "algorithm": name, "block_bytes": 512,
-                    "num_sms": shared.choice([None, 1]),
+                    "num_sms": shared.choice([None, 4]),
                 }  # fmt: skip
                 if name == "push" and shared.random() < 0.3:
                     received = ep_send(x, ids, ctx, topk_weights=weights, **options).wait()
@@ -378,23 +378,31 @@ def faults() -> list[str]:
     return messages
 
 
-def different_bounds() -> None:
-    """Raise on every rank if ranks pass different ``max_tokens``; a reset context works again."""
+def different_arguments() -> None:
+    """Raise on every rank if ranks pass different arguments; a reset context works again."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
     with create_ep_context(rank, size, size, 4, 16, size, 1, torch.float32) as ctx:
         x = torch.ones(2, 16, device=device.torch_device)
         ids = torch.zeros(2, 1, dtype=torch.int32, device=device.torch_device)
+        weights = torch.ones(2, 1, device=device.torch_device)
 
-        def call() -> None:
-            ep_dispatch.fn(x, ids, ctx, max_tokens=4 - (rank == 1))
+        def call(apply_weights: bool = True, **options: Any) -> None:
+            received = ep_dispatch.fn(x, ids, ctx, **{"topk_weights": weights, **options})
+            ep_combine.fn(x.new_ones(8, 16), received, ctx, apply_weights=apply_weights)
             ctx.check()
 
-        with pytest.raises(RankDisagreement):
-            call()
-        dist.barrier()
-        ctx.reset()
-        ep_dispatch.fn(x, ids, ctx)
-        ctx.check()
+        for name, values in {
+            "max_tokens": (4, 3),
+            "quantise": (False, True),
+            "topk_weights": (None, weights),
+            "num_ctas": (1, 2),
+            "apply_weights": (True, False),
+        }.items():
+            with pytest.raises(RankDisagreement):
+                call(**{name: values[rank == 1]})
+            dist.barrier()
+            ctx.reset()
+        call()
 
 
 def checked() -> int:

@@ -36,8 +36,8 @@ def test_every_rank_raises_what_one_did_wrong(on_two):
     "race" in checks_of(knobs.debug.get()),
     reason="ranks that disagree about sizes write to the same places, which interp:race reports",
 )
-def test_different_bounds_are_an_error_on_every_rank(on_two):
-    on_two(ep_ranks.different_bounds)
+def test_different_arguments_are_an_error_on_every_rank(on_two):
+    on_two(ep_ranks.different_arguments)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed import ep_names_ranks, ep_ranks
 from tests.distributed.test_ep import (  # noqa: F401
-    test_different_bounds_are_an_error_on_every_rank,
+    test_different_arguments_are_an_error_on_every_rank,
     test_every_rank_raises_what_one_did_wrong,
     test_rows_stay_until_the_next_call,
 )

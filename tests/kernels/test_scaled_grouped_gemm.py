@@ -108,8 +108,12 @@ def test_layouts_of_scales_and_mixed_recipes():
     check(grouped_gemm(A, B, ids, autotune=False, **single), A, B, single, ids)
     A, B, scales, ids = operands("block", 9, 2, 3, 256, 256)
     expected = grouped_gemm(A, B, ids, autotune=False, **scales)
-    given = {**scales, "B_scale": scales["B_scale"].mT}
-    assert torch.equal(grouped_gemm(A, B, ids, autotune=False, **given), expected)
+    for changed in (
+        {"B_scale": scales["B_scale"].mT},
+        {"A_scale": scales["A_scale"].contiguous()},
+    ):
+        given = {**scales, **changed}
+        assert torch.equal(grouped_gemm(A, B, ids, autotune=False, **given), expected)
 
 
 def test_tuning_keys():
@@ -132,7 +136,10 @@ def refused():
     yield "B_scale.device", {"B_scale": scales["B_scale"].to("meta")}
     yield "A_scale, B_scale is .* recipe", {"A_scale": scales["A_scale"][:-1]}
     yield "A_scale, B_scale is .* recipe", {"A_scale": block["A_scale"]}
-    yield "A_scale, B_scale is .* recipe", {**block, "A_scale": block["A_scale"].contiguous()}
+    yield (
+        "A_scale, B_scale is .* recipe",
+        {**block, "A_scale": block["A_scale"].repeat(1, 2)[:, :2]},
+    )
     yield "A_scale, B_scale is .* recipe", {**block, "B_scale": block["B_scale"][:2]}
     yield r"B\.stride\(\)", {"B": B.contiguous()}
     yield r"B\.dtype", {"B": B.to(torch.bfloat16)}

@@ -235,6 +235,13 @@ class CudaDevice:
             work()
         current.wait_stream(side)
 
+    def record_event(self) -> Callable[[], None]:
+        """Return a function that makes the stream that is then current wait for the work that is
+        queued on the current stream now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.index))
+        return lambda: torch.cuda.current_stream(self.index).wait_event(event)
+
     def copy_stream(self, stream: torch.cuda.Stream | None = None) -> CudaCopyStream:
         return CudaCopyStream(self.torch_device, stream, staged=ranks_per_gpu() > 1)
 

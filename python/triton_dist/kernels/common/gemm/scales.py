@@ -13,9 +13,9 @@ BLOCK    [M, K / 128], strides (1, M)            [K / 128, N / 128] with strides
 =======  ======================================  =================================================
 
 Divisions round up. Experts B [E, K, N] have E such scales of B, stacked, and TENSOR may have one
-for all experts. A ROW call may have TENSOR scales on one side. TENSOR and ROW scales multiply the
-accumulator once. BLOCK scales multiply the product of every 128 elements of K, which is then added
-in fp32.
+for all experts. With experts, BLOCK scales of A may also be row-major. A ROW call may have TENSOR
+scales on one side. TENSOR and ROW scales multiply the accumulator once. BLOCK scales multiply the
+product of every 128 elements of K, which is then added in fp32.
 
 Hopper's tensor cores add fp8 products with fewer bits than fp32. Unless ``use_fast_accum`` is set,
 partial sums over 128 elements of K are added in fp32, as cuBLAS does. BLOCK always does this.
@@ -293,7 +293,8 @@ class Scaling(NamedTuple):
         has_columns = is_single or b_shape in ([*experts, *end] for end in ((N,), (1, N), (N, 1)))
         if has_rows and has_columns and a.is_contiguous() and b.is_contiguous():
             return Recipe.TENSOR if a.numel() == 1 and is_single else Recipe.ROW
-        if a_shape != (M, blocks(K)) or not a.t().is_contiguous() or b.ndim != B.ndim:
+        is_dense = a.t().is_contiguous() or (bool(experts) and a.is_contiguous())
+        if a_shape != (M, blocks(K)) or not is_dense or b.ndim != B.ndim:
             return None
         in_memory = [*experts, blocks(N), blocks(K)]  # of both layouts of B_scale
         has_blocks = any(list(x.shape) == in_memory and x.is_contiguous() for x in (b, b.mT))
@@ -482,8 +483,9 @@ def _fp8_checks(
     of_expert = f", each for {experts} experts" if experts else ""
     expected = (
         f"shapes and strides of one recipe: one element each; [{M}] or [{M}, 1] for {a}, and "
-        f"[{N}], [1, {N}] or [{N}, 1] for {b}; or [{M}, {along_k}] with strides (1, {M}) for {a}, "
-        f"and [{along_k}, {along_n}] with strides (1, {along_k}) or a contiguous "
+        f"[{N}], [1, {N}] or [{N}, 1] for {b}; or [{M}, {along_k}] with strides (1, {M})"
+        f"{' or contiguous' if experts else ''} for {a}, and [{along_k}, {along_n}] with strides "
+        f"(1, {along_k}) or a contiguous "
         f"[{along_n}, {along_k}] for {b}{of_expert}"
     )
     good = Scaling(A_scale, B_scale).recipe(A, B) is not None

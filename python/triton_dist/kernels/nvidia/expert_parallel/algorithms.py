@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
+from triton_dist.kernels.common.peers import fold_count
 from triton_dist.kernels.nvidia.expert_parallel.context import (
     MAX_PACKET_TOKENS,
     SCALE_ELEMENTS,
@@ -44,14 +47,18 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     kernel_locate,
 )
 from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_dispatch_packets
+from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 
 _MAX_META = 16
+_MIN_PROGRAMS = 4
+"""A dispatch has a program of each kind."""
+_FREE_SMS = 4
 _ROUTES_OF_THREAD, _IDS_OF_THREAD = 4, 2
 """Routes that a thread of a layout program, and ids that a thread of a meta program, reads at a
 time. Copy programs of the same launch need the registers."""
 _DISPATCH = tuple(
-    LaunchParams(ctas, nbytes) for ctas in (240, 128, 64, 24) for nbytes in (16384, 8192, 4096)
+    LaunchParams(ctas, nbytes) for ctas in (128, 64, 24) for nbytes in (16384, 8192, 4096)
 )
 _PACKETS = tuple(
     LaunchParams(ctas, nbytes) for nbytes in (8192, 4096, 16384) for ctas in (128, 192)
@@ -74,7 +81,10 @@ class Key(NamedTuple):
     has_weights: bool
     has_capacity: bool
     """Whether the capacity is below ``max_tokens``."""
-    has_map: bool
+    replicas: int
+    """Columns of ``expert_map``; 0 without a map."""
+    id_dtype: torch.dtype | None
+    """Dtype of ``topk_ids``; ``None`` for a combine."""
     alignment: int
     num_sms: int | None
     routing_skew: str | None
@@ -91,15 +101,41 @@ def int32s(device: torch.device, *sizes: int) -> tuple[torch.Tensor, ...]:
     return tuple(vector[:size] for vector, size in zip(vectors, sizes, strict=True))
 
 
-def launch_options(params: LaunchParams, max_registers: int = 64) -> dict[str, int]:
-    """Return options that let two programs of 16 warps run on a multiprocessor."""
-    return {"num_warps": params.num_warps, "maxnreg": max_registers}
+def most_programs(num_sms: int | None, per_sm: int = 2) -> int:
+    """Return the largest number of programs of a launch if ``per_sm`` fit on a multiprocessor.
+
+    Programs wait for peers. Ranks may start the launches of two contexts in different orders, so
+    some multiprocessors must remain for the second launch.
+    """
+    device = current_device()
+    resident = MAX_CTAS if device.interprets else per_sm * (device.num_sms - _FREE_SMS)
+    return min(MAX_CTAS, resident, num_sms or MAX_CTAS)
+
+
+def num_sms_check(num_sms: int | None) -> Check:
+    fits = num_sms is None or (is_int(num_sms) and num_sms >= _MIN_PROGRAMS)
+    return "num_sms", num_sms, fits, f"None, or at least {_MIN_PROGRAMS}"
+
+
+@functools.lru_cache(4096)
+def digest_of(*arguments: object) -> int:
+    """Fold arguments that must be equal on all ranks into the size of a flag."""
+    return fold_count(zlib.crc32(repr(arguments).encode()))
+
+
+def launch_options(params: LaunchParams, per_sm: int = 2) -> dict[str, int]:
+    """Return options that let ``per_sm`` programs of 16 warps run on a multiprocessor."""
+    return {"num_warps": params.num_warps, "maxnreg": 128 // per_sm}
 
 
 def packet_options(params: LaunchParams, num_ranks: int) -> dict[str, int]:
     """Return launch options for a kernel in which each thread polls lines of all peers together."""
     warps = min(16, params.num_warps_in_packets)
-    return {"num_warps": warps, "maxnreg": 64 if num_ranks == 2 else 128}
+    return {"num_warps": warps, "maxnreg": 128 // packet_programs_of_sm(num_ranks)}
+
+
+def packet_programs_of_sm(num_ranks: int) -> int:
+    return 2 if num_ranks == 2 else 1
 
 
 def fits_packets(sizes: Key) -> bool:
@@ -159,9 +195,7 @@ class DispatchCall(OpCall):
         params = checked_params(
             "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS
         )
-        limit = min(MAX_CTAS - _MAX_META, self.num_sms or MAX_CTAS)
-        self.params = LaunchParams(min(params.num_ctas, limit), params.block_bytes)
-        self.tokens = len(self.x)
+        self.params, self.tokens = params, len(self.x)
         self.limit = self.ctx.max_tokens if self.max_tokens is None else self.max_tokens
         self.capacity = min(self.ctx.capacity, self.limit)
         self.wire_dtype = torch.float8_e4m3fn if self.quantise else self.x.dtype
@@ -169,6 +203,15 @@ class DispatchCall(OpCall):
 
     def run(self) -> Any:
         return self.start(receive=True)
+
+    def programs(self, plan: EPPlan, copies: int | None = None) -> tuple[int, int, int]:
+        """Return the numbers of meta, copy and layout programs."""
+        total, experts = most_programs(self.num_sms), self.ctx.local_experts
+        meta = max(1, min(_MAX_META, ceil_div(self.limit, plan.META_TOKENS), total // 8))
+        if copies is None:
+            copies = min(self.params.num_ctas, total - meta - 1 - min(experts, total // 2))
+            copies = max(1, copies)
+        return meta, copies, max(1, min(experts, total - meta - 1 - copies))
 
     def plan(self) -> EPPlan:
         topk, threads = self.topk_ids.shape[1], 32 * self.params.num_warps
@@ -182,10 +225,18 @@ class DispatchCall(OpCall):
 
     def start(self, receive: bool) -> Received:
         """Launch the call; without ``receive``, the result's ``wait`` launches the second half."""
-        ctx = self.ctx
-        if ctx.pending is not None:
+        if self.ctx.pending is not None:
             expected = "no other dispatch before wait() of the result of ep_send"
             raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
+        received, layout = self.result()
+        self.chosen.start(self, received, layout, receive)
+        if not receive:
+            self.ctx.pending, self.ctx.await_send = received, self.ctx.device.record_event()
+        return received
+
+    def result(self) -> tuple[Received, EPLayout]:
+        """Allocate the result, and return it also as an argument of the kernel."""
+        ctx = self.ctx
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
         routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
         row_of_position, position_of_route, local_ids, ends, counts, destinations = int32s(
@@ -210,10 +261,7 @@ class DispatchCall(OpCall):
             local_ids.view(-1, topk), destinations, self.tokens, self.limit,
             lambda: self.launch_kernel(layout, False, True), self.routing_skew,
         )  # fmt: skip
-        self.chosen.start(self, received, layout, receive)
-        if not receive:
-            ctx.pending = received
-        return received
+        return received, layout
 
     def wire(self) -> torch.Tensor:
         """Return the receive buffer, flat."""
@@ -227,23 +275,30 @@ class DispatchCall(OpCall):
         locations = None
         if self.capacity < self.limit:
             if send:
-                self.locations = self.locate()
+                # Count what the user's calls drop, not the tuner's.
+                is_users = copies is None and not waits.are_limited()
+                self.locations = self.locate(ctx.dropped if is_users else ctx.dropped_in_tuning)
             locations = self.locations
-        ctx.buffer.begin(1, self.params.num_ctas, 1)
+        meta_programs, copies, _ = self.programs(self.plan(), copies)
+        ctx.buffer.begin(1, meta_programs + copies, 1)
         ctx.buffer.launcher.repeat(self.kernel(layout, locations, send, receive, copies))
         ctx.buffer.timeout_words.end()
 
-    def locate(self) -> torch.Tensor:
-        """Number the tokens for each rank, if the capacity is limited."""
+    def locate(self, dropped: torch.Tensor) -> torch.Tensor:
+        """Number the tokens for each rank, if the capacity is limited; add to ``dropped``."""
         ctx = self.ctx
         (locations,) = int32s(ctx.device.torch_device, ctx.num_ranks * self.limit)
         arguments = (
-            self.topk_ids, self.expert_map, locations, ctx.dropped, self.tokens, self.limit,
+            self.topk_ids, self.expert_map, locations, dropped, self.tokens, self.limit,
             self.capacity, self.logical_experts, ctx.rank,
         )  # fmt: skip
         options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
         ctx.buffer.launcher.repeat(Launch(kernel_locate, (ctx.num_ranks,), arguments, options))
         return locations
+
+    def digest(self, plan: EPPlan, *programs: int) -> int:
+        weighted = self.topk_weights is not None
+        return digest_of(self.limit, plan.TOPK, plan.SCALES, self.wire_dtype, weighted, *programs)
 
     @property
     def logical_experts(self) -> int:
@@ -259,9 +314,9 @@ class DispatchCall(OpCall):
     ) -> Launch:
         ctx, memory = self.ctx, self.ctx.buffer.memory
         plan = self.plan()
-        copies = self.params.num_ctas if copies is None else copies
-        metas = min(_MAX_META, ceil_div(self.limit, plan.META_TOKENS))
-        programs = (metas + copies if send else 0) + (plan.EXPERTS + 1 if receive else 0)
+        meta_programs, copies, layouts = self.programs(plan, copies)
+        programs = (meta_programs + copies if send else 0) + (layouts + 1 if receive else 0)
+        digest = self.digest(plan, meta_programs, copies)
         has_scales = plan.SCALES != "none"
         scales, meta = memory["scales"], memory["meta"]
         regions = EPMemory(
@@ -272,7 +327,7 @@ class DispatchCall(OpCall):
         arguments = (
             self.x, self.x_scale, self.topk_ids, self.topk_weights, locations, self.expert_map,
             regions, peers, layout, self.tokens, self.limit, self.capacity, ctx.hidden,
-            self.logical_experts, ctx.rank, metas, copies,
+            self.logical_experts, ctx.rank, meta_programs, copies, digest,
         )  # fmt: skip
         options = {"receives_only": not send, "ep_plan": plan, **launch_options(self.params)}
         return Launch(kernel_dispatch, (programs,), arguments, options)
@@ -343,8 +398,7 @@ def dispatch_key(
                 yield f"{name}.stride()", tensor.stride(), contiguous, "a contiguous tensor"
         is_power = is_int(alignment) and 1 <= alignment <= 256 and not alignment & (alignment - 1)
         yield "alignment", alignment, is_power, "a power of two, 1 to 256"
-        expected = "None, or at least 1"
-        yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
+        yield num_sms_check(num_sms)
         hints = (None, *SKEWS)
         yield "routing_skew", routing_skew, routing_skew in hints, ", ".join(map(repr, hints))
 
@@ -353,8 +407,9 @@ def dispatch_key(
     topk = topk_ids.shape[1]
     return Key(
         limit, ctx.hidden, topk, ctx.num_experts, x.dtype, ctx.num_ranks, scales,
-        topk_weights is not None, ctx.capacity < limit, expert_map is not None, alignment,
-        num_sms, routing_skew,
+        topk_weights is not None, ctx.capacity < limit,
+        0 if expert_map is None else expert_map.shape[1], topk_ids.dtype, alignment, num_sms,
+        routing_skew,
     )  # fmt: skip
 
 
@@ -382,7 +437,7 @@ class Push(_DispatchAlgorithm):
         return ((params.num_ctas, params.block_bytes) for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
+        limit = most_programs(sizes.num_sms)
         return bool(config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates())))
 
     def compile(self, call: DispatchCall) -> None:
@@ -438,14 +493,16 @@ class Packets(Push):
             BLOCK=max(2 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
             ROUTES=max(4, triton.next_power_of_2(ctx.num_ranks * call.limit * topk)),
         )
-        copies = call.params.num_ctas
-        programs = copies + min(plan.EXPERTS, MAX_CTAS - copies)
+        total = most_programs(call.num_sms, packet_programs_of_sm(ctx.num_ranks))
+        copies = min(call.params.num_ctas, total - min(plan.EXPERTS, total // 2))
+        programs = copies + min(plan.EXPERTS, total - copies)
+        digest = call.digest(plan, copies)
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map, call.wire(),
             ctx.buffer.memory["scales"].local if has_scales else None, ctx.packets(ctx.buffer),
             layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
-            ctx.meta_lines, copies,
+            ctx.meta_lines, copies, digest,
         )  # fmt: skip
         options = {"ep_plan": plan, **packet_options(call.params, ctx.num_ranks)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)

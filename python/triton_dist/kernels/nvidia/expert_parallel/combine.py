@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,15 +16,14 @@ from triton_dist.kernels.common.context import (
     Check,
     checked_buffer,
     gradient_check,
-    is_int,
     raise_first_error,
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import (
-    MAX_CTAS,
     LaunchParams,
     checked_params,
     params_for_device,
+    params_in,
 )
 from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
@@ -40,9 +39,13 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
     Key,
     check_packets,
+    digest_of,
     fits_packets,
     launch_options,
+    most_programs,
+    num_sms_check,
     packet_options,
+    packet_programs_of_sm,
     plan_of,
 )
 from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
@@ -50,6 +53,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
     EPPlan,
     begin_call_of,
+    check_rows,
     sum_of_choices,
 )
 from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_combine_packets
@@ -65,10 +69,15 @@ _PACKETS = tuple(LaunchParams(256, nbytes) for nbytes in (4096, 2048, 8192))
 _MIN_TOKENS_OF_CHUNKS = 4
 
 
+def programs_of_sm(params: LaunchParams) -> int:
+    """Return the programs that fit on a multiprocessor; large blocks need more registers."""
+    return 2 if params.block_bytes <= 8192 else 1
+
+
 @jit
 def send_sums(
-    y_ptr, partials_ptr, partials_table, ep_layout, call, token, max_tokens, hidden,
-    has_weights: tl.constexpr, ep_plan: tl.constexpr,
+    y_ptr, y_rows, partials_ptr, partials_table, ep_layout, call, token, max_tokens, hidden,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Send the sums of a token of each peer, if this rank has products of it."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -76,40 +85,37 @@ def send_sums(
     for step in range(1, NUM_RANKS):
         source = (call.rank + step) % NUM_RANKS
         target_ptr = target_at(partials_table, source, partials_ptr)
-        first_route = (source * max_tokens + token) * TOPK
+        route = (source * max_tokens + token) * TOPK
         latest = -1
         for choice in tl.static_range(TOPK):
-            position = tl.load(ep_layout.position_of_route + first_route + choice)
+            position = tl.load(ep_layout.position_of_route + route + choice)
             latest = tl.maximum(latest, position)
         if latest >= 0:
             for first in range(0, hidden, ep_plan.BLOCK):
                 column = first + tl.arange(0, ep_plan.BLOCK)
-                in_row = column < hidden
+                row = call.offset + call.rank * max_tokens + token
+                target = target_ptr + row * hidden + column
                 with dl.mark("push"):
                     total = sum_of_choices(
-                        y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights, ep_plan
-                    )
-                    row = call.offset + call.rank * max_tokens + token
-                    target = target_ptr + row * hidden + column
-                    tl.store(target, total.to(y_ptr.dtype.element_ty), mask=in_row)
+                        y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan
+                    )  # fmt: skip
+                    tl.store(target, total.to(y_ptr.dtype.element_ty), mask=column < hidden)
 
 
 @jit
 def add_sums(
-    y_ptr, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens, hidden,
-    has_weights: tl.constexpr, ep_plan: tl.constexpr,
+    y_ptr, y_rows, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens, hidden,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Add the sums that the ranks have sent for a token of this rank, in the order of ranks."""
     ranks = tl.load(ep_layout.destinations + token)
-    first_route = (call.rank * max_tokens + token) * ep_plan.TOPK
+    route = (call.rank * max_tokens + token) * ep_plan.TOPK
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     for first in range(0, hidden, ep_plan.BLOCK):
         column = first + tl.arange(0, ep_plan.BLOCK)
         in_row = column < hidden
         total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-        own = sum_of_choices(
-            y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights, ep_plan
-        )
+        own = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
         for source in tl.static_range(NUM_RANKS):
             is_sent = ((ranks >> source) & 1 != 0) & (call.rank != source)
             row = call.offset + source * max_tokens + token
@@ -125,35 +131,24 @@ def add_sums(
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
-@jit(do_not_specialize=["tokens", "max_tokens", "rank", "num_chunks"])
+@jit(do_not_specialize=["y_rows", "tokens", "max_tokens", "rank", "num_chunks", "digest"])
 def kernel_combine(
-    y_ptr,
-    out_ptr,
-    partials_ptr,
-    partials_table,
-    peers,
-    ep_layout,
-    tokens,
-    max_tokens,
-    hidden,
-    rank,
-    num_chunks,
-    has_weights: tl.constexpr,
-    ep_plan: tl.constexpr,
-):
+    y_ptr, y_rows, out_ptr, partials_ptr, partials_table, peers, ep_layout, tokens, max_tokens,
+    hidden, rank, num_chunks, digest, ep_plan: tl.constexpr,
+):  # fmt: skip
     """Sum the products of each token over experts and ranks into out [tokens, hidden].
 
     Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden]. A program sends one chunk of its
     tokens while it waits for the chunk before.
     """
-    call = begin_call_of(peers, max_tokens, rank, False, ep_plan)
+    call = begin_call_of(peers, digest, rank, False, ep_plan)
     program = tl.program_id(0)
+    check_rows(y_rows, ep_layout, ep_plan)
     # A rank that has begun no longer reads what an earlier call sent.
     if program == 0:
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
-    await_programs(
-        peers, 1, tl.full((ep_plan.LANES,), 0, tl.int32), chunk_flag(call, 0), ep_plan
-    )  # fmt: skip
+    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
+    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
     programs = tl.num_programs(0)
     steps = tl.cdiv(tl.cdiv(max_tokens, programs), num_chunks)
     for chunk in range(num_chunks + 1):
@@ -162,8 +157,8 @@ def kernel_combine(
             end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
             for token in range(begin, end, programs):
                 send_sums(
-                    y_ptr, partials_ptr, partials_table, ep_layout, call, token, max_tokens, hidden,
-                    has_weights, ep_plan,
+                    y_ptr, y_rows, partials_ptr, partials_table, ep_layout, call, token, max_tokens,
+                    hidden, ep_plan,
                 )  # fmt: skip
             notify_ranks(call, 0, chunk_flag(call, chunk), ep_plan)
         if chunk >= 1:
@@ -173,26 +168,25 @@ def kernel_combine(
             end = tl.minimum(chunk * steps * programs, tokens)
             for token in range(begin, end, programs):
                 add_sums(
-                    y_ptr, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens,
-                    hidden, has_weights, ep_plan,
+                    y_ptr, y_rows, out_ptr, partials_ptr, offset, ep_layout, call, token,
+                    max_tokens, hidden, ep_plan,
                 )  # fmt: skip
 
 
-@jit(do_not_specialize=["tokens"])
+@jit(do_not_specialize=["y_rows", "tokens"])
 def kernel_partial_sums(
-    y_ptr, out_ptr, ep_layout, tokens, hidden, has_weights: tl.constexpr, ep_plan: tl.constexpr
-):
+    y_ptr, y_rows, out_ptr, ep_layout, tokens, hidden, ep_plan: tl.constexpr
+):  # fmt: skip
     """Store this rank's sum for each token of all ranks in out [tokens, hidden], for a library."""
+    check_rows(y_rows, ep_layout, ep_plan)
     token = tl.program_id(0).to(tl.int64)
     while token < tokens:
         for first in range(0, hidden, ep_plan.BLOCK):
             column = first + tl.arange(0, ep_plan.BLOCK)
-            in_row = column < hidden
-            total = sum_of_choices(
-                y_ptr, ep_layout, token * ep_plan.TOPK, column, in_row, hidden, has_weights, ep_plan
-            )
+            route = token * ep_plan.TOPK
+            total = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
             out = out_ptr + token * hidden + column
-            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
         token += tl.num_programs(0)
 
 
@@ -222,8 +216,8 @@ class CombineCall(OpCall):
         params = checked_params(
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS
         )
-        limit = min(params.num_ctas, self.num_sms or MAX_CTAS)
-        self.params = LaunchParams(limit, params.block_bytes, params.num_chunks)
+        limit = most_programs(self.num_sms, programs_of_sm(params))
+        self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
 
     @property
@@ -234,23 +228,24 @@ class CombineCall(OpCall):
         received = self.received
         return EPLayout(
             None, received.weights if self.has_weights else None, received.position_of_route,
-            None, None, None, received.destinations, None, None,
+            None, received.ends, None, received.destinations, None, self.ctx.control,
         )  # fmt: skip
 
     def plan(self) -> EPPlan:
         block = self.params.block_bytes // self.y.element_size()
         return plan_of(self.ctx, self.received.position_of_route.shape[1], BLOCK=block)
 
+    def digest(self) -> int:
+        topk = self.received.position_of_route.shape[1]
+        return digest_of(self.received.max_tokens, topk, self.has_weights, self.params)
+
     def partial_sums(self) -> torch.Tensor:
         """Return this rank's sum for each token of all ranks, [ranks * max_tokens, hidden]."""
         received, ctx = self.received, self.ctx
         tokens = len(received.position_of_route)
         out = self.y.new_empty((tokens, ctx.hidden))
-        options = {
-            "has_weights": self.has_weights, "ep_plan": self.plan(),
-            "num_warps": self.params.num_warps,
-        }  # fmt: skip
-        arguments = (self.y, out, self.layout(), tokens, ctx.hidden)
+        options = {"ep_plan": self.plan(), "num_warps": self.params.num_warps}
+        arguments = (self.y, len(self.y), out, self.layout(), tokens, ctx.hidden)
         grid = (min(tokens, 8 * ctx.device.num_sms),)
         ctx.sums.launcher.repeat(Launch(kernel_partial_sums, grid, arguments, options))
         return out
@@ -284,14 +279,13 @@ def combine_key(
         yield "y.device", y.device, y.device == device, f"{device}"
         yield "y.stride()", y.stride(), y.is_contiguous(), "a contiguous tensor"
         yield gradient_check("y", y)
-        expected = "None, or at least 1"
-        yield "num_sms", num_sms, num_sms is None or (is_int(num_sms) and num_sms >= 1), expected
+        yield num_sms_check(num_sms)
 
     raise_first_error(function, checks())
     topk, limit = received.position_of_route.shape[1], received.max_tokens
     return Key(
         limit, ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
-        apply_weights and received.weights is not None, False, False, 1, num_sms,
+        apply_weights and received.weights is not None, False, 0, None, 1, num_sms,
         received.routing_skew,
     )  # fmt: skip
 
@@ -309,7 +303,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
         )
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        limit = MAX_CTAS if sizes.num_sms is None else sizes.num_sms
+        limit = most_programs(sizes.num_sms, programs_of_sm(params_in(config)))
         smallest = min(ctas for ctas, *_ in self.candidates())
         per_program = sizes.M // config["num_ctas"]
         chunks = int(config["num_chunks"])
@@ -331,15 +325,11 @@ class CombinePush(Algorithm[CombineCall, Key]):
         _, peers = ctx.sums.regions(call.y.dtype)
         partials = ctx.sums.memory["partials"]
         arguments = (
-            call.y, out, partials.local.view(call.y.dtype), partials.pointers, peers,
+            call.y, len(call.y), out, partials.local.view(call.y.dtype), partials.pointers, peers,
             call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
-            params.num_chunks,
+            params.num_chunks, call.digest(),
         )  # fmt: skip
-        options = {
-            "has_weights": call.has_weights,
-            **launch_options(params, 64 if params.block_bytes <= 8192 else 128),
-            "ep_plan": call.plan(),
-        }  # fmt: skip
+        options = {"ep_plan": call.plan(), **launch_options(params, programs_of_sm(params))}
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
 
 
@@ -362,14 +352,13 @@ class CombinePackets(CombinePush):
     def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
         ctx, received, params = call.ctx, call.received, call.params
         arguments = (
-            call.y, out, ctx.packets(ctx.sums), call.layout(), received.tokens,
-            received.max_tokens, ctx.hidden, ctx.rank,
+            call.y, len(call.y), out, ctx.packets(ctx.sums), call.layout(), received.tokens,
+            received.max_tokens, ctx.hidden, ctx.rank, call.digest(),
         )  # fmt: skip
-        options = {
-            "has_weights": call.has_weights, "ep_plan": call.plan(),
-            **packet_options(params, ctx.num_ranks),
-        }  # fmt: skip
-        return Launch(kernel_combine_packets, (params.num_ctas,), arguments, options)
+        options = {"ep_plan": call.plan(), **packet_options(params, ctx.num_ranks)}
+        programs = most_programs(call.num_sms, packet_programs_of_sm(ctx.num_ranks))
+        programs = min(params.num_ctas, programs)
+        return Launch(kernel_combine_packets, (programs,), arguments, options)
 
 
 class CombineCollective(Algorithm[CombineCall, Key]):

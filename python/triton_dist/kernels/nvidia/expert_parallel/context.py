@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,16 @@ MAX_EXPERTS, MAX_TOPK = 512, 16
 SCALE_ELEMENTS: int = kernel.SCALE_ELEMENTS.value
 MAX_PACKET_TOKENS = 128
 """Tokens of a rank up to which they can travel in packets."""
+_IN_USE = "at least num_positions() rows"
+FAULTS = {
+    kernel.FAULT_ID.value: (
+        "ep_dispatch", "topk_ids", "on a rank, an id without expert",
+        "ids of experts, or -1; in each row of expert_map, experts before -1",
+    ),
+    kernel.FAULT_WEIGHT.value: ("ep_dispatch", "topk_weights", "NaN on a rank", "no NaN"),
+    kernel.FAULT_ROWS.value: ("ep_combine", "y.shape", "fewer rows", _IN_USE),
+    kernel.FAULT_OUT.value: ("expanded", "out.shape", "fewer rows", _IN_USE),
+}  # fmt: skip
 META_ALIGNMENT = 128
 """Elements; slots of ids begin at multiples."""
 
@@ -42,7 +52,8 @@ class EPContext(OpContext[ExchangeBuffer]):
     """Symmetric memory of ``ep_dispatch`` and ``ep_combine``. A context manager.
 
     Attributes:
-        dropped: int32 [1] on the device, tokens that calls have dropped because of ``capacity``.
+        dropped: int32 [1] on the device, tokens that calls and replays have dropped because of
+            ``capacity``, without calls of the tuner.
     """
 
     def __init__(
@@ -66,7 +77,8 @@ class EPContext(OpContext[ExchangeBuffer]):
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
         self.meta_lines = packet_tokens * topk
         padded = -(-row_bytes // LINE_BYTES) * LINE_BYTES
-        disagreements = Disagreements("max_tokens of a dispatch or combine", group)
+        what = "digest of max_tokens, topk, weights, scales and num_ctas of a dispatch or combine"
+        disagreements = Disagreements(what, group)
         with self.allocating() as add:
             self.buffer = add(
                 ExchangeBuffer(
@@ -89,12 +101,17 @@ class EPContext(OpContext[ExchangeBuffer]):
         device = self.device.torch_device
         self.ready = torch.zeros(self.local_experts, dtype=torch.int64, device=device)
         self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
-        self.dropped = torch.zeros(1, dtype=torch.int32, device=device)
+        # Both addresses are multiples of 16 bytes, so they use one kernel.
+        self.dropped, _, self.dropped_in_tuning = torch.zeros(
+            5, dtype=torch.int32, device=device
+        ).split((1, 3, 1))
         self.faults = self.device.host_word()
         self.control = torch.tensor([self.faults.data_ptr()], dtype=torch.int64, device=device)
         self.meta_elements = meta
         self.pending: Received | None = None
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
+        self.await_send: Callable[[], None] = lambda: None
+        """Makes the current stream wait for the stream of the last ``ep_send``."""
 
     def packets(self, buffer: ExchangeBuffer) -> Packets:
         """Return the packets of ``buffer`` with the epochs of their calls."""
@@ -105,18 +122,17 @@ class EPContext(OpContext[ExchangeBuffer]):
         """Wait for the device and raise the errors that kernels have noted.
 
         Raises:
-            InvalidArgument: a rank passed an id that is no expert, or a weight that is NaN.
-            RankDisagreement: ranks called with different ``max_tokens``.
+            InvalidArgument: on every rank, if a rank passed an id that is not an expert, or a
+                weight that is NaN; on this rank, if a ``y`` or ``out`` was too short.
+            RankDisagreement: ranks passed different ``max_tokens``, ``topk``, scales, weights or
+                numbers of programs.
         """
         super().check()
-        # Calls do not look at faults: ranks would see one before different calls, and hang.
+        # Calls do not check faults: ranks could raise before different calls, and hang.
         fault = int(self.faults[0])
         if fault:
             self.faults[0] = 0
-            if fault == kernel.FAULT_ID.value:
-                expected = f"ids from 0 to {self.num_experts - 1}, or -1"
-                raise InvalidArgument("ep_dispatch", "topk_ids", "another id on a rank", expected)
-            raise InvalidArgument("ep_dispatch", "topk_weights", "NaN on a rank", "no NaN")
+            raise InvalidArgument(*FAULTS[fault])
 
     def reset(self) -> None:
         super().reset()
@@ -236,9 +252,13 @@ class Received:
     routing_skew: str | None = None
 
     def wait(self) -> Received:
-        """Receive the rows of ``ep_send``; required before the next call with the context."""
+        """Receive the rows of ``ep_send``; required before the next call with the context.
+
+        The current stream may differ from the stream of ``ep_send``.
+        """
         if self.ctx.pending is self:
             self.ctx.pending = None
+            self.ctx.await_send()
             self.receive()
         return self
 
@@ -256,17 +276,28 @@ class Received:
         """Return a row for each position, and their scales. Rows of padding are zero.
 
         Args:
-            out: [at least the positions in use, hidden]; default: room for the worst routing.
+            out: [at least the positions in use, hidden], contiguous, dtype of ``rows``; default:
+                room for the worst routing. If it is too short, ``ctx.check()`` raises.
+
+        Raises:
+            InvalidArgument: ``out`` has another shape, dtype or device, or is not contiguous.
         """
         hidden = self.rows.shape[1]
         if out is None:
             out = self.rows.new_empty((len(self.row_of_position), hidden))
+        good = out.dtype == self.rows.dtype and out.device == self.rows.device
+        good = good and out.shape[1:] == (hidden,) and out.is_contiguous()
+        if not good:
+            given = f"{tuple(out.shape)}, {out.stride()}, {out.dtype}, {out.device}"
+            expected = f"[rows, {hidden}], contiguous, {self.rows.dtype}, {self.rows.device}"
+            raise InvalidArgument("expanded", "out", given, expected)
         scales, groups = None, -(-hidden // SCALE_ELEMENTS)
         if self.scales is not None:
             scales = self.scales.new_empty((len(out), groups))
         block = min(4096, triton.next_power_of_2(hidden))
         arguments = (
-            self.rows, self.scales, self.row_of_position, out, scales, self.ends, hidden, groups,
+            self.rows, self.scales, self.row_of_position, out, scales, self.ends, self.ctx.control,
+            len(out), hidden, groups,
         )  # fmt: skip
         options = {
             "EXPERTS": len(self.ends), "BLOCK": block,

@@ -11,19 +11,20 @@ A dispatch is one launch. Its programs are, in this order:
 * *meta* programs store ids and weights of this rank's tokens at every rank, then set flags;
 * *copy* programs wait until every peer has begun the call, store rows at the ranks of their
   experts, then set flags;
-* one *layout* program per local expert waits for the ids of all ranks and writes positions;
+* *layout* programs wait for the ids of all ranks and write the positions of their local experts;
 * one program waits for all flags of the copy programs.
 
-A launch may contain only the first two kinds, or the last two. Programs that wait for others of
-their kind wait for smaller numbers only, and programs start in the order of their numbers.
+A launch may contain only the first two kinds, or the last two. Programs start in the order of their
+numbers. A program waits only for flags of an earlier kind, or of programs with smaller numbers, so
+one free place on each GPU is enough for a launch to finish.
 
 *One buffer for rows.* A peer stores rows only after this rank's flags of the call, so after its
 consumers of earlier rows, which precede the call on the stream. Ids and weights travel before that,
 so they alternate between two slots: a peer that begins a second call later has waited for rows of
 the call in between.
 
-Flags, epochs and slots follow ``common/exchange/protocol.py``. The size in a flag is
-``max_tokens``.
+Flags, epochs and slots follow ``common/exchange/protocol.py``. The size in a flag is a digest of
+the arguments that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ from triton_dist.kernels.common.peers import target_at
 SCALE_ELEMENTS = tl.constexpr(128)
 """Elements of a row per fp8 scale."""
 INVALID = tl.constexpr(-2)
-"""Expert of an id that is neither an expert nor -1."""
+"""Expert of an id that is neither an expert nor -1, or that the map of experts lacks."""
 FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
+FAULT_ROWS, FAULT_OUT = tl.constexpr(3), tl.constexpr(4)
+"""The y of a combine, or the out of an expansion, has fewer rows than positions are in use."""
 _FP8_MAXIMUM = tl.constexpr(448.0)
 _PROGRAMS = tl.constexpr(4096)
 """More than the programs of a launch; the counter of calls advances by it in each call."""
@@ -153,7 +156,8 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.cons
             replicas += (tl.load(replicas_ptr + replica) >= 0).to(tl.int32)
         choice = (token + rank) % tl.maximum(replicas, 1)
         mapped = tl.load(replicas_ptr + choice).to(tl.int32)
-        known = (replicas > 0) & (mapped < ep_plan.EXPERTS * ep_plan.NUM_RANKS)
+        # The map is invalid if a row is empty, or if -1 precedes an expert.
+        known = (replicas > 0) & (mapped >= 0) & (mapped < ep_plan.EXPERTS * ep_plan.NUM_RANKS)
         expert = tl.where(valid, tl.where(known, mapped, INVALID), expert)
     return expert
 
@@ -297,8 +301,8 @@ def routes_of(
 
 @jit
 def lay_out(
-    local_expert, has_weights: tl.constexpr, has_locations: tl.constexpr, memory, peers, ep_layout,
-    call, max_tokens, capacity, meta, ep_plan: tl.constexpr,
+    local_expert, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens, capacity,
+    meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of the routes of a local expert, and what belongs to them."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -358,7 +362,7 @@ def lay_out(
             tl.store(ep_layout.row_of_position + at, row, mask=mine)
             tl.store(ep_layout.position_of_route + source * routes + route, at, mask=mine)
             tl.store(ep_layout.local_ids + source * routes + route, local_expert, mask=mine)
-            if has_weights:
+            if ep_layout.weights is not None:
                 bits = tl.load(
                     meta_ptr + plane + source * routes + route, mask=mine, other=0,
                     cache_modifier=".cg",
@@ -373,7 +377,7 @@ def lay_out(
                 absent = (route < routes) & ((is_local & (location >= 0)) == 0)
                 tl.store(ep_layout.position_of_route + source * routes + route, -1, mask=absent)
                 tl.store(ep_layout.local_ids + source * routes + route, -1, mask=absent)
-                if has_weights:
+                if ep_layout.weights is not None:
                     bits = tl.load(
                         meta_ptr + plane + source * routes + route,
                         mask=(route < routes) & (ids >= 0), other=0, cache_modifier=".cg",
@@ -384,47 +388,40 @@ def lay_out(
                 if tl.min(ids, 0) <= INVALID:
                     fault = FAULT_ID
     # Padding of the expert's positions.
-    lane = tl.arange(0, ALIGNMENT)
-    tl.store(ep_layout.row_of_position + position + lane, -1, mask=position + lane < end)
+    at = position + tl.arange(0, ALIGNMENT)
+    tl.store(ep_layout.row_of_position + at, -1, mask=at < end)
+    if ep_layout.weights is not None:
+        tl.store(ep_layout.weights + at, 0.0, mask=at < end)
     if fault != 0:
-        tl.store(tl.load(ep_layout.control).to(tl.pointer_type(tl.int64)), fault)
+        report_fault(ep_layout.control, fault)
+
+
+@jit
+def report_fault(control_ptr, fault):
+    """Note a fault in host memory, where ``EPContext.check`` finds it."""
+    tl.store(tl.load(control_ptr).to(tl.pointer_type(tl.int64)), fault)
 
 
 @jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "capacity", "num_experts", "rank", "meta", "copies",
+        "tokens", "max_tokens", "capacity", "num_experts", "rank", "meta", "copies", "digest",
     ]
 )  # fmt: skip
 def kernel_dispatch(
-    x_ptr,
-    x_scale_ptr,
-    ids_ptr,
-    weights_ptr,
-    locations_ptr,
-    map_ptr,
-    memory,
-    peers,
-    ep_layout,
-    tokens,
-    max_tokens,
-    capacity,
-    hidden,
-    num_experts,
-    rank,
-    meta,
-    copies,
-    receives_only: tl.constexpr,
-    ep_plan: tl.constexpr,
-):
+    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, locations_ptr, map_ptr, memory, peers, ep_layout,
+    tokens, max_tokens, capacity, hidden, num_experts, rank, meta, copies, digest,
+    receives_only: tl.constexpr, ep_plan: tl.constexpr,
+):  # fmt: skip
     """Run the programs of a dispatch, or with ``receives_only`` the last two kinds.
 
     Grid (programs,). ``meta`` and ``copies`` are numbers of programs.
     """
-    call = begin_call_of(peers, max_tokens, rank, receives_only, ep_plan)
-    program = tl.program_id(0)
+    call = begin_call_of(peers, digest, rank, receives_only, ep_plan)
+    program, end = tl.program_id(0), tl.num_programs(0)
     layouts = meta + copies
     if receives_only:
         program += layouts
+        end += layouts
     if program < meta:
         send_meta(
             program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout,
@@ -435,11 +432,15 @@ def kernel_dispatch(
             program - meta, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts,
             memory, peers, call, tokens, max_tokens, capacity, hidden, copies, ep_plan,
         )  # fmt: skip
-    elif program < layouts + ep_plan.EXPERTS:
-        lay_out(
-            program - layouts, weights_ptr is not None, locations_ptr is not None, memory, peers,
-            ep_layout, call, max_tokens, capacity, meta, ep_plan,
-        )  # fmt: skip
+    elif program < end - 1:
+        # Consecutive experts, so that no program waits for a later one.
+        experts = tl.cdiv(ep_plan.EXPERTS, end - 1 - layouts)
+        first = (program - layouts) * experts
+        for local_expert in range(first, tl.minimum(first + experts, ep_plan.EXPERTS)):
+            lay_out(
+                local_expert, locations_ptr is not None, memory, peers, ep_layout, call, max_tokens,
+                capacity, meta, ep_plan,
+            )  # fmt: skip
     else:
         flags = tl.arange(0, ep_plan.FLAG_LANES)
         value = chunk_flag(call, 0)
@@ -449,20 +450,26 @@ def kernel_dispatch(
 
 
 @jit
+def check_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
+    """Report a y that is too short for the positions in use. Its missing products are zero."""
+    is_short = tl.load(ep_layout.ends + ep_plan.EXPERTS - 1) > y_rows
+    if (tl.program_id(0) == 0) & is_short:
+        report_fault(ep_layout.control, FAULT_ROWS)
+
+
+@jit
 def sum_of_choices(
-    y_ptr, ep_layout, first_route, column, in_row, hidden, has_weights: tl.constexpr,
-    ep_plan: tl.constexpr,
+    y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan: tl.constexpr
 ):  # fmt: skip
     """Return the weighted fp32 sum of a token's products on this rank."""
     total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
     TOPK: tl.constexpr = ep_plan.TOPK
     for choice in tl.static_range(TOPK):
         position = tl.load(ep_layout.position_of_route + first_route + choice)
-        exists = position >= 0
-        product = tl.load(
-            y_ptr + position.to(tl.int64) * hidden + column, mask=in_row & exists, other=0.0
-        ).to(tl.float32)
-        if has_weights:
+        exists = (position >= 0) & (position < y_rows)
+        y = y_ptr + position.to(tl.int64) * hidden + column
+        product = tl.load(y, mask=(column < hidden) & exists, other=0.0).to(tl.float32)
+        if ep_layout.weights is not None:
             product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
         total += product
     return total
@@ -497,11 +504,14 @@ def kernel_locate(
 
 @jit
 def kernel_expand(
-    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, hidden, groups,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
+    rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, control_ptr, out_rows, hidden,
+    groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy rows to their positions; padding becomes zero. Grid (programs,)."""
     total = tl.load(ends_ptr + EXPERTS - 1)
+    if (tl.program_id(0) == 0) & (total > out_rows):
+        report_fault(control_ptr, FAULT_OUT)
+    total = tl.minimum(total, out_rows)
     position = tl.program_id(0).to(tl.int64)
     while position < total:
         row = tl.load(row_ptr + position).to(tl.int64)

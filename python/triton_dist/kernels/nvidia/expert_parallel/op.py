@@ -66,6 +66,23 @@ def id_variants(
         yield {"topk_ids": skewed_ids(topk_ids, experts, skew, ctx.rank)}
 
 
+def combine_variants(
+    y: torch.Tensor, received: Received, ctx: EPContext, *_: Any, **__: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield calls with the routings of ``id_variants`` (``input_variants_fn``)."""
+    shape = received.tokens, received.position_of_route.shape[1]
+    x, ids = y.new_empty((shape[0], ctx.hidden)), received.destinations.new_empty(shape)
+    weights = None if received.weights is None else received.weights.new_ones(shape)
+    options: dict[str, Any] = {
+        "max_tokens": received.max_tokens, "routing_skew": received.routing_skew
+    }  # fmt: skip
+    for variant in id_variants(x, ids, ctx, routing_skew=received.routing_skew):
+        call = DispatchCall(x, variant["topk_ids"], ctx, weights, **options)
+        other, layout = call.result()
+        call.launch_kernel(layout, True, True, copies=0)  # rows stay as they are
+        yield {"y": y.new_zeros((other.num_positions(), ctx.hidden)), "received": other}
+
+
 @op(
     algorithms=DISPATCH,
     call=DispatchCall,
@@ -156,6 +173,7 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
     sizes=combine_key,
     key_fn=combine_key,
     key_sizes=("M",),
+    input_variants_fn=combine_variants,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_combine(

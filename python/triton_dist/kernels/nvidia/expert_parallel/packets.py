@@ -41,8 +41,10 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     FAULT_WEIGHT,
     INVALID,
     SCALE_ELEMENTS,
+    check_rows,
     physical_expert,
     quantise,
+    report_fault,
     sum_of_choices,
 )
 
@@ -247,8 +249,8 @@ def receive_tokens(
 
 @jit
 def lay_out_experts(
-    program, programs, has_weights: tl.constexpr, packets, ep_layout, epoch, tag, max_tokens, rank,
-    meta_lines, ep_plan: tl.constexpr,
+    program, programs, packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of the routes of every ``programs``-th local expert."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -291,7 +293,7 @@ def lay_out_experts(
         fault = tl.where(expert <= INVALID, FAULT_ID, fault)
         worst = tl.max(tl.where(route < total, fault, 0), 0)
         if worst != 0:
-            tl.store(tl.load(ep_layout.control).to(tl.pointer_type(tl.int64)), worst)
+            report_fault(ep_layout.control, worst)
     lane = tl.arange(0, 2 * ep_plan.EXPERT_LANES)
     if ALIGNMENT > 1:
         sizes = tl.histogram(local, 2 * ep_plan.EXPERT_LANES)
@@ -307,7 +309,7 @@ def lay_out_experts(
         tl.store(ep_layout.row_of_position + at, route // ep_plan.TOPK, mask=mine)
         tl.store(ep_layout.position_of_route + route, at, mask=mine)
         tl.store(ep_layout.local_ids + route, local_expert, mask=mine)
-        if has_weights:
+        if ep_layout.weights is not None:
             tl.store(ep_layout.weights + at, weight, mask=mine)
         position = begin
         for shard in tl.static_range(NUM_RANKS):
@@ -318,19 +320,22 @@ def lay_out_experts(
         tl.store(ep_layout.ends + local_expert, end)
         padding = position + tl.arange(0, ALIGNMENT)
         tl.store(ep_layout.row_of_position + padding, -1, mask=padding < end)
+        if ep_layout.weights is not None:
+            tl.store(ep_layout.weights + padding, 0.0, mask=padding < end)
 
 
-@jit(do_not_specialize=["tokens", "max_tokens", "num_experts", "rank", "copies"])
+@jit(do_not_specialize=["tokens", "max_tokens", "num_experts", "rank", "copies", "digest"])
 def kernel_dispatch_packets(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, map_ptr, rows_ptr, scales_ptr, packets, ep_layout,
-    tokens, max_tokens, hidden, num_experts, rank, meta_lines, copies, ep_plan: tl.constexpr,
+    tokens, max_tokens, hidden, num_experts, rank, meta_lines, copies, digest,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Run the programs of a dispatch: ``copies`` that move rows, then the layout programs.
 
     Grid (programs,). ``meta_lines`` is the number of meta lines of a source rank.
     """
     epoch = next_epoch(packets.calls)
-    tag = tag_of(epoch, max_tokens)
+    tag = tag_of(epoch, digest)
     if tl.program_id(0) < copies:
         send_tokens(
             x_ptr, x_scale_ptr, ids_ptr, weights_ptr, map_ptr, rows_ptr, scales_ptr, packets,
@@ -343,16 +348,16 @@ def kernel_dispatch_packets(
         )  # fmt: skip
     else:
         lay_out_experts(
-            tl.program_id(0) - copies, tl.num_programs(0) - copies, weights_ptr is not None,
-            packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines, ep_plan,
+            tl.program_id(0) - copies, tl.num_programs(0) - copies, packets, ep_layout, epoch, tag,
+            max_tokens, rank, meta_lines, ep_plan,
         )  # fmt: skip
     end_call(packets.calls, epoch)
 
 
-@jit(do_not_specialize=["tokens", "max_tokens", "rank"])
+@jit(do_not_specialize=["y_rows", "tokens", "max_tokens", "rank", "digest"])
 def kernel_combine_packets(
-    y_ptr, out_ptr, packets, ep_layout, tokens, max_tokens, hidden, rank,
-    has_weights: tl.constexpr, ep_plan: tl.constexpr,
+    y_ptr, y_rows, out_ptr, packets, ep_layout, tokens, max_tokens, hidden, rank, digest,
+    ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into out [tokens, hidden]."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -361,7 +366,8 @@ def kernel_combine_packets(
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
     epoch = next_epoch(packets.calls)
-    tag = tag_of(epoch, max_tokens)
+    tag = tag_of(epoch, digest)
+    check_rows(y_rows, ep_layout, ep_plan)
     offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
     peers = peers_of(rank, NUM_RANKS)
     shards = shards_of(packets, epoch, peers, NUM_RANKS, 2)
@@ -383,9 +389,8 @@ def kernel_combine_packets(
                 latest = tl.maximum(latest, position)
             if latest >= 0:
                 total = sum_of_choices(
-                    y_ptr, ep_layout, first_route, column, column < hidden, hidden, has_weights,
-                    ep_plan,
-                )  # fmt: skip
+                    y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan
+                )
                 payload, valid = payload_of(total.to(DTYPE)), line * PER_LINE < hidden
                 send_lines(target, offset, payload, 1 + token * row_lines + line, valid, tag)
     # Every call waits for every peer, also if a peer has no products of this rank's tokens.
@@ -400,9 +405,7 @@ def kernel_combine_packets(
         in_row, line = index * PER_LINE < hidden, 1 + token * row_lines + index
         ranks = tl.load(ep_layout.destinations + token)
         first_route = (rank * max_tokens + token) * TOPK
-        own = sum_of_choices(
-            y_ptr, ep_layout, first_route, column, column < hidden, hidden, has_weights, ep_plan
-        )
+        own = sum_of_choices(y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan)
         lines, is_sent, payloads = tl.tuple([]), tl.tuple([]), tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
             lines = lines + (shards[peer] + line * LINE_WORDS,)  # noqa: RUF005
