@@ -42,7 +42,6 @@ from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DISPATCH,
     DispatchCall,
-    EPLayout,
 )
 from triton_dist.kernels.nvidia.expert_parallel.combine import COMBINE, CombineCall
 from triton_dist.runtime.device import current_device
@@ -174,12 +173,7 @@ class Measurement:
     def lay_out(self) -> None:
         """Launch our exchange of ids and the layout, without rows."""
         call = DispatchCall(self.x, self.ids, self.ctx, self.weights, **self.kwargs)
-        r, ctx = self.received, self.ctx
-        layout = EPLayout(
-            r.row_of_position, r.weights, r.position_of_route.view(-1), r.local_ids.view(-1),
-            r.ends, r.counts.view(-1), r.destinations, ctx.ready, ctx.control,
-        )  # fmt: skip
-        call.launch_kernel(layout, True, True, copies=0)
+        call.launch_kernel(self.received.layout, True, True, copies=0)
 
     def all_to_all_combine(self) -> torch.Tensor:
         """Return the sums by NCCL's all-to-all, splits known."""

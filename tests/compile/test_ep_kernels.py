@@ -12,10 +12,8 @@ from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix
 from tests.compile.test_packets import POLL, SEND
 from triton_dist.kernels.common.exchange.protocol import Packets, Peers
 from triton_dist.kernels.nvidia.expert_parallel import EPContext
-from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, int32s
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall
 from triton_dist.kernels.nvidia.expert_parallel.combine import CombineCall
-from triton_dist.kernels.nvidia.expert_parallel.context import Received
-from triton_dist.kernels.nvidia.expert_parallel.kernel import EPLayout
 
 VECTOR_STORE = re.compile(r"st\.global\.v4\.b32|st\.global\.v2\.b64")
 VECTOR_LOAD = re.compile(r"ld\.global(\.cg)?\.v4\.b32|ld\.global(\.cg)?\.v2\.b64")
@@ -23,10 +21,12 @@ VECTOR_LOAD = re.compile(r"ld\.global(\.cg)?\.v4\.b32|ld\.global(\.cg)?\.v2\.b64
 
 def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
     """A context without memory."""
-    region = SimpleNamespace(local=matrix(1 << 20, dtype=torch.uint8), pointers=words(num_ranks))
+    rows = matrix(2 * num_ranks * tokens * hidden, dtype=torch.uint8)
+    region = SimpleNamespace(local=rows, pointers=words(num_ranks))
     memory = dict.fromkeys(("rows", "partials"), region)
     memory["meta"] = SimpleNamespace(local=matrix(8, dtype=torch.int32), pointers=words(num_ranks))
-    memory["scales"] = SimpleNamespace(local=matrix(8, dtype=torch.float32), pointers=words(8))
+    scales = matrix(num_ranks * tokens * hidden, dtype=torch.float32)
+    memory["scales"] = SimpleNamespace(local=scales, pointers=words(8))
     peers = Peers(words(), words(num_ranks), words(), words())
     packets = Packets(words(64), words(num_ranks), words(64), words(32), 1 << 16)
     buffer = SimpleNamespace(
@@ -44,32 +44,24 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
     return ctx
 
 
-def dispatch(ctx, topk, **options):
-    """The launch of a dispatch."""
+def dispatch_call(ctx, topk, **options):
     tokens = options.get("max_tokens", ctx.max_tokens)
     x, ids = matrix(tokens, ctx.hidden), matrix(tokens, topk, dtype=torch.int32)
-    call = DispatchCall(x, ids, ctx, matrix(tokens, topk, dtype=torch.float32), **options)
-    device = torch.device("meta")
-    rows, positions, local_ids, ends, counts, destinations = int32s(device, *[64] * 6)
-    weights = matrix(64, dtype=torch.float32)
-    layout = EPLayout(
-        rows, weights, positions, local_ids, ends, counts, destinations, ctx.ready, ctx.control
-    )
-    locations = ends if call.capacity < call.limit else None
-    return call.chosen.launch(call, layout, locations)
+    return DispatchCall(x, ids, ctx, matrix(tokens, topk, dtype=torch.float32), **options)
+
+
+def dispatch(ctx, topk, **options):
+    """The launch of a dispatch."""
+    call = dispatch_call(ctx, topk, **options)
+    layout = call.result().layout
+    return call.chosen.launch(call, layout, layout.ends if call.capacity < call.limit else None)
 
 
 def combine(ctx, topk, **options):
     """The launch of a combine."""
-    tokens, num_ranks = ctx.max_tokens, ctx.num_ranks
-    positions = matrix(num_ranks * tokens, topk, dtype=torch.int32)
-    vector = matrix(64, dtype=torch.int32)
-    received = Received(
-        ctx, matrix(8, ctx.hidden), None, vector, vector, vector, matrix(64, dtype=torch.float32),
-        positions, positions, matrix(tokens, dtype=torch.int32), tokens, tokens, 1,
-    )  # fmt: skip
+    received = dispatch_call(ctx, topk).result()
     call = CombineCall(matrix(64, ctx.hidden), received, ctx, **options)
-    return call.chosen.launch(call, matrix(tokens, ctx.hidden))
+    return call.chosen.launch(call, matrix(ctx.max_tokens, ctx.hidden))
 
 
 EVERY = [

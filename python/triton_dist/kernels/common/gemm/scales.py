@@ -293,8 +293,8 @@ class Scaling(NamedTuple):
         has_columns = is_single or b_shape in ([*experts, *end] for end in ((N,), (1, N), (N, 1)))
         if has_rows and has_columns and a.is_contiguous() and b.is_contiguous():
             return Recipe.TENSOR if a.numel() == 1 and is_single else Recipe.ROW
-        is_dense = a.t().is_contiguous() or (bool(experts) and a.is_contiguous())
-        if a_shape != (M, blocks(K)) or not is_dense or b.ndim != B.ndim:
+        fits = a.t().is_contiguous() or (experts and a.is_contiguous())
+        if a_shape != (M, blocks(K)) or not fits or b.ndim != B.ndim:
             return None
         in_memory = [*experts, blocks(N), blocks(K)]  # of both layouts of B_scale
         has_blocks = any(list(x.shape) == in_memory and x.is_contiguous() for x in (b, b.mT))
@@ -366,9 +366,8 @@ class Scaling(NamedTuple):
         recipe, a, b = self.factors(A, B)
         if recipe is Recipe.BLOCK:
             *_, K, N = B.shape
-            a = a.repeat_interleave(BLOCK_ELEMENTS, 1)[:, :K]
-            b = b.repeat_interleave(BLOCK_ELEMENTS, -2)[..., :K, :]
-            b = b.repeat_interleave(BLOCK_ELEMENTS, -1)[..., :N]
+            a, b = (x.repeat_interleave(BLOCK_ELEMENTS, -1) for x in (a, b))
+            a, b = a[:, :K], b.repeat_interleave(BLOCK_ELEMENTS, -2)[..., :K, :N]
         return A.to(dtype) * a.to(dtype), B.to(dtype) * b.to(dtype)
 
 
@@ -485,8 +484,7 @@ def _fp8_checks(
         f"shapes and strides of one recipe: one element each; [{M}] or [{M}, 1] for {a}, and "
         f"[{N}], [1, {N}] or [{N}, 1] for {b}; or [{M}, {along_k}] with strides (1, {M})"
         f"{' or contiguous' if experts else ''} for {a}, and [{along_k}, {along_n}] with strides "
-        f"(1, {along_k}) or a contiguous "
-        f"[{along_n}, {along_k}] for {b}{of_expert}"
+        f"(1, {along_k}) or a contiguous [{along_n}, {along_k}] for {b}{of_expert}"
     )
     good = Scaling(A_scale, B_scale).recipe(A, B) is not None
     yield "A_scale, B_scale", given, good, expected

@@ -6,7 +6,7 @@ import functools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -14,12 +14,11 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import (
+    DTYPES,
     Check,
     checked_buffer,
-    gradient_check,
     is_int,
     raise_first_error,
-    tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import (
     MAX_CTAS,
@@ -34,10 +33,12 @@ from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import fold_count
 from triton_dist.kernels.nvidia.expert_parallel.context import (
+    ANY_SIZE,
     MAX_PACKET_TOKENS,
     SCALE_ELEMENTS,
     EPContext,
     Received,
+    matrix_checks,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
@@ -64,6 +65,7 @@ _PACKETS = tuple(
     LaunchParams(ctas, nbytes) for nbytes in (8192, 4096, 16384) for ctas in (128, 192)
 )
 DEFAULT_PARAMS = LaunchParams(128, 8192)
+ALIGNMENTS = tuple(1 << power for power in range(9))
 
 
 class Key(NamedTuple):
@@ -181,25 +183,61 @@ class DispatchCall(OpCall):
     block_bytes: int | None = None
     algorithm: str | None = None
     accepted_key: Any = None
-    chosen: _DispatchAlgorithm = field(init=False)
+    chosen: Push = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.accepted_key is None:
-            self.key = dispatch_key(
-                self.x, self.topk_ids, self.ctx, self.topk_weights, self.x_scale, self.quantise,
-                self.max_tokens, self.expert_map, self.alignment, self.num_sms, self.routing_skew,
-            )  # fmt: skip
-        else:
-            self.key = self.accepted_key
+        self.key = self.checked_key() if self.accepted_key is None else self.accepted_key
         self.chosen = DISPATCH[self.algorithm or Push.name]  # type: ignore[assignment]
-        params = checked_params(
+        self.params = checked_params(
             "ep_dispatch", self.num_ctas, self.block_bytes, None, DEFAULT_PARAMS
         )
-        self.params, self.tokens = params, len(self.x)
-        self.limit = self.ctx.max_tokens if self.max_tokens is None else self.max_tokens
-        self.capacity = min(self.ctx.capacity, self.limit)
+        ctx, experts = self.ctx, self.expert_map
+        self.tokens, self.limit = len(self.x), self.key.M
+        self.capacity = min(ctx.capacity, self.limit)
+        self.logical_experts = ctx.num_experts if experts is None else len(experts)
         self.wire_dtype = torch.float8_e4m3fn if self.quantise else self.x.dtype
         self.chosen.check(self)
+
+    def checked_key(self) -> Key:
+        """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+        ctx, ids, skew = self.ctx, self.topk_ids, self.routing_skew
+        checked_buffer(ctx, EPContext, "ep_dispatch", "create_ep_context")
+        limit = ctx.max_tokens if self.max_tokens is None else self.max_tokens
+        fp8 = self.x_scale is not None
+        groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
+
+        def checks() -> Iterator[Check]:
+            at_most = f"an int from 1 to {ctx.max_tokens}, equal on all ranks"
+            yield "max_tokens", limit, is_int(limit) and 1 <= limit <= ctx.max_tokens, at_most
+            dtypes, hidden = FP8 if fp8 else (ctx.dtype,), (ctx.hidden,)
+            yield from matrix_checks(ctx, "x", self.x, range(limit + 1), hidden, *dtypes)
+            tokens, choices = (len(self.x),), range(1, ctx.topk + 1)
+            integers = torch.int32, torch.int64
+            yield from matrix_checks(ctx, "topk_ids", ids, tokens, choices, *integers)
+            for name, matrix, rows, columns, *kinds in (
+                ("topk_weights", self.topk_weights, tokens, ids.shape[1:], *DTYPES),
+                ("x_scale", self.x_scale, tokens, (groups,), torch.float32),
+                ("expert_map", self.expert_map, ANY_SIZE, ANY_SIZE, torch.int32),
+            ):
+                if matrix is not None:
+                    yield from matrix_checks(ctx, name, matrix, rows, columns, *kinds)
+            quantise = self.quantise
+            yield "quantise", quantise, not (quantise and fp8), "False for an x with x_scale"
+            alignment = self.alignment
+            fits = is_int(alignment) and alignment in ALIGNMENTS
+            yield "alignment", alignment, fits, "a power of two, 1 to 256"
+            yield num_sms_check(self.num_sms)
+            hints = (None, *SKEWS)
+            yield "routing_skew", skew, skew in hints, ", ".join(map(repr, hints))
+
+        raise_first_error("ep_dispatch", checks())
+        scales = "given" if fp8 else "computed" if self.quantise else "none"
+        replicas = 0 if self.expert_map is None else self.expert_map.shape[1]
+        return Key(
+            limit, ctx.hidden, ids.shape[1], ctx.num_experts, self.x.dtype, ctx.num_ranks, scales,
+            self.topk_weights is not None, ctx.capacity < limit, replicas, ids.dtype,
+            self.alignment, self.num_sms, skew,
+        )  # fmt: skip
 
     def run(self) -> Any:
         return self.start(receive=True)
@@ -228,14 +266,14 @@ class DispatchCall(OpCall):
         if self.ctx.pending is not None:
             expected = "no other dispatch before wait() of the result of ep_send"
             raise InvalidArgument("ep_dispatch", "ctx", "a context with a pending send", expected)
-        received, layout = self.result()
-        self.chosen.start(self, received, layout, receive)
+        received = self.result()
+        self.chosen.start(self, received, receive)
         if not receive:
             self.ctx.pending, self.ctx.await_send = received, self.ctx.device.record_event()
         return received
 
-    def result(self) -> tuple[Received, EPLayout]:
-        """Allocate the result, and return it also as an argument of the kernel."""
+    def result(self) -> Received:
+        """Return the result with uninitialised tensors."""
         ctx = self.ctx
         topk, experts, num_ranks = self.topk_ids.shape[1], ctx.local_experts, ctx.num_ranks
         routes, device = num_ranks * self.limit * topk, ctx.device.torch_device
@@ -246,22 +284,20 @@ class DispatchCall(OpCall):
         weights = None
         if self.topk_weights is not None:
             weights = torch.empty(len(row_of_position), dtype=torch.float32, device=device)
-        rows = num_ranks * self.capacity
+        rows, scales = num_ranks * self.capacity, None
         groups = ceil_div(ctx.hidden, SCALE_ELEMENTS)
-        scales = None
         if self.key.scales != "none":
             scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
         layout = EPLayout(
             row_of_position, weights, position_of_route, local_ids, ends, counts, destinations,
             ctx.ready, ctx.control,
         )  # fmt: skip
-        received = Received(
+        return Received(
             ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, row_of_position,
             ends, counts.view(experts, num_ranks), weights, position_of_route.view(-1, topk),
-            local_ids.view(-1, topk), destinations, self.tokens, self.limit,
+            local_ids.view(-1, topk), destinations, self.tokens, self.limit, layout,
             lambda: self.launch_kernel(layout, False, True), self.routing_skew,
         )  # fmt: skip
-        return received, layout
 
     def wire(self) -> torch.Tensor:
         """Return the receive buffer, flat."""
@@ -300,17 +336,8 @@ class DispatchCall(OpCall):
         weighted = self.topk_weights is not None
         return digest_of(self.limit, plan.TOPK, plan.SCALES, self.wire_dtype, weighted, *programs)
 
-    @property
-    def logical_experts(self) -> int:
-        return self.ctx.num_experts if self.expert_map is None else len(self.expert_map)
-
     def kernel(
-        self,
-        layout: EPLayout,
-        locations: torch.Tensor | None,
-        send: bool,
-        receive: bool,
-        copies: int | None,
+        self, layout: EPLayout, locations: Any, send: bool, receive: bool, copies: int | None
     ) -> Launch:
         ctx, memory = self.ctx, self.ctx.buffer.memory
         plan = self.plan()
@@ -333,104 +360,16 @@ class DispatchCall(OpCall):
         return Launch(kernel_dispatch, (programs,), arguments, options)
 
 
-def dispatch_key(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    ctx: EPContext,
-    topk_weights: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    quantise: bool = False,
-    max_tokens: int | None = None,
-    expert_map: torch.Tensor | None = None,
-    alignment: int = 1,
-    num_sms: int | None = None,
-    routing_skew: str | None = None,
-    *_: Any,
-    **__: Any,
-) -> Key:
+def dispatch_key(*args: Any, **kwargs: Any) -> Key:
     """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-    function = "ep_dispatch"
-    checked_buffer(ctx, EPContext, function, "create_ep_context")
-    limit = ctx.max_tokens if max_tokens is None else max_tokens
-
-    def checks() -> Iterator[Check]:
-        yield from tensor_checks(x=x, topk_ids=topk_ids)
-        yield "x.ndim", x.ndim, x.ndim == 2, "2: [tokens, hidden]"
-        yield "max_tokens", limit, is_int(limit), "an int"
-        at_most = f"1 to {ctx.max_tokens}, equal on all ranks"
-        yield "max_tokens", limit, 1 <= limit <= ctx.max_tokens, at_most
-        shape, expected = tuple(x.shape), f"[at most {limit}, {ctx.hidden}]"
-        yield "x.shape", shape, shape[0] <= limit and shape[1] == ctx.hidden, expected
-        given, fp8 = ctx.dtype, " or fp8" if x_scale is not None else ""
-        fits = x.dtype in FP8 if x_scale is not None else x.dtype == given
-        yield "x.dtype", x.dtype, fits, f"the context's {given}{fp8}"
-        yield gradient_check("x", x)
-        ids, expected = tuple(topk_ids.shape), f"[{shape[0]}, 1 to {ctx.topk}]"
-        fits = len(ids) == 2 and ids[0] == shape[0] and 1 <= ids[1] <= ctx.topk
-        yield "topk_ids.shape", ids, fits, expected
-        integers = topk_ids.dtype in (torch.int32, torch.int64)
-        yield "topk_ids.dtype", topk_ids.dtype, integers, "torch.int32 or torch.int64"
-        if topk_weights is not None:
-            yield from tensor_checks(topk_weights=topk_weights)
-            weights = tuple(topk_weights.shape)
-            yield "topk_weights.shape", weights, weights == ids, f"topk_ids' {ids}"
-            floats = topk_weights.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            yield "topk_weights.dtype", topk_weights.dtype, floats, "fp32, bf16 or fp16"
-            yield gradient_check("topk_weights", topk_weights)
-        if x_scale is not None:
-            yield from tensor_checks(x_scale=x_scale)
-            yield "quantise", quantise, not quantise, "False for an x with x_scale"
-            expected_scales = (shape[0], ceil_div(ctx.hidden, SCALE_ELEMENTS))
-            fits = tuple(x_scale.shape) == expected_scales and x_scale.dtype == torch.float32
-            yield "x_scale", tuple(x_scale.shape), fits, f"fp32 {list(expected_scales)}"
-        if expert_map is not None:
-            yield from tensor_checks(expert_map=expert_map)
-            fits = expert_map.ndim == 2 and expert_map.dtype == torch.int32
-            yield "expert_map", tuple(expert_map.shape), fits, "int32 [logical experts, replicas]"
-        for name, tensor in (
-            ("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
-            ("x_scale", x_scale), ("expert_map", expert_map),
-        ):  # fmt: skip
-            if tensor is not None:
-                device = ctx.device.torch_device
-                yield f"{name}.device", tensor.device, tensor.device == device, f"{device}"
-                contiguous = tensor.is_contiguous()
-                yield f"{name}.stride()", tensor.stride(), contiguous, "a contiguous tensor"
-        is_power = is_int(alignment) and 1 <= alignment <= 256 and not alignment & (alignment - 1)
-        yield "alignment", alignment, is_power, "a power of two, 1 to 256"
-        yield num_sms_check(num_sms)
-        hints = (None, *SKEWS)
-        yield "routing_skew", routing_skew, routing_skew in hints, ", ".join(map(repr, hints))
-
-    raise_first_error(function, checks())
-    scales = "given" if x_scale is not None else "computed" if quantise else "none"
-    topk = topk_ids.shape[1]
-    return Key(
-        limit, ctx.hidden, topk, ctx.num_experts, x.dtype, ctx.num_ranks, scales,
-        topk_weights is not None, ctx.capacity < limit,
-        0 if expert_map is None else expert_map.shape[1], topk_ids.dtype, alignment, num_sms,
-        routing_skew,
-    )  # fmt: skip
+    return DispatchCall(*args, **kwargs).key
 
 
-class _DispatchAlgorithm(Algorithm[DispatchCall, Key]):
-    """Base of the algorithms of a dispatch."""
-
-    def run(self, call: DispatchCall) -> Any:
-        return call.run()
-
-    def start(
-        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
-    ) -> None:
-        """Launch the call. Only ``Push`` can omit the second half."""
-        raise NotImplementedError
-
-
-class Push(_DispatchAlgorithm):
+class Push(Algorithm[DispatchCall, Key]):
     """Programs store each token once at each rank that has one of its experts. One launch."""
 
     name = "push"
-    tunables = ("num_ctas", "block_bytes")
+    tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_DISPATCH))
@@ -441,25 +380,18 @@ class Push(_DispatchAlgorithm):
         return bool(config["num_ctas"] <= max(limit, min(ctas for ctas, _ in self.candidates())))
 
     def compile(self, call: DispatchCall) -> None:
-        ctx = call.ctx
-        rows, positions, local_ids, ends, counts, destinations = int32s(
-            ctx.device.torch_device, *[4] * 6
-        )
-        weights = None if call.topk_weights is None else ctx.control.view(torch.float32)
-        layout = EPLayout(
-            rows, weights, positions, local_ids, ends, counts, destinations, ctx.ready, ctx.control
-        )
-        self.launch(call, layout, ends if call.capacity < call.limit else None).compile()
+        layout = call.result().layout
+        self.launch(call, layout, layout.ends if call.capacity < call.limit else None).compile()
 
-    def launch(
-        self, call: DispatchCall, layout: EPLayout, locations: torch.Tensor | None
-    ) -> Launch:
+    def run(self, call: DispatchCall) -> Any:
+        return call.run()
+
+    def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         return call.kernel(layout, locations, True, True, None)
 
-    def start(
-        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
-    ) -> None:
-        call.launch_kernel(layout, True, receive)
+    def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
+        """Launch the call. Only ``Push`` can omit the second half."""
+        call.launch_kernel(received.layout, True, receive)
 
 
 class Packets(Push):
@@ -477,17 +409,13 @@ class Packets(Push):
     def check(self, call: DispatchCall) -> None:
         check_packets("ep_dispatch", call.key)
 
-    def start(
-        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
-    ) -> None:
+    def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
         buffer = call.ctx.buffer
         buffer.begin(1, call.params.num_ctas, 1)
-        buffer.launcher.repeat(self.launch(call, layout, None))
+        buffer.launcher.repeat(self.launch(call, received.layout, None))
         buffer.timeout_words.end()
 
-    def launch(
-        self, call: DispatchCall, layout: EPLayout, locations: torch.Tensor | None
-    ) -> Launch:
+    def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
         plan = call.plan()._replace(
             BLOCK=max(2 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
@@ -508,10 +436,11 @@ class Packets(Push):
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
 
 
-class Collective(_DispatchAlgorithm):
+class Collective(Push):
     """The group's all-gather (NCCL; gloo on CPU ranks) moves all rows to all ranks."""
 
     name = "collective"
+    tunables = ()
     is_fallback = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -526,10 +455,8 @@ class Collective(_DispatchAlgorithm):
             expected = f"another algorithm than {self.name!r} for a limited capacity"
             raise InvalidArgument("ep_dispatch", "algorithm", self.name, expected)
 
-    def start(
-        self, call: DispatchCall, received: Received, layout: EPLayout, receive: bool
-    ) -> None:
-        call.launch_kernel(layout, True, True, copies=0)
+    def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
+        call.launch_kernel(received.layout, True, True, copies=0)
         x, x_scale = rows_to_send(call)
         for source, target in ((x, received.rows), (x_scale, received.scales)):
             if source is not None and target is not None:

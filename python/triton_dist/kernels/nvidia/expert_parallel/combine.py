@@ -15,9 +15,7 @@ from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.context import (
     Check,
     checked_buffer,
-    gradient_check,
     raise_first_error,
-    tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import (
     LaunchParams,
@@ -48,7 +46,12 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     packet_programs_of_sm,
     plan_of,
 )
-from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Received
+from triton_dist.kernels.nvidia.expert_parallel.context import (
+    ANY_SIZE,
+    EPContext,
+    Received,
+    matrix_checks,
+)
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
     EPPlan,
@@ -206,12 +209,7 @@ class CombineCall(OpCall):
     accepted_key: Any = None
 
     def __post_init__(self) -> None:
-        if self.accepted_key is None:
-            self.key = combine_key(
-                self.y, self.received, self.ctx, self.apply_weights, self.num_sms
-            )
-        else:
-            self.key = self.accepted_key
+        self.key = self.checked_key() if self.accepted_key is None else self.accepted_key
         self.chosen = COMBINE[self.algorithm or CombinePush.name]
         params = checked_params(
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS
@@ -220,16 +218,32 @@ class CombineCall(OpCall):
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
 
+    def checked_key(self) -> Key:
+        """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+        ctx, received, function = self.ctx, self.received, "ep_combine"
+        checked_buffer(ctx, EPContext, function, "create_ep_context")
+
+        def checks() -> Iterator[Check]:
+            is_own = isinstance(received, Received) and received.ctx is ctx
+            yield "received", type(received).__name__, is_own, "a result of ep_dispatch with ctx"
+            yield "ctx", "a pending send", ctx.pending is None, "wait() of the result of ep_send"
+            yield from matrix_checks(ctx, "y", self.y, ANY_SIZE, (ctx.hidden,), ctx.dtype)
+            yield num_sms_check(self.num_sms)
+
+        raise_first_error(function, checks())
+        return Key(
+            received.max_tokens, ctx.hidden, received.position_of_route.shape[1], ctx.num_experts,
+            self.y.dtype, ctx.num_ranks, "none", self.has_weights, False, 0, None, 1, self.num_sms,
+            received.routing_skew,
+        )  # fmt: skip
+
     @property
     def has_weights(self) -> bool:
         return self.apply_weights and self.received.weights is not None
 
     def layout(self) -> EPLayout:
-        received = self.received
-        return EPLayout(
-            None, received.weights if self.has_weights else None, received.position_of_route,
-            None, received.ends, None, received.destinations, None, self.ctx.control,
-        )  # fmt: skip
+        layout = self.received.layout
+        return layout if self.has_weights else layout._replace(weights=None)
 
     def plan(self) -> EPPlan:
         block = self.params.block_bytes // self.y.element_size()
@@ -254,40 +268,9 @@ class CombineCall(OpCall):
         return self.y.new_empty((self.received.tokens, self.ctx.hidden))
 
 
-def combine_key(
-    y: torch.Tensor,
-    received: Received,
-    ctx: EPContext,
-    apply_weights: bool = True,
-    num_sms: int | None = None,
-    *_: Any,
-    **__: Any,
-) -> Key:
+def combine_key(*args: Any, **kwargs: Any) -> Key:
     """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-    function = "ep_combine"
-    checked_buffer(ctx, EPContext, function, "create_ep_context")
-
-    def checks() -> Iterator[Check]:
-        yield from tensor_checks(y=y)
-        is_own = isinstance(received, Received) and received.ctx is ctx
-        yield "received", type(received).__name__, is_own, "a result of ep_dispatch with this ctx"
-        yield "ctx", "a pending send", ctx.pending is None, "wait() of the result of ep_send before"
-        shape, expected = tuple(y.shape), f"[positions in use, {ctx.hidden}]"
-        yield "y.shape", shape, len(shape) == 2 and shape[1] == ctx.hidden, expected
-        yield "y.dtype", y.dtype, y.dtype == ctx.dtype, f"the context's {ctx.dtype}"
-        device = ctx.device.torch_device
-        yield "y.device", y.device, y.device == device, f"{device}"
-        yield "y.stride()", y.stride(), y.is_contiguous(), "a contiguous tensor"
-        yield gradient_check("y", y)
-        yield num_sms_check(num_sms)
-
-    raise_first_error(function, checks())
-    topk, limit = received.position_of_route.shape[1], received.max_tokens
-    return Key(
-        limit, ctx.hidden, topk, ctx.num_experts, y.dtype, ctx.num_ranks, "none",
-        apply_weights and received.weights is not None, False, 0, None, 1, num_sms,
-        received.routing_skew,
-    )  # fmt: skip
+    return CombineCall(*args, **kwargs).key
 
 
 class CombinePush(Algorithm[CombineCall, Key]):

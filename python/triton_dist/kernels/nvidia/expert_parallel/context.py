@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,11 @@ from triton_dist.kernels.common.context import (
     OpContext,
     agree_to_create,
     from_1_to,
+    gradient_check,
     group_checks,
     int_checks,
+    raise_first_error,
+    tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, ExchangeBuffer
 from triton_dist.kernels.common.exchange.protocol import Packets
@@ -31,6 +34,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 MAX_EXPERTS, MAX_TOPK = 512, 16
+ANY_SIZE = range(2**31)
 SCALE_ELEMENTS: int = kernel.SCALE_ELEMENTS.value
 MAX_PACKET_TOKENS = 128
 """Tokens of a rank up to which they can travel in packets."""
@@ -143,6 +147,27 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.device.synchronize()
 
 
+def matrix_checks(
+    ctx: EPContext,
+    name: str,
+    matrix: torch.Tensor,
+    rows: Sequence[int],
+    columns: Sequence[int],
+    *dtypes: torch.dtype,
+) -> Iterator[Check]:
+    """Yield the checks of a contiguous matrix; ``rows`` and ``columns`` are the valid sizes."""
+    yield from tensor_checks(**{name: matrix})
+    shape, device = tuple(matrix.shape), ctx.device.torch_device
+    fits = len(shape) == 2 and shape[0] in rows and shape[1] in columns
+    sizes = [f"{n[0]}" if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in (rows, columns)]
+    yield f"{name}.shape", shape, fits, f"[{', '.join(sizes)}]"
+    expected = " or ".join(map(str, dtypes))
+    yield f"{name}.dtype", matrix.dtype, matrix.dtype in dtypes, expected
+    yield f"{name}.device", matrix.device, matrix.device == device, f"{device}"
+    yield f"{name}.stride()", matrix.stride(), matrix.is_contiguous(), "a contiguous tensor"
+    yield gradient_check(name, matrix)
+
+
 def create_ep_context(
     rank: int,
     world_size: int,
@@ -234,6 +259,7 @@ class Received:
         destinations: int32 [max_tokens], ranks to which this rank's tokens went: bit r is rank r.
         tokens: number of this rank's tokens.
         max_tokens: largest number of tokens of a rank in this call.
+        layout: these tensors as an argument of kernels.
     """
 
     ctx: EPContext
@@ -248,6 +274,7 @@ class Received:
     destinations: torch.Tensor
     tokens: int
     max_tokens: int
+    layout: Any = None
     receive: Any = None
     routing_skew: str | None = None
 
@@ -285,12 +312,8 @@ class Received:
         hidden = self.rows.shape[1]
         if out is None:
             out = self.rows.new_empty((len(self.row_of_position), hidden))
-        good = out.dtype == self.rows.dtype and out.device == self.rows.device
-        good = good and out.shape[1:] == (hidden,) and out.is_contiguous()
-        if not good:
-            given = f"{tuple(out.shape)}, {out.stride()}, {out.dtype}, {out.device}"
-            expected = f"[rows, {hidden}], contiguous, {self.rows.dtype}, {self.rows.device}"
-            raise InvalidArgument("expanded", "out", given, expected)
+        checks = matrix_checks(self.ctx, "out", out, ANY_SIZE, (hidden,), self.rows.dtype)
+        raise_first_error("expanded", checks)
         scales, groups = None, -(-hidden // SCALE_ELEMENTS)
         if self.scales is not None:
             scales = self.scales.new_empty((len(out), groups))

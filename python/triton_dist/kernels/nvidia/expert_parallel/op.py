@@ -78,8 +78,8 @@ def combine_variants(
     }  # fmt: skip
     for variant in id_variants(x, ids, ctx, routing_skew=received.routing_skew):
         call = DispatchCall(x, variant["topk_ids"], ctx, weights, **options)
-        other, layout = call.result()
-        call.launch_kernel(layout, True, True, copies=0)  # rows stay as they are
+        other = call.result()
+        call.launch_kernel(other.layout, True, True, copies=0)  # rows stay as they are
         yield {"y": y.new_zeros((other.num_positions(), ctx.hidden)), "received": other}
 
 
