@@ -242,7 +242,7 @@ class CombineCall(OpCall):
         return self.apply_weights and self.received.weights is not None
 
     def layout(self) -> EPLayout:
-        layout = self.received.layout
+        layout: EPLayout = self.received.layout
         return layout if self.has_weights else layout._replace(weights=None)
 
     def plan(self) -> EPPlan:
