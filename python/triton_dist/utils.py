@@ -1,7 +1,7 @@
 """Import path of helpers used by Triton-distributed's scripts; each is defined elsewhere."""
 
 from triton_dist.knobs import get_bool_env, get_int_env
-from triton_dist.profiler_utils import group_profile, perf_func
+from triton_dist.profiler_utils import get_torch_prof_ctx, group_profile, perf_func
 from triton_dist.runtime.capabilities import (
     has_tma,
     is_fp8_dtype,
@@ -35,6 +35,7 @@ __all__ = [
     "get_bool_env",
     "get_device_max_shared_memory_size",
     "get_int_env",
+    "get_torch_prof_ctx",
     "group_profile",
     "has_tma",
     "init_nvshmem_by_torch_process_group",

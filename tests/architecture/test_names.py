@@ -23,7 +23,7 @@ NAMES = {
         "generate_data has_tma is_fp8_dtype is_nvshmem_multimem_supported "
         "nvshmem_barrier_all_on_stream requires_p2p_native_atomic supports_p2p_native_atomic "
         "wait_until_max_gpu_clock_or_warning assert_allclose perf_func group_profile "
-        "init_nvshmem_by_torch_process_group",
+        "init_nvshmem_by_torch_process_group get_torch_prof_ctx",
     "triton_dist.jit": "jit",
     "triton_dist.profiler_utils":
         "perf_func perf_func_with_l2_reset get_torch_prof_ctx group_profile "

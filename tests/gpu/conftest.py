@@ -32,14 +32,15 @@ def _pools():
 
 @pytest.fixture
 def on_ranks(_pools):
-    """``on_ranks(num_ranks)``: a function ``run(fn, *args)`` that returns what ``fn`` does, by
-    rank."""
+    """``on_ranks(num_ranks)``: a function ``run(fn, *args, env={})`` that returns what ``fn`` does,
+    by rank."""
 
-    def on(num_ranks: int):
+    def run(num_ranks: int, fn, *args, env=None):
         pool = _pools.setdefault(num_ranks, RankPool(num_ranks, device="cuda", share_gpus=True))
-        return functools.partial(pool.run, timeout=SECONDS)
+        pool.env = env or {}
+        return pool.run(fn, *args, timeout=SECONDS)
 
-    return on
+    return lambda num_ranks: functools.partial(run, num_ranks)
 
 
 @pytest.fixture(params=EVERY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.distributed.test_ep import (  # noqa: F401
     test_every_rank_raises_what_one_did_wrong,
     test_rows_stay_until_the_next_call,
 )
+from tests.distributed.test_ep_names import UNTUNED
 from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
@@ -49,7 +52,7 @@ def test_tuned_over_the_ranks(on_gpus):
 @pytest.mark.gpu(count=2)
 def test_names_that_scripts_import(on_ranks):
     """PyTorch's all-to-all, the reference, requires a GPU for each rank."""
-    run = on_ranks(2)
+    run = functools.partial(on_ranks(2), env=UNTUNED)
     for dtype, has_scale in ((torch.bfloat16, True), (torch.int8, False)):
         run(ep_names_ranks.sorted_rows, dtype, has_scale)
     for flag in (True, False):
