@@ -85,7 +85,7 @@ def test_a_store_that_cannot_be_used_is_an_error_without_its_password(run, folde
 
 def test_env_hides_credentials(run, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_REMOTE", "redis://user:sesame@host/0")
-    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_REMOTE_KEY", "sesame")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_REMOTE_KEY", "open://sesame")
     for options in ([], ["--json"]):
         out = run("env", *options)[1]
         assert "redis://***@host/0" in out

@@ -544,7 +544,6 @@ def test_an_expired_lease_is_taken(url):
     assert take("killed", 0.02)
     time.sleep(0.05)
     assert take("second", 0.02)
-    assert get(url, "x/y.lease") == b"second"
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
@@ -625,6 +624,7 @@ def test_ranks_in_processes_share_what_the_leader_fetches(on_ranks, tmp_path):
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(600)
 def test_twenty_processes_that_start_together_tune_a_key_once(url, tmp_path):
     if url.startswith("memory:"):
         pytest.skip("memory:// is not shared between processes")

@@ -51,7 +51,9 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, value in sorted(knobs.environment().items()):
         if not (name in known or name in _LAUNCHERS or name.startswith(_PREFIXES)):
             continue
-        shown[name] = _without_secret(name, value)
+        if name == knobs.autotune_remote.variable:
+            value = without_secrets(value, value)
+        shown[name] = "***" if name == knobs.autotune_remote_key.variable else value
         if name in known:
             try:
                 known[name].get()
@@ -80,12 +82,6 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(_lines(facts)))
     return 0
-
-
-def _without_secret(name: str, value: str) -> str:
-    if name == knobs.autotune_remote.variable:
-        return without_secrets(value, value)
-    return "(set)" if name == knobs.autotune_remote_key.variable else value
 
 
 def _result_or_error(function: Callable[[], Any]) -> Any:

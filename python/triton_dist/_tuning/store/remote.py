@@ -268,11 +268,7 @@ def without_secrets(text: str, url: str) -> str:
     return text
 
 
-@functools.cache
-def _opened(*arguments: object) -> RemoteStore:
-    return RemoteStore(*arguments)  # type: ignore[arg-type]
-
-
+_opened = functools.cache(RemoteStore)
 # Connections cannot be shared with a forked process.
 os.register_at_fork(after_in_child=_opened.cache_clear)
 
