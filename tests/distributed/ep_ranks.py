@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
+from tests.distributed.compiled_ahead import compile_together
 from triton_dist import knobs
 from triton_dist.debugging.checks import checking
 from triton_dist.debugging.modes import checks_of
-from triton_dist.errors import InvalidArgument, RankDisagreement
+from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
+from triton_dist.kernels.common.exchange.protocol import MAX_CTAS
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.base import tolerance
@@ -319,6 +324,83 @@ def stragglers(rounds: int) -> int:
         for x, ids, out in results:
             assert torch.equal(out, x * factors(ids, torch.ones_like(ids), experts // size))
     return len(results)
+
+
+def every_config() -> int:
+    """Call every candidate of both ops; return the number of calls. In the interpreter, only the
+    candidates with few programs."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    tokens, hidden, experts = 6 - rank % 2, 768, 2 * size
+    most = 4 if device.interprets else MAX_CTAS
+    x = torch.randint(-4, 5, (tokens, hidden), device=device.torch_device).bfloat16()
+    with create_ep_context(rank, size, size, 6, hidden, experts, 2, torch.bfloat16) as ctx:
+        ids = draw(random.Random(rank), ctx, tokens, "masked", experts, 2)
+        weights = torch.full(ids.shape, 0.5, device=device.torch_device)
+        want = x.float() * factors(ids, weights, experts // size)
+        dispatched = ep_dispatch.fn(x, ids, ctx, weights)
+        calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+            (op, args, dict(config))
+            for op, args in (
+                (ep_dispatch, (x, ids, ctx, weights)),
+                (ep_combine, (products_in_graph(dispatched), dispatched, ctx)),
+            )
+            for config in op.config_space
+            if config.get("num_ctas", 1) <= most
+        ]
+        if not device.interprets:
+            compile_together(
+                functools.partial(op._hooks.prepare, *args, **config) for op, args, config in calls
+            )
+        for op, args, config in calls:
+            out = op.fn(*args, **config)
+            if op is ep_dispatch:
+                out = ep_combine.fn(products_in_graph(out), out, ctx)
+            assert_allclose(out.float(), want, rtol=0.1, atol=0.1)
+        ctx.check()
+    return len(calls)
+
+
+def give_up_and_start_again() -> list[str]:
+    """Let rank 0 make half of a call alone; after a reset, all ranks call again.
+
+    Return the flags that did not arrive.
+    """
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    flags = []
+    with create_ep_context(rank, size, size, 4, 64, size, 1, torch.float32) as ctx:
+        x = torch.ones(3, 64, device=device.torch_device)
+        ids = torch.arange(3, dtype=torch.int32, device=device.torch_device)[:, None] % size
+
+        def dispatch(algorithm: str) -> Received:
+            received: Received = ep_dispatch.fn(x, ids, ctx, algorithm=algorithm)
+            return received
+
+        def combine(received: Received, algorithm: str) -> torch.Tensor:
+            y = products_in_graph(received)
+            out: torch.Tensor = ep_combine.fn(y, received, ctx, algorithm=algorithm)
+            return out
+
+        def alone(call: Callable[[], object]) -> None:
+            def checked_call() -> None:
+                with bounded_waits(0.2):
+                    call()
+                    ctx.check()
+
+            if rank == 0:
+                with pytest.raises(WaitTimeout) as raised:
+                    checked_call()
+                flags.append(raised.value.flag.split("[")[0].rstrip("01"))
+            dist.barrier()
+            ctx.reset()
+
+        for algorithm in ALGORITHMS[:2]:
+            alone(lambda a=algorithm: dispatch(a))
+            received = dispatch(algorithm)
+            alone(lambda a=algorithm, r=received: combine(r, a))
+            for _ in range(3):
+                assert torch.equal(combine(dispatch(algorithm), algorithm), x)
+            ctx.check()
+    return flags
 
 
 def tuned() -> tuple[int, int]:

@@ -19,6 +19,17 @@ def test_any_rank_may_be_late(on_two):
     assert on_two(ep_ranks.replayed, 1, True) == [3] * 2
 
 
+def test_every_candidate_gives_the_same(on_two):
+    first, second = on_two(ep_ranks.every_config)
+    assert first == second >= 4
+
+
+def test_a_call_that_gave_up_leaves_nothing_behind(on_two):
+    dispatched = ["ep_dispatch.arrivals", "ep_combine.arrivals"]
+    packets = ["ep_dispatch.packets", "ep_combine.packets"]
+    assert on_two(ep_ranks.give_up_and_start_again) == [[*dispatched, *packets], []]
+
+
 def test_tuned_over_the_ranks(on_two):
     assert on_two(ep_ranks.tuned) == [(1, 1)] * 2
 

@@ -44,6 +44,18 @@ def test_a_thousand_late_calls_where_ranks_share_a_gpu(on_gpus, alternate):
     assert set(on_gpus(ep_ranks.stragglers, 1000)) == {1000}
 
 
+def test_every_candidate_gives_the_same(on_few):
+    (calls,) = set(on_few(ep_ranks.every_config))
+    assert calls > 20
+
+
+@few_ranks
+def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
+    first, *others = on_gpus(ep_ranks.give_up_and_start_again)
+    assert len(first) == 4
+    assert others == [[]] * len(others)
+
+
 @few_ranks
 def test_tuned_over_the_ranks(on_gpus):
     assert set(on_gpus(ep_ranks.tuned)) == {(1, 1)}
