@@ -42,11 +42,11 @@ def defaults() -> list[dict[str, Any]]:
 
 
 @compiled_ahead
-def every_operand(dtype: torch.dtype) -> int:
-    """Sizes x layouts, ways in turn."""
+def every_operand(number: int) -> int:
+    """Call with all sizes and layouts; alternate between dtypes and algorithms."""
     count, kinds = 0, itertools.cycle(DEFAULTS)
-    for sizes in SIZES:
-        calls = AllGatherGroupGEMM(*sizes, dtype)
+    for index, sizes in enumerate(SIZES, number):
+        calls = AllGatherGroupGEMM(*sizes, (torch.bfloat16, torch.float32)[index % 2])
         for layout in LAYOUTS:
             for rows in {sizes[0], 1}:
                 calls(rows, layout=layout, **next(kinds))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 
 from tests.distributed import ag_group_gemm_ranks as ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_size_and_layout(on_few, dtype):
+def test_every_size_and_layout(on_few, rounds):
+    """On CPU ranks each size in one dtype: tests/kernels/test_grouped_gemm.py multiplies both."""
     calls = len(ranks.LAYOUTS) * sum(len({sizes[0], 1}) for sizes in ranks.SIZES)
-    assert set(on_few(ranks.every_operand, dtype)) == {calls}
+    for number in range(rounds(2, cpu=1)):
+        assert set(on_few(ranks.every_operand, number)) == {calls}
 
 
 def test_every_routing_and_way(on_any):

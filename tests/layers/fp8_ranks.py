@@ -79,7 +79,7 @@ def stock_of(kind: type, recipe: str, columns: int, **sizes: Any) -> Any:
 
 
 @mock.patch.dict("os.environ", TRITON_DIST_AUTOTUNE="0")  # tests of the ops try all configs
-def served(kind: type, recipe: str, columns: int) -> int:
+def served(kind: type, recipe: str, columns: int, compiles: bool = True) -> int:
     """Both modes, and the layer's torch products, against the stock module.
 
     The input of a product is rounded to 4 bits, so each addend errs by at most 1/16 of itself. The
@@ -128,8 +128,9 @@ def served(kind: type, recipe: str, columns: int) -> int:
             assert not parameter.requires_grad, name
             parameter.data.zero_()
     layer.load_state_dict(saved)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(run(compiled, x), found["AR"])
+    if compiles:
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        assert torch.equal(run(compiled, x), found["AR"])
     other, y = drawn(7, *x.shape), torch.empty_like(x)
     fixed = x.clone()
     step = captured(lambda: y.copy_(run(layer, fixed)))

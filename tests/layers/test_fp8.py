@@ -11,28 +11,28 @@ from triton_dist.layers.nvidia.fp8 import quantise
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "columns"),
+    ("kind", "recipe", "columns", "compiles"),  # each layer and each kind of scales compile once
     [
-        (TP_MLP, "static", 24),
-        (TP_MLP, "block", 136),  # two blocks, the last is partial
-        (TP_Attn, "row", 0),
-        (TP_Attn, "block", 0),
-        (TP_MoE, "static", 24),
-        (TP_MoE, "block", 136),
+        (TP_MLP, "static", 24, True),
+        (TP_MLP, "block", 136, False),  # two blocks, the last is partial
+        (TP_Attn, "row", 0, True),
+        (TP_Attn, "block", 0, False),
+        (TP_MoE, "static", 24, False),
+        (TP_MoE, "block", 136, True),
     ],
 )
-def test_served_layers(on_two_ranks, kind, recipe, columns):
-    assert on_two_ranks(fp8_ranks.served, kind, recipe, columns) == [3, 3]
+def test_served_layers(on_two_ranks, kind, recipe, columns, compiles):
+    assert on_two_ranks(fp8_ranks.served, kind, recipe, columns, compiles) == [3, 3]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [(TP_MoE, "block"), (TP_Attn, "static")])
 def test_served_by_one_rank(kind, recipe):
-    assert fp8_ranks.served(kind, recipe, 24) == 3
+    assert fp8_ranks.served(kind, recipe, 24, False) == 3
 
 
 def test_shards_that_are_padding(on_four_ranks):
     """Of three blocks, the last of four ranks has none."""
-    assert on_four_ranks(fp8_ranks.served, TP_MLP, "block", 300) == [3] * 4
+    assert on_four_ranks(fp8_ranks.served, TP_MLP, "block", 300, False) == [3] * 4
 
 
 @pytest.mark.parametrize("recipe", ["row", "block"])  # dense, and of experts
