@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from tests.distributed import ag_group_gemm_ranks as ranks
 
 
