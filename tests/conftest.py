@@ -45,6 +45,7 @@ def asked_for(config: pytest.Config) -> list[Path]:
     return [Path(config.invocation_params.dir, item.split("::")[0]) for item in config.args]
 
 
+@functools.cache
 def is_compile_only(path: Path) -> bool:
     return path.resolve().is_relative_to(COMPILE_ONLY)
 

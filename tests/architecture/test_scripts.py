@@ -37,9 +37,11 @@ class Launcher:
         self.environment = {
             "PATH": str(self.programs),
             "HOME": str(folder),
-            "PYTHON": sys.executable,  # a link to it would leave its virtual environment
             "TORCHRUN": str(self.recorder),
         }
+        # It has all packages, and torch for CUDA. test_launch_check.py checks a real Python.
+        checked = f'[[ $1 == *requirements.py ]] && exit 0\nexec "{sys.executable}" "$@"'
+        self.environment["PYTHON"] = str(self.program("checked-python", checked))
 
     def program(self, name: str, text: str) -> Path:
         path = self.programs / name
@@ -50,11 +52,6 @@ class Launcher:
     def gpus(self, count: int) -> None:
         lines = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(count))
         self.program("nvidia-smi", f"cat <<'END'\n{lines}\nEND")
-        # On such a host torch must be built for CUDA; this stands for a Python that has it.
-        self.program(
-            "python-cuda", f'[[ $1 == *requirements.py ]] && exit 0\nexec "{sys.executable}" "$@"'
-        )
-        self.environment["PYTHON"] = str(self.programs / "python-cuda")
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
