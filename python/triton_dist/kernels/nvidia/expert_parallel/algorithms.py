@@ -239,9 +239,6 @@ class DispatchCall(OpCall):
             self.alignment, self.num_sms, skew,
         )  # fmt: skip
 
-    def run(self) -> Any:
-        return self.start(receive=True)
-
     def programs(self, plan: EPPlan, copies: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of meta, copy and layout programs."""
         total, experts = most_programs(self.num_sms), self.ctx.local_experts
@@ -384,7 +381,7 @@ class Push(Algorithm[DispatchCall, Key]):
         self.launch(call, layout, layout.ends if call.capacity < call.limit else None).compile()
 
     def run(self, call: DispatchCall) -> Any:
-        return call.run()
+        return call.start(receive=True)
 
     def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         return call.kernel(layout, locations, True, True, None)
@@ -457,38 +454,26 @@ class Collective(Push):
 
     def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
         call.launch_kernel(received.layout, True, True, copies=0)
-        x, x_scale = rows_to_send(call)
-        for source, target in ((x, received.rows), (x_scale, received.scales)):
+        x, scale = call.x.detach(), call.x_scale
+        if call.quantise:
+            groups = ceil_div(x.shape[1], SCALE_ELEMENTS)
+            scale = x.new_empty((groups, len(x)), dtype=torch.float32).T
+            x = torch.empty_like(x, dtype=call.wire_dtype)
+            if len(x):
+                quantisation(call.x.detach(), x, scale, False).run()
+            # A column counts as contiguous whatever its strides; libraries need stride 1.
+            scale = scale.reshape(-1).view(len(x), groups)
+        for source, target in ((x, received.rows), (scale, received.scales)):
             if source is not None and target is not None:
-                self.move(call, received, source, target)
-
-    def move(
-        self, call: DispatchCall, received: Received, source: torch.Tensor, target: torch.Tensor
-    ) -> None:
-        """Move rows of ``source`` to all ranks, rows of ``target``."""
-        if len(source) < call.limit:
-            padded = source.new_empty((call.limit, source.shape[1]))
-            padded[: len(source)] = source
-            source = padded
-        if call.ctx.num_ranks == 1:
-            target.copy_(source)
-        else:
-            rows, shard = target.view(torch.uint8), source.view(torch.uint8)
-            libraries.all_gather_into(rows, shard, call.ctx.group)
-
-
-def rows_to_send(call: DispatchCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the rows and scales that a library moves, quantised if the call requires it."""
-    x = call.x.detach()
-    if not call.quantise:
-        return x, call.x_scale
-    groups = ceil_div(x.shape[1], SCALE_ELEMENTS)
-    out = torch.empty_like(x, dtype=call.wire_dtype)
-    scale = x.new_empty((groups, len(x)), dtype=torch.float32).T
-    if len(x):
-        quantisation(x, out, scale, False).run()
-    # A column counts as contiguous whatever its strides; libraries need stride 1.
-    return out, scale.reshape(-1).view(len(x), groups)
+                shard = source
+                if len(source) < call.limit:
+                    shard = source.new_empty((call.limit, source.shape[1]))
+                    shard[: len(source)] = source
+                if call.ctx.num_ranks == 1:
+                    target.copy_(shard)
+                else:
+                    rows, shard = target.view(torch.uint8), shard.view(torch.uint8)
+                    libraries.all_gather_into(rows, shard, call.ctx.group)
 
 
 DISPATCH = Algorithms("ep_dispatch", (Push(), Packets(), Collective()))

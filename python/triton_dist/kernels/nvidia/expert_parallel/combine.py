@@ -280,10 +280,8 @@ class CombinePush(Algorithm[CombineCall, Key]):
     tunables: ClassVar[tuple[str, ...]] = ("num_ctas", "block_bytes", "num_chunks")
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (
-            params.values
-            for params in dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE))
-        )
+        candidates = dict.fromkeys((params_for_device(DEFAULT_PARAMS), *_COMBINE))
+        return (params.values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
         limit = most_programs(sizes.num_sms, programs_of_sm(params_in(config)))

@@ -502,12 +502,15 @@ def kernel_locate(
     tl.atomic_add(dropped_ptr, tl.maximum(number - capacity, 0), sem="relaxed", scope="gpu")
 
 
-@jit
+@jit(do_not_specialize=["out_rows"])
 def kernel_expand(
     rows_ptr, scales_ptr, row_ptr, out_ptr, out_scales_ptr, ends_ptr, control_ptr, out_rows, hidden,
     groups, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUP_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows to their positions; padding becomes zero. Grid (programs,)."""
+    """Copy rows to their positions in out [out_rows, hidden]; padding becomes zero.
+
+    Grid (programs,).
+    """
     total = tl.load(ends_ptr + EXPERTS - 1)
     if (tl.program_id(0) == 0) & (total > out_rows):
         report_fault(control_ptr, FAULT_OUT)

@@ -1,8 +1,8 @@
 """Expert parallelism on one host: dispatch tokens to the ranks of their experts, and combine.
 
 Rank r of W owns the experts ``r * E / W`` to ``(r + 1) * E / W - 1``. ``ep_dispatch`` sends each
-token to the ranks that own one of its experts, and describes what arrives as the input of a grouped
-GEMM. ``ep_combine`` returns the weighted sum of the products to the token's rank.
+token to the ranks that own one of its experts, and returns the input of a grouped GEMM.
+``ep_combine`` sends the products back and sums them on the token's rank.
 
 Timeline of a dispatch, one launch on every rank:
     ids, weights → all ranks │ flags
@@ -10,14 +10,14 @@ Timeline of a dispatch, one launch on every rank:
                     wait for the ids │ positions of the routes   │ wait for rows
 
 Design:
-    * A token is stored once per rank, whatever the number of its experts there. The grouped GEMM
-      gathers rows by index. With 8 choices, an expanded layout would cost more memory time than the
-      link needs.
-    * A row has a fixed place in the receive buffer, so no counts precede the transfer. Every rank
-      gets the ids of all ranks, which are few bytes, and computes positions while rows travel.
-    * The host reads no counts. Buffers have the size for the worst routing or the given capacity.
-    * Products are summed in fp32 on the expert's rank, rounded once, and added in the order of
-      ranks: one row per (token, rank) travels back, and equal calls give equal bits.
+    * A rank receives a token once, even if it owns several of the token's experts. The grouped GEMM
+      gathers rows by index. With 8 choices, copying a row for each choice would take longer than
+      the transfer.
+    * Each source row has a fixed place in the receive buffer, so rows travel without counts. Every
+      rank receives the ids of all ranks and computes positions while rows travel.
+    * The host reads no counts. Buffers have room for the worst routing or the given capacity.
+    * An expert's rank sums the products of a token in fp32 and rounds once. One row per token and
+      rank travels back. The source adds them in the order of ranks, so equal calls give equal bits.
 
 Algorithms:
     * ``"push"``: the timeline above. Combine is also one launch.
@@ -54,10 +54,7 @@ def id_variants(
     routing_skew: str | None = None,
     **__: Any,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield calls with other ids (``input_variants_fn``): even, Zipf, and equal for all tokens.
-
-    ``routing_skew`` selects one of them.
-    """
+    """Yield calls with ids of each skew, or only of ``routing_skew`` (``input_variants_fn``)."""
     experts = ctx.num_experts if expert_map is None else len(expert_map)
     skews = SKEWS if routing_skew is None else (routing_skew,)
     if topk_ids.shape[1] > experts or (routing_skew is None and current_device().interprets):
@@ -73,13 +70,13 @@ def combine_variants(
     shape = received.tokens, received.position_of_route.shape[1]
     x, ids = y.new_empty((shape[0], ctx.hidden)), received.destinations.new_empty(shape)
     weights = None if received.weights is None else received.weights.new_ones(shape)
-    options: dict[str, Any] = {
-        "max_tokens": received.max_tokens, "routing_skew": received.routing_skew
-    }  # fmt: skip
-    for variant in id_variants(x, ids, ctx, routing_skew=received.routing_skew):
-        call = DispatchCall(x, variant["topk_ids"], ctx, weights, **options)
+    limit, skew = received.max_tokens, received.routing_skew
+    for variant in id_variants(x, ids, ctx, routing_skew=skew):
+        call = DispatchCall(
+            x, variant["topk_ids"], ctx, weights, max_tokens=limit, routing_skew=skew
+        )
         other = call.result()
-        call.launch_kernel(other.layout, True, True, copies=0)  # rows stay as they are
+        call.launch_kernel(other.layout, True, True, copies=0)  # keeps the received rows
         yield {"y": y.new_zeros((other.num_positions(), ctx.hidden)), "received": other}
 
 
@@ -122,44 +119,43 @@ def ep_dispatch(
         topk_weights: [tokens, topk], fp32, bf16 or fp16, for ``ep_combine`` or the grouped GEMM.
         x_scale: fp32 [tokens, hidden / 128], scales of an fp8 x, which travel with it.
         quantise: send x as ``float8_e4m3fn`` with one scale per 128 elements.
-        max_tokens: bound of every rank's tokens, equal on all ranks; default: the context's.
-        expert_map: int32 [logical experts, replicas], physical experts of logical ids, with -1
-            after the last. Tokens alternate between replicas.
-        alignment: positions of an expert begin at multiples, a power of two up to 256.
-        num_sms: largest number of programs that send rows.
-        routing_skew: hint for the tuner of this op and of ``ep_combine``: ``"even"``, ``"zipf"`` or
-            ``"same_experts"`` for all tokens. The default minimises the slowest of the three.
-            Equal on all ranks.
+        max_tokens: largest number of tokens of any rank, equal on all ranks; default: the
+            context's.
+        expert_map: int32 [logical experts, replicas], physical experts of each logical id, then -1
+            for missing replicas. Tokens alternate between replicas.
+        alignment: the positions of each expert begin at a multiple of this power of two, 1 to 256.
+        num_sms: largest number of programs, at least 4; equal on all ranks.
+        routing_skew: routing for which this op and ``ep_combine`` are tuned: ``"even"``, ``"zipf"``
+            or ``"same_experts"``. The default minimises the slowest of the three. Equal on all
+            ranks.
         num_ctas, block_bytes: programs that send rows, and bytes that each moves at a time (tuned).
         algorithm: ``"push"`` (default), ``"packets"`` or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
     Returns:
-        The received rows and their layout.
+        The received rows and the positions of their routes.
 
     Raises:
-        InvalidArgument: an argument does not fit the context; on every rank, an id is not an
-            expert, or a weight is NaN. If a kernel finds the latter, ``ctx.check()`` raises it.
-            Invalid ids are masked.
+        InvalidArgument: an argument does not fit the context. Kernels check ids and weights, and
+            ``ctx.check()`` raises. Invalid ids are masked.
         ContextFinalized: ``ctx`` was finalized.
-        RankDisagreement: ranks pass different ``max_tokens``.
+        RankDisagreement: ranks pass different arguments (``EPContext.check``).
     """
-    received: Received = DispatchCall(
+    return DispatchCall(
         x, topk_ids, ctx, topk_weights, x_scale, quantise, max_tokens, expert_map, alignment,
         num_sms, routing_skew, num_ctas, block_bytes, algorithm, accepted_key,
-    ).run()  # fmt: skip
-    return received
+    ).start(receive=True)  # fmt: skip
 
 
 def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: Any) -> Received:
     """Launch the first half of ``ep_dispatch``; ``wait()`` of the result launches the second.
 
-    Kernels between the halves overlap with the transfer. No other call with ``ctx`` may come
-    between. Not tuned.
+    Kernels that are launched between the halves overlap with the transfer. The next call with
+    ``ctx`` must follow ``wait()``. Not tuned.
 
     Args:
         x, topk_ids, ctx: see ``ep_dispatch``.
-        options: other arguments of ``ep_dispatch``, except an algorithm other than ``"push"``.
+        options: other arguments of ``ep_dispatch``. The algorithm must be ``"push"``.
     """
     call = DispatchCall(x, topk_ids, ctx, **options)
     if call.chosen.name != "push":
@@ -174,6 +170,7 @@ def ep_send(x: torch.Tensor, topk_ids: torch.Tensor, ctx: EPContext, **options: 
     key_fn=combine_key,
     key_sizes=("M",),
     input_variants_fn=combine_variants,
+    worst_input=True,
     version="1",  # change when the shipped results (records/) must no longer be used
 )
 def ep_combine(
@@ -190,17 +187,17 @@ def ep_combine(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's products over its experts; tuned over all ranks.
 
-    Products are weighted and summed in fp32 on the expert's rank, rounded to the dtype of y, and
-    added in fp32 in the order of ranks, so equal calls give equal bits. A token without experts
-    becomes zero.
+    Each rank weights and sums its products of a token in fp32 and rounds the sum to the dtype of y.
+    The token's rank adds these sums in fp32 in the order of ranks, so equal calls give equal bits.
+    The result of a token without experts is zero.
 
     Args:
-        y: [at least the positions in use, hidden], dtype of the context: a product for each
-            position of ``received``.
+        y: [at least ``received.num_positions()``, hidden], dtype of the context: the product at
+            each position.
         received: result of ``ep_dispatch`` with ``ctx``.
         ctx: context of ``create_ep_context``.
         apply_weights: multiply by the ``topk_weights`` of the dispatch, if it had any.
-        num_sms: largest number of programs.
+        num_sms: largest number of programs, at least 4; equal on all ranks.
         num_ctas, block_bytes, num_chunks: programs, bytes that each moves at a time, and chunks of
             its tokens (tuned).
         algorithm: see ``ep_dispatch``.
@@ -210,9 +207,10 @@ def ep_combine(
         [tokens, hidden], dtype of the context.
 
     Raises:
-        InvalidArgument: an argument does not fit the context.
+        InvalidArgument: an argument does not fit the context. If y is too short, ``ctx.check()``
+            raises.
         ContextFinalized: ``ctx`` was finalized.
-        RankDisagreement: ranks pass results with different ``max_tokens``.
+        RankDisagreement: ranks pass different arguments (``EPContext.check``).
     """
     return CombineCall(
         y, received, ctx, apply_weights, num_sms, num_ctas, block_bytes, num_chunks, algorithm,
