@@ -28,7 +28,7 @@ from triton_dist.kernels.nvidia.all_to_all_vdev_2d_offset import (
 )
 from triton_dist.layers.nvidia import EPAll2AllLayer, EPLowLatencyAllToAllLayer
 from triton_dist.runtime.device import current_device
-from triton_dist.test.expert_routes import EPScript
+from triton_dist.test.nvidia import test_ep_a2a
 from triton_dist.test.nvidia.ep_a2a_utils import (
     dequant_fp8_bf16,
     torch_ll_combine,
@@ -113,7 +113,7 @@ def layer(has_weight: bool) -> None:
     arguments = (group, 6, HIDDEN, TOPK, rank, EXPERTS, size, size, dtype)
     with pytest.raises(InvalidArgument, match="use_aot is True, expected False: kernels are"):
         EPAll2AllLayer(*arguments, use_aot=True)
-    op = EPAll2AllLayer(*arguments, torch.bfloat16, num_sm=3, enable_local_combine=True)
+    op = EPAll2AllLayer(*arguments, torch.bfloat16, num_sm=4, enable_local_combine=True)
     for tokens in (6, rng.randint(0, 5)):
         ids = random_ids(rng, tokens, EXPERTS, TOPK)
         ids[torch.rand(ids.shape) < 0.3] = EXPERTS  # dropped
@@ -250,14 +250,10 @@ def check_chunks(out: torch.Tensor, chunks: dict[int, torch.Tensor]) -> None:
 
 
 def own_script(quantise: bool) -> None:
-    """Run the body of our own scripts."""
+    """Run a round of our own scripts."""
     rank, size = dist.get_rank(), dist.get_world_size()
     args = argparse.Namespace(
-        autotune=False, drop_ratio=0.3, iters=1, warmup=0, profile=False, seed=0
+        autotune=False, case="perf", drop_ratio=0.3, iters=1, warmup=0, profile=False
     )
     with create_ep_context(rank, size, size, 4, 128, 8, 2, torch.bfloat16) as ctx:
-        script = EPScript(args, ctx, quantise)
-        script.draw(4 - rank)
-        results = script.check()
-        script.report_tuning(*results)
-        script.perf(*results)
+        test_ep_a2a.run_round(args, ctx, quantise, 4 - rank, is_first=True)

@@ -43,7 +43,7 @@ NOT_RUN = {
         "takes minutes on CPU ranks; tests/benchmarks measures less with the same options",
     r"(bash scripts/launch\.sh|scripts/python)( --\S+)* examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
-    r"bash scripts/launch\.sh test_ep_a2a\.py": "test_ep_ll_a2a.py has the same functions",
+    r"bash scripts/launch\.sh test_ep_a2a\.py": "test_ep_ll_a2a.py runs its functions",
     r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$":
         "tests/distributed/test_launch_check.py runs it",
 }  # fmt: skip

@@ -6,7 +6,7 @@ experts, such as the number of experts, masks a choice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class EPAll2AllLayer(torch.nn.Module):
             which must be all.
         num_tot_experts: experts of all ranks, a multiple of ``world_size``.
         dtype, weight_dtype: dtypes of tokens and of weights.
-        num_sm: largest number of programs that send rows.
+        num_sm: see ``num_sms`` of ``ep_dispatch``.
         enable_local_combine: ignored; each rank always sums the products of its experts.
         use_aot: must be ``False``.
 
@@ -95,12 +95,8 @@ class EPAll2AllLayer(torch.nn.Module):
         self.ctx.finalize()
 
 
-@dataclass
-class DispatchMetaInfo:
-    """Layout of a low-latency dispatch: its result, and the padded row of each position."""
-
-    received: Received
-    places: torch.Tensor
+Layout: TypeAlias = tuple[Received, torch.Tensor]
+"""Result of a dispatch, and the padded row of each position."""
 
 
 class EPLowLatencyAllToAllLayer:
@@ -138,7 +134,7 @@ class EPLowLatencyAllToAllLayer:
         send_tokens: torch.Tensor,
         send_scales: torch.Tensor | None,
         topk_indices: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchMetaInfo]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Layout]:
         """Send tokens to the ranks of their experts.
 
         Args:
@@ -178,14 +174,14 @@ class EPLowLatencyAllToAllLayer:
 
         rows, scales = received.expanded()
         scales = None if scales is None else padded(scales)
-        return padded(rows), scales, counts, DispatchMetaInfo(received, places)
+        return padded(rows), scales, counts, (received, places)
 
     def combine(
         self,
         send_tokens: torch.Tensor,
         topk_indices: torch.Tensor,
         topk_weights: torch.Tensor,
-        dispatch_meta: DispatchMetaInfo,
+        dispatch_meta: Layout,
         zero_copy: bool = False,
     ) -> torch.Tensor:
         """Return the weighted sum of the rows of each token, [tokens, hidden].
@@ -197,8 +193,9 @@ class EPLowLatencyAllToAllLayer:
             zero_copy: ignored; accepted for existing scripts.
         """
         rows = send_tokens.flatten(0, 1)
-        y = rows[dispatch_meta.places.clamp(max=len(rows) - 1)]
-        products = ep_combine(y, dispatch_meta.received, self.ctx, apply_weights=False)
+        received, places = dispatch_meta
+        y = rows[places.clamp(max=len(rows) - 1)]
+        products = ep_combine(y, received, self.ctx, apply_weights=False)
         rows_of_token: torch.Tensor = products.unflatten(0, topk_indices.shape)
         return (rows_of_token * topk_weights[..., None]).sum(1).to(send_tokens.dtype)
 
