@@ -78,9 +78,7 @@ class SummingCall(OpCall):
     scaling: Scaling = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scaling = self.scaling_of(
-            self.A, self.ctx, self.A_scale, self.B_scale, self.use_fast_accum
-        )
+        self.scaling = self.scaling_of(self.ctx, self.A_scale, self.B_scale, self.use_fast_accum)
         # The tuner passes the key if it has checked the operands.
         known = self.accepted_key
         if known is None:
@@ -100,7 +98,6 @@ class SummingCall(OpCall):
 
     @staticmethod
     def scaling_of(
-        A: torch.Tensor,
         ctx: Any,
         A_scale: torch.Tensor | None = None,
         B_scale: torch.Tensor | None = None,
@@ -108,10 +105,9 @@ class SummingCall(OpCall):
         **_: Any,
     ) -> Scaling:
         """Return the scaling of a call's keywords, without a bias."""
-        scaling = scaling_of(A_scale, B_scale, None, None, use_fast_accum)
-        if scaling is not NO_SCALING:
-            scaling = scaling._replace(out_dtype=getattr(ctx, "output_dtype", None))
-        return scaling
+        has_scales = A_scale is not None or B_scale is not None
+        out_dtype = getattr(ctx, "output_dtype", None) if has_scales else None
+        return scaling_of(A_scale, B_scale, None, out_dtype, use_fast_accum)
 
     @staticmethod
     @abstractmethod
@@ -139,7 +135,7 @@ class SummingCall(OpCall):
         **options: Any,
     ) -> Any:
         """Return the tuning key. A deprecated keyword for an algorithm is part of the key."""
-        scaling = cls.scaling_of(A, ctx, **options)
+        scaling = cls.scaling_of(ctx, **options)
         key = (cls.check_operands(A, B, bias, ctx, scaling), cls.options_in_key(ctx, **options))
         requested = cls.requested(**options) if options else None
         return key if requested is None else (*key, requested)
@@ -153,7 +149,7 @@ class SummingCall(OpCall):
         requested = cls.requested(**options)
         return SummingSizes(
             A, B, M, ctx.num_ranks, requested, cls.sums_on_arrival(ctx, **options),
-            cls.scaling_of(A, ctx, **options),
+            cls.scaling_of(ctx, **options),
         )  # fmt: skip
 
     @classmethod
