@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.tuning.test_ordinary_programs import programs
+from triton_dist import knobs
 from triton_dist._tuning.engine import agreement
 from triton_dist.errors import InvalidArgument, TuningWarning
 from triton_dist.tune import AutoTuner, autotune
@@ -54,7 +55,7 @@ class Program:
         return [op.tuning_count for op in self.module.ops]
 
     def fingerprints(self) -> list[dict]:
-        files = (self._folder / "triton_dist" / "autotune").glob("*/*.json")
+        files = (knobs.cache_dir.get() / "autotune").glob("*/*.json")
         return [json.loads(file.read_text())["fingerprint"] for file in files]
 
 
