@@ -437,7 +437,9 @@ def test_strides_of_descriptors_for_an_assembler_that_counts_in_16_bytes(level, 
         assert launched("") == ptx
     text = (tmp_path / f"copy_rows.{level}").read_text()
     (tmp_path / f"copy_rows.{level}").write_text(text.replace(f"{STRIDE}.", f"{STRIDE} ."))
-    with pytest.raises(InvalidArtefact, match=r"counts strides in 16 bytes.*Run its cubin instead"):
+    with pytest.raises(
+        InvalidArtefact, match=r"counts strides in units of 16 bytes.*Run the cubin"
+    ):
         launched("triton 3.3.1")
 
 

@@ -1,7 +1,7 @@
 """Run Triton's compiler from any level down to the cubin.
 
-This module and ``function.py`` are the two that call private parts of Triton: here the stages of
-a backend, ``parse`` and ``CompiledKernel``, which are equal in Triton 3.6 to 3.9.
+Only this module and ``function.py`` call private parts of Triton. This module uses the stages of a
+backend, ``parse`` and ``CompiledKernel``, which are equal in Triton 3.6 to 3.9.
 ``tests/compile/test_runner.py`` compares cubins; ``make versions`` runs it for each version.
 """
 
@@ -34,7 +34,7 @@ _LAUNCH_DEFAULTS = {
     "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
     "profile_scratch_align": 1,
 }  # fmt: skip
-"""Defaults of launch facts that kernels of Triton before 3.6 lack and present launchers read."""
+"""Defaults of launch properties that launchers read, and that kernels of Triton before 3.6 lack."""
 _STEP_SECONDS = 60.0
 """Time limit of a step in seconds; a step normally takes milliseconds."""
 
@@ -85,8 +85,10 @@ def build(
         except Exception as error:
             why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
             if artefact.level in SELF_DESCRIBING:  # MLIR prints its errors to standard error only
-                by = artefact.about.compiler or "an unknown version"
-                why += f" (see standard error; {by} wrote it, and IR differs between versions)"
+                compiler = artefact.about.compiler or "an unknown version"
+                why += (
+                    f" (see standard error; {compiler} wrote it, and IR differs between versions)"
+                )
             raise InvalidArtefact(artefact.where, why) from error
         kernel = CompiledKernel(src, group, artefact.digest)
         listener = triton.knobs.compilation.listener
@@ -187,8 +189,8 @@ def with_strides_in_bytes(artefact: Artefact) -> bytes:
         rb"{ .reg .b64 %bytes; shl.b64 %bytes, \3, 4; \1\2%bytes; }", artefact.data
     )
     if count != artefact.data.count(_STRIDE_INSTRUCTION):
-        why = f"{_STRIDE_INSTRUCTION.decode()} is not as Triton writes it. Run its cubin instead"
-        where = "it is for CUDA 12.4, which counts strides in 16 bytes"
+        why = f"this form of {_STRIDE_INSTRUCTION.decode()} cannot be converted. Run the cubin"
+        where = "it is for CUDA 12.4, whose ptxas counts strides in units of 16 bytes"
         raise InvalidArtefact(artefact.where, f"{where}: {why}")
     return text
 

@@ -81,9 +81,9 @@ class BoundTuner(Protocol[P, R_co]):
 class AutoTuner(Decorated[P, R_co]):
     """A function whose tunable arguments are chosen by measuring, once per key.
 
-    For type checkers, ``P`` are the parameters of a call and ``R_co`` is its result. No keyword
-    may stand between ``*args: P.args`` and ``**kwargs: P.kwargs``. The overloads therefore check
-    the arguments of a call only if it has no keyword of the tuner.
+    For type checkers, ``P`` are the parameters of a call and ``R_co`` is its result. Python allows
+    no keyword between ``*args: P.args`` and ``**kwargs: P.kwargs``. A call with a keyword of the
+    tuner therefore matches an overload that does not check the other arguments.
 
     Attributes:
         fn: the function without tuning.
@@ -277,9 +277,9 @@ class AutoTuner(Decorated[P, R_co]):
         Names whose values the caller passes are left out. Arguments and errors are as in a call.
         """
         self._count_call()
-        off = self._config_if_off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
+        untuned = self._config_if_off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
-        return self._choose(args, kwargs, *options).config if off is None else off
+        return self._choose(args, kwargs, *options).config if untuned is None else untuned
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
         """Return everything that a record made now depends on: hardware, versions, ranks, source.
@@ -313,9 +313,9 @@ class AutoTuner(Decorated[P, R_co]):
         known = self._from_tuned_range(args, kwargs, process_group) if autotune else None
         if known is not None:
             return self.fn(*args, **kwargs, **known)
-        off = self._config_if_off(kwargs, process_group, allow_overwrite, autotune)
-        if off is not None:
-            arguments = off.arguments()
+        untuned = self._config_if_off(kwargs, process_group, allow_overwrite, autotune)
+        if untuned is not None:
+            arguments = untuned.arguments()
             for name in self.omitted_if_untuned:
                 arguments.pop(name, None)
         elif self._process.is_traced((args, kwargs)):
@@ -345,7 +345,7 @@ class AutoTuner(Decorated[P, R_co]):
         self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
         self._published_absences: set[tuple[int, str]] = set()
         self._calls = 0
-        """Calls since all ranks last met. It identifies the call of a rank that raised an error."""
+        """Calls since the last agreement. Identifies the call of a rank that raised an error."""
         self._world = world
 
     def _from_tuned_range(
@@ -431,7 +431,7 @@ class AutoTuner(Decorated[P, R_co]):
                 self.sizes and self.sizes.with_fixed(fixed) if fixed else self.sizes,
                 on_complete_configs(self.fallback_fn, fixed) if fixed else self.fallback_fn,
             )
-        # Trials of an enclosing tuned function are not charged for the time of this tuning.
+        # The time of this tuning does not count for a trial of an enclosing tuned function.
         with watchdog.paused(), parts.tuning_lock():
             # Another thread may have tuned the key while this thread waited for the lock.
             known = None if winner_failure else choices.by_ranks.get((ranks, key))

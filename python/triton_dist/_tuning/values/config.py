@@ -326,16 +326,16 @@ class FixedSpace(ConfigSpace):
         kwargs: Mapping[str, Any],
     ) -> tuple[Any, list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self.fixed}
-        validator = prune_fn and on_complete_configs(prune_fn, self.fixed)
-        return super().prune(validator, args, others)
+        prune_fn = prune_fn and on_complete_configs(prune_fn, self.fixed)
+        return super().prune(prune_fn, args, others)
 
 
-def on_complete_configs(validator: Callable[..., object], fixed: Config) -> Callable[..., object]:
+def on_complete_configs(function: Callable[..., object], fixed: Config) -> Callable[..., object]:
     """Wrap ``prune_fn`` or ``fallback_fn`` to add ``fixed`` to each config that it gets."""
 
-    @functools.wraps(validator)
+    @functools.wraps(function)
     def with_fixed(config: Config, /, *args: Any, **kwargs: Any) -> object:
-        return validator(Config({**config, **fixed}), *args, **kwargs)
+        return function(Config({**config, **fixed}), *args, **kwargs)
 
     return with_fixed
 

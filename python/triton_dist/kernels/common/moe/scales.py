@@ -1,4 +1,4 @@
-"""Scales of fp8 operands of grouped GEMMs as a kernel's argument, and rows that travel with them.
+"""Scales of fp8 operands of grouped GEMMs: the kernel argument, and rows sent with their scales.
 
 ``gemm/scales.py`` describes the recipes.
 """
@@ -66,7 +66,7 @@ class OperandScales(NamedTuple):
         return self._replace(b=self.b[:, :, first:end])
 
     def of_rows(self, rows: torch.Tensor, own: torch.Tensor | None = None) -> OperandScales:
-        """Return the scales for packed rows (``unpacked``), and for ``own`` packed rows."""
+        """Return the scales in packed rows; ``own``: this rank's packed rows, if separate."""
         width = self.a.shape[1]
         return self._replace(a=rows[:, :width], own=None if own is None else own[:, :width])
 
@@ -77,8 +77,8 @@ class OperandScales(NamedTuple):
 def packed_form(K: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """Return width and dtype of the rows [K] of A that travel between ranks.
 
-    A row of fp8 travels in one piece with its scales, which precede it. Both begin at multiples of
-    16 bytes. As fp32, it suits every collective.
+    An fp8 row is sent in one piece with its scales, which precede it. Both begin at multiples of
+    16 bytes. The piece has the dtype fp32, which every collective supports.
     """
     if dtype not in FP8:
         return K, dtype
