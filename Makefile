@@ -36,8 +36,8 @@ versions:
 fresh:
 	bash scripts/fresh.sh $(TESTS)
 
-# Kill writers of tuning records thousands of times and print counts; compile every tile of every kernel
-# for sm_90. Takes some minutes.
+# Kill writers of tuning records thousands of times, and call expert parallelism with random routings on 2
+# to 8 ranks; print counts. Compile every tile of every kernel for sm_90. Takes half an hour.
 stress:
 	bash scripts/test.sh tests/stress tests/compile -m stress -rP
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -74,3 +76,24 @@ def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path, monkeypatch):
     keys = [json.loads(record.key.text)["tuple"] for record in records_of(Pack(out))]
     # M, N and K of a rank: 2048 x 4096 x 14336, and half the rows, scaled.
     assert sorted(key[0]["items"][:3] for key in keys) == [[2, 8, 14], [4, 8, 14]]
+
+
+def test_the_summary_of_expert_parallelism_names_the_worst_row(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench_ep = importlib.import_module("bench_ep")
+    rows = bench_ep.rows_of(
+        bench_ep.parse(["--tokens-random", "3", "--routing", "even,zipf", "--scale", "1"])
+    )
+    assert len(rows) == 6
+    assert {row.routing for row in rows} == {"even", "zipf"}
+    results = []
+    for number, row in enumerate(rows):
+        times = {"own": 10.0, bench_ep.ALL_GATHER: 20.0, bench_ep.ALL_TO_ALL: 8.0 + number}
+        direction = {"times": times, "best": "own"}
+        results.append({"row": asdict(row), "dispatch": direction, "combine": direction})
+    lines = list(bench_ep.summary(results))
+    assert len(lines) == 4
+    assert lines[0].startswith("dispatch, all-gather: worst 2.00 x (")
+    assert lines[0].endswith("geometric mean 2.00 x, 0 of 6 below 0.98 x")
+    assert lines[3].startswith(f"combine, all-to-all: worst 0.80 x ({rows[0]})")
+    assert lines[3].endswith("2 of 6 below 0.98 x")
