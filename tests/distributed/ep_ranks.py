@@ -470,7 +470,7 @@ def different_arguments() -> None:
 
         def call(apply_weights: bool = True, **options: Any) -> None:
             received = ep_dispatch.fn(x, ids, ctx, **{"topk_weights": weights, **options})
-            ep_combine.fn(x.new_ones(8, 16), received, ctx, apply_weights=apply_weights)
+            ep_combine.fn(x.new_ones(4 * size, 16), received, ctx, apply_weights=apply_weights)
             ctx.check()
 
         for name, values in {

@@ -38,6 +38,7 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     SCALE_ELEMENTS,
     EPContext,
     Received,
+    block_tokens,
     matrix_checks,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
@@ -51,13 +52,10 @@ from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_dispatch_p
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 
-_MAX_META = 16
+_MAX_META, _MAX_LAYOUTS = 32, 64
 _MIN_PROGRAMS = 4
 """A dispatch has a program of each kind."""
 _FREE_SMS = 4
-_ROUTES_OF_THREAD, _IDS_OF_THREAD = 4, 2
-"""Routes that a thread of a layout program, and ids that a thread of a meta program, reads at a
-time. Copy programs of the same launch need the registers."""
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (128, 64, 24) for nbytes in (16384, 8192, 4096)
 )
@@ -126,8 +124,8 @@ def digest_of(*arguments: object) -> int:
 
 
 def launch_options(params: LaunchParams, per_sm: int = 2) -> dict[str, int]:
-    """Return options that let ``per_sm`` programs of 16 warps run on a multiprocessor."""
-    return {"num_warps": params.num_warps, "maxnreg": 128 // per_sm}
+    """Return options that let ``per_sm`` programs run on a multiprocessor."""
+    return {"num_warps": params.num_warps, "maxnreg": min(255, 2048 // (per_sm * params.num_warps))}
 
 
 def packet_options(params: LaunchParams, num_ranks: int) -> dict[str, int]:
@@ -157,7 +155,8 @@ def plan_of(ctx: EPContext, topk: int, **constants: Any) -> EPPlan:
     plan = EPPlan(
         NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, TOPK=topk,
         TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
-        EXPERT_LANES=triton.next_power_of_2(ctx.local_experts), META_LANES=_MAX_META * lanes,
+        EXPERT_LANES=triton.next_power_of_2(ctx.local_experts),
+        BINS=triton.next_power_of_2(max(128, ctx.num_experts + 1)), META_LANES=_MAX_META * lanes,
         FLAG_LANES=MAX_CTAS * lanes, ROUTES=1, META_TOKENS=1,
         REPLICAS=0, ALIGNMENT=1, SCALES="none",
     )  # fmt: skip
@@ -241,19 +240,19 @@ class DispatchCall(OpCall):
 
     def programs(self, plan: EPPlan, copies: int | None = None) -> tuple[int, int, int]:
         """Return the numbers of meta, copy and layout programs."""
-        total, experts = most_programs(self.num_sms), self.ctx.local_experts
-        meta = max(1, min(_MAX_META, ceil_div(self.limit, plan.META_TOKENS), total // 8))
+        total, blocks = most_programs(self.num_sms), ceil_div(self.limit, plan.META_TOKENS)
+        meta = max(1, min(_MAX_META, blocks, total // 8))
+        layouts = min(_MAX_LAYOUTS, self.ctx.num_ranks * blocks)
         if copies is None:
-            copies = min(self.params.num_ctas, total - meta - 1 - min(experts, total // 2))
+            copies = min(self.params.num_ctas, total - meta - 1 - min(layouts, total // 4))
             copies = max(1, copies)
-        return meta, copies, max(1, min(experts, total - meta - 1 - copies))
+        return meta, copies, max(1, min(layouts, total - meta - 1 - copies))
 
     def plan(self) -> EPPlan:
-        topk, threads = self.topk_ids.shape[1], 32 * self.params.num_warps
+        topk = self.topk_ids.shape[1]
         return plan_of(
             self.ctx, topk, BLOCK=self.params.block_bytes // self.x.element_size(),
-            ROUTES=_ROUTES_OF_THREAD * threads,
-            META_TOKENS=max(1, _IDS_OF_THREAD * threads // triton.next_power_of_2(topk)),
+            META_TOKENS=block_tokens(topk),
             REPLICAS=0 if self.expert_map is None else self.expert_map.shape[1],
             ALIGNMENT=self.alignment, SCALES=self.key.scales,
         )  # fmt: skip
@@ -287,7 +286,7 @@ class DispatchCall(OpCall):
             scales = ctx.buffer.memory["scales"].local[: rows * groups].view(rows, groups)
         layout = EPLayout(
             row_of_position, weights, position_of_route, local_ids, ends, counts, destinations,
-            ctx.ready, ctx.control,
+            ctx.control,
         )  # fmt: skip
         return Received(
             ctx, self.wire()[: rows * ctx.hidden].view(rows, ctx.hidden), scales, row_of_position,

@@ -25,7 +25,6 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
-    await_peers,
     await_programs,
     chunk_flag,
     notify_ranks,
@@ -66,7 +65,7 @@ _COMBINE = tuple(
     LaunchParams(ctas, nbytes, chunks)
     for ctas in (256, 128, 64, 24)
     for nbytes in (16384, 8192, 4096)
-    for chunks in (1, 4)
+    for chunks in (1, 4, 8, 16)
 )
 _PACKETS = tuple(LaunchParams(256, nbytes) for nbytes in (4096, 2048, 8192))
 _MIN_TOKENS_OF_CHUNKS = 4
@@ -141,8 +140,8 @@ def kernel_combine(
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into out [tokens, hidden].
 
-    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden]. A program sends one chunk of its
-    tokens while it waits for the chunk before.
+    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden]. The first half of the programs
+    sends sums, chunk by chunk. The others add them when they arrive.
     """
     call = begin_call_of(peers, digest, rank, False, ep_plan)
     program = tl.program_id(0)
@@ -150,30 +149,36 @@ def kernel_combine(
     # A rank that has begun no longer reads what an earlier call sent.
     if program == 0:
         notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
-    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
-    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
-    programs = tl.num_programs(0)
-    steps = tl.cdiv(tl.cdiv(max_tokens, programs), num_chunks)
-    for chunk in range(num_chunks + 1):
-        if chunk < num_chunks:
-            begin = chunk * steps * programs + program
-            end = tl.minimum((chunk + 1) * steps * programs, max_tokens)
-            for token in range(begin, end, programs):
+    senders = tl.cdiv(tl.num_programs(0), 2)
+    steps = tl.cdiv(tl.cdiv(max_tokens, senders), num_chunks)
+    if program < senders:
+        first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
+        await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
+        for chunk in range(num_chunks):
+            begin = chunk * steps * senders + program
+            end = tl.minimum((chunk + 1) * steps * senders, max_tokens)
+            for token in range(begin, end, senders):
                 send_sums(
                     y_ptr, y_rows, partials_ptr, partials_table, ep_layout, call, token, max_tokens,
                     hidden, ep_plan,
                 )  # fmt: skip
             notify_ranks(call, 0, chunk_flag(call, chunk), ep_plan)
-        if chunk >= 1:
-            waited = await_peers(peers, 0, chunk_flag(call, chunk - 1), ep_plan)
-            offset = after_wait(call.offset, waited)
-            begin = (chunk - 1) * steps * programs + program
-            end = tl.minimum(chunk * steps * programs, tokens)
-            for token in range(begin, end, programs):
-                add_sums(
-                    y_ptr, y_rows, out_ptr, partials_ptr, offset, ep_layout, call, token,
-                    max_tokens, hidden, ep_plan,
-                )  # fmt: skip
+    adders = tl.maximum(tl.num_programs(0) - senders, 1)
+    # A single program sends, then adds.
+    first_sender = tl.where(tl.num_programs(0) == 1, 0, program - senders)
+    if first_sender >= 0:
+        for chunk in range(num_chunks):
+            for sender in range(first_sender, senders, adders):
+                same_programs = tl.full((ep_plan.LANES,), 0, tl.int32) + sender
+                waited = await_programs(peers, 0, same_programs, chunk_flag(call, chunk), ep_plan)
+                offset = after_wait(call.offset, waited)
+                begin = chunk * steps * senders + sender
+                end = tl.minimum((chunk + 1) * steps * senders, tokens)
+                for token in range(begin, end, senders):
+                    add_sums(
+                        y_ptr, y_rows, out_ptr, partials_ptr, offset, ep_layout, call, token,
+                        max_tokens, hidden, ep_plan,
+                    )  # fmt: skip
 
 
 @jit(do_not_specialize=["y_rows", "tokens"])

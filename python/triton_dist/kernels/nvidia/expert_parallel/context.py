@@ -48,6 +48,7 @@ FAULTS = {
     kernel.FAULT_ROWS.value: ("ep_combine", "y.shape", "fewer rows", _IN_USE),
     kernel.FAULT_OUT.value: ("expanded", "out.shape", "fewer rows", _IN_USE),
 }  # fmt: skip
+_BLOCK_IDS = 256
 META_ALIGNMENT = 128
 """Elements; slots of ids begin at multiples."""
 
@@ -75,7 +76,9 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.topk, self.dtype, self.capacity = topk, dtype, capacity
         self.local_experts = num_experts // self.num_ranks
         num_ranks, row_bytes = self.num_ranks, hidden * dtype.itemsize
-        meta = -(-num_ranks * max_tokens * (2 * topk + 1) // META_ALIGNMENT) * META_ALIGNMENT
+        counts = -(-max_tokens // block_tokens(topk)) * self.local_experts
+        meta = num_ranks * (max_tokens * (2 * topk + 1) + counts)
+        meta = -(-meta // META_ALIGNMENT) * META_ALIGNMENT
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
         # For each token in packets: its meta lines, its row and its scales.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
@@ -103,7 +106,6 @@ class EPContext(OpContext[ExchangeBuffer]):
                 )
             )  # fmt: skip
         device = self.device.torch_device
-        self.ready = torch.zeros(self.local_experts, dtype=torch.int64, device=device)
         self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
         # Both addresses are multiples of 16 bytes, so they use one kernel.
         self.dropped, _, self.dropped_in_tuning = torch.zeros(
@@ -140,7 +142,6 @@ class EPContext(OpContext[ExchangeBuffer]):
 
     def reset(self) -> None:
         super().reset()
-        self.ready.zero_()
         self.epochs.zero_()
         self.faults[0] = 0
         self.pending = None
@@ -235,6 +236,11 @@ def create_ep_context(
     }  # fmt: skip
     agree_to_create("create_ep_context", "an expert-parallel", equal_arguments, checks(), group)
     return EPContext(max_tokens, hidden, num_experts, topk, dtype, capacity, group)
+
+
+def block_tokens(topk: int) -> int:
+    """Return the tokens of a block, whose ids a program reads at a time."""
+    return _BLOCK_IDS // int(triton.next_power_of_2(topk))
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,8 @@ FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
 FAULT_ROWS, FAULT_OUT = tl.constexpr(3), tl.constexpr(4)
 """The y of a combine, or the out of an expansion, has fewer rows than positions are in use."""
 _FP8_MAXIMUM = tl.constexpr(448.0)
+_COUNTS = tl.constexpr(4096)
+"""Counts of routes that a layout program loads at a time."""
 _PROGRAMS = tl.constexpr(4096)
 """More than the programs of a launch; the counter of calls advances by it in each call."""
 
@@ -64,7 +66,8 @@ class EPMemory(NamedTuple):
 
     rows: [NUM_RANKS * capacity, hidden]; scales: fp32 [NUM_RANKS * capacity, hidden / 128] or None.
     meta: int32, two slots of ``meta_elements``: ids and bits of weights [NUM_RANKS, max_tokens,
-    TOPK], then locations [NUM_RANKS, max_tokens].
+    TOPK], locations [NUM_RANKS, max_tokens], then numbers of routes [NUM_RANKS, blocks, EXPERTS]; a
+    block has META_TOKENS tokens.
     """
 
     rows: Any
@@ -79,8 +82,8 @@ class EPMemory(NamedTuple):
 class EPLayout(NamedTuple):
     """Result of the layout programs; ``op.py`` describes the arrays of ``Received``.
 
-    counts: [EXPERTS, NUM_RANKS], routes of each expert and source; ready: int64 [EXPERTS], flags of
-    the layout programs. control: int64, address of the host word for faults.
+    counts: [EXPERTS, NUM_RANKS], routes of each expert and source. control: int64, address of the
+    host word for faults.
     """
 
     row_of_position: Any
@@ -90,15 +93,14 @@ class EPLayout(NamedTuple):
     ends: Any
     counts: Any
     destinations: Any
-    ready: Any
     control: Any
 
 
 class EPPlan(NamedTuple):
     """Constants of a launch. Names with LANES are powers of two.
 
-    EXPERTS: local experts. ROUTES: routes that a program reads at a time; META_TOKENS and
-    TOPK_LANES: tokens and choices that a meta program reads at a time.
+    EXPERTS: local experts. ROUTES: routes that a program of packets reads. META_TOKENS, TOPK_LANES:
+    tokens and choices of a block, which a program reads at a time.
     REPLICAS: columns of the map of experts. ALIGNMENT: of the first position of an expert.
     SCALES: "none", "given", or "computed" for rows that are quantised before they are sent.
     """
@@ -110,6 +112,7 @@ class EPPlan(NamedTuple):
     TOPK_LANES: Any
     EXPERTS: Any
     EXPERT_LANES: Any
+    BINS: Any
     META_LANES: Any
     FLAG_LANES: Any
     ROUTES: Any
@@ -167,7 +170,7 @@ def send_meta(
     program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
     tokens, max_tokens, meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store ids, weights and locations of this rank's tokens at every rank, and set flags.
+    """Store ids, weights, locations and counts of this rank's tokens at every rank; set flags.
 
     Tokens with an index of at least ``tokens`` are masked. ``destinations`` [max_tokens] becomes
     the set of ranks that each token goes to: bit r stands for rank r.
@@ -176,6 +179,11 @@ def send_meta(
     TOPK: tl.constexpr = ep_plan.TOPK
     offset = slot_offset(call.epoch, memory.meta_elements)
     plane = NUM_RANKS * max_tokens * TOPK
+    TOPKS: tl.constexpr = ep_plan.TOPK_LANES
+    EXPERTS: tl.constexpr = ep_plan.EXPERTS
+    # A bin for each expert of all ranks, and at least one more for masked ids.
+    BINS: tl.constexpr = ep_plan.BINS
+    bin = tl.arange(0, BINS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
     for first in range(program * ep_plan.META_TOKENS, max_tokens, meta * ep_plan.META_TOKENS):
         token = first + tl.arange(0, ep_plan.META_TOKENS)
@@ -192,6 +200,8 @@ def send_meta(
         if locations_ptr is not None:
             location_ptr = locations_ptr + owner * max_tokens + token[:, None]
             is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
+        counted = tl.reshape(tl.where(is_sent, expert, BINS - 1), [ep_plan.META_TOKENS * TOPKS])
+        count = tl.histogram(counted, BINS)
         ranks = tl.full((ep_plan.META_TOKENS,), 0, tl.int32)
         for peer in tl.static_range(NUM_RANKS):
             ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
@@ -214,6 +224,13 @@ def send_meta(
                     )
                     place = call.rank * max_tokens + token
                     tl.store(target + 2 * plane + place, location, mask=in_call)
+                item = call.rank * tl.cdiv(max_tokens, ep_plan.META_TOKENS)
+                item += first // ep_plan.META_TOKENS
+                local = bin - peer * EXPERTS
+                tl.store(
+                    target + 2 * plane + NUM_RANKS * max_tokens + item * EXPERTS + local, count,
+                    mask=(local >= 0) & (local < EXPERTS),
+                )  # fmt: skip
     notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
 
 
@@ -244,9 +261,8 @@ def send_rows(
             target = target_at(memory.scales_table, peer, memory.scales)
             scales = scales + (target,)  # noqa: RUF005
     groups = tl.cdiv(hidden, SCALE_ELEMENTS)
-    # The first flag of a peer's meta programs: it has begun the call.
-    begun = tl.full((ep_plan.LANES,), 0, tl.int32)
-    await_programs(peers, 0, begun, chunk_flag(call, 0), ep_plan)
+    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
+    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
     for token in range(program, tokens, copies):
         ranks = 0
         for choice in tl.static_range(TOPK):
@@ -284,10 +300,9 @@ def send_rows(
 
 @jit
 def routes_of(
-    meta_ptr, location_ptr, source, route, routes, expert, max_tokens, ep_plan: tl.constexpr
+    meta_ptr, location_ptr, source, route, valid, rank, max_tokens, routes, ep_plan: tl.constexpr
 ):
-    """Return which of a source's routes belong to ``expert``, their ids and locations."""
-    valid = route < routes
+    """Return the ids of routes of a source, the local expert of each or -1, and its location."""
     token = route // ep_plan.TOPK
     # Bypass L1, which may hold the ids of an earlier call.
     ids = tl.load(meta_ptr + source * routes + route, mask=valid, other=-1, cache_modifier=".cg")
@@ -296,102 +311,112 @@ def routes_of(
         location = tl.load(
             location_ptr + source * max_tokens + token, mask=valid, other=-1, cache_modifier=".cg"
         )
-    return (ids == expert) & (location >= 0), ids, location
+    local = ids - rank * ep_plan.EXPERTS
+    mine = (local >= 0) & (local < ep_plan.EXPERTS) & (location >= 0)
+    return ids, tl.where(mine, local, -1), location
 
 
 @jit
 def lay_out(
-    local_expert, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens, capacity,
-    meta, ep_plan: tl.constexpr,
+    program, programs, has_locations: tl.constexpr, memory, peers, ep_layout, call, max_tokens,
+    capacity, meta, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of the routes of a local expert, and what belongs to them."""
+    """Write the positions of this program's blocks of routes, and what belongs to them.
+
+    The sources have counted the routes of each block and expert. The first position of an expert is
+    the aligned number of routes of the experts before it. The position of a route follows the
+    routes of its expert in earlier blocks, and those before it in its block.
+    """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    EXPERTS: tl.constexpr = ep_plan.EXPERTS
+    ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
+    ROUTES: tl.constexpr = ep_plan.META_TOKENS * ep_plan.TOPK_LANES
+    PAIRED: tl.constexpr = min(32, ROUTES)
+    COUNTED: tl.constexpr = max(1, _COUNTS // ep_plan.EXPERT_LANES)
     flags = tl.arange(0, ep_plan.META_LANES)
     value = chunk_flag(call, 0)
     first_flag = peers.arrivals + flag_offset(0, value, NUM_RANKS)
-    token = dl.wait(first_flag + flags, meta * NUM_RANKS, value, peers.timeout_words, True)
-    offset = after_wait(slot_offset(call.epoch, memory.meta_elements), token)
-    meta_ptr = memory.meta + offset
+    waited = dl.wait(first_flag + flags, meta * NUM_RANKS, value, peers.timeout_words, True)
+    meta_ptr = memory.meta + after_wait(slot_offset(call.epoch, memory.meta_elements), waited)
     routes = max_tokens * ep_plan.TOPK
     plane = NUM_RANKS * routes
     location_ptr = None
     if has_locations:
         location_ptr = meta_ptr + 2 * plane
-    expert = call.rank * ep_plan.EXPERTS + local_expert
-    total = 0
-    for source in range(NUM_RANKS):
-        count = 0
-        for first in range(0, routes, ep_plan.ROUTES):
-            route = first + tl.arange(0, ep_plan.ROUTES)
-            mine, _, _ = routes_of(
-                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, ep_plan
-            )
-            count += tl.sum(mine.to(tl.int32), 0)
-        tl.store(ep_layout.counts + local_expert * NUM_RANKS + source, count)
-        total += count
-    # Programs of smaller experts start earlier, so this wait ends.
-    tl.debug_barrier()
-    tl.atomic_xchg(ep_layout.ready + local_expert, value, sem="release", scope="gpu")
-    lane = tl.arange(0, ep_plan.EXPERT_LANES)
-    token = dl.wait(ep_layout.ready + lane, local_expert, value, peers.timeout_words, True)
+    counts_ptr = meta_ptr + 2 * plane + NUM_RANKS * max_tokens
+    blocks = tl.cdiv(max_tokens, ep_plan.META_TOKENS)
+    share = tl.cdiv(NUM_RANKS * blocks, programs)
+    first_item = program * share
+    expert = tl.arange(0, ep_plan.EXPERT_LANES)
+    is_expert = expert < EXPERTS
+    total = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
     earlier = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
-    for source in tl.static_range(NUM_RANKS):
-        earlier += tl.load(
-            ep_layout.counts + token + lane * NUM_RANKS + source,
-            mask=lane < local_expert, other=0, cache_modifier=".cg",
-        )  # fmt: skip
-    ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
-    # If ranks disagree, waits end early and counts may be arbitrary: stay in the arrays.
-    length = plane + ep_plan.EXPERTS * (ALIGNMENT - 1)
-    begin = tl.sum((earlier + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
-    begin = tl.minimum(tl.maximum(begin, 0), length)
-    end = tl.minimum(begin + (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, length)
-    tl.store(ep_layout.ends + local_expert, end)
-    position = begin
-    fault = 0
     for source in range(NUM_RANKS):
-        for first in range(0, routes, ep_plan.ROUTES):
-            route = first + tl.arange(0, ep_plan.ROUTES)
-            mine, ids, location = routes_of(
-                meta_ptr, location_ptr, source, route, routes, expert, max_tokens, ep_plan
+        sent = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
+        for first in range(0, blocks, COUNTED):
+            block = first + tl.arange(0, COUNTED)
+            item = source * blocks + block
+            count = tl.load(
+                counts_ptr + item[:, None] * EXPERTS + expert[None, :],
+                mask=(block < blocks)[:, None] & is_expert[None, :], other=0, cache_modifier=".cg",
+            )  # fmt: skip
+            sent += tl.sum(count, 0)
+            earlier += tl.sum(tl.where((item < first_item)[:, None], count, 0), 0)
+        if program == 0:
+            tl.store(ep_layout.counts + expert * NUM_RANKS + source, sent, mask=is_expert)
+        total += sent
+    # If ranks disagree, waits end early and counts may be arbitrary: stay in the arrays.
+    length = plane + EXPERTS * (ALIGNMENT - 1)
+    aligned = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), length)
+    end = tl.minimum(tl.maximum(begin + aligned, 0), length)
+    if program == 0:
+        tl.store(ep_layout.ends + expert, end, mask=is_expert)
+    for padding in range(program, ALIGNMENT, programs):
+        at = begin + total + padding
+        is_padding = is_expert & (at >= 0) & (at < end)
+        tl.store(ep_layout.row_of_position + at, -1, mask=is_padding)
+        if ep_layout.weights is not None:
+            tl.store(ep_layout.weights + at, 0.0, mask=is_padding)
+    position = begin + earlier
+    fault = 0
+    for item in range(first_item, tl.minimum(first_item + share, NUM_RANKS * blocks)):
+        source = item // blocks
+        first_route = (item - source * blocks) * ep_plan.META_TOKENS * ep_plan.TOPK
+        end_route = tl.minimum(first_route + ep_plan.META_TOKENS * ep_plan.TOPK, routes)
+        route = first_route + tl.arange(0, ROUTES)
+        valid = route < end_route
+        ids, local, location = routes_of(
+            meta_ptr, location_ptr, source, route, valid, call.rank, max_tokens, routes, ep_plan
+        )
+        before = tl.full((ROUTES,), 0, tl.int32)
+        for first in range(0, ROUTES, PAIRED):
+            other = first_route + first + tl.arange(0, PAIRED)
+            _, other_local, _ = routes_of(
+                meta_ptr, location_ptr, source, other, other < end_route, call.rank, max_tokens,
+                routes, ep_plan,
+            )  # fmt: skip
+            precedes = (other_local[None, :] == local[:, None]) & (other[None, :] < route[:, None])
+            before += tl.sum(precedes.to(tl.int32), 1)
+        at = tl.gather(position, tl.maximum(local, 0), 0) + before
+        mine = (local >= 0) & (at >= 0) & (at < length)
+        tl.store(ep_layout.row_of_position + at, source * capacity + location, mask=mine)
+        here = source * routes + route
+        tl.store(ep_layout.position_of_route + here, tl.where(mine, at, -1), mask=valid)
+        tl.store(ep_layout.local_ids + here, tl.where(mine, local, -1), mask=valid)
+        if ep_layout.weights is not None:
+            bits = tl.load(
+                meta_ptr + plane + here, mask=valid & (ids >= 0), other=0, cache_modifier=".cg"
             )
-            found = mine.to(tl.int32)
-            at = position + tl.cumsum(found, 0) - found
-            mine &= at < length
-            row = source * capacity + location
-            tl.store(ep_layout.row_of_position + at, row, mask=mine)
-            tl.store(ep_layout.position_of_route + source * routes + route, at, mask=mine)
-            tl.store(ep_layout.local_ids + source * routes + route, local_expert, mask=mine)
-            if ep_layout.weights is not None:
-                bits = tl.load(
-                    meta_ptr + plane + source * routes + route, mask=mine, other=0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                tl.store(ep_layout.weights + at, bits.to(tl.float32, bitcast=True), mask=mine)
-            position += tl.sum(found, 0)
-            # One program per block of routes writes what belongs to no local expert.
-            if (first // ep_plan.ROUTES) % ep_plan.EXPERTS == local_expert:
-                is_local = (ids >= call.rank * ep_plan.EXPERTS) & (
-                    ids < (call.rank + 1) * ep_plan.EXPERTS
-                )
-                absent = (route < routes) & ((is_local & (location >= 0)) == 0)
-                tl.store(ep_layout.position_of_route + source * routes + route, -1, mask=absent)
-                tl.store(ep_layout.local_ids + source * routes + route, -1, mask=absent)
-                if ep_layout.weights is not None:
-                    bits = tl.load(
-                        meta_ptr + plane + source * routes + route,
-                        mask=(route < routes) & (ids >= 0), other=0, cache_modifier=".cg",
-                    )  # fmt: skip
-                    weight = bits.to(tl.float32, bitcast=True)
-                    if tl.max((weight != weight).to(tl.int32), 0) != 0:
-                        fault = FAULT_WEIGHT
-                if tl.min(ids, 0) <= INVALID:
-                    fault = FAULT_ID
-    # Padding of the expert's positions.
-    at = position + tl.arange(0, ALIGNMENT)
-    tl.store(ep_layout.row_of_position + at, -1, mask=at < end)
-    if ep_layout.weights is not None:
-        tl.store(ep_layout.weights + at, 0.0, mask=at < end)
+            weight = bits.to(tl.float32, bitcast=True)
+            tl.store(ep_layout.weights + at, weight, mask=mine)
+            if tl.max((weight != weight).to(tl.int32), 0) != 0:
+                fault = FAULT_WEIGHT
+        if tl.min(ids, 0) <= INVALID:
+            fault = FAULT_ID
+        position += tl.load(
+            counts_ptr + item * EXPERTS + expert, mask=is_expert, other=0, cache_modifier=".cg"
+        )
     if fault != 0:
         report_fault(ep_layout.control, fault)
 
@@ -422,6 +447,8 @@ def kernel_dispatch(
     if receives_only:
         program += layouts
         end += layouts
+    if program == 0:  # this rank has begun the call
+        notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
     if program < meta:
         send_meta(
             program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout,
@@ -433,14 +460,10 @@ def kernel_dispatch(
             memory, peers, call, tokens, max_tokens, capacity, hidden, copies, ep_plan,
         )  # fmt: skip
     elif program < end - 1:
-        # Consecutive experts, so that no program waits for a later one.
-        experts = tl.cdiv(ep_plan.EXPERTS, end - 1 - layouts)
-        first = (program - layouts) * experts
-        for local_expert in range(first, tl.minimum(first + experts, ep_plan.EXPERTS)):
-            lay_out(
-                local_expert, locations_ptr is not None, memory, peers, ep_layout, call, max_tokens,
-                capacity, meta, ep_plan,
-            )  # fmt: skip
+        lay_out(
+            program - layouts, end - 1 - layouts, locations_ptr is not None, memory, peers,
+            ep_layout, call, max_tokens, capacity, meta, ep_plan,
+        )  # fmt: skip
     else:
         flags = tl.arange(0, ep_plan.FLAG_LANES)
         value = chunk_flag(call, 0)
