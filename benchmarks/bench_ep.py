@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from overlap.any_m import random_sizes
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
@@ -195,7 +196,11 @@ class Measurement:
             calls: dict[str, Callable[[], Any]] = {}
             reference = self.summary(call(algorithm="collective"))
             for config in configs(algorithms, options.quick, options.best):
-                error = self.error(self.summary(call(**config)), reference)
+                try:
+                    found = self.summary(call(**config))
+                except InvalidArgument:  # on every rank: the row is too large for the algorithm
+                    continue
+                error = self.error(found, reference)
                 if error > 0.05:
                     log(f"  WRONG {name} {shown(config)}: {error:.3g}")
                     continue
