@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "expert parallel: positions of routes are an exclusive prefix sum",
         _EP_KERNEL,
-        "at = position + tl.cumsum(found, 0) - found",
-        "at = position + tl.cumsum(found, 0)",
+        "tl.cumsum(aligned, 0) - aligned",
+        "tl.cumsum(aligned, 0)",
         EXPERT_PARALLEL,
     ),
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: rows travel only after the peer has begun the call",
         _EP_KERNEL,
-        "    await_programs(peers, 0, begun, chunk_flag(call, 0), ep_plan)\n",
+        "    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)\n",
         "",
         EXPERT_PARALLEL,
     ),
