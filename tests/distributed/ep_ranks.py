@@ -326,6 +326,64 @@ def stragglers(rounds: int) -> int:
     return len(results)
 
 
+def on_two_streams(rounds: int) -> int:
+    """Send on one stream and receive on another, every second time in a graph. Requires GPUs."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    tokens, hidden, experts, rng = 65, 256, 4 * size, random.Random(rank)
+    side, outs = torch.cuda.Stream(), []
+    with create_ep_context(rank, size, size, tokens, hidden, experts, 3, torch.float32) as ctx:
+        x = torch.zeros(tokens, hidden, device=device.torch_device)
+        ids = draw(rng, ctx, tokens, "masked", experts, 3)
+
+        def call() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                device.sleep(1_000_000)
+                received = ep_send(x, ids, ctx)
+            received.wait()
+            outs.append(ep_combine.fn(products_in_graph(received), received, ctx))
+
+        replay = device.capture(call, 60.0)
+        captured = outs[-1]
+        for number in range(rounds):
+            x.copy_(torch.randint(-4, 5, x.shape))
+            ids.copy_(draw(rng, ctx, tokens, "masked", experts, 3))
+            (replay if number % 2 else call)()
+            device.synchronize()
+            out = captured if number % 2 else outs[-1]
+            assert torch.equal(out, x * factors(ids, torch.ones_like(ids), experts // size))
+        ctx.check()
+    return rounds
+
+
+def two_contexts(rounds: int) -> int:
+    """Launch calls of two contexts on two streams, on the ranks in different orders. Requires
+    GPUs."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    tokens, hidden, experts = 1024, 1024, 64 * size
+    sizes = (rank, size, size, tokens, hidden, experts, 4, torch.float32)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.randint(-4, 5, (tokens, hidden), device=device.torch_device).float()
+    with create_ep_context(*sizes) as first, create_ep_context(*sizes) as second:
+        ids = draw(random.Random(rank), first, tokens, "even", experts, 4)
+        want = x * factors(ids, torch.ones_like(ids), experts // size)
+        device.synchronize()
+        outs: list[torch.Tensor] = []
+        for number in range(rounds):
+            calls = list(zip((first, second), streams, strict=True))
+            for ctx, stream in calls[:: -1 if (rank + number) % 2 else 1]:
+                with torch.cuda.stream(stream):
+                    received = ep_dispatch.fn(x, ids, ctx)
+                    y = products_in_graph(received)
+                    block = (8192, 16384)[number // 2 % 2]
+                    outs.append(ep_combine.fn(y, received, ctx, num_ctas=256, block_bytes=block))
+        device.synchronize(60.0)
+        assert all(torch.equal(out, want) for out in outs)
+        first.check()
+        second.check()
+    return len(outs)
+
+
 def every_config() -> int:
     """Call every candidate of both ops; return the number of calls. In the interpreter, only the
     candidates with few programs."""
@@ -481,7 +539,7 @@ def different_arguments() -> None:
             "apply_weights": (True, False),
         }.items():
             with pytest.raises(RankDisagreement):
-                call(**{name: values[rank == 1]})
+                call(**{"apply_weights": False, name: values[rank == 1]})
             dist.barrier()
             ctx.reset()
         call()

@@ -35,6 +35,15 @@ def test_any_rank_may_be_late(on_gpus, rounds):
     assert set(on_gpus(ep_ranks.stragglers, number)) == {number}
 
 
+def test_the_stream_of_wait_follows_the_stream_of_the_send(on_gpus):
+    assert set(on_gpus(ep_ranks.on_two_streams, 10)) == {10}
+
+
+@few_ranks
+def test_two_contexts_on_two_streams_do_not_deadlock(on_gpus):
+    assert set(on_gpus(ep_ranks.two_contexts, 8)) == {16}
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("num_ranks", [2, 4, 8], indirect=True)
 def test_a_thousand_late_calls_where_ranks_share_a_gpu(on_gpus, alternate):
