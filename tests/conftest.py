@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,15 +92,10 @@ def _poisoned_empty() -> Iterator[None]:
         yield
 
 
-_cache_numbers = itertools.count()
-
-
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's tuning records; ranks inherit the folder."""
-    # Not tmp_path: pytest would create a folder for each test, and list all of them each time.
-    folder = tmp_path_factory.getbasetemp() / f"cache{next(_cache_numbers)}"
-    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(folder))
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "triton_dist"))
     monkeypatch.setattr(os, "fsync", lambda file: None)  # 4 ms each; no test cuts the power
 
 
