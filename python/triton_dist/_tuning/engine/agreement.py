@@ -86,8 +86,8 @@ class Proposal:
     capturing: bool
     """Nothing can be measured now, because of a capture or a trace."""
     kept: Sequence[str] = ()
-    """Digests of the configs that pruning keeps, if pruning has already run. The leader's are
-    used."""
+    """Digests of the configs that pruning keeps, if pruning has already run. The leader's
+    list is used."""
     will_run: bool = False
     """The rank runs the function with the chosen config immediately."""
     remote_seconds: float | None = None
@@ -101,7 +101,7 @@ class Agreement:
         fingerprint: the common fingerprint. It has the bound constants that are equal on all ranks.
         leader: the leader's proposal.
         capturing: some rank cannot measure now.
-        frozen: global ranks on which tuning is forbidden. One is enough to forbid it.
+        frozen: global ranks on which tuning is forbidden. A single rank forbids it for all.
         all_have_record: every rank has the record that is used.
         will_run: every rank runs the function with the chosen config immediately.
         holder: the rank whose record all ranks use, or ``None``.

@@ -28,10 +28,10 @@ _TILE_NAMES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "
 class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
     """Linear layer with a column-sharded input: ``sum over ranks of input @ weight.T + bias``.
 
-    The second layer of a tensor-parallel pair, for inference only. The result is returned on every
-    rank. The weight is passed with each call, or stored in the layer (``has_weight=True``). The
-    first call of each number of rows tunes ``gemm_ar``, unless ``user_gemm_config`` is given. A
-    context manager. Creation is collective over ``tp_group``.
+    It is the second layer of a tensor-parallel pair, and for inference only. Every rank returns the
+    whole result. The weight is passed with each call, or stored in the layer (``has_weight=True``).
+    The first call of each number of rows tunes ``gemm_ar``, unless ``user_gemm_config`` is set.
+    Creation is collective over ``tp_group``. The layer is a context manager.
 
     Attributes:
         ctx: context of ``gemm_ar`` for up to ``max_M`` rows.
@@ -52,7 +52,7 @@ class GemmARLayer(torch.nn.Module, AbstractContextManager["GemmARLayer"]):
         use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm if the rows fit, else
             the two-shot algorithm.
         copy_to_local: if ``False``, a result may be a view of the context's memory. The view is
-            valid until the second next call begins.
+            valid during the next call, until the call after it begins.
         NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: ignored; accepted for existing scripts.
         user_gemm_config: tile sizes, warps and stages. Other names in the config are ignored.
         has_weight: the layer stores its weight.
