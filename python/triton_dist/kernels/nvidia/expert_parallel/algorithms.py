@@ -149,15 +149,15 @@ def check_packets(function: str, sizes: Key) -> None:
         raise InvalidArgument(function, "algorithm", "packets", expected)
 
 
-def plan_of(ctx: EPContext, topk: int, **constants: Any) -> EPPlan:
-    """Return the constants of a launch; ``constants`` replaces some."""
-    lanes, topk_lanes = triton.next_power_of_2(ctx.num_ranks), triton.next_power_of_2(topk)
+@functools.lru_cache(4096)
+def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan:
+    """Return the constants of a launch for ``experts`` per rank; ``constants`` replaces some."""
+    lanes, topk_lanes = triton.next_power_of_2(num_ranks), triton.next_power_of_2(topk)
     plan = EPPlan(
-        NUM_RANKS=ctx.num_ranks, LANES=lanes, BLOCK=1, TOPK=topk,
-        TOPK_LANES=topk_lanes, EXPERTS=ctx.local_experts,
-        EXPERT_LANES=triton.next_power_of_2(ctx.local_experts),
-        BINS=triton.next_power_of_2(max(128, ctx.num_experts + 1)), META_LANES=_MAX_META * lanes,
-        FLAG_LANES=MAX_CTAS * lanes, ROUTES=1, META_TOKENS=1,
+        NUM_RANKS=num_ranks, LANES=lanes, BLOCK=1, TOPK=topk, TOPK_LANES=topk_lanes,
+        EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(experts),
+        BINS=triton.next_power_of_2(max(128, num_ranks * experts + 1)),
+        META_LANES=_MAX_META * lanes, FLAG_LANES=MAX_CTAS * lanes, ROUTES=1, META_TOKENS=1,
         REPLICAS=0, ALIGNMENT=1, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
@@ -249,12 +249,11 @@ class DispatchCall(OpCall):
         return meta, copies, max(1, min(layouts, total - meta - 1 - copies))
 
     def plan(self) -> EPPlan:
-        topk = self.topk_ids.shape[1]
+        ctx, topk = self.ctx, self.topk_ids.shape[1]
         return plan_of(
-            self.ctx, topk, BLOCK=self.params.block_bytes // self.x.element_size(),
-            META_TOKENS=block_tokens(topk),
-            REPLICAS=0 if self.expert_map is None else self.expert_map.shape[1],
-            ALIGNMENT=self.alignment, SCALES=self.key.scales,
+            ctx.num_ranks, ctx.local_experts, topk,
+            BLOCK=self.params.block_bytes // self.x.element_size(), META_TOKENS=block_tokens(topk),
+            REPLICAS=self.key.replicas, ALIGNMENT=self.alignment, SCALES=self.key.scales,
         )  # fmt: skip
 
     def start(self, receive: bool) -> Received:

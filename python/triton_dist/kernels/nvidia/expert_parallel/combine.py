@@ -252,7 +252,8 @@ class CombineCall(OpCall):
 
     def plan(self) -> EPPlan:
         block = self.params.block_bytes // self.y.element_size()
-        return plan_of(self.ctx, self.received.position_of_route.shape[1], BLOCK=block)
+        topk = self.received.position_of_route.shape[1]
+        return plan_of(self.ctx.num_ranks, self.ctx.local_experts, topk, BLOCK=block)
 
     def digest(self) -> int:
         topk = self.received.position_of_route.shape[1]

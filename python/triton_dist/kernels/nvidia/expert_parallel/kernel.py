@@ -11,7 +11,7 @@ A dispatch is one launch. Its programs are, in this order:
 * *meta* programs store ids and weights of this rank's tokens at every rank, then set flags;
 * *copy* programs wait until every peer has begun the call, store rows at the ranks of their
   experts, then set flags;
-* *layout* programs wait for the ids of all ranks and write the positions of their local experts;
+* *layout* programs wait for the ids of all ranks and write the positions of local routes;
 * one program waits for all flags of the copy programs.
 
 A launch may contain only the first two kinds, or the last two. Programs start in the order of their
