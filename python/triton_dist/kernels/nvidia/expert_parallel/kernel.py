@@ -390,7 +390,7 @@ def lay_out(
             meta_ptr, location_ptr, source, route, valid, call.rank, max_tokens, routes, ep_plan
         )
         before = tl.full((ROUTES,), 0, tl.int32)
-        for first in range(0, ROUTES, PAIRED):
+        for first in tl.static_range(0, ROUTES, PAIRED):
             other = first_route + first + tl.arange(0, PAIRED)
             _, other_local, _ = routes_of(
                 meta_ptr, location_ptr, source, other, other < end_route, call.rank, max_tokens,
