@@ -82,7 +82,7 @@ def test_the_space_has_every_way_once_a_shape(op):
     space = OP_ALGORITHMS[op].config_space()
     assert len({str(config) for config in space}) == len(space)
     assert {config["algorithm"] for config in space} >= methods_of(op) - {"collective"}
-    assert set(OP_ALGORITHMS[op]) - {"by_size"} == methods_of(op)
+    assert set(OP_ALGORITHMS[op]) - {"by_size", "two_shot_in_packets"} == methods_of(op)
     assert COLLECTIVES[op].op.config_space.names == set().union(*space)
     # As many programs as CPU ranks are said to run at a time; on GPUs 32.
     first = {"algorithm": "push", "num_ctas": 3, "block_bytes": 8192, "num_chunks": 1}
