@@ -21,7 +21,7 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.kernels.nvidia.expert_parallel import algorithms
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall, most_programs
-from triton_dist.kernels.nvidia.expert_parallel.op import combine_variants
+from triton_dist.kernels.nvidia.expert_parallel.op import combine_variants, id_variants
 from triton_dist.runtime import waits
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 5, 16, 4, 2
@@ -163,6 +163,13 @@ def test_combine_is_tuned_with_the_routings_of_the_dispatch(ctx):
         assert (other.max_tokens, other.weights is None) == (4, False)
         assert torch.equal(received.rows[:3], x)
     assert other.counts.flatten().tolist() == [3, 3, 0, 0]
+
+
+def test_ids_for_tuning_are_logical_experts(ctx):
+    expert_map = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    arguments = (X, IDS, ctx, None, None, False, None, expert_map, 1, None, "even")
+    (even,) = id_variants(*arguments)
+    assert set(even["topk_ids"].flatten().tolist()) == {0, 1}
 
 
 def test_grouped_gemm_accepts_the_scales_of_a_dispatch():

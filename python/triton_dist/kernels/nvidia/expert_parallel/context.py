@@ -217,11 +217,13 @@ def create_ep_context(
     group = process_group_of(group)
     capacity = max_tokens if capacity is None else capacity
 
+    sizes = {
+        "max_tokens": max_tokens, "hidden": hidden, "num_experts": num_experts, "topk": topk,
+        "capacity": capacity,
+    }  # fmt: skip
+
     def checks() -> Iterator[Check]:
-        yield from int_checks(
-            max_tokens=max_tokens, hidden=hidden, num_experts=num_experts, topk=topk,
-            capacity=capacity,
-        )  # fmt: skip
+        yield from int_checks(**sizes)
         yield from group_checks(
             group, rank, world_size=world_size, local_world_size=local_world_size
         )
@@ -235,10 +237,7 @@ def create_ep_context(
         yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
         yield from_1_to(max_tokens, "capacity", capacity)
 
-    equal_arguments = {
-        "max_tokens": max_tokens, "hidden": hidden, "num_experts": num_experts, "topk": topk,
-        "dtype": dtype, "capacity": capacity,
-    }  # fmt: skip
+    equal_arguments = {**sizes, "dtype": dtype}
     agree_to_create("create_ep_context", "an expert-parallel", equal_arguments, checks(), group)
     return EPContext(max_tokens, hidden, num_experts, topk, dtype, capacity, group)
 

@@ -45,22 +45,14 @@ from triton_dist.kernels.nvidia.expert_parallel.context import EPContext, Receiv
 from triton_dist.runtime.device import current_device
 
 
-def id_variants(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    ctx: EPContext,
-    *_: Any,
-    expert_map: torch.Tensor | None = None,
-    routing_skew: str | None = None,
-    **__: Any,
-) -> Iterator[dict[str, torch.Tensor]]:
+def id_variants(*args: Any, **kwargs: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Yield calls with ids of each skew, or only of ``routing_skew`` (``input_variants_fn``)."""
-    experts = ctx.num_experts if expert_map is None else len(expert_map)
-    skews = SKEWS if routing_skew is None else (routing_skew,)
-    if topk_ids.shape[1] > experts or (routing_skew is None and current_device().interprets):
+    call = DispatchCall(*args, **kwargs)
+    ids, experts, skew = call.topk_ids, call.logical_experts, call.routing_skew
+    if ids.shape[1] > experts or (skew is None and current_device().interprets):
         return  # times of the interpreter mean nothing
-    for skew in skews:
-        yield {"topk_ids": skewed_ids(topk_ids, experts, skew, ctx.rank)}
+    for each in SKEWS if skew is None else (skew,):
+        yield {"topk_ids": skewed_ids(ids, experts, each, call.ctx.rank)}
 
 
 def combine_variants(
