@@ -24,10 +24,15 @@ from tests.compile.scattered import (
     right,
     words,
 )
-from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES, tile_shapes
+from triton_dist.kernels.common.gemm.spaces import (
+    PERSISTENT_TILES,
+    POINTER_TILES,
+    tile_shapes,
+    tiles,
+)
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering, Slot
-from triton_dist.kernels.common.scatter.tiles import add_deferred
+from triton_dist.kernels.common.scatter.tiles import add_deferred, add_row_block
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.testing.compile_only import compile_only
 
@@ -183,3 +188,14 @@ def test_deferred_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, n
         sums = [*re.finditer(r"st\.global\.v4\.b32", kernel.ptx)]
         assert len(sums) >= num_ranks
         assert "bar.sync" in kernel.ptx[sums[-1].end() : released[-1].start()]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_a_row_block_is_awaited_then_added_in_whole_vectors(sm90, num_ranks):
+    C, to = matrix(1000, 8192), scattering("row_block", 1, num_ranks)
+    (config,) = tiles((64, 256, 64, 8, 1, 1))
+    kernel = compile_launch(add_row_block(C, matrix(8192), config, to, 1000 * num_ranks, 2))
+    assert_fits(kernel, has=[ACQUIRE])
+    loads = [*re.finditer(r"ld\.global\.cg\S*", kernel.ptx)]
+    assert {load.group() for load in loads} == {"ld.global.cg.v4.b32"}
+    assert kernel.ptx.index(ACQUIRE) < loads[0].start()

@@ -57,9 +57,11 @@ def all_rows(shards: list[Operands]) -> tuple[torch.Tensor, torch.Tensor]:
     return A, scale.t().contiguous().t() if scale.ndim == 2 else scale
 
 
-def runs(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
+def runs(
+    algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling, is_library: bool = False
+) -> bool:
     """Return whether an algorithm multiplies these operands, if it is a library's."""
-    if algorithm in ("serial", "collective"):
+    if algorithm in ("serial", "collective") or is_library:
         return fits_library(A, B, scaling)
     if algorithm not in ("async_tp", "symmetric_collective"):
         return True
@@ -196,6 +198,8 @@ SCATTERED = (
     {"algorithm": "fused"},
     {"algorithm": "fused", "persistent": False},
     {"algorithm": "copy_engine", "num_chunks": 2},
+    {"algorithm": "row_blocks"},
+    {"algorithm": "row_blocks", "gemm_config": None, "num_chunks": 2},
     {"algorithm": "one_launch"},
     {"algorithm": "serial"},
     {"algorithm": "collective"},
@@ -250,11 +254,13 @@ def sum_of(name: str, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -
             seeds = [size * number + each for each in range(size)]
             shards = [operands(seed, recipe, M, N, K, FP8[number % 2]) for seed in seeds]
             A, B, scaling = shards[rank]
-            if not runs(options["algorithm"], A, B, scaling._replace(out_dtype=dtype)):
+            given = {"gemm_config": default_tiles(A.dtype), **options}
+            is_library = given["gemm_config"] is None
+            if not runs(options["algorithm"], A, B, scaling._replace(out_dtype=dtype), is_library):
                 continue
             bias = uniform(number, (1, N), torch.float32)[0].to(dtype)
             scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
-            C = op.fn(A, B, ctx, default_tiles(A.dtype), bias=bias, **scales, **options)
+            C = op.fn(A, B, ctx, bias=bias, **scales, **given)
             results.append((C, shards, rows, bias))
         current_device().synchronize()
         assert all(C.dtype is dtype for C, *_ in results)

@@ -12,7 +12,7 @@ counter has reached its number of tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -111,6 +111,18 @@ class PartialsBuffer(SlotMemory):
             known = self._transfers[key] = transfer, config
         return known[0]
 
+    def products(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+        """Return (first row of A, memory, push) of each product of a call, in scatter order.
+
+        Row blocks of peers are cut as by ``pushes``. The own row block is neither cut nor pushed.
+        """
+        key = ("products", self.slots.index, rows, id(config), num_chunks)
+        known = self._transfers.get(key)
+        if known is None:
+            chunks = chunks_of_row_block(config, rows, self._N, num_chunks)
+            known = self._transfers[key] = list(self._products(rows, chunks)), config
+        return known[0]
+
     def expected(self, work_items: int) -> dict[str, list[int]]:
         """Return the flags that a call with ``work_items`` work items per row block waits for."""
         return {"arrivals": self.flags_of_peers(work_items)}
@@ -159,19 +171,34 @@ class PartialsBuffer(SlotMemory):
         return Scattering(scatter, self.rank, self.num_ranks, slot_argument)
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:
-        counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]
-        own_partial = self.rank * self.slot_stride
+        counters = self.slots["counters"].local
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
-            target = self.slots["partials"].peers[peer][own_partial:]
-            staged = self._staging_buffer()[peer]
             begin = 0
             for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
                 counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
                 # Reset the counter before the next use of the slot can count again.
                 yield AwaitFlag(0, counters, counter, tiles)
                 yield SetFlag(0, counters, counter, 0)
-                yield Copy(0, target[begin:end], staged[begin:end])
-                flag = chunk * self.num_ranks + self.rank
-                yield Copy(0, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])
+                yield from self._push_chunk(peer, chunk, begin, end)
                 begin = end
+
+    def _push_chunk(self, peer: int, chunk: int, begin: int, end: int) -> Iterator[Step]:
+        """Yield the copies of elements ``begin`` to ``end`` of a peer's row block, and its flag."""
+        target = self.slots["partials"].peers[peer][self.rank * self.slot_stride :]
+        yield Copy(0, target[begin:end], self._staging_buffer()[peer][begin:end])
+        flags, flag = self.slots["arrivals"].peers[peer], chunk * self.num_ranks + self.rank
+        yield Copy(0, flags[flag : flag + 1], self.slots.epoch[:1])
+
+    def _products(self, rows: int, chunks: Chunks) -> Iterator[tuple[int, torch.Tensor, Any]]:
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            first = 0
+            for chunk, chunk_rows in enumerate(chunks.rows):
+                begin, end = first * self._N, (first + chunk_rows) * self._N
+                memory = self._staging_buffer()[peer][begin:end].view(chunk_rows, self._N)
+                push = list(self._push_chunk(peer, chunk, begin, end))
+                yield peer * rows + first, memory, self._device.transfer(push, [self._stream])
+                first += chunk_rows
+        own = self.slots["partials"].local[self.rank * self.slot_stride :]
+        yield self.rank * rows, own[: rows * self._N].view(rows, self._N), None

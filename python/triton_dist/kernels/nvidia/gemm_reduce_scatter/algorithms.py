@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.context import raise_first_error
 from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
     LaunchParams,
@@ -19,7 +22,15 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.scales import fits_async_tp
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.scales import (
+    FP8,
+    fits_async_tp,
+    fits_library,
+    library_check,
+    library_matmul,
+)
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
@@ -29,6 +40,7 @@ from triton_dist.kernels.common.scatter.algorithms import (
 )
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
+from triton_dist.kernels.common.scatter.tiles import add_row_block
 from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
@@ -40,6 +52,10 @@ from triton_dist.runtime.garbage import no_garbage_collection
 # Number of tile shapes tried with pushes. The largest tile shapes are tried with all ``_CHUNKS``.
 _NUM_PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
+# Tiles of the sum of ``"row_blocks"``, and the fewest elements of a product.
+(_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
+(_INTERPRETED_SUM_TILES,) = spaces.tiles((16, 32, 64, 8, 1, 1))
+_MIN_ELEMENTS_PER_SM = 128 * 128
 # Launch parameters of the reduce-scatter after the GEMM: CTAs, block bytes, chunks. Likely winners
 # come first.
 _SERIAL_PARAMS = (
@@ -194,6 +210,102 @@ class CopyEngine(_OverlappedReduceScatter):
         return call.num_chunks
 
 
+class _Products(ReduceScatterLaunches):
+    """One product per chunk of a row block, each followed by its push; then a launch that adds.
+
+    All pushes are queued before a kernel waits for a peer, so there is no deadlock.
+    """
+
+    def run(self) -> None:
+        ctx, pushed = self.call.ctx, None
+        stream = ctx.device.current_stream()
+        try:
+            for product, push in self._products():
+                if isinstance(product, Launch):
+                    ctx.buffer.slots.launcher.repeat(product)
+                else:
+                    product()
+                if push is not None:
+                    pushed = push
+                    push.fork(stream)
+                    push.queue()
+            self._launch(("sum", *self.key), self._sum, self._output_tensors())
+        finally:
+            if pushed is not None:  # all pushes are on one stream
+                pushed.join(stream)
+
+    def compile(self) -> None:
+        self._sum().compile()
+        for product, _ in self._products():
+            if isinstance(product, Launch):
+                product.compile()
+
+    def _products(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the product of each chunk, which is a launch or a call of torch, and its push."""
+        call, rows, num_sms = self.call, len(self.C), current_device().num_sms
+        for first, C, push in call.ctx.buffer.products(rows, _sum_tiles(), call.num_chunks):
+            B, (A, scaling) = call.B.detach(), call.rows(first, first + len(C))
+            if call.gemm_config is None:
+                yield functools.partial(library_matmul, A, B, scaling, C), push
+            else:
+                scales = scaling.kernel_argument(A, B)
+                yield (
+                    sharded_gemm(
+                        A, B, C, call.gemm_config, num_sms=num_sms, persistent=True, scales=scales
+                    ),
+                    push,
+                )
+
+    def _sum(self) -> Launch:
+        rows, num_chunks = len(self.call.A), self.call.num_chunks
+        return add_row_block(
+            self.C, self.call.bias, _sum_tiles(), self.scattering, rows, num_chunks
+        )
+
+
+class RowBlocks(_OverlappedReduceScatter):
+    """Multiply one row block after another. A copy engine pushes each during the next product.
+
+    For fp8, whose fastest kernels cannot send tiles: ``scaled_mm`` (``gemm_config`` is ``None``)
+    and our warp-specialised kernel.
+    """
+
+    name, tunables = "row_blocks", ("gemm_config", "num_chunks")
+    scatter, launches, copied = "row_block", _Products, True
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for num_chunks in (1, 2, 4):
+            yield None, num_chunks
+        for tiles in spaces.warp_specialized_tiles():
+            yield tiles, 1
+
+    def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        A, B, rows = sizes.A, sizes.B, sizes.M // sizes.num_ranks
+        # The product of a row block must occupy all SMs.
+        has_work = rows * B.shape[1] >= _MIN_ELEMENTS_PER_SM * current_device().num_sms
+        if not (A.dtype in FP8 and has_work):
+            return False
+        if not sizes.has_chunks({**config, "gemm_config": _sum_tiles()}, rows):
+            return False
+        library = config["gemm_config"] is None
+        return fits_library(A, B, sizes.scaling) if library else sizes.kernel_fits(config)
+
+    def check(self, call: Call) -> None:
+        call.check_sum()
+        if call.gemm_config is not None:
+            call.check_tiles()
+        else:
+            check = library_check(self.name, call.A, call.B, call.scaling)
+            raise_first_error("gemm_rs", [check])
+
+    def work_items(self, call: Call) -> int:
+        return call.num_chunks
+
+
+def _sum_tiles() -> triton.Config:
+    return _INTERPRETED_SUM_TILES if current_device().interprets else _SUM_TILES
+
+
 class Serial(UnfusedAlgorithm[Call]):
     """Call ``torch.matmul``, then our reduce-scatter in one launch."""
 
@@ -277,5 +389,5 @@ class AsyncTP(Collective):
 
 
 ALGORITHMS = Algorithms(
-    "gemm_rs", (Fused(), OneLaunch(), CopyEngine(), Serial(), Collective(), AsyncTP())
+    "gemm_rs", (Fused(), OneLaunch(), CopyEngine(), RowBlocks(), Serial(), Collective(), AsyncTP())
 )

@@ -78,7 +78,8 @@ def gemm_rs(
             of ranks.
         B: [K_per_rank, N], any strides, dtype of the context. If A is fp8, B is e4m3 and K-major.
         ctx: context of ``create_gemm_rs_context``.
-        gemm_config: tile sizes of our GEMM kernel (tuned).
+        gemm_config: tile sizes of our GEMM kernel (tuned). ``None`` with ``"row_blocks"``:
+            ``torch.matmul`` or ``scaled_mm``.
         persistent: use the persistent GEMM kernel (tuned).
         fuse_scatter: older name of ``algorithm``: ``True`` is ``"fused"``, ``False`` is
             ``"copy_engine"``.
@@ -92,8 +93,8 @@ def gemm_rs(
         num_ctas: programs of the reduce-scatter of ``"serial"`` (tuned).
         block_bytes: bytes that one of these programs moves per step (tuned).
         algorithm: ``"fused"`` (default without tuning), ``"one_launch"`` or ``"serial"`` (both for
-            M <= ``ctx.exchanged_rows``), ``"copy_engine"``, ``"collective"`` or ``"async_tp"``
-            (tuned).
+            M <= ``ctx.exchanged_rows``), ``"copy_engine"``, ``"row_blocks"``, ``"collective"`` or
+            ``"async_tp"`` (tuned).
         A_scale, B_scale, use_fast_accum: as in ``matmul``, for fp8 operands. The output has the
             context's dtype. All ranks use one recipe.
         accepted_key: reserved for the tuner.
