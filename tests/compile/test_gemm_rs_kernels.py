@@ -32,8 +32,8 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering, Slot
-from triton_dist.kernels.common.scatter.tiles import add_deferred, add_row_block
-from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
+from triton_dist.kernels.common.scatter.tiles import add_deferred
+from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.testing.compile_only import compile_only
 
 

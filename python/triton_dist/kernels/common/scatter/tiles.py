@@ -320,16 +320,6 @@ def kernel_add_deferred(
                     announce_to_all(out, slot, M, number, rank, summing.NUM_RANKS)
 
 
-@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
-def kernel_add_row_block(
-    slot, out, N, M, rows, chunk_tiles_m, rank, tile: tl.constexpr, summing: tl.constexpr
-):
-    """Add an own tile when its chunk has arrived from every peer. Grid (own tiles,)."""
-    m, n = tl.program_id(0) // tl.cdiv(N, tile.N), tl.program_id(0) % tl.cdiv(N, tile.N)
-    token = await_partials(slot, M, m // chunk_tiles_m, rank, summing.NUM_RANKS)
-    add_own_tile(slot, out, m * tile.M, n * tile.N, rows, rows, N, token, rank, tile, summing)
-
-
 def tile_constants(
     config: triton.Config,
     A: torch.Tensor,
@@ -389,17 +379,6 @@ def add_deferred(
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)
     options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
     return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
-
-
-def add_row_block(
-    C: torch.Tensor, bias: torch.Tensor | None, config: triton.Config, scattering: Scattering,
-    M: int, num_chunks: int,
-) -> Launch:  # fmt: skip
-    """Return the launch that waits for the own row block of every peer and adds all in C."""
-    launch = add_deferred(C, bias, config, scattering, M=M, num_sms=1, num_chunks=num_chunks)
-    options = {name: value for name, value in launch.options.items() if name != "NUM_SMS"}
-    tiles = tiles_of_row_block(config, *C.shape)
-    return Launch(kernel_add_row_block, (tiles,), launch.args, options)
 
 
 def rows_per_step(block_m: int, block_n: int, bytes_of_partials: int) -> int:

@@ -1,15 +1,18 @@
-"""The scattered GEMM of a reduce-scatter.
+"""The scattered GEMM of a reduce-scatter, and the sum of row blocks that copy engines push.
 
 ``scatter/kernel.py`` describes the algorithm and the arguments.
 """
 
 from __future__ import annotations
 
+import torch
+import triton
 import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import operands_at
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import (
@@ -17,8 +20,10 @@ from triton_dist.kernels.common.scatter.kernel import (
     multiply_described,
     store_to_owner,
 )
+from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
     MAY_WAIT,
+    add_deferred,
     add_own_tile,
     announce_tile,
     await_partials,
@@ -120,3 +125,24 @@ class ReduceScatterLaunches(ScatteredLaunches):
     """Launches that send tiles to the owners of their rows, which add them."""
 
     kernel = kernel_gemm_scatter_persistent
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_add_row_block(
+    slot, out, N, M, rows, chunk_tiles_m, rank, tile: tl.constexpr, summing: tl.constexpr
+):
+    """Add an own tile when its chunk has arrived from every peer. Grid (own tiles,)."""
+    m, n = tl.program_id(0) // tl.cdiv(N, tile.N), tl.program_id(0) % tl.cdiv(N, tile.N)
+    token = await_partials(slot, M, m // chunk_tiles_m, rank, summing.NUM_RANKS)
+    add_own_tile(slot, out, m * tile.M, n * tile.N, rows, rows, N, token, rank, tile, summing)
+
+
+def add_row_block(
+    C: torch.Tensor, bias: torch.Tensor | None, config: triton.Config, scattering: Scattering,
+    M: int, num_chunks: int,
+) -> Launch:  # fmt: skip
+    """Return the launch that waits for the own row block of every peer and adds all in C."""
+    launch = add_deferred(C, bias, config, scattering, M=M, num_sms=1, num_chunks=num_chunks)
+    options = {name: value for name, value in launch.options.items() if name != "NUM_SMS"}
+    tiles = tiles_of_row_block(config, *C.shape)
+    return Launch(kernel_add_row_block, (tiles,), launch.args, options)

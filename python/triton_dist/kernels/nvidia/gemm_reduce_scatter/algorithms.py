@@ -40,8 +40,7 @@ from triton_dist.kernels.common.scatter.algorithms import (
 )
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
-from triton_dist.kernels.common.scatter.tiles import add_row_block
-from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches
+from triton_dist.kernels.common.scatter.to_owners import ReduceScatterLaunches, add_row_block
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
     GEMMReduceScatterTensorParallelContext,
