@@ -57,11 +57,9 @@ def all_rows(shards: list[Operands]) -> tuple[torch.Tensor, torch.Tensor]:
     return A, scale.t().contiguous().t() if scale.ndim == 2 else scale
 
 
-def runs(
-    algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling, is_library: bool = False
-) -> bool:
+def runs(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
     """Return whether an algorithm multiplies these operands, if it is a library's."""
-    if algorithm in ("serial", "collective") or is_library:
+    if algorithm in ("row_blocks", "serial", "collective"):
         return fits_library(A, B, scaling)
     if algorithm not in ("async_tp", "symmetric_collective"):
         return True
@@ -199,7 +197,7 @@ SCATTERED = (
     {"algorithm": "fused", "persistent": False},
     {"algorithm": "copy_engine", "num_chunks": 2},
     {"algorithm": "row_blocks"},
-    {"algorithm": "row_blocks", "gemm_config": None, "num_chunks": 2},
+    {"algorithm": "row_blocks", "num_chunks": 2},
     {"algorithm": "one_launch"},
     {"algorithm": "serial"},
     {"algorithm": "collective"},
@@ -254,13 +252,11 @@ def sum_of(name: str, recipe: str, M: int, N: int, K: int, dtype: torch.dtype) -
             seeds = [size * number + each for each in range(size)]
             shards = [operands(seed, recipe, M, N, K, FP8[number % 2]) for seed in seeds]
             A, B, scaling = shards[rank]
-            given = {"gemm_config": default_tiles(A.dtype), **options}
-            is_library = given["gemm_config"] is None
-            if not runs(options["algorithm"], A, B, scaling._replace(out_dtype=dtype), is_library):
+            if not runs(options["algorithm"], A, B, scaling._replace(out_dtype=dtype)):
                 continue
             bias = uniform(number, (1, N), torch.float32)[0].to(dtype)
             scales = {"A_scale": scaling.A_scale, "B_scale": scaling.B_scale}
-            C = op.fn(A, B, ctx, bias=bias, **scales, **given)
+            C = op.fn(A, B, ctx, default_tiles(A.dtype), bias=bias, **scales, **options)
             results.append((C, shards, rows, bias))
         current_device().synchronize()
         assert all(C.dtype is dtype for C, *_ in results)

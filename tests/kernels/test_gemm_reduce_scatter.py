@@ -35,7 +35,7 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
     tiled = [config for config in space if "gemm_config" in config]
-    assert all(config.get("persistent", True) for config in tiled), "False is for GPUs alone"
+    assert all(config["persistent"] for config in tiled), "the other kind is for GPUs alone"
     assert {config["algorithm"] for config in space} == {
         "fused",
         "one_launch",
@@ -75,6 +75,22 @@ def test_what_is_pruned():
     assert all(prune_fn(config, A, B, ctx, reduce_st=False) for config in not_serial)
     few = [config for config in space if prune_fn(config, A[:4], B, ctx, reduce_st=False)]
     assert {config.get("num_chunks") for config in few} == {1, None}
+
+
+def test_row_blocks_are_for_large_fp8_products():
+    space = [config for config in config_space() if config["algorithm"] == "row_blocks"]
+    ctx, scale = SimpleNamespace(num_ranks=2, reduce_st=False), torch.ones(1)
+
+    def left(num_blocks, dtype=torch.float8_e4m3fn):
+        A = torch.empty(2 * 128 * num_blocks, 16, dtype=dtype)
+        B = torch.empty(128 * current_device().num_sms, 16, dtype=dtype).t()
+        scales = {"A_scale": scale, "B_scale": scale} if dtype.itemsize == 1 else {}
+        return [config["num_chunks"] for config in space if prune_fn(config, A, B, ctx, **scales)]
+
+    assert left(1) == [1, 2]
+    assert left(1, torch.float16) == []
+    B = torch.empty(64, 16, dtype=torch.float8_e4m3fn).t()
+    assert not prune_fn(space[0], B.t(), B, ctx, A_scale=scale, B_scale=scale)
 
 
 def test_a_serial_way_is_for_sums_that_one_launch_scatters():

@@ -64,7 +64,9 @@ _DEFAULT_COMM_SMS = 16
 _CHUNKS, _COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)
 # Any positive int is valid; a test for membership of a range accepts the usual values faster.
 _COMMON_STREAM_COUNTS = range(1, 9)
-_CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
+# Numbers of chunks tried with each of the first warp-specialised tiles. The fourth tile is the
+# largest that supports BLOCK scales.
+_CHUNKS_OF_SPECIALIZED = ((2, 4), (2, 4), (), (2,))
 # Programs of an all-gather before the GEMM, and the bytes that one program moves at a time.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
 _SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
@@ -275,8 +277,8 @@ class Push(CopyEngine):
             *(split_k_tiles() if current_device().prefers_descriptors else ()),
         ):
             yield tiles, True, 1, 1
-        for tiles in specialized[:_CHUNKED_SPECIALIZED]:
-            for num_chunks in _CHUNKS_OF_SPECIALIZED:
+        for tiles, chunks in zip(specialized, _CHUNKS_OF_SPECIALIZED, strict=False):
+            for num_chunks in chunks:
                 yield tiles, True, 1, num_chunks
 
 

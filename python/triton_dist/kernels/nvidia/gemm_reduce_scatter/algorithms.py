@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +21,6 @@ from triton_dist.kernels.common.exchange.buffer import (
     reduce_scatter_exchange,
 )
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.scales import (
     FP8,
     fits_async_tp,
@@ -55,6 +53,8 @@ _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 (_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
 (_INTERPRETED_SUM_TILES,) = spaces.tiles((16, 32, 64, 8, 1, 1))
 _MIN_ELEMENTS_PER_SM = 128 * 128
+# cuBLAS refused products of 19 rows of fp8 operands that begin at row 19 of A.
+_LIBRARY_ROWS = 16
 # Launch parameters of the reduce-scatter after the GEMM: CTAs, block bytes, chunks. Likely winners
 # come first.
 _SERIAL_PARAMS = (
@@ -216,14 +216,12 @@ class _Products(ReduceScatterLaunches):
     """
 
     def run(self) -> None:
-        ctx, pushed = self.call.ctx, None
-        stream = ctx.device.current_stream()
+        call, ctx, pushed = self.call, self.call.ctx, None
+        B, stream = call.B.detach(), ctx.device.current_stream()
         try:
-            for product, push in self._products():
-                if isinstance(product, Launch):
-                    ctx.buffer.slots.launcher.repeat(product)
-                else:
-                    product()
+            for first, C, push in ctx.buffer.products(len(self.C), _sum_tiles(), call.num_chunks):
+                A, scaling = call.rows(first, first + len(C))
+                library_matmul(A, B, scaling, C)
                 if push is not None:
                     pushed = push
                     push.fork(stream)
@@ -235,67 +233,44 @@ class _Products(ReduceScatterLaunches):
 
     def compile(self) -> None:
         self._sum().compile()
-        for product, _ in self._products():
-            if isinstance(product, Launch):
-                product.compile()
-
-    def _products(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the product of each chunk, which is a launch or a call of torch, and its push."""
-        call, rows, num_sms = self.call, len(self.C), current_device().num_sms
-        for first, C, push in call.ctx.buffer.products(rows, _sum_tiles(), call.num_chunks):
-            B, (A, scaling) = call.B.detach(), call.rows(first, first + len(C))
-            if call.gemm_config is None:
-                yield functools.partial(library_matmul, A, B, scaling, C), push
-            else:
-                scales = scaling.kernel_argument(A, B)
-                yield (
-                    sharded_gemm(
-                        A, B, C, call.gemm_config, num_sms=num_sms, persistent=True, scales=scales
-                    ),
-                    push,
-                )
 
     def _sum(self) -> Launch:
-        rows, num_chunks = len(self.call.A), self.call.num_chunks
-        return add_row_block(
-            self.C, self.call.bias, _sum_tiles(), self.scattering, rows, num_chunks
-        )
+        call, config = self.call, _sum_tiles()
+        rows, num_chunks = len(call.A), call.num_chunks
+        return add_row_block(self.C, call.bias, config, self.scattering, rows, num_chunks)
 
 
 class RowBlocks(_OverlappedReduceScatter):
-    """Multiply one row block after another. A copy engine pushes each during the next product.
+    """Multiply one row block after another by ``scaled_mm`` or ``torch.matmul``.
 
-    For fp8, whose fastest kernels cannot send tiles: ``scaled_mm`` (``gemm_config`` is ``None``)
-    and our warp-specialised kernel.
+    A copy engine pushes each product during the next product. For fp8, whose fastest kernels cannot
+    send tiles.
     """
 
-    name, tunables = "row_blocks", ("gemm_config", "num_chunks")
+    name, tunables = "row_blocks", ("num_chunks",)
     scatter, launches, copied = "row_block", _Products, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for num_chunks in (1, 2, 4):
-            yield None, num_chunks
-        for tiles in spaces.warp_specialized_tiles():
-            yield tiles, 1
+        return ((num_chunks,) for num_chunks in _FEW_CHUNKS)
 
     def fits_sizes(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         A, B, rows = sizes.A, sizes.B, sizes.M // sizes.num_ranks
         # The product of a row block must occupy all SMs.
         has_work = rows * B.shape[1] >= _MIN_ELEMENTS_PER_SM * current_device().num_sms
-        if not (A.dtype in FP8 and has_work):
-            return False
-        if not sizes.has_chunks({**config, "gemm_config": _sum_tiles()}, rows):
-            return False
-        library = config["gemm_config"] is None
-        return fits_library(A, B, sizes.scaling) if library else sizes.kernel_fits(config)
+        return (
+            A.dtype in FP8
+            and has_work
+            and fits_library(A, B, sizes.scaling)
+            and sizes.has_chunks({**config, "gemm_config": _sum_tiles()}, rows)
+        )
 
     def check(self, call: Call) -> None:
         call.check_sum()
-        if call.gemm_config is not None:
-            call.check_tiles()
-        else:
-            check = library_check(self.name, call.A, call.B, call.scaling)
-            raise_first_error("gemm_rs", [check])
+        raise_first_error("gemm_rs", [library_check(self.name, call.A, call.B, call.scaling)])
+        rows = call.ctx.rows_of_rank(call.A.shape[0])
+        if call.A.dtype in FP8 and call.A.device.type != "cpu" and rows % _LIBRARY_ROWS:
+            # Other calls of the tuning key may have rows that fit, so this is not an error.
+            call.chosen = ALGORITHMS[Collective.name]
 
     def work_items(self, call: Call) -> int:
         return call.num_chunks

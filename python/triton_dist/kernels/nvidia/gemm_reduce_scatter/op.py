@@ -78,8 +78,7 @@ def gemm_rs(
             of ranks.
         B: [K_per_rank, N], any strides, dtype of the context. If A is fp8, B is e4m3 and K-major.
         ctx: context of ``create_gemm_rs_context``.
-        gemm_config: tile sizes of our GEMM kernel (tuned). ``None`` with ``"row_blocks"``:
-            ``torch.matmul`` or ``scaled_mm``.
+        gemm_config: tile sizes of our GEMM kernel (tuned).
         persistent: use the persistent GEMM kernel (tuned).
         fuse_scatter: older name of ``algorithm``: ``True`` is ``"fused"``, ``False`` is
             ``"copy_engine"``.
