@@ -96,17 +96,6 @@ class SummingCall(OpCall):
         A, B = self.A, self.B
         return self.operands, A.stride(), B.stride(), self.bias is None, dot_precision(A.dtype)
 
-    def rows(self, first: int, end: int) -> tuple[torch.Tensor, Scaling]:
-        """Return rows ``first`` to ``end`` of A, and their scaling.
-
-        BLOCK scales are copied, because their stride along K is the number of rows.
-        """
-        A_scale = self.scaling.A_scale
-        if A_scale is not None and A_scale.numel() > 1:
-            A_scale = A_scale[first:end]
-            A_scale = A_scale.t().contiguous().t() if A_scale.ndim == 2 else A_scale
-        return self.A.detach()[first:end], self.scaling._replace(A_scale=A_scale)
-
     @staticmethod
     def scaling_of(
         ctx: Any,

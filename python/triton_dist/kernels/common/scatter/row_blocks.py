@@ -102,26 +102,14 @@ class PartialsBuffer(SlotMemory):
 
         It pushes each chunk when its tiles are staged, and then sets the chunk's flag at the peer.
         """
-        key = (self.slots.index, rows, id(config), num_chunks)
-        known = self._transfers.get(key)
-        if known is None:
-            chunks = chunks_of_row_block(config, rows, self._N, num_chunks)
-            transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
-            # Keep the config alive, because the key contains its id.
-            known = self._transfers[key] = transfer, config
-        return known[0]
+        return self._cut(rows, config, num_chunks, self._pushes)
 
     def products(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
         """Return (first row of A, memory, push) of each product of a call, in scatter order.
 
         Row blocks of peers are cut as by ``pushes``. The own row block is neither cut nor pushed.
         """
-        key = ("products", self.slots.index, rows, id(config), num_chunks)
-        known = self._transfers.get(key)
-        if known is None:
-            chunks = chunks_of_row_block(config, rows, self._N, num_chunks)
-            known = self._transfers[key] = list(self._products(rows, chunks)), config
-        return known[0]
+        return self._cut(rows, config, num_chunks, self._products)
 
     def expected(self, work_items: int) -> dict[str, list[int]]:
         """Return the flags that a call with ``work_items`` work items per row block waits for."""
@@ -170,6 +158,19 @@ class PartialsBuffer(SlotMemory):
         )  # fmt: skip
         return Scattering(scatter, self.rank, self.num_ranks, slot_argument)
 
+    def _cut(self, rows: int, config: triton.Config, num_chunks: int, make: Any) -> Any:
+        """Return ``make(rows, chunks)`` for the current slot; call it once per slot."""
+        key = (make.__name__, self.slots.index, rows, id(config), num_chunks)
+        known = self._transfers.get(key)
+        if known is None:
+            made = make(rows, chunks_of_row_block(config, rows, self._N, num_chunks))
+            # Keep the config alive, because the key contains its id.
+            known = self._transfers[key] = made, config
+        return known[0]
+
+    def _pushes(self, rows: int, chunks: Chunks) -> Any:
+        return self._device.transfer(list(self._push(chunks)), [self._stream])
+
     def _push(self, chunks: Chunks) -> Iterable[Step]:
         counters = self.slots["counters"].local
         for step in range(1, self.num_ranks):
@@ -190,15 +191,15 @@ class PartialsBuffer(SlotMemory):
         flags, flag = self.slots["arrivals"].peers[peer], chunk * self.num_ranks + self.rank
         yield Copy(0, flags[flag : flag + 1], self.slots.epoch[:1])
 
-    def _products(self, rows: int, chunks: Chunks) -> Iterator[tuple[int, torch.Tensor, Any]]:
+    def _products(self, rows: int, chunks: Chunks) -> list[tuple[int, torch.Tensor, Any]]:
+        products: list[tuple[int, torch.Tensor, Any]] = []
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
-            first = 0
-            for chunk, chunk_rows in enumerate(chunks.rows):
-                begin, end = first * self._N, (first + chunk_rows) * self._N
-                memory = self._staging_buffer()[peer][begin:end].view(chunk_rows, self._N)
-                push = list(self._push_chunk(peer, chunk, begin, end))
-                yield peer * rows + first, memory, self._device.transfer(push, [self._stream])
-                first += chunk_rows
-        own = self.slots["partials"].local[self.rank * self.slot_stride :]
-        yield self.rank * rows, own[: rows * self._N].view(rows, self._N), None
+            for chunk, first in enumerate(range(0, rows, chunks.rows[0])):
+                begin, end = first * self._N, (first + chunks.rows[chunk]) * self._N
+                memory = self._staging_buffer()[peer][begin:end].view(-1, self._N)
+                push = [*self._push_chunk(peer, chunk, begin, end)]
+                transfer = self._device.transfer(push, [self._stream])
+                products.append((peer * rows + first, memory, transfer))
+        own = self.slots["partials"].local[self.rank * self.slot_stride :][: rows * self._N]
+        return [*products, (self.rank * rows, own.view(rows, self._N), None)]

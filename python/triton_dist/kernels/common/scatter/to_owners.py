@@ -143,6 +143,6 @@ def add_row_block(
 ) -> Launch:  # fmt: skip
     """Return the launch that waits for the own row block of every peer and adds all in C."""
     launch = add_deferred(C, bias, config, scattering, M=M, num_sms=1, num_chunks=num_chunks)
-    options = {name: value for name, value in launch.options.items() if name != "NUM_SMS"}
-    tiles = tiles_of_row_block(config, *C.shape)
-    return Launch(kernel_add_row_block, (tiles,), launch.args, options)
+    del launch.options["NUM_SMS"]
+    grid = (tiles_of_row_block(config, *C.shape),)
+    return Launch(kernel_add_row_block, grid, launch.args, launch.options)

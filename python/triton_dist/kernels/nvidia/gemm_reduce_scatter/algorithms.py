@@ -51,7 +51,6 @@ _NUM_PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 # Tiles of the sum of ``"row_blocks"``, and the fewest elements of a product.
 (_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
-(_INTERPRETED_SUM_TILES,) = spaces.tiles((16, 32, 64, 8, 1, 1))
 _MIN_ELEMENTS_PER_SM = 128 * 128
 # cuBLAS refused products of 19 rows of fp8 operands that begin at row 19 of A.
 _LIBRARY_ROWS = 16
@@ -217,11 +216,14 @@ class _Products(ReduceScatterLaunches):
 
     def run(self) -> None:
         call, ctx, pushed = self.call, self.call.ctx, None
-        B, stream = call.B.detach(), ctx.device.current_stream()
+        A, B, stream = call.A.detach(), call.B.detach(), ctx.device.current_stream()
         try:
             for first, C, push in ctx.buffer.products(len(self.C), _sum_tiles(), call.num_chunks):
-                A, scaling = call.rows(first, first + len(C))
-                library_matmul(A, B, scaling, C)
+                rows, A_scale = slice(first, first + len(C)), call.A_scale
+                if A_scale is not None and A_scale.numel() > 1:
+                    # Copies BLOCK scales, whose stride along K must be the number of rows.
+                    A_scale = A_scale[rows].t().contiguous().t()
+                library_matmul(A[rows], B, call.scaling._replace(A_scale=A_scale), C)
                 if push is not None:
                     pushed = push
                     push.fork(stream)
@@ -235,9 +237,8 @@ class _Products(ReduceScatterLaunches):
         self._sum().compile()
 
     def _sum(self) -> Launch:
-        call, config = self.call, _sum_tiles()
-        rows, num_chunks = len(call.A), call.num_chunks
-        return add_row_block(self.C, call.bias, config, self.scattering, rows, num_chunks)
+        call, to = self.call, self.scattering
+        return add_row_block(self.C, call.bias, _sum_tiles(), to, len(call.A), call.num_chunks)
 
 
 class RowBlocks(_OverlappedReduceScatter):
@@ -277,7 +278,7 @@ class RowBlocks(_OverlappedReduceScatter):
 
 
 def _sum_tiles() -> triton.Config:
-    return _INTERPRETED_SUM_TILES if current_device().interprets else _SUM_TILES
+    return spaces.INTERPRETED_TILES[1] if current_device().interprets else _SUM_TILES
 
 
 class Serial(UnfusedAlgorithm[Call]):
