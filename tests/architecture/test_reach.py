@@ -13,7 +13,7 @@ from tests.architecture.source import PACKAGE, tree
 # Files that an op reaches, and their lines of code: without blank lines, comments and docstrings.
 MOST = {
     "allgather_gemm": (19, 4250),
-    "gemm_reduce_scatter": (22, 4020),
+    "gemm_reduce_scatter": (22, 4010),
     "gemm_allreduce": (24, 4530),
     "gemm": (12, 2740),
     "grouped_gemm": (15, 2620),

@@ -52,7 +52,7 @@ _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 # Tiles of the sum of ``"row_blocks"``, and the fewest elements of a product.
 (_SUM_TILES,) = spaces.tiles((64, 256, 64, 8, 1, 1))
 _MIN_ELEMENTS_PER_SM = 128 * 128
-# cuBLAS refused products of 19 rows of fp8 operands that begin at row 19 of A.
+# Rows of fp8 products must be multiples of this number: cuBLAS refused 19 rows.
 _LIBRARY_ROWS = 16
 # Launch parameters of the reduce-scatter after the GEMM: CTAs, block bytes, chunks. Likely winners
 # come first.
