@@ -125,7 +125,7 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 
 def _typed(values: Mapping[str, str]) -> dict[str, Any]:
-    """Convert numbers and booleans from text, because other searches need their order."""
+    """Convert numbers and booleans from text, because searches of other tuners order values."""
     typed: dict[str, Any] = dict(values)
     for name, text in values.items():
         with suppress(ValueError):

@@ -14,7 +14,7 @@ from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted
 
 _SECONDS = 30.0
-"""Time limit of a request. A command may wait longer than a job."""
+"""Time limit of a request. A user's command may wait longer for the store than a tuning."""
 _LEFT = ("function", "key")
 
 

@@ -101,8 +101,8 @@ def note_disagreement(timeout_words, flag, seen, value):
     """Record that a flag has another size, and end all waits of this context.
 
     The flag at address ``flag`` has the value ``seen`` instead of ``value``. Only the first record
-    of a context counts. Waits with the other timeout words of the ring end too, because a rank that
-    has seen the disagreement launches nothing more, so its peers would wait forever.
+    counts. The timeout words of a context form a ring. Waits with all these words end, because a
+    rank that has seen the disagreement launches nothing more, so its peers would wait forever.
     """
     if tl.atomic_xchg(timeout_words + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
         tl.store(timeout_words + _SEEN, seen)

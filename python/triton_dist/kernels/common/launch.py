@@ -163,7 +163,7 @@ def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 def fits_descriptor(*matrices: torch.Tensor) -> bool:
     """Return whether TMA can address these 2-D tensors.
 
-    TMA requires one unit stride, and a 16-byte aligned address and other stride.
+    TMA requires one stride of 1. The other stride and the address must be multiples of 16 bytes.
     """
     return all(
         min(matrix.stride()) == 1

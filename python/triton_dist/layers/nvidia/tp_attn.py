@@ -242,7 +242,7 @@ class TP_Attn(TensorParallelLayer):
         return local_part(tensor)[max(first, 0) :]
 
     def sum_partial_gradients(self) -> None:
-        """Sum gradients over ranks that each have a part: norms of heads, replicated kv heads.
+        """Sum the gradients of head norms and replicated kv heads, of which each rank has a part.
 
         Collective.
         """

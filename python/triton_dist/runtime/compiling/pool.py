@@ -20,7 +20,7 @@ from triton_dist.runtime.compiling import server
 from triton_dist.runtime.compiling.kernels import Kernel, kernels_to_compile
 from triton_dist.runtime.compiling.server import Job, Verdict
 
-_WAIT_FRACTION = 0.9  # share of the time limit after which other ranks give up on this rank
+_WAIT_FRACTION = 0.9  # of the time limit; after the whole limit, other ranks give up on this rank
 _MAX_WORKERS = 16  # each takes several hundred MB
 _POLL_SECONDS = 0.2
 
@@ -74,11 +74,14 @@ class CompilePool:
         sender.close()
 
     def wait(self, digest: str) -> None:
-        """Wait until the kernel is in the cache; compile it here if no process is compiling it.
+        """Wait until a kernel passed to ``begin`` is in the cache.
+
+        Compile it here if no process is compiling it. Return immediately for other kernels.
 
         Raises:
             CandidateFailed: the kernel does not compile.
-            CompileTimeout: compilation took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
+            CompileTimeout: compilation took longer than ``TRITON_DIST_COMPILE_TIMEOUT``, or this
+                wait took longer than 0.9 times this limit.
         """
         if digest not in self._begun:
             return

@@ -46,7 +46,7 @@ class HostSymmetricMemory(SymmetricMemory):
 
 
 def _reserve(fd: int, nbytes: int) -> int | None:
-    """Allocate the file's pages now, so that a full /dev/shm raises here and not SIGBUS later.
+    """Allocate the file's pages. If /dev/shm is full, a later access would raise SIGBUS.
     Returns ``None``, or the number of available bytes if they are too few."""
     try:
         os.posix_fallocate(fd, 0, nbytes)

@@ -108,8 +108,9 @@ class Cost:
 # of K random products grows with sqrt(K), up to 2**-15 standard deviations in the worst of 1e8
 # values at K = 28672.
 # fp8 operands, bf16 results: Hopper's tensor cores keep 13 bits. They add 128 products in 4 steps,
-# and then fp32 takes over. The errors of K / 128 partial sums have random signs and shrink with
-# sqrt(128 / K), so 3 standard deviations are 12 * 2**-13, a tenth of the tolerance of bf16.
+# with an error of 4 * 2**-13 standard deviations of the partial sum, sqrt(128 / K). The K / 128
+# partial sums are added in fp32. Their errors have random signs, so K cancels: 3 standard
+# deviations are 12 * 2**-13, a tenth of the tolerance of bf16.
 _TOLERANCE = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 2**-14}
 
 
@@ -310,7 +311,7 @@ def uniform(
 ) -> torch.Tensor:
     """Return random values in [-scale, scale) on this process's device."""
     device = current_device().torch_device
-    # In place: expert weights are the largest tensors and must not exist twice.
+    # Scale in place, without a second fp32 tensor: expert weights are the largest tensors.
     values = torch.rand(tuple(sizes), generator=generator, device=device)
     return values.mul_(2).sub_(1).mul_(scale).to(dtype)
 

@@ -47,12 +47,12 @@ from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 TWO_SHOT_IN_PACKETS = "two_shot_in_packets"
-# Maximum bytes of a one-shot launch, because a slot holds one tensor per rank. For two ranks the
-# limit is 8 times as large: two shots would send and store as much.
+# Maximum bytes of a tensor in a one-shot launch. It limits the memory: a slot holds one tensor per
+# rank. For two ranks the limit is 8 times as large: two shots would send and store as much.
 ONE_SHOT_BYTES = 4 << 20
-# Maximum bytes of packets, which take twice the memory and link time.
+# Maximum bytes of a tensor sent in packets, which take twice the memory and link time.
 PACKET_BYTES = 256 << 10
-# The same for two shots in packets of more than two ranks.
+# Maximum bytes of a tensor sent in packets in two shots, for more than two ranks.
 TWO_SHOT_PACKET_BYTES = 2 << 20
 # Size up to which one shot uses packets by default, and their layout.
 PACKETS_UP_TO = 64 << 10
@@ -73,7 +73,7 @@ def kernel_all_reduce_one_shot(
     There is one flag per program and peer, so ``NUM_CHUNKS`` is 1.
     """
     tl.static_assert(plan.NUM_CHUNKS == 1)
-    # Operations that do not need the epoch come first, to overlap with counting the call.
+    # Load x before ``begin``, which waits for the call counter.
     index = block_begin(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
@@ -138,7 +138,7 @@ def slot_bytes(nbytes: int, num_ranks: int) -> int:
 
 def packet_bytes(nbytes: int, num_ranks: int) -> int:
     """Return the maximum bytes that a rank sends to a peer in packets, for launches of up to
-    ``nbytes``: all elements, or its addend and its sums of one shard."""
+    ``nbytes``: all elements in one shot, or one shard of addends and one of sums in two shots."""
     if num_ranks == 1:
         return 0
     two_shot = shard_bytes(min(nbytes, max_two_shot_packet_bytes(num_ranks)), num_ranks)
@@ -168,7 +168,7 @@ def max_elements(
 def one_shot_exchange(
     total: int, params: LaunchParams, call_size: int, in_packets: bool
 ) -> Exchange:
-    """Describe a one-shot launch for ``total`` elements; ranks compare ``size``."""
+    """Describe a one-shot launch for ``total`` elements. Its flags contain ``call_size``."""
     if in_packets:
         return Exchange(
             kernel_all_reduce_packets, total, total, params, call_size, 0, in_packets=True
@@ -179,7 +179,7 @@ def one_shot_exchange(
 def two_shot_exchange(
     total: int, num_ranks: int, params: LaunchParams, call_size: int, in_packets: bool = False
 ) -> Exchange:
-    """Describe a two-shot launch for ``total`` elements; ranks compare ``size``."""
+    """Describe a two-shot launch for ``total`` elements. Its flags contain ``call_size``."""
     shard = shard_elements(-(-total // num_ranks))
     if in_packets:
         kernel = kernel_all_reduce_two_shot_packets
@@ -236,8 +236,8 @@ class SumBuffer(ExchangeBuffer):
     ) -> Iterator[tuple[slice, Exchange]]:
         """Yield the description of each launch with the slice of elements that it sums."""
         elements, item_bytes = product.numel(), product.element_size()
-        # Round up, so that ranks with different rows in one bucket launch the same kernel, which
-        # detects the difference.
+        # Round up the number of rows. Ranks with different numbers then usually launch the same
+        # kernel, which detects the difference.
         nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
         in_packets = nbytes <= PACKETS_UP_TO if one_shot else reduction == TWO_SHOT_IN_PACKETS

@@ -52,12 +52,13 @@ class Recipe(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-# Values of SCALING, ordered. They are ints because Triton 3.6 rejects a str as a default.
+# Values of SCALING, ordered. They are ints because Triton 3.6 rejects a str as a default. From
+# FAST on, a bias is optional.
 UNSCALED = tl.constexpr(0)
 """Neither scales nor a bias."""
 BIAS_ONLY = tl.constexpr(1)
 FAST = tl.constexpr(2)
-"""TENSOR or ROW scales, fast accumulation; like the following, with or without a bias."""
+"""TENSOR or ROW scales, fast accumulation."""
 PROMOTED = tl.constexpr(3)
 """TENSOR or ROW scales, partial sums in fp32."""
 BLOCKWISE = tl.constexpr(4)
@@ -101,7 +102,7 @@ def scaled_dot(
         a_scale_ptr += k // BLOCK * scales.stride_ak
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
         b_scale_ptr = scales.b_scale
-    # Tiles do not straddle blocks, because both sizes are powers of two.
+    # Both sizes are powers of two, so a tile lies in one block of columns or covers whole blocks.
     return add_product(
         accumulator, a, b, k, column, N, a_scale, b_scale_ptr, scales,
         accumulator.shape[1] <= BLOCK, INPUT_PRECISION, SCALING,
@@ -218,9 +219,10 @@ _LAYOUTS = ("no scales", "one scale", "scales of rows", "scales of blocks")
 
 
 def call_size(key: Any, rows: int) -> int:
-    """Return the size in the flags of a call (``common/peers.py``): rows and layout of A's scales.
+    """Return ``rows`` and the layout of A's scales as one number.
 
-    ``key`` is the call's key.
+    The flags of the call with this ``key`` contain the number, which ranks compare
+    (``common/peers.py``).
     """
     if not isinstance(key, ScaledKey) or not key.recipe:
         return rows
@@ -401,14 +403,17 @@ def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
 
 
 def library_check(algorithm: str, A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> Check:
-    """Return the check that torch multiplies the operands, which ``algorithm`` requires."""
+    """Return the check that torch can multiply the operands; ``algorithm`` requires it."""
     expected = "another algorithm: scaled_mm requires bf16 output and K and N divisible by 16; "
     expected += "block scales also require e4m3 and K / 128, rounded up, divisible by 4"
     return "algorithm", algorithm, fits_library(A, B, scaling), expected
 
 
 def fits_async_tp(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
-    """Return whether async tensor parallelism has the recipe: of fp8, e4m3 without BLOCK scales."""
+    """Return whether async tensor parallelism supports the operands.
+
+    It supports fp8 only as e4m3 without BLOCK scales.
+    """
     if A.dtype not in FP8:
         return True
     return A.dtype is torch.float8_e4m3fn and scaling.recipe(A, B) is not Recipe.BLOCK

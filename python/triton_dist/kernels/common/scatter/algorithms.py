@@ -106,8 +106,9 @@ class ScatteredLaunches:
 class ExchangeLaunch:
     """The single launch of a call that multiplies, sends, waits and adds.
 
-    With ``to_owners`` one rank adds each row, otherwise all ranks do. With ``broadcasts_sums`` the
-    owner then sends the sum to all ranks; otherwise the result has this rank's M / num_ranks rows.
+    Without ``to_owners`` every rank adds all M rows. With ``to_owners`` each rank adds and returns
+    its M / num_ranks rows. ``broadcasts_sums`` requires ``to_owners``: each rank also sends its
+    sums to all ranks, which return all M rows.
     """
 
     call: SummingCall
@@ -166,7 +167,7 @@ class SummingAlgorithm(SelectableAlgorithm[C, SummingSizes]):
     """An algorithm of an op that sums products over ranks."""
 
     supports_any_call: ClassVar[bool] = False
-    """True if it also supports one rank, and tiles that are added to one sum on their owner."""
+    """True if it also supports one rank, and calls with ``SummingSizes.adds_on_arrival``."""
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         fits_sizes = self.supports_any_call or (sizes.num_ranks > 1 and not sizes.adds_on_arrival)
@@ -198,7 +199,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
         return scattered.C
 
     def work_items(self, call: C) -> int:
-        """Return the number of work items with a flag per row block: its tiles."""
+        """Return the number of work items of a row block: its tiles, which have one flag each."""
         rows = call.ctx.rows_of_rank(call.A.shape[0])
         return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
