@@ -91,7 +91,7 @@ class OwnRuns:
         """By class: its own ``run`` and the replacement."""
         self.calling_prune_configs: dict[type[Autotuner], tuple[Run, Run]] = {}
         """Classes whose ``run`` calls ``prune_configs``. After a tuning, their launches cannot be
-        intercepted without a replacement."""""
+        intercepted without a replacement.""" ""
         self._warned: set[type[Autotuner]] = set()
 
     def find(self) -> None:
