@@ -211,7 +211,7 @@ def test_an_unknown_scope_is_refused():
 
 
 def test_a_mesh_is_a_group_and_other_values_are_refused(spawn_ranks):
-    expected = "a process group that this rank belongs to, a 1-D DeviceMesh of one, or None"
+    expected = "a process group that this rank belongs to, its 1-D DeviceMesh, or None"
     for gathered, size, same, shared, *errors in spawn_ranks(2, meshes_and_other_values):
         assert (gathered, size, same, shared) == ([0, 1], 2, True, 2)
         assert len(errors) == 4

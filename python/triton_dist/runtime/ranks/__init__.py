@@ -91,9 +91,7 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
             members = group.get_group()
     # ``new_group`` returns a number on ranks that are not members.
     if not isinstance(members, dist.ProcessGroup) or members not in distributed_c10d._world.pg_map:
-        expected = (
-            "a process group that contains this rank, a 1-D DeviceMesh of such a group, or None"
-        )
+        expected = "a process group that this rank belongs to, its 1-D DeviceMesh, or None"
         raise InvalidArgument("group_for", "group", group, expected)
     return members
 

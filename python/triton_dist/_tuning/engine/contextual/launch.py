@@ -91,7 +91,7 @@ class OwnRuns:
         """By class: its own ``run`` and the replacement."""
         self.calling_prune_configs: dict[type[Autotuner], tuple[Run, Run]] = {}
         """Classes whose ``run`` calls ``prune_configs``. After a tuning, their launches cannot be
-        intercepted without a replacement.""" ""
+        intercepted without a replacement."""
         self._warned: set[type[Autotuner]] = set()
 
     def find(self) -> None:
@@ -188,7 +188,7 @@ class Launch:
             raise
         timer.stop()
         if tuner.user_defined_post_hook:
-            # The user's post hook may undo the run, so it must wait until the function has finished.
+            # The user's post hook may undo the run, so it must wait for the end of the function.
             self._undo.callback(tuner.post_hook, arguments, exception=None)
         return result
 
