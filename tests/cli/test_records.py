@@ -537,7 +537,7 @@ def test_pages_of_records_and_an_index(run, plotly, tmp_path):
     facts = dict(page.tree["facts"])
     assert (facts["GPU"], facts["driver"]) == ("NVIDIA H200", "570.1")
     assert facts["versions"] == "triton 3.6.0"
-    assert facts["samples"] == "12 of 4 configs, 3 to 3 each; 2 configs failed or were pruned"
+    assert facts["samples"] == "12 for 4 configs, 3 to 3 each; 2 configs failed or were pruned"
     columns, rows = page.table("Configs")
     assert columns[-2:] == ["block", "warps"]
     assert rows[0] == [1, 1.0, 1.0, 2.0, 1.0, 3, "winner", 64, 4]

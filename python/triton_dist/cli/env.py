@@ -45,7 +45,6 @@ def add_to(subcommands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    readonly_dirs = list(_result_or_error(knobs.autotune_readonly_dirs.get))
     known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
     shown = {}
     for name, value in sorted(knobs.environment().items()):
@@ -75,8 +74,8 @@ def _run(arguments: argparse.Namespace) -> int:
         "variables": shown,
         "paths": {
             "cache": _path(knobs.cache_dir.get()),
-            "read-only": [_path(folder) for folder in readonly_dirs],
-            "packs": [_path(place) for place in _result_or_error(pack_places)],
+            "read-only": [*map(_path, knobs.autotune_readonly_dirs.get())],
+            "packs": _result_or_error(lambda: [*map(_path, pack_places())]),
             "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
         },
     }

@@ -1,7 +1,8 @@
 """Write the HTML pages of a report: a page for a record, and an index of pages.
 
 A page is a skeleton with JSON, from which ``report.js`` builds tables and plots. Texts of records
-are in the JSON only, and the script never interprets them as HTML. Pages need no network.
+are in the JSON, which the script never interprets as HTML, and escaped in the title. Pages need no
+network.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _facts(subject: Subject) -> dict[str, str]:
         "hardware": cache.made_on(record),
         "tuned": record.timestamp,
         "took": f"{record.seconds:.1f} s" if record.seconds else "",
-        "samples": f"{sum(samples)} of {len(samples)} configs, {min(samples)} to {max(samples)} "
+        "samples": f"{sum(samples)} for {len(samples)} configs, {min(samples)} to {max(samples)} "
         f"each; {len(record.trials) - len(samples)} configs failed or were pruned",
         "policy": ", ".join(f"{name} {value}" for name, value in facts.policy.items()),
         "warm start": record.warm_started_from,

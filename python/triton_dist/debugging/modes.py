@@ -36,7 +36,7 @@ class Mode:
     Attributes:
         finds: what the mode finds, in a few words.
         unsupported: why the mode finds nothing, by release of Triton, such as ``"3.7"``.
-        nearest: the interpreter mode that finds the largest part of these errors.
+        nearest: the mode to use instead: it finds most of the errors that this mode finds.
         variables: environment variables that the mode sets for this process and its children.
         tool: the mode is a tool of compute-sanitizer, which starts the process.
         works_on: the kinds of kernel execution in which the mode works.
@@ -94,7 +94,7 @@ MODES: Mapping[str, Mode] = {
         _unsupported(_UNSUPPORTED_REASON, "3.6"),
     ),
     "fpsan": _instrumented(
-        "wrong operands, as exact integers",
+        "wrong operands: floats become integers, whose results are exact",
         "fpsan",
         "interp",
         _unsupported(_UNSUPPORTED_REASON, "3.6", "3.7"),
@@ -216,7 +216,7 @@ _NO_MODE = Mode("", "")
 
 
 def nearest_of(word: str, runs: str) -> str:
-    """Return the mode that finds the most errors of ``word``, given what runs kernels."""
+    """Return a mode, or variables for the interpreter, to find errors of ``word`` instead."""
     nearest = MODES[word].nearest
     if nearest in MODES and runs == GPU:
         return nearest
@@ -236,7 +236,7 @@ def variables_of(words: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def activate() -> tuple[str, ...]:
-    """Turn on the modes of ``TRITON_DIST_DEBUG``, print them once, and return interpreter checks.
+    """Turn on and print the modes of ``TRITON_DIST_DEBUG``. Return checks and interactive modes.
 
     Raises:
         DebugModeRefused: see :func:`check`.

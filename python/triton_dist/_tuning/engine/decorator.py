@@ -43,7 +43,7 @@ class _WithDefaults(Protocol[P, Q, R_co]):
 
 
 class AutoTunerByKey(AutoTuner[P, R_co]):
-    """A tuned function whose calls are checked by the parameters ``P`` of its ``key_fn``."""
+    """A tuned function whose calls must match ``P``, the parameters of its ``key_fn``."""
 
     fn: Callable[..., R_co]
 

@@ -244,8 +244,8 @@ class _FirstCall:
                 failures = ranks.all_gather(Step("first use of a record"), failure)
             except TuningTimeout:  # the call has finished, and tuning needs all ranks
                 return ""
-            # Some rank has an error that tuning cannot fix, or has changed its arguments and
-            # cannot repeat the call.
+            # Some rank has an error that tuning cannot fix, or has finished the call. With
+            # ``restore`` the call has changed its arguments, which nothing saved before the call.
             if None in failures or (self._subject.hooks.restore and "" in failures):
                 return ""
             for rank, text in enumerate(failures):

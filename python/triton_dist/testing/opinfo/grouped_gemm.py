@@ -78,7 +78,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     def refill(
         self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """Draw new values of ``A``, scaled as for a GEMM, and new ids."""
+        """Draw new ids and values of ``A``. Sums get a standard deviation of 1, as in a GEMM."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         fill(A, operands, A.shape[1], generator)
         self.draw(ids, B.shape[0], generator)

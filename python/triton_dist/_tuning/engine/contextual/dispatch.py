@@ -56,8 +56,8 @@ class ContextualAutoTuner(Decorated[P, R_co]):
 
     Attributes:
         fn: the function without tuning. Its kernels then tune as Triton does.
-        tuning_calls: number of extra calls of the function that tunings in this process made. One
-            call per call of the user is not counted.
+        tuning_calls: number of extra calls of the function that tunings in this process made. A
+            tuning calls the function once for the user's call, which is not counted.
     """
 
     fn: Callable[P, R_co]
