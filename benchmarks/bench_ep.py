@@ -228,7 +228,7 @@ class Measurement:
 
     @staticmethod
     def error(found: torch.Tensor, reference: torch.Tensor) -> float:
-        difference = (found - reference).abs().max() if found.numel() else torch.zeros(())
+        difference = (found - reference).abs().max() if found.numel() else found.new_zeros(())
         worst = difference / reference.abs().max().clamp(min=1e-6) if found.numel() else difference
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return float(worst.nan_to_num(nan=1e9))
