@@ -15,7 +15,7 @@ from triton_dist.cli.subcommand import add_subcommand, counted
 
 _SECONDS = 30.0
 """Time limit of a request. A user's command may wait longer for the store than a tuning."""
-_LEFT = ("function", "key")
+_LEFT_ALIGNED = ("function", "key")
 
 
 def add_to(subcommands: Any) -> None:
@@ -24,8 +24,8 @@ def add_to(subcommands: Any) -> None:
         "remote",
         _run,
         help="list and copy the records of a store that machines share; check the store",
-        description=f"Works on the store in {knobs.autotune_remote.variable}. list: list its "
-        "records. push: publish the user's records that are newer than the store's. pull: copy "
+        description=f"Works on the store whose URL is in {knobs.autotune_remote.variable}. list: "
+        "list its records. push: publish the user's records that are newer than the store's. pull: copy "
         "the store's records that are newer than the user's into TRITON_DIST_CACHE_DIR. status: "
         "check that the store can be read and written. Exit status: 0 for success, 1 if there is "
         "no record, 2 if the store cannot be used.",
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if action == "status":
         return _status(store)
     if action == "push" and store.read_only:
-        arguments.fail(f"{knobs.autotune_remote_readonly.variable} is set")
+        arguments.fail(f"push is refused: {knobs.autotune_remote_readonly.variable} is set")
     source: Any = cache.user_store() if action == "push" else store
     records = list(cache.records_of([source], function))
     if action == "list" and arguments.json:
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
         trees = map(listing.tree_of, records)
         rows = [[f"{each['ms']:.4f}", text.age(each["timestamp"]), each["function"], each["key"]]
                 for each in trees]  # fmt: skip
-        text.print_lines(*text.table(("time (ms)", "age", "function", "key"), rows, _LEFT))
+        text.print_lines(*text.table(("time (ms)", "age", "function", "key"), rows, _LEFT_ALIGNED))
     else:
         done = (_push if action == "push" else _pull)(store, (each.record for each in records))
         print(f"{action}: {done} of {counted(len(records), 'record')} copied, {store.url}.")

@@ -28,7 +28,7 @@ SET = tl.constexpr("set")  # Triton 3.6 to 3.9 reject a plain str as default of 
 # The lowest 20 bits of a sized flag are the lowest bits of the caller's size.
 SIZE_BITS = tl.constexpr(_spin.SIZE_BITS)
 _SIZE = tl.constexpr(2**20 - 1)
-# Status of a flag against the awaited value. The minimum over several flags is their status.
+# Result of comparing a flag with the awaited value; of several flags, the minimum.
 _DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
 # Indices of the timeout words after the first two.
 _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = (
@@ -238,6 +238,6 @@ def only_rows(desc, begin, end):
 
     The other rows of a tile are dropped later and may change while they are read. The checks of
     ``TRITON_DIST_DEBUG`` do not report them as a race, and replace them by NaN to reveal a use.
-    Otherwise, and compiled, this is a no-op.
+    ``end`` is excluded. Without these checks, and in compiled kernels, this is a no-op.
     """
     return only_rows_of(desc, begin, end)

@@ -75,9 +75,9 @@ def folder_of(name: Any) -> Path:
 
 
 def compiled(
-    function: Any, name: str, call: Specialisation, options: Mapping[str, Any], arch: int
+    function: Any, name: str, specialisation: Specialisation, options: Mapping[str, Any], arch: int
 ) -> Artefact:
-    """Return ``function``, specialised as ``call`` and compiled by the toolchain called ``name``.
+    """Return the specialised ``function``, compiled by the toolchain called ``name``.
 
     Raises:
         InvalidArgument: unknown toolchain, or a kernel that another process cannot import.
@@ -95,7 +95,7 @@ def compiled(
         "module": str(function.fn.__module__),
         "file": os.path.abspath(file) if file else "",
         "function": str(function.fn.__qualname__),
-        "arguments": call.to_tree(),
+        "arguments": specialisation.to_tree(),
         "options": foreign.options_of(options),
         "arch": arch,
     }
@@ -104,7 +104,8 @@ def compiled(
     if not cached.exists():
         if knobs.compile_frozen.get():
             why = f"the Triton in {folder} would compile it"
-            raise KernelNotShipped(function.__name__, call.readable(), "", (), why, str(cached))
+            readable = specialisation.readable()
+            raise KernelNotShipped(function.__name__, readable, "", (), why, str(cached))
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as temporary:
             output = Path(temporary, "made")

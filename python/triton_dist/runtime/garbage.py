@@ -33,8 +33,8 @@ class _Collection:
     first."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collection here may call a destructor that enters a block
-        self.forbidden, self.was_on = 0, True
+        self.lock = threading.RLock()  # a collection here may call a destructor that enters it too
+        self.contexts, self.was_on = 0, True
 
 
 _collection = _Collection()
@@ -50,10 +50,10 @@ class no_garbage_collection:
 
     def __enter__(self) -> None:
         with _collection.lock:
-            if _collection.forbidden == 0:
+            if _collection.contexts == 0:
                 _collection.was_on = gc.isenabled()
                 gc.disable()
-            _collection.forbidden += 1
+            _collection.contexts += 1
 
     def __exit__(
         self,
@@ -62,6 +62,6 @@ class no_garbage_collection:
         trace: TracebackType | None,
     ) -> None:
         with _collection.lock:
-            _collection.forbidden -= 1
-            if _collection.forbidden == 0 and _collection.was_on:
+            _collection.contexts -= 1
+            if _collection.contexts == 0 and _collection.was_on:
                 gc.enable()

@@ -63,7 +63,7 @@ class RandomState:
 def rand_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """Return uniform random values: in [-1, 1) for floating dtypes, else over the dtype's range.
+    """Return uniform random values: in [-1, 1), or integers below the dtype's maximum.
 
     Args:
         shape: shape of the tensor.

@@ -1,5 +1,5 @@
-"""Compile, run and repeat kernel launches. A repeated launch takes a few us of host time, Triton's
-tens of us."""
+"""Compile, run and repeat kernel launches. A repeated launch takes a few us of host time, and a
+launch by Triton takes tens of us."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Launch:
             return
         try:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.options)
-            if compiled is not None:  # ``None`` while a hook only collects what would be compiled.
+            if compiled is not None:  # ``None`` in ``kernels_to_compile``, which only collects.
                 compiled._init_handles()
         except Exception as failure:  # Triton's compiler can raise any exception.
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
@@ -67,7 +67,7 @@ class Launch:
         """Load the kernels of ``others``, which follow on the stream, and return this launch.
 
         Loading a kernel waits for running kernels (``cuModuleLoadData``, driver 580). If this
-        launch waits for peers, loading after it would block the host until they arrive.
+        launch waits for peers, loading after it would block the host until the peers arrive.
         """
         for other in others:
             other.compile()
@@ -75,7 +75,7 @@ class Launch:
 
 
 class Launcher:
-    """Repeat launches with a few us of host time each, from the second launch on.
+    """Repeat launches with a few us of host time each, unless their grid is callable.
 
     All launches share the scratch memory of their TMA descriptors, so they must execute in order on
     the device.
@@ -112,14 +112,14 @@ class Launcher:
         if bits % _TMA_ALIGNMENT:
             key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         prepared = self._prepared.get(key)
-        is_watched = self._device.must_launch_through_triton()
-        if prepared is not None and not is_watched:
+        through_triton = self._device.must_launch_through_triton()
+        if prepared is not None and not through_triton:
             prepared[0](self._device.current_stream(), addresses)
             return
         new_launch = launch()
         compiled = new_launch.run()
-        # A watched launch may have used an instrumented kernel: do not keep it.
-        if compiled is None or callable(new_launch.grid) or is_watched:
+        # A tool that must see the launch may have instrumented the kernel: do not keep it.
+        if compiled is None or callable(new_launch.grid) or through_triton:
             return
         names = new_launch.kernel.arg_names
         arguments = dict(zip(names, new_launch.args, strict=False)) | new_launch.options

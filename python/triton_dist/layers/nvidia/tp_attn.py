@@ -37,7 +37,7 @@ class TP_Attn(TensorParallelLayer):
 
     Attributes:
         wqkv: [(q heads + 2 * kv heads) * head_dim, hidden], heads of this rank.
-        wo: [hidden, q heads * head_dim].
+        wo: [hidden, q heads * head_dim], heads of this rank.
         wqkv_scale, wo_scale, wqkv_input_scale, wo_input_scale: scales of fp8 weights and of their
             inputs (``layers/nvidia/fp8.py``), if a checkpoint has them.
         bqkv, bo: biases, or ``None``.
@@ -73,15 +73,15 @@ class TP_Attn(TensorParallelLayer):
         self._checked_weight("v_proj", source.v_proj, (k.shape[0], hidden), like=like)
         self._checked_weight("o_proj", source.o_proj, (hidden, q_columns), like=like)
         clips = getattr(getattr(source, "config", None), "clip_qkv", None)
-        for name, value, plain in (
+        for name, value, supported in (
             ("sliding_window", getattr(source, "sliding_window", None), None),
             ("clip_qkv", clips, None),
             ("sinks", None if getattr(source, "sinks", None) is None else "there", None),
             ("is_causal", getattr(source, "is_causal", True), True),
             ("attention_dropout", getattr(source, "attention_dropout", 0.0), 0.0),
         ):
-            if value != plain:
-                raise self._invalid(name, value, str(plain))
+            if value != supported:
+                raise self._invalid(name, value, str(supported))
         self.head_dim: int = source.head_dim
         for name, size in (("q_proj", q_columns), ("k_proj", k.shape[0])):
             if self.head_dim < 1 or size % self.head_dim:
@@ -231,7 +231,7 @@ class TP_Attn(TensorParallelLayer):
     def replicated_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of replicated kv heads in ``tensor``.
 
-        ``tensor`` has the shape of ``wqkv`` or ``bqkv``. Of a ``DTensor``, return local rows.
+        ``tensor`` has the shape of ``wqkv`` or ``bqkv``. Rows of a ``DTensor`` are local.
         """
         first = self.num_heads * self.head_dim if self.replicas > 1 else tensor.shape[0]
         if isinstance(tensor, DTensor):
@@ -366,7 +366,7 @@ class TP_Attn(TensorParallelLayer):
         kv_cache: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Return [batch, tokens, hidden]; write keys and values to ``kv_cache`` at ``kv_offset``.
+        """Return [batch, tokens, hidden]. Write keys and values to the cache at its ``kv_offset``.
 
         Args:
             x: [batch, tokens, hidden].

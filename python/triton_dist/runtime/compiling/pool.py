@@ -51,9 +51,10 @@ class CompilePool:
         return list(found)
 
     def begin(self, digests: Sequence[str], sharers: int) -> None:
-        """Compile these kernels in this order, in parallel on this rank's share of the cores.
+        """Compile these kernels in this order, in parallel.
 
-        Kernels of earlier calls that are not finished continue concurrently.
+        Use this rank's share of the host's cores, which ``sharers`` ranks share. Compilations of
+        earlier calls continue concurrently.
         """
         digests = [each for each in digests if each not in self._begun]
         self._begun.update(digests)

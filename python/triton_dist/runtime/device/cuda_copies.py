@@ -144,7 +144,7 @@ class ConcurrentReader:
 
     Stream, event and pinned memory are created in advance, because creating them may wait for
     running kernels. A read has a time limit: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams
-    share one queue with the spinning kernel.
+    share one queue, in which the read may wait for a kernel that waits for a peer.
     """
 
     def __init__(self, device: torch.device) -> None:

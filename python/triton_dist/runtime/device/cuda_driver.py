@@ -34,7 +34,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
     # value, attribute, source, target
     "cuDeviceGetP2PAttribute": (ctypes.POINTER(ctypes.c_int), *[ctypes.c_int] * 3),
-    # text, its length at most, device
+    # text, its maximum length, device
     "cuDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     "cuDeviceGetUuid_v2": (ctypes.POINTER(Uuid), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
@@ -114,7 +114,7 @@ def primary_context(ordinal: int) -> int:
 
 
 def use_context(context: int) -> None:
-    """Make ``context`` current on this thread if it has none, such as a new thread."""
+    """Make ``context`` current on this thread if the thread, for example a new one, has none."""
     current = ctypes.c_void_p()
     call("cuCtxGetCurrent", "return the current context", ctypes.byref(current))
     if current.value is None:

@@ -51,7 +51,7 @@ _inherited: set[dist.ProcessGroup] = set()
 
 
 def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | SoloRank:
-    """Return the ranks of ``group``, by default of the world, or a group of one without a world.
+    """Return the ranks of ``group``, by default of the world; without a world, a group of one.
 
     Returns the same object as long as the process group exists. A new world, or a new group with an
     old name, gives a new object.

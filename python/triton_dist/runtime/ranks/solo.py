@@ -1,4 +1,4 @@
-"""Group of one rank: returns messages directly, so single-process code needs no special case."""
+"""Group of one rank. An exchange returns this rank's message, so callers need no special case."""
 
 from __future__ import annotations
 

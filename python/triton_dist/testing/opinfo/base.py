@@ -103,10 +103,10 @@ class Cost:
 
 
 # 16-bit dtypes: four unit roundoffs. Result and reference are fp32 sums in different orders, each
-# rounded once, so they can be two roundoffs apart at a rounding boundary. The factor 2 covers small
-# sums of large addends. fp32 (roundoff 2**-24): the summation order dominates. The error of a sum
-# of K random products grows with sqrt(K), up to 2**-15 standard deviations in the worst of 1e8
-# values at K = 28672.
+# rounded once, so they can be two roundoffs apart at a rounding boundary. The limit is twice
+# this value, for small sums of large addends. fp32 (roundoff 2**-24): the summation order
+# dominates. The error of a sum of K random products grows with sqrt(K), up to 2**-15 standard
+# deviations in the worst of 1e8 values at K = 28672.
 # fp8 operands, bf16 results: Hopper's tensor cores keep 13 bits. They add 128 products in 4 steps,
 # with an error of 4 * 2**-13 standard deviations of the partial sum, sqrt(128 / K). The K / 128
 # partial sums are added in fp32. Their errors have random signs, so K cancels: 3 standard
@@ -137,10 +137,10 @@ class OpInfo(ABC, Generic[S]):
         transfer: name of its collective.
         serial: name of the baseline that runs the parts in sequence.
         overlaps: the op overlaps a collective with compute. If false, the op is a collective alone,
-            and ``serial`` is the library's.
+            and ``serial`` names the library's collective.
         library_algorithms: algorithms that call libraries, in addition to ``LibraryAlgorithm``.
         choices: names of tunables that count as part of a config's algorithm.
-        recipe: recipe of the scales of e4m3 operands with bf16 results; ``None``: no fp8.
+        recipe: recipe of the scales of e4m3 operands with bf16 results; ``None``: no scales.
     """
 
     shape: type[S]
@@ -160,7 +160,7 @@ class OpInfo(ABC, Generic[S]):
         return str(self.op.fn.__name__)
 
     def with_dtype(self, name: str) -> Self:
-        """Return the OpInfo for a dtype of a command line; ``RECIPES`` have fp8 operands."""
+        """Return the OpInfo for a dtype of a command line, such as a name in ``RECIPES``."""
         info = copy.copy(self)
         info.recipe = RECIPES.get(name)
         return info

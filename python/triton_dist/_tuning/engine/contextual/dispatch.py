@@ -89,8 +89,8 @@ class ContextualAutoTuner(Decorated[P, R_co]):
         _instances.add(self)
 
     if TYPE_CHECKING:
-        # Type checkers do not bind a classmethod around this object, and bind a staticmethod around
-        # it. These overloads compensate for both.
+        # Type checkers bind this object in a staticmethod, and do not bind it in a classmethod.
+        # These overloads compensate for both.
         @overload
         def __get__(
             self: ContextualAutoTuner[Concatenate[type[T], Q], R_co], instance: None, owner: type[T]

@@ -1,4 +1,4 @@
-"""One launch of an autotuned kernel, with the hooks that Triton runs around it.
+"""One launch of a kernel in an autotuned function, with the hooks that Triton runs around it.
 
 Triton's own tuning runs a kernel many times in a row and undoes each run immediately. Here, the
 rest of the function needs the result of the kernel. So a run is undone at the end of the
@@ -193,7 +193,7 @@ class Launch:
         return result
 
     def run_tuned(self, config: Any) -> Any:
-        """Launch the winner of a tuning of which this call of the function is a part."""
+        """Launch the winner in a call of the function that is part of a tuning."""
         arguments = self._arguments(config)
         self._restore_later(arguments, self._tuner.restore_value)
         if self._tuner.user_defined_pre_hook:

@@ -133,8 +133,8 @@ class Session:
             if why:  # some rank cannot use the recorded winner
                 if parts.ranks.is_leader:
                     warn(
-                        f"contextual_autotune {context.name}: {context.recorded} fails {why}. It "
-                        "is tuned again",
+                        f"contextual_autotune {context.name}: {context.recorded} fails {why}. The "
+                        "kernel is tuned again",
                         TuningWarning,
                     )
                 parts = replace(parts, settings=replace(parts.settings, always_tune=True))

@@ -48,7 +48,7 @@ from triton_dist.runtime.ranks import group_for
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 TWO_SHOT_IN_PACKETS = "two_shot_in_packets"
 # Maximum bytes of a tensor in a one-shot launch. It limits the memory: a slot holds one tensor per
-# rank. For two ranks the limit is 8 times as large: two shots would send and store as much.
+# rank. For two ranks the limit is 8 times as large: two shots would send and store as many bytes.
 ONE_SHOT_BYTES = 4 << 20
 # Maximum bytes of a tensor sent in packets, which take twice the memory and link time.
 PACKET_BYTES = 256 << 10
@@ -153,7 +153,7 @@ def max_two_shot_packet_bytes(num_ranks: int) -> int:
 def max_elements(
     nbytes: int, item_bytes: int, num_ranks: int, one_shot: bool, in_packets: bool = False
 ) -> int:
-    """Return how many elements of ``item_bytes`` one launch can sum in memory for ``nbytes``.
+    """Return the maximum number of elements that one launch can sum in memory for ``nbytes``.
 
     It is a multiple of ``VECTOR_ELEMENTS`` if at least one vector fits.
     """
@@ -210,7 +210,7 @@ class SumBuffer(ExchangeBuffer):
         Args:
             reduction: ``ONE_SHOT``, ``TWO_SHOT``, ``TWO_SHOT_IN_PACKETS``, or ``None`` to choose by
                 size.
-            layout: values of ``TUNABLES``; missing values are chosen by size.
+            layout: num_ctas, block_bytes and num_chunks; missing values are chosen by size.
         """
         total = torch.empty_like(product)
         x, out = product.view(-1), total.view(-1)

@@ -66,7 +66,7 @@ BLOCKWISE = tl.constexpr(4)
 
 
 class Scales(NamedTuple):
-    """Kernel argument: fp32 scales of A and B and a bias; ``None`` if absent.
+    """Kernel argument: fp32 scales of A and B, and a bias of the output's dtype, or ``None``.
 
     Strides are in elements: 0 for a single scale. ``gathered_scales`` has the scales of all shards
     of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used:
@@ -117,7 +117,7 @@ def add_product(
     """Add ``a @ b`` at ``k`` and ``column`` to a tile's accumulator; apply BLOCK scales.
 
     Args:
-        a_scale: scales of the tile's rows at ``k``; unused by other recipes, like ``b_scale_ptr``.
+        a_scale: scales of the tile's rows at ``k``; like ``b_scale_ptr``, for BLOCK scales only.
         b_scale_ptr: address of the scales of B.
         scales: strides ``stride_bk`` and ``stride_bn`` of the scales of B.
         SINGLE_B_SCALE: the columns of the tile lie in one block.
@@ -154,7 +154,7 @@ def scales_of_shard(scales, shard, SCALING: tl.constexpr):
 
 @jit
 def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
-    """Return the scales [BLOCK_SIZE_M] of rows of A, past L1, which may hold an earlier shard's."""
+    """Return the scales [BLOCK_SIZE_M] of rows of A. Bypass L1, which may hold outdated scales."""
     row_index = row + tl.arange(0, BLOCK_SIZE_M)
     return tl.load(
         a_scale_ptr + row_index * scales.stride_am,
@@ -205,7 +205,7 @@ class ScaledKey(NamedTuple):
     key: Any
     recipe: str
     single_scales: tuple[bool, bool]
-    """Whether A, and B, has a single scale: a ROW call may have one on one side."""
+    """Whether A and whether B has a single scale. A ROW call may have one for one operand."""
     out_dtype: torch.dtype
     use_fast_accum: bool
     has_bias: bool
@@ -391,7 +391,7 @@ def scaling_of(
 
 
 def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
-    """Return whether torch multiplies the operands. cuBLAS restricts sizes of fp8 operands.
+    """Return whether torch can multiply the operands. cuBLAS restricts sizes of fp8 operands.
 
     Its products with BLOCK scales require e4m3.
     """

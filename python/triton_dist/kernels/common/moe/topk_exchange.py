@@ -1,10 +1,10 @@
-"""Sum over choices and sum over ranks in one launch, for few tokens.
+"""Sum over choices (the topk experts of a token) and over ranks in one launch, for few tokens.
 
 The serial algorithm stores the sums over choices, launches the exchange, and loads them again. For
 few tokens the second launch dominates. Here the sending loop adds the choices, in the order and
 with the rounding of ``topk_sum.py``, so the result is bitwise equal to the serial algorithm.
 Flags and slots follow ``exchange/protocol.py``, with one chunk. A block is some columns of one
-token, so that a program loads the ids and weights of a token once.
+token, so the ids and weights of a token are loaded once per block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from triton_dist.kernels.common.peers import target_at
 TOPK_EXCHANGE = "topk_exchange"
 """Name of this reduction."""
 TOPK_EXCHANGE_BYTES = 4 << 20
-"""Maximum bytes of a sum over choices; for larger sums, loading them again is cheap."""
+"""Maximum bytes of a sum over choices. Above, the time of a second launch is negligible."""
 
 
 @jit
