@@ -25,10 +25,10 @@ def add_to(subcommands: Any) -> None:
         _run,
         help="list and copy the records of a store that machines share; check the store",
         description=f"Works on the store whose URL is in {knobs.autotune_remote.variable}. list: "
-        "list its records. push: publish the user's records that are newer than the store's. pull: copy "
-        "the store's records that are newer than the user's into TRITON_DIST_CACHE_DIR. status: "
-        "check that the store can be read and written. Exit status: 0 for success, 1 if there is "
-        "no record, 2 if the store cannot be used.",
+        "list its records. push: publish the user's records that are newer than the store's. pull: "
+        "copy the store's records that are newer than the user's into TRITON_DIST_CACHE_DIR. "
+        "status: check that the store can be read and written. Exit status: 0 for success, "
+        "1 if there is no record, 2 if the store cannot be used.",
         examples=["remote status", "remote list matmul", "remote push", "remote pull matmul"],
     )
     parser.add_argument("action", choices=("list", "push", "pull", "status"), help="what to do")
