@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> Tree:
     for op in options.ops.split(","):
         info = INFOS[op]
         asked = info.shapes if options.sizes is None else map(Size, options.sizes)
-        for size in dict.fromkeys(info.scaled(each, scale, num_ranks) for each in asked):
+        for size in dict.fromkeys(info.smaller(each, scale, num_ranks) for each in asked):
             # A rank that hangs prints its stacks to the original stderr and ends.
             faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             begin = time.perf_counter()

@@ -81,7 +81,9 @@ class FirstCalls:
 
     def _shape(self, M: int) -> Any:
         scale = 1 if is_cuda() else _CPU_SCALE
-        return self.info.scaled(self.info.layer(M * scale, *self.options.widths), scale, self.ranks)
+        return self.info.smaller(
+            self.info.layer(M * scale, *self.options.widths), scale, self.ranks
+        )
 
     def _first(self, shape: Any, ctx: Any, **environment: str) -> dict[str, Any]:
         """How one call chose, and what that took on this rank, milliseconds."""

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     trees, info = [], INFOS[options.op].with_dtype(options.dtype)
     if isinstance(info, RoutedOpInfo):
         info.routing = options.routing
-    asked = (info.scaled(each, scale, num_ranks) for each in wanted(options, info))
+    asked = (info.smaller(each, scale, num_ranks) for each in wanted(options, info))
     for shape in dict.fromkeys(asked):
         # A rank that hangs prints its stacks to the original stderr and ends.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)

@@ -91,7 +91,7 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
     # Round down to a multiple of the ranks: a middle may be odd.
     rows = options.M or [max(M // num_ranks, 1) * num_ranks for M in every_range()]
     return [
-        list(dict.fromkeys(info.scaled(info.layer(M, N, K), scale, num_ranks) for M in rows))
+        list(dict.fromkeys(info.smaller(info.layer(M, N, K), scale, num_ranks) for M in rows))
         for N, K in sorted(layers)
     ]
 

@@ -18,7 +18,7 @@ CHECKS = {"checked_buffer", "operand_signature", "check_tensor"}
 @pytest.mark.parametrize("name", OPINFOS)
 def test_operands_are_checked_once_a_call(name):
     info = OPINFOS[name]
-    shape = info.scaled(info.shapes[0], 1 << 10, 1)
+    shape = info.smaller(info.shapes[0], 1 << 10, 1)
     seen = Counter()
 
     def note(frame, event, _):

@@ -107,7 +107,7 @@ def shapes_of_operands() -> dict[str, tuple[str, str]]:
     """By op: a shape, and that which its case says of operands that were made for it."""
     size, found = dist.get_world_size(), {}
     for name, info in OPINFOS.items():
-        shape = info.scaled(info.shapes[0], 512, size)
+        shape = info.smaller(info.shapes[0], 512, size)
         ranks = size if name != "grouped_gemm" else 1
         operands = info.operands(shape, torch.float16, ranks)
         found[name] = (str(shape), str(info.shape_of(operands, ranks)))

@@ -90,7 +90,7 @@ def _page(title: str, plotly: str | None, **parts: Any) -> str:
 
 
 def _cards(subject: Subject) -> list[tuple[str, str, str]]:
-    found, default = subject.found, subject.default
+    found, default = subject.analysis, subject.default
     digits = _digits(found.winner.ms)
     winner = ("winner", f"{found.winner.ms:.{digits}f} ms", str(found.winner.trial))
     if default is None:
@@ -104,7 +104,7 @@ def _cards(subject: Subject) -> list[tuple[str, str, str]]:
 
 
 def _facts(subject: Subject) -> dict[str, str]:
-    (record, where), found = subject.stored, subject.found
+    (record, where), found = subject.stored, subject.analysis
     facts, samples = record.fingerprint, [len(each.samples) for each in found.timed]
     software = {name: text for name, text in facts.software.items() if name != "settings"}
     return {
@@ -125,7 +125,7 @@ def _facts(subject: Subject) -> dict[str, str]:
 
 def _configs(subject: Subject) -> dict[str, Any]:
     """Return the table of all trials: measured trials, fastest first, then the others."""
-    found, default, names = subject.found, subject.default, subject.found.varying
+    found, default, names = subject.analysis, subject.default, subject.analysis.varying
     columns = [
         _column("#", stuck=True), _column("ms", _digits(found.winner.ms), stuck=True),
         _column("to winner", 3), _column("speed-up", 3), _column("spread %", 1), _column("samples"),
@@ -153,9 +153,9 @@ def _parameters(subject: Subject) -> dict[str, Any]:
     rows = [
         [name, 100 * share,
          ", ".join(
-             f"{value} {p:+.1%}" for value, p in subject.found.slowdown_by_value(name).items()
+             f"{value} {p:+.1%}" for value, p in subject.analysis.slowdown_by_value(name).items()
          )]
-        for name, share in subject.found.ranked()
+        for name, share in subject.analysis.ranked()
     ]  # fmt: skip
     note = "cost: the time of the fastest config with the value, relative to the winner"
     columns = [_column("parameter"), _column("importance %", 1), _column("cost of each value")]
@@ -163,16 +163,16 @@ def _parameters(subject: Subject) -> dict[str, Any]:
 
 
 def _history(subject: Subject) -> dict[str, Any]:
-    columns = [_column("ended"), _column("ms", _digits(subject.found.winner.ms)),
+    columns = [_column("ended"), _column("ms", _digits(subject.analysis.winner.ms)),
                _column("seconds", 1), _column("reason"), _column("winner")]  # fmt: skip
     return _table("Tunings of this key", columns, [[*each] for each in subject.history])
 
 
 def _by_rank(subject: Subject) -> dict[str, Any]:
     """Return the table of times by rank for the configs with most samples, fastest first."""
-    known, names = subject.found.record.by_rank, subject.found.varying
+    known, names = subject.analysis.record.by_rank, subject.analysis.varying
     rows = []
-    for each in subject.found.timed:
+    for each in subject.analysis.timed:
         if (own := known.get(each.trial.digest)) is not None:
             total = max(sum(own.slowest), 1)
             cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
@@ -184,7 +184,7 @@ def _by_rank(subject: Subject) -> dict[str, Any]:
 
 
 def _failures(subject: Subject) -> dict[str, Any]:
-    record, found = subject.stored.record, subject.found
+    record, found = subject.stored.record, subject.analysis
     pruned = Counter(reason for _, reason in found.pruned) + Counter(record.dropped)
     rows = [[each.kind, each.count, each.first[:500]] for each in found.failed]
     rows += [["pruned", count, reason] for reason, count in pruned.most_common()]

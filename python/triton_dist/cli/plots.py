@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 
 def figures(subject: Subject) -> Iterator[Figure]:
     """Yield the figures that have data."""
-    found = subject.found
+    found = subject.analysis
     several = len(found.timed) > 1
     for draw, wanted in (
         (_sorted_times, several),
@@ -58,7 +58,7 @@ def figures(subject: Subject) -> Iterator[Figure]:
 
 
 def _sorted_times(subject: Subject) -> Figure:
-    found = subject.found
+    found = subject.analysis
     ratios = [found.ratio(each.ms) for each in found.timed]
     data = []
     groups: list[tuple[str, str, str, int, Callable[[Timed], bool]]] = [
@@ -81,7 +81,7 @@ def _sorted_times(subject: Subject) -> Figure:
 
 def _convergence(subject: Subject) -> Figure:
     measurements = subject.measurements
-    row_of = {each.trial.digest: row for row, each in enumerate(subject.found.timed)}
+    row_of = {each.trial.digest: row for row, each in enumerate(subject.analysis.timed)}
     seconds, times = [each.seconds for each in measurements], [each.ms for each in measurements]
     rows = [row_of.get(each.config, -1) for each in measurements]
     lowest = list(accumulate(times, min))
@@ -97,7 +97,7 @@ def _convergence(subject: Subject) -> Figure:
 
 
 def _fastest_configs(subject: Subject) -> Figure:
-    found = subject.found
+    found = subject.analysis
     near = [each for each in found.timed if found.ratio(each.ms) <= _MAX_PLOTTED_RATIO]
     best = (near if len(near) > 2 else list(found.timed[:3]))[:_FINALISTS]
     data: list[dict[str, Any]] = []
@@ -127,13 +127,13 @@ def _has_few_samples(each: Timed) -> bool:
 
 def _differences_from_winner(subject: Subject, each: Timed) -> str:
     """Return the parameters in which a config differs from the winner."""
-    winner = subject.found.winner
+    winner = subject.analysis.winner
     differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
     return "winner" if each is winner else _label(shown(each.parameters, differ))
 
 
 def _importance(subject: Subject) -> Figure:
-    ranked = subject.found.ranked()[:_MAX_BARS]
+    ranked = subject.analysis.ranked()[:_MAX_BARS]
     title = "% of the divergences of all parameters"
     figure = _bars([name for name, _ in ranked], [100 * share for _, share in ranked], title)
     first = f"{ranked[0][0]} matters most." if ranked[0][1] else "No parameter stands out."
@@ -145,7 +145,7 @@ def _importance(subject: Subject) -> Figure:
 
 
 def _cost_of_values(subject: Subject) -> Figure:
-    found = subject.found
+    found = subject.analysis
     costs = [
         (f"{name}={value}", 100 * cost)
         for name in found.varying
@@ -171,7 +171,7 @@ def _phases(subject: Subject) -> Figure:
 def _changes_since_older(subject: Subject) -> Figure:
     changes = subject.changes
     assert changes is not None
-    row_of = {each.trial.digest: row for row, each in enumerate(subject.found.timed)}
+    row_of = {each.trial.digest: row for row, each in enumerate(subject.analysis.timed)}
     old, new = ([pair[side].ms for pair in changes.common] for side in (0, 1))
     digests = [now.trial.digest for _, now in changes.common]
     rows = [row_of[digest] for digest in digests]

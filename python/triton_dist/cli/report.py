@@ -89,7 +89,7 @@ def _tree(subject: Any, file: Path) -> dict[str, Any]:
     key, default = subject.stored.record.key, subject.default
     return {
         "html": str(file), "function": key.full_name, "key": str(key), "hardware": key.hardware,
-        "ms": subject.found.winner.ms, "default_ms": default and default.ms,
+        "ms": subject.analysis.winner.ms, "default_ms": default and default.ms,
         "speed_up": subject.speed_up, "phases": subject.phases,
         "history": [each._asdict() for each in subject.history],
     }  # fmt: skip

@@ -46,7 +46,7 @@ class Subject:
     older: StoredRecord | None = None
 
     @cached_property
-    def found(self) -> Analysis:
+    def analysis(self) -> Analysis:
         return Analysis(self.stored.record)
 
     @cached_property
@@ -66,15 +66,15 @@ class Subject:
         record, events = self.stored.record, self._events
         digest = events[0].get("default") if events else None
         limited = {"max_seconds", "max_trials", "tries"} & record.fingerprint.policy.keys()
-        partial = limited or record.warm_started_from or record.dropped or self.found.pruned
+        partial = limited or record.warm_started_from or record.dropped or self.analysis.pruned
         if digest is None and not record.shipped and not partial:
             digest = record.trials[0].digest  # every config was tried, in the order of the space
-        return next((each for each in self.found.timed if each.trial.digest == digest), None)
+        return next((each for each in self.analysis.timed if each.trial.digest == digest), None)
 
     @property
     def speed_up(self) -> float | None:
         """Time of the default config divided by the time of the winner."""
-        return self.default and self.found.ratio(self.default.ms)
+        return self.default and self.analysis.ratio(self.default.ms)
 
     @cached_property
     def measurements(self) -> Sequence[LoggedMeasurement]:
@@ -104,7 +104,7 @@ class Subject:
                 reason = str(first["reason"]).replace(f" in {self.stored.where}", "")
                 times = _time(last).isoformat(), float(last["ms"]), float(last["seconds"])
                 found.append(PastTuning(*times, reason, str(last["shown"])))
-        one, ms = self.stored.record, self.found.winner.ms
+        one, ms = self.stored.record, self.analysis.winner.ms
         return found or [PastTuning(one.timestamp, ms, one.seconds, "", str(one.best))]
 
     @cached_property

@@ -277,8 +277,8 @@ class TP_Attn(TensorParallelLayer):
             expected = f"a multiple of {tokens}, the tokens of position_embeddings"
             raise self._invalid("rows of hidden_states", rows, expected)
 
-        between = partial(self._attend_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
-        y = self._two_gemms(x, "wqkv", between, "wo", ranks, sequence_parallel)
+        attention = partial(self._attend_rows, tokens=tokens, cos=cos, sin=sin, attend=attend)
+        y = self._two_gemms(x, "wqkv", attention, "wo", ranks, sequence_parallel)
         return (y if self.bo is None else y + self.bo).view(x.shape)
 
     def _attend_rows(

@@ -118,7 +118,7 @@ def perf(args: argparse.Namespace) -> None:
     )
     layer = LAYER_CONFIGS[args.shape_id]
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
-    shape = info.scaled(info.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
+    shape = info.smaller(info.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
     with info.context(shape, dtype) as ctx:
         script = script_of(args, ctx)
         data = script.operands(shape)

@@ -45,7 +45,7 @@ def get_args() -> argparse.Namespace:
 def shape_of(layer: str, M: int) -> GroupedShape:
     """Return the shape, reduced on CPU ranks; M and N are multiples of the ranks."""
     scale = 1 if is_cuda() else _CPU_SCALE
-    return AG_GROUP_GEMM.scaled(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
+    return AG_GROUP_GEMM.smaller(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
 
 
 class RoutedScript(Script):

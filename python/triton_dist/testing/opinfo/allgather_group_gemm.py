@@ -54,9 +54,9 @@ class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
 
     models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
     transfer, serial = "all-gather", "all-gather + grouped_gemm"
-    library_algorithms, choices = (Library.name,), ("num_groups", "gather")
+    library_algorithms, algorithm_tunables = (Library.name,), ("num_groups", "gather")
 
-    def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
+    def smaller(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (shape.M, shape.N))
         E = min(shape.E, max(2 * shape.topk, shape.E // divisor))
         return GroupedShape(M, N, max(1, shape.K // divisor), E, shape.topk)

@@ -139,7 +139,7 @@ class OpInfo(ABC, Generic[S]):
         overlaps: the op overlaps a collective with compute. If false, the op is a collective alone,
             and ``serial`` names the library's collective.
         library_algorithms: algorithms that call libraries, in addition to ``LibraryAlgorithm``.
-        choices: names of tunables that count as part of a config's algorithm.
+        algorithm_tunables: names of tunables that count as part of a config's algorithm.
         recipe: recipe of the scales of e4m3 operands with bf16 results; ``None``: no scales.
     """
 
@@ -149,7 +149,7 @@ class OpInfo(ABC, Generic[S]):
     serial: ClassVar[str]
     overlaps: ClassVar[bool] = True
     library_algorithms: ClassVar[tuple[str, ...]] = ()
-    choices: ClassVar[tuple[str, ...]] = ()
+    algorithm_tunables: ClassVar[tuple[str, ...]] = ()
     recipe: Recipe | None = None
 
     def __init__(self, op: AutoTuner[..., Any]) -> None:
@@ -171,7 +171,7 @@ class OpInfo(ABC, Generic[S]):
         return (torch.float8_e4m3fn, torch.bfloat16) if is_fp8 else (dtype, dtype)
 
     @abstractmethod
-    def scaled(self, shape: S, divisor: int, num_ranks: int) -> S:
+    def smaller(self, shape: S, divisor: int, num_ranks: int) -> S:
         """Return ``shape`` with its sizes divided, rounded so that the ranks can share it."""
 
     @abstractmethod
@@ -272,7 +272,7 @@ class OpInfo(ABC, Generic[S]):
 
     def algorithm(self, config: Mapping[str, Any]) -> Hashable:
         """Return the algorithm of a config, without tiles and layouts."""
-        return (config["algorithm"], *(config.get(name) for name in self.choices))
+        return (config["algorithm"], *(config.get(name) for name in self.algorithm_tunables))
 
     @abstractmethod
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

@@ -69,7 +69,7 @@ class CollectiveOpInfo(OpInfo[Size]):
     def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the result of the group's collective (NCCL; gloo on CPU ranks), out of place."""
 
-    def scaled(self, shape: Size, divisor: int, num_ranks: int) -> Size:
+    def smaller(self, shape: Size, divisor: int, num_ranks: int) -> Size:
         return Size(max(1, shape.nbytes // divisor))
 
     def context(self, shape: Size, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:

@@ -54,7 +54,7 @@ class EPOpInfo(OpInfo[TokenShape]):
     rows: ClassVar[str]
     """Name of the rows that travel."""
 
-    def scaled(self, shape: TokenShape, divisor: int, num_ranks: int) -> TokenShape:
+    def smaller(self, shape: TokenShape, divisor: int, num_ranks: int) -> TokenShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
         return TokenShape(M, max(16, shape.hidden // divisor), shape.topk)
 

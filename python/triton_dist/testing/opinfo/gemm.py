@@ -49,7 +49,7 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.M}x{self.N}x{self.K}"
 
-    def scaled(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
+    def smaller(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
         """Divide every size by ``divisor``; round M and N down to multiples of ``num_ranks``.
 
         Each size is at least 1. With ``any_rows``, M is not rounded.
@@ -82,12 +82,12 @@ class GEMMOpInfo(OpInfo[Shape]):
 
     shape = Shape
     shapes: Sequence[Shape] = SHAPES
-    choices = ("num_chunks",)
+    algorithm_tunables = ("num_chunks",)
     sums_over_ranks: ClassVar[bool]
     any_rows: ClassVar[bool] = False
 
-    def scaled(self, shape: Shape, divisor: int, num_ranks: int) -> Shape:
-        return shape.scaled(divisor, num_ranks, self.any_rows)
+    def smaller(self, shape: Shape, divisor: int, num_ranks: int) -> Shape:
+        return shape.smaller(divisor, num_ranks, self.any_rows)
 
     def layer(self, M: int, N: int, K: int) -> Shape:
         """Return the op's shape in a feed-forward layer whose first GEMM has the shape M, N, K."""

@@ -54,7 +54,7 @@ class GroupedGEMMOpInfo(RoutedOpInfo):
     transfer, serial = "nothing", "grouped_mm between copies"
     overlaps, library_algorithms = False, (Library.name,)
 
-    def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
+    def smaller(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M, N, K = (max(1, size // divisor) for size in (shape.M, shape.N, shape.K))
         return GroupedShape(M, N, K, shape.E, shape.topk)
 

@@ -56,7 +56,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
     """
 
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
-    library_algorithms, choices = ("library",), ("num_chunks", "reduction")
+    library_algorithms, algorithm_tunables = ("library",), ("num_chunks", "reduction")
     shares_rows: ClassVar[bool]
     """Each rank gets an equal share of the rows of the sum, so M is a multiple of the ranks."""
 
@@ -72,7 +72,7 @@ class MoEReduceOpInfo(RoutedOpInfo):
     def reduce(self, total: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the sum of ``total`` over ranks by the group's collective."""
 
-    def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
+    def smaller(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
         N, K, E = (max(1, size // divisor) for size in (shape.N, shape.K, shape.E))
         return GroupedShape(M, max(16, N), K * num_ranks, max(2, E), shape.topk)

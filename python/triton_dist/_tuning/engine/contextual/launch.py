@@ -203,7 +203,7 @@ class Launch:
         self._run_config_hook(config)
         return self._run(config)
 
-    def run_loaded(self, config: Any) -> Any:
+    def run_known_config(self, config: Any) -> Any:
         """Launch a config that was known before the tuning, and undo the launch later."""
         names = [*self._tuner.reset_to_zero, *self._tuner.restore_value]
         self._restore_later(self._arguments(config), names)

@@ -125,7 +125,7 @@ class Session:
         if context is None:
             # A single rank may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
-                return launch.run_loaded(tuner.cache[key])
+                return launch.run_known_config(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)
             parts, messages, number = self._parts, self._messages, self._current_call.number
             context = open_context(tuner, key, prune, parts, messages, number)

@@ -82,7 +82,7 @@ class TuningCall:
                 self._finish(context)
         if context.winner is not None:
             context.bind()  # the user may have cleared Triton's cache
-            return (launch.run_tuned if context.tuned else launch.run_loaded)(context.winner)
+            return (launch.run_tuned if context.tuned else launch.run_known_config)(context.winner)
         if context not in self.steps:
             return self._step(context, launch)
         config = self._used[context]  # a second launch in this call
