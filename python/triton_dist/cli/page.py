@@ -54,9 +54,10 @@ def index_page(subjects: Sequence[Subject]) -> str:
         before, now = past[-2:] if len(past) > 1 else (past[0], past[0])
         rows.append([
             record.key.function, str(record.key), each.default and each.default.ms, each.speed_up,
-            each.found.winner.ms, facts.hardware.get("gpu", "-"),
-            _cell(facts.topology.get("world_size", "1")), len(each.found.timed), record.timestamp,
-            len(past), now.ms / before.ms if len(past) > 1 and before.ms else None,
+            each.analysis.winner.ms, facts.hardware.get("gpu", "-"),
+            _cell(facts.topology.get("world_size", "1")), len(each.analysis.timed),
+            record.timestamp, len(past),
+            now.ms / before.ms if len(past) > 1 and before.ms else None,
             "yes" if now.winner != before.winner else "no", str(record.best), cache.made_on(record),
             record.key.module,
         ])  # fmt: skip
