@@ -21,7 +21,7 @@ from triton_dist.runtime import interpreter
 from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
 CHECKS = ("bounds", "init", "waits", "race")
-"""Checks of ``interp``."""
+"""Checks of ``interp``, the mode that runs kernels in the interpreter."""
 _INTERACTIVE = ("attach", "where")
 """Modes that let the user inspect a running job."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
@@ -51,7 +51,7 @@ class Mode:
 
 
 _UNSUPPORTED_REASON = "Triton {} does not support it and would ignore it"
-_COMPILE_ERROR_REASON = "in Triton {} it fails to compile every pipelined loop"
+_COMPILE_ERROR_REASON = "in Triton {} no pipelined loop compiles with it"
 _SANITIZER_REASON = (
     "it only checks memory of its own allocator, and neither symmetric memory nor the inline "
     "assembly of packets"

@@ -1,4 +1,4 @@
-"""One tuning: call the function repeatedly. In each call, every kernel takes one step.
+"""One tuning: call the function repeatedly. Each call runs one config of every kernel.
 
 The ranks exchange messages at points that all of them reach: when a kernel has a new key, before
 the launch of a config that must be compiled, and at the end of each call. The last message has the
@@ -118,12 +118,12 @@ class Session:
                     return result
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace ``tuner.run``."""
+        """Launch a kernel in place of ``tuner.run``."""
         key = triton_key(tuner, args, kwargs)
         context = self._contexts.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._current_call.undo)
         if context is None:
-            # A single rank may use a config that Triton has tuned outside of this function.
+            # One rank alone may use a config that Triton has tuned outside of this function.
             if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
                 return launch.run_known_config(tuner.cache[key])
             prune = functools.partial(self._interception.prune, tuner, args, kwargs)

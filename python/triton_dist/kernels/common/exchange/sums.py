@@ -1,7 +1,8 @@
 """All-reduce kernels in one shot and in two shots, and memory for them.
 
-In one shot every rank sends all its data to all ranks, and each adds everything; very few bytes
-travel as packets. In two shots every rank adds one shard and sends the sum to all.
+In one shot every rank sends all its data to all ranks, and each adds everything. Very few bytes
+are sent as packets, which contain their own flags. In two shots every rank adds one shard and sends
+the sum to all ranks.
 ``exchange/protocol.py`` describes the protocol and the arguments; x and out are [total].
 """
 

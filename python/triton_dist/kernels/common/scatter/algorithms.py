@@ -28,7 +28,7 @@ def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tenso
 
 
 def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
-    """Return the operands and their scales, like ``outputs``."""
+    """Return the operands and their scales, by kernel argument."""
     tensors = {"a_ptr": call.A, "b_ptr": call.B}
     if call.A_scale is not None and call.B_scale is not None:
         tensors |= {"scales.a_scale": call.A_scale, "scales.b_scale": call.B_scale}
@@ -37,7 +37,7 @@ def inputs(call: SummingCall) -> dict[str, torch.Tensor]:
 
 @dataclass  # Not frozen: it is made at each call, and freezing takes 1 us.
 class ScatteredLaunches:
-    """Launches of a call that sends tiles to the slot of ``scattering`` and sums them into C (see
+    """Launches of a call that sends tiles to the slot in ``scattering`` and sums them into C (see
     ``scattered_gemm``)."""
 
     kernel: ClassVar[Any]
@@ -193,7 +193,7 @@ class OverlappedAlgorithm(SummingAlgorithm[C], Generic[C]):
             ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)
             scattered.run()
-            awaited = True  # a tile of this rank's rows waits for each peer
+            awaited = True  # the kernels wait for tiles of each peer
         finally:
             ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(work_items))
         return scattered.C
