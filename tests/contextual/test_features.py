@@ -257,7 +257,7 @@ def test_what_a_partial_hook_is_given_may_differ_by_rank():
 
 
 def test_what_triton_leaves_on_a_tuned_kernel(capsys, monkeypatch):
-    monkeypatch.setattr(triton.knobs.autotuning, "print", True)
+    monkeypatch.setenv("TRITON_PRINT_AUTOTUNING", "1")
     kernel = autotuned(scale_kernel, configs(16, 32))
     tune(kernel)
     assert len(kernel.configs_timings) == 2

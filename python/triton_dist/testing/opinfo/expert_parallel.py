@@ -189,7 +189,7 @@ class DispatchOpInfo(EPOpInfo):
         ids, weights = good["topk_ids"], good["topk_weights"]
         return {
             **super().error_inputs(good, num_ranks),
-            "topk_ids": {"topk_ids": ids.tolist()},
+            "topk_ids": {"topk_ids": [[0]]},
             "topk_ids.dtype": {"topk_ids": ids.short()},
             "topk_ids.device": {"topk_ids": ids.to("meta")},
             "topk_ids.shape": {"topk_ids": ids[1:]},
