@@ -17,7 +17,7 @@ def main() -> None:
     initialize_distributed()
     num_ranks = dist.get_world_size()
     for shape in INFO.shapes:
-        shape = shape if is_cuda() else INFO.scaled(shape, 128, num_ranks)
+        shape = shape if is_cuda() else INFO.smaller(shape, 128, num_ranks)
         dtype = torch.bfloat16 if is_cuda() else torch.float32
         with INFO.context(shape, dtype) as ctx:
             operands = INFO.operands(shape, dtype, num_ranks)

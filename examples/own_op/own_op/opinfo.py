@@ -27,7 +27,7 @@ class NormOpInfo(OpInfo[Size]):
     shape, transfer, serial, overlaps = Size, "all-reduce", "library", False
     shapes = (Size(16, 8192), Size(512, 8192), Size(4096, 8192))
 
-    def scaled(self, shape: Size, divisor: int, num_ranks: int) -> Size:
+    def smaller(self, shape: Size, divisor: int, num_ranks: int) -> Size:
         columns = max(1, shape.columns // divisor // num_ranks) * num_ranks
         return Size(max(1, shape.rows // divisor), columns)
 
