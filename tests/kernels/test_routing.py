@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe import routing, skew, spaces
 from triton_dist.kernels.common.moe.routing import block_map, max_tiles
+from triton_dist.kernels.common.moe.skew import SKEWS, skewed_ids
 from triton_dist.testing import poisoned_empty
 
 
@@ -199,3 +200,10 @@ def test_a_skew_selects_the_ids_that_a_tuning_measures(name):
     else:
         assert counts[:3].tolist() == [400] * 3
     assert torch.equal(skew.skewed_ids(ids[:0], 16, name), ids[:0])
+
+
+def test_skewed_ids_do_not_depend_on_the_default_device():
+    given = torch.zeros(4, 2, dtype=torch.int32)
+    with torch.device("meta"):
+        for skew in SKEWS:
+            assert skewed_ids(given, 8, skew).device.type == "cpu"

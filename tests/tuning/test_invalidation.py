@@ -328,6 +328,7 @@ SPACE = {
                       'Method.PUSH}, {"block": 4'),
     "prune_fn": ('config["block"] > 0', 'config["block"] > 1'),
     "check_fn": ("output.shape == reference.shape", "output.dtype == reference.dtype"),
+    "worst_input": ("max_trials=9", "max_trials=9, worst_input=True"),
 }  # fmt: skip
 POLICY = {
     "max_trials=8": "max_trials was 9, is 8",

@@ -256,6 +256,7 @@ def autotune(
             validators,
             version or "",
             tuple(restore),
+            worst_input,
             ignore,
             # Records depend on constants as they were at decoration.
             Snapshot([fn, *validators]),
@@ -316,6 +317,7 @@ class _Composer:
     """User functions that decide which configs can win and what is timed."""
     version: str
     restore: tuple[str, ...]
+    worst_input: bool
     ignore: tuple[str, ...]
     snapshot: Snapshot
     memory_store: MemoryStore
@@ -347,8 +349,10 @@ class _Composer:
         source, validators = sources_of(
             [function, *space.functions], self.validators, self.ignore, self.snapshot, space.classes
         )
-        restored = [list(self.restore)] if self.restore else []  # unchanged digest without restore
-        digest = codec.digest(space.digest, validators.digests, *restored)
+        # Without these arguments the digest is the same as before they existed.
+        others = [list(self.restore)] if self.restore else []
+        others += ["worst_input"] if self.worst_input else []
+        digest = codec.digest(space.digest, validators.digests, *others)
         return fingerprint_of(ranks, policy, source, validators, digest, self.version)
 
 

@@ -38,10 +38,10 @@ def skewed_ids(topk_ids: torch.Tensor, E: int, skew: str, seed: int = 0) -> torc
     """Return ids [M, topk] with a skew, different experts for each token; equal for equal seeds."""
     tokens, topk = topk_ids.shape
     if skew == "same_experts" or topk > E:
-        ids = (torch.arange(topk) % E).repeat(tokens, 1)
+        ids = (torch.arange(topk, device="cpu") % E).repeat(tokens, 1)
     else:
         exponent = _ZIPF_EXPONENT if skew == "zipf" else 0.0
-        odds = torch.arange(1, E + 1).float() ** -exponent
+        odds = torch.arange(1, E + 1, device="cpu").float() ** -exponent
         generator = torch.Generator().manual_seed(seed)
         # multinomial requires a row
         ids = torch.multinomial(odds.expand(tokens + 1, E), topk, generator=generator)[:tokens]

@@ -140,5 +140,5 @@ def other_batches(
     if few or many or current_device().interprets:
         return []
     draws = torch.Generator().manual_seed(tokens)
-    rows = torch.randint(tokens, (_OTHER_BATCHES, tokens), generator=draws)
+    rows = torch.randint(tokens, (_OTHER_BATCHES, tokens), generator=draws, device="cpu")
     return [topk_ids[each] for each in rows.to(topk_ids.device)]

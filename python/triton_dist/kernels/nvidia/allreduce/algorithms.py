@@ -293,6 +293,12 @@ class TwoShotInPackets(TwoShot):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return ((params.num_ctas, params.block_bytes) for params in TWO_SHOT_PACKET_CANDIDATES)
 
+    def check(self, call: Call) -> None:
+        super().check(call)
+        call.params = checked_params(
+            "all_reduce", call.num_ctas, call.block_bytes, 1, PACKET_PARAMS
+        )
+
     def is_candidate(self, sizes: Sizes) -> bool:
         return sizes.num_ranks > 2 and sizes.nbytes <= max_two_shot_packet_bytes(sizes.num_ranks)
 
