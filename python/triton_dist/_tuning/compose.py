@@ -350,7 +350,7 @@ class _Composer:
             [function, *space.functions], self.validators, self.ignore, self.snapshot, space.classes
         )
         # Without these arguments the digest is the same as before they existed.
-        others = [list(self.restore)] if self.restore else []
+        others: list[object] = [list(self.restore)] if self.restore else []
         others += ["worst_input"] if self.worst_input else []
         digest = codec.digest(space.digest, validators.digests, *others)
         return fingerprint_of(ranks, policy, source, validators, digest, self.version)
