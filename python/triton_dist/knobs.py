@@ -224,11 +224,13 @@ autotune_remote_ttl = seconds(
     30 * 86400.0,
     "Time after which a published record expires.",
 )
-autotune_remote_lease = seconds(
+autotune_remote_lease = Knob(
     "TRITON_DIST_AUTOTUNE_REMOTE_LEASE",
     0.0,
+    _not_negative,
+    "seconds, 0 or more",
     "Of jobs that start together, one tunes a key of tune.autotune. The others wait for its "
-    "record for at most this time, and then tune. Default: every job tunes.",
+    "record for at most this time, and then tune. 0: every job tunes.",
 )
 autotune_remote_key = text(
     "TRITON_DIST_AUTOTUNE_REMOTE_KEY",

@@ -86,12 +86,16 @@ class FakeTimer:
 
 
 class ThreadRank(StoreRanks):
-    """One rank of a group whose ranks are threads. ``phases`` lists its messages."""
+    """One rank of a group whose ranks are threads.
+
+    ``phases`` lists its messages; ``limits`` has the time limits of those in ``all_gather``.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
         super().__init__(store, rank, size)
         self.seconds = seconds
         self.phases: list[str] = []
+        self.limits: dict[str, float | None] = {}
 
     def facts(self) -> Mapping[str, str]:
         return {"world_size": str(self.size)}
@@ -105,6 +109,7 @@ class ThreadRank(StoreRanks):
 
     def all_gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
         self.phases.append(phase)
+        self.limits[phase] = seconds
         return super().all_gather(phase, value, seconds)
 
     def broadcast(self, phase: str, value: Any, seconds: float | None = None) -> Any:

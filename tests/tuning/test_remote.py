@@ -23,13 +23,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.architecture.source import ROOT
 from tests.contextual.kernels import autotuned, configs, scale, scale_kernel, scaling
-from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
+from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import knobs
+from triton_dist._tuning.engine.contextual.context import Context
 from triton_dist._tuning.store import RemoteStore, backends, remote, without_secrets
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import CacheWarning, NoValidConfig, TuningFrozen
@@ -161,6 +163,8 @@ def test_a_second_job_uses_the_record_of_the_first(url, monkeypatch):
     assert called(second) == []
     assert (tunings(second), made) == ([0, 0], ["get"])
     assert [rank.calls for rank in second] == [[{"n": 1}]] * 2
+    # The second rank waits as long as the leader's requests may take.
+    assert second[1].ranks.limits["look up the remote store"] >= 4 * 30.0
     assert second[0].ranks.phases[1:] == ["look up the remote store", "first use of a record"]
     # The leader has a local copy: without the store, its next process does not tune.
     third = job(None)
@@ -263,7 +267,9 @@ def test_a_damaged_entry_is_tuned_again_with_one_warning(damage, url):
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
-def test_a_record_that_is_too_large_is_not_published(url, monkeypatch):
+def test_a_record_that_is_too_large_or_cannot_be_signed_is_not_published(url, monkeypatch):
+    (said,) = called(job(opened(url, secret="\ud800")), 1, 2)  # cannot be encoded
+    assert "This process makes no further write requests" in said
     monkeypatch.setattr(remote, "MAX_BYTES", 100)
     (said,) = called(job(opened(url)), 1)
     assert " bytes, at most 100" in said
@@ -279,7 +285,7 @@ def test_a_value_that_is_cut_off_on_any_store(url):
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_a_record_without_the_right_signature_is_not_used(url):
-    for foreign in ({}, {"secret": "other"}):
+    for foreign in ({}, {"secret": "other"}, {"secret": os.fsdecode(b"\xffabc")}):
         name = first_entry(url, **foreign)
         ranks = job(opened(url, **SECRET))
         (said,) = called(ranks)
@@ -401,6 +407,14 @@ def test_a_wrong_url_is_one_warning(url, reason):
     assert reason in said
 
 
+@pytest.mark.parametrize("delimiter", "/#?")
+def test_the_error_for_a_password_that_is_not_escaped_hides_it(delimiter):
+    (said,) = called(job(opened(f"ftp://user:sesame{delimiter}horse@127.0.0.1/x")))
+    assert "Port could not be cast to integer value as '***'" in said
+    assert "sesame" not in said
+    assert "horse" not in said
+
+
 def test_a_missing_package_is_one_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     (said,) = called(job(opened("redis://h")), 1, 2)
@@ -512,6 +526,33 @@ def test_a_lease_whose_holder_fails_is_taken_by_the_other_job(url, monkeypatch):
     assert tunings(second) == [1, 1]
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_lease_is_released_if_the_other_ranks_do_not_get_the_result(url, monkeypatch):
+    first = job(opened(url, lease_seconds=60))
+    gather = first[0].ranks.all_gather
+
+    def all_gather(phase, *args):
+        if phase == "look up the remote store":
+            raise KeyboardInterrupt
+        return gather(phase, *args)
+
+    for rank in first:
+        monkeypatch.setattr(rank.ranks, "all_gather", all_gather)
+    made = requests_of(first[0].remote, monkeypatch)
+    assert [type(each) for each in interrupted(first)] == [KeyboardInterrupt] * 2
+    assert made == ["get", "take", "get", "get", "remove"]
+
+
+def interrupted(ranks: list[Rank]) -> list[Any]:
+    def call(rank: Rank) -> Any:
+        try:
+            return rank.tuned(1)
+        except KeyboardInterrupt as error:
+            return error
+
+    return in_threads([lambda rank=rank: call(rank) for rank in ranks])
+
+
 def test_a_lease_that_stays_delays_a_job_up_to_the_bound(url, monkeypatch, caplog):
     caplog.set_level("INFO", "triton_dist.cache")
     name = first_entry(url)
@@ -547,6 +588,21 @@ def test_an_expired_lease_is_taken(url):
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_missing_folders_are_made(url, monkeypatch):
+    write = MemoryFileSystem.pipe_file
+
+    def pipe_file(self, path, value, **options):
+        if not self.isdir(self._parent(path)):
+            raise FileNotFoundError(path)
+        write(self, path, value, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    for lease_seconds, folder in ((0, url), (60, f"{url}2")):
+        assert called(job(opened(folder, lease_seconds=lease_seconds))) == []
+        assert len(names(folder)) == 1
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_a_store_without_exclusive_files_has_no_lease_but_records(url, monkeypatch):
     write = MemoryFileSystem.pipe_file
     monkeypatch.setattr(
@@ -563,6 +619,8 @@ def test_a_store_without_exclusive_files_has_no_lease_but_records(url, monkeypat
     [
         ("redis://:sesame@host:1/0", "redis://***@host:1/0"),
         ("redis://host/0?password=sesame", "redis://host/0?***"),
+        ("redis://10.0.0.1:6379/0?db=1", "redis://10.0.0.1:6379/0?***"),
+        ("ftp://user:sesame/a@127.0.0.1/x", "ftp://***@127.0.0.1/x"),
         ("redis://u:se?sa@me@host", "redis://***"),
         ("redis://host?password=ses@me", "redis://***"),
         ("simplecache::s3://key:sesame@bucket/x", "simplecache::s3://***@bucket/x"),
@@ -581,6 +639,7 @@ def test_urls_are_shown_without_credentials(url, shown):
 def test_a_later_process_of_another_machine_tunes_nothing(url, monkeypatch, tmp_path):
     """Both tuners, with the parts that programs use."""
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_REMOTE", url)
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_REMOTE_LEASE", "0")
     x = torch.arange(64.0)
     counts = []
     for machine in "ab":
@@ -599,10 +658,18 @@ def run(x, n):
 
 
 def on_two_machines(url: str, folder: str) -> list[tuple[bool, int]]:
-    """On each rank, whether the kernel was tuned and how often the function, on each machine."""
+    """On each rank, whether the kernel was tuned and how often the function, on each machine.
+
+    On machine b, rank 1 has no stable text for the key. The leader alone decides on the look-up.
+    """
     counts = []
     for machine in "ab":
-        with knobs.with_value("TRITON_DIST_CACHE_DIR", f"{folder}/{machine}"):
+        with (
+            knobs.with_value("TRITON_DIST_CACHE_DIR", f"{folder}/{machine}"),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            if machine == "b":
+                patch.setattr(Context, "can_persist", dist.get_rank() == 0)
             kernel = autotuned(scale_kernel, configs(16, 32))
             function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=0)(
                 lambda x, kernel=kernel: scale(kernel, x)

@@ -196,13 +196,13 @@ class Store(Protocol):
 class RemoteStore(Protocol):
     """Records that machines share. No method raises, and the time of each request is bounded."""
 
-    lease_seconds: float
-    """Longest wait for the record of another job. 0: do not wait."""
-
     def find(
         self, key: Key, now: Fingerprint, accepts: Callable[[TuningRecord], bool], may_wait: bool
     ) -> StoredRecord | None:
         """Return an accepted record; with ``may_wait``, wait while another job tunes the key."""
+
+    def longest_find(self, may_wait: bool) -> float:
+        """Return the maximum duration of ``find`` in seconds."""
 
     def publish(self, record: TuningRecord) -> None: ...
     def release(self, key: Key, now: Fingerprint) -> None:

@@ -91,7 +91,7 @@ class Proposal:
     will_run: bool = False
     """The rank runs the function with the chosen config immediately."""
     remote_seconds: float | None = None
-    """Longest wait of this rank for the record of another job. ``None``: it has no remote store."""
+    """Maximum duration of a look-up in the remote store. ``None``: this rank makes no look-up."""
 
 
 class Agreement:
@@ -166,14 +166,21 @@ def remote_record(
     seconds = agreement.leader.remote_seconds
     if seconds is None or agreement.leader.always_tune:
         return None
-    found = None
-    with watchdog.paused():
+    found, limit = None, parts.settings.seconds + seconds
+    try:
+        with watchdog.paused():
+            if parts.remote is not None:
+                found = parts.remote.find(
+                    key,
+                    agreement.fingerprint,
+                    lambda record: not validator(record).reasons,
+                    may_wait,
+                )
+            found = ranks.all_gather(Step("look up the remote store"), found, limit)[0]
+    except BaseException:
         if parts.remote is not None:
-            found = parts.remote.find(
-                key, agreement.fingerprint, lambda record: not validator(record).reasons, may_wait
-            )
-        limit = parts.settings.seconds + seconds
-        found = ranks.all_gather(Step("look up the remote store"), found, limit)[0]
+            parts.remote.release(key, agreement.fingerprint)
+        raise
     if found is not None and ranks.is_leader:
         parts.store.put(found.record)
     return found

@@ -314,7 +314,7 @@ class _FirstCall:
     def _agree(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Agreement:
         """Exchange the proposals of all ranks, and check that they are equal."""
         subject, call, agree = self._subject, self._call, self._subject.hooks.agree
-        name, space = subject.name, subject.space
+        name, space, remote = subject.name, subject.space, self._parts.remote
         details = "" if agree is None else str(agree(*call.args, **call.kwargs))
         compared = [
             ("the function that is called", name),
@@ -330,7 +330,7 @@ class _FirstCall:
             frozen=self._parts.settings.frozen,
             capturing=call.traced or self._parts.device.is_capturing(),
             will_run=call.will_run,
-            remote_seconds=None if (remote := self._parts.remote) is None else remote.lease_seconds,
+            remote_seconds=remote.longest_find(may_wait=True) if remote else None,
         )
         proposals = self.ranks.first_all_gather(
             Step("first call of a key"), proposal, bool(call.winner_failure)

@@ -96,13 +96,13 @@ class _Files:
             raise DamagedEntry(f"it is not a file: {error}") from error
 
     def put(self, name: str, data: bytes, seconds: int) -> None:
-        path = self._path_to_write(name)
+        path = f"{self._root}/{name}"
         if not self._is_local:
-            self._fs.pipe_file(path, data)
+            self._write(path, data)
             return
         temporary = f"{path}.{secrets.token_hex(8)}.tmp"
         try:
-            self._fs.pipe_file(temporary, data)
+            self._write(temporary, data)
             os.replace(temporary, path)
         finally:
             with suppress(FileNotFoundError):
@@ -113,10 +113,10 @@ class _Files:
         return [path[path.rindex(start) :] for path in found]
 
     def take(self, name: str, token: str, seconds: float) -> bool:
-        path = self._path_to_write(name)
+        path = f"{self._root}/{name}"
         for _ in range(2):
             with suppress(FileExistsError):
-                self._fs.pipe_file(path, token.encode(), mode="create")
+                self._write(path, token.encode(), mode="create")
                 return True
             with suppress(FileNotFoundError):  # its holder has just removed it
                 if self._fs.modified(path).timestamp() + seconds > time.time():
@@ -127,11 +127,13 @@ class _Files:
     def remove(self, name: str) -> None:
         self._fs.rm_file(f"{self._root}/{name}")
 
-    def _path_to_write(self, name: str) -> str:
-        path = f"{self._root}/{name}"
-        if self._is_local:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
+    def _write(self, path: str, data: bytes, **options: str) -> None:
+        """Write a file, and create its folder if that is missing. Object stores have no folders."""
+        try:
+            self._fs.pipe_file(path, data, **options)
+        except FileNotFoundError:
+            self._fs.makedirs(os.path.dirname(path), exist_ok=True)
+            self._fs.pipe_file(path, data, **options)
 
 
 Backend: TypeAlias = _Redis | _Files

@@ -82,6 +82,11 @@ class RemoteStore:
         self._leases: dict[str, str] = {}
         """Tokens of the leases that this process holds, by name of the entry."""
 
+    def longest_find(self, may_wait: bool) -> float:
+        """Return the maximum duration of :meth:`find` in seconds."""
+        # After the wait: a look-up, the lease, a second look-up, and the release.
+        return self.lease_seconds + 4 * self._seconds if may_wait else 2 * self._seconds
+
     def find(
         self, key: Key, now: Fingerprint, accepts: Callable[[TuningRecord], bool], may_wait: bool
     ) -> StoredRecord | None:
@@ -203,7 +208,7 @@ class RemoteStore:
             return None
         try:
             return request()
-        except (OSError, DamagedEntry) as error:
+        except (OSError, ValueError) as error:  # DamagedEntry is a ValueError
             if isinstance(error, ConnectionError) or operation == "read":
                 self._refused |= {"read", "write", "lease"}
                 ending = "This process continues without it"
@@ -242,7 +247,9 @@ class RemoteStore:
     def _signature(self, name: str, expires: int, body: bytes) -> str:
         # The name is signed too: an entry cannot be copied to another key.
         signed = f"{name}\n{expires}\n".encode() + body
-        return hmac.new(self.secret.encode(), signed, "sha256").hexdigest() if self.secret else ""
+        return (
+            hmac.new(os.fsencode(self.secret), signed, "sha256").hexdigest() if self.secret else ""
+        )
 
 
 def entry_name(key: Key, now: Fingerprint) -> str:
@@ -258,8 +265,11 @@ def without_secrets(text: str, url: str) -> str:
     """Return ``text`` with the user, password and query of ``url`` replaced by ``***``."""
     rest = url.partition("://")[2] or url
     credentials, query = rest.rpartition("@")[0], rest.partition("?")[2]
-    found = {credentials, credentials.rpartition("://")[2].partition(":")[2], query}
-    found |= {part.partition("=")[2] for part in query.split("&")}
+    password = credentials.rpartition("://")[2].partition(":")[2]
+    # If delimiters in a password are not escaped, parsers report a part of it as a host or port.
+    found = {credentials, password, query, *re.split("[/?#@:]", password)}
+    # Shorter values, such as db=1, also occur elsewhere in the text.
+    found |= {value for part in query.split("&") if len(value := part.partition("=")[2]) > 2}
     if "?" in credentials or "://" in rest or rest == url:
         found.add(rest)  # which part is secret is ambiguous
     found |= {unquote(each) for each in found}

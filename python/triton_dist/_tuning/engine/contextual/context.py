@@ -426,6 +426,7 @@ def open_context(
         ),
         (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
     ]
+    remote = parts.remote if context.can_persist else None
     proposal = Proposal(
         compared,
         fingerprint,
@@ -434,7 +435,8 @@ def open_context(
         frozen=parts.settings.frozen,
         capturing=parts.device.is_capturing(),
         kept=[config.digest for config in own.kept],
-        remote_seconds=None if parts.remote is None else 0.0,  # several kernels are tuned at once
+        # Leases are not used, because several kernels are tuned at the same time.
+        remote_seconds=remote.longest_find(may_wait=False) if remote else None,
     )
     proposals = messages.all_gather(Step(f"call {call}: launch of {context.name}"), proposal)
     # All ranks raise here, because ``compared`` has the failures of all ranks.
@@ -443,7 +445,7 @@ def open_context(
     agreement = Agreement(messages, context.name, proposals)
     context.key = key.under(agreement.fingerprint)
     winner, location = agreement.winner, found.location_or_reason
-    if winner is None and context.can_persist and len(agreement.leader.kept) > 1:
+    if winner is None and len(agreement.leader.kept) > 1:
         shared = remote_record(
             parts, messages, agreement, context.key,
             lambda record: validity(record, agreement.fingerprint, configs, strict),
