@@ -73,6 +73,7 @@ EXPERTS, HIDDEN, TOPK = 12, 32, 2
 def sorted_rows(dtype: torch.dtype, has_scale: bool) -> int:
     """Send rows that are sorted by expert and return them, as test_all_to_all.py does."""
     rank, size, max_m = dist.get_rank(), dist.get_world_size(), 5 * TOPK
+    torch.manual_seed(rank)
     rng, received = random.Random(rank), 0
     # First, all ranks choose experts of rank 0, which then returns more than max_m rows.
     ctx = create_all_to_all_context(
@@ -108,6 +109,7 @@ def sorted_rows(dtype: torch.dtype, has_scale: bool) -> int:
 def layer(has_weight: bool) -> None:
     """Dispatch and combine many tokens, as test_ep_a2a.py does."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(rank)
     init_nvshmem_by_torch_process_group(group)
     rng, dtype = random.Random(rank), torch.bfloat16
     arguments = (group, 6, HIDDEN, TOPK, rank, EXPERTS, size, size, dtype)
@@ -144,6 +146,7 @@ def layer(has_weight: bool) -> None:
 def low_latency_layer(quantise: bool) -> None:
     """Dispatch and combine few tokens, as test_ep_ll_a2a.py does, bit for bit."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(rank)
     rng, hidden, max_m = random.Random(rank), 256, 4
     op = EPLowLatencyAllToAllLayer(
         max_m, hidden, TOPK, online_quant_fp8=quantise, rank=rank, num_experts=EXPERTS,
@@ -197,6 +200,7 @@ def expected_exchange(
 def splits_in_2d(dtype: torch.dtype) -> None:
     """Exchange rows in both directions, as test_all_to_all_vdev_2d_offset.py does."""
     rank, size, ne, k, length = dist.get_rank(), dist.get_world_size(), 3, 4, 6
+    torch.manual_seed(rank)
     ctx = create_context(rank, size, ne, k, length, dtype, use_v2_kernel=False)
     output = on_device(torch.empty(ctx.max_num_token, length, dtype=dtype))
     device = output.device

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import DISPATCH
@@ -248,14 +247,6 @@ class Expected:
         return total.to(dtype)
 
 
-def named(name: str, call: Any) -> tuple[str, Any]:
-    """Run ``call`` with an algorithm, or with ``"push"`` if that cannot serve it."""
-    try:
-        return name, call(name)
-    except InvalidArgument:
-        return "push", call("push")
-
-
 def errors_of(call: RandomCall, ctx: EPContext, dropped: int) -> tuple[list[str], int]:
     """Make a call; return the names of wrong arrays, and the tokens dropped since the start."""
     rank, expected = ctx.rank, Expected(call, ctx.rank)
@@ -270,16 +261,16 @@ def errors_of(call: RandomCall, ctx: EPContext, dropped: int) -> tuple[list[str]
         "expert_map": None if call.expert_map is None else torch.from_numpy(call.expert_map),
     }  # fmt: skip
 
-    def dispatch(algorithm: str) -> Received:
-        if call.apart:
-            return ep_send(x, ids, ctx, algorithm=algorithm, **options).wait()
-        received: Received = ep_dispatch.fn(x, ids, ctx, algorithm=algorithm, **options)
-        return received
-
-    _, received = named(call.dispatch, dispatch)
+    has_capacity, is_alone = expected.capacity < call.limit, ctx.num_ranks == 1
+    if call.apart:
+        received = ep_send(x, ids, ctx, **options).wait()
+    else:
+        needs_push = has_capacity or (is_alone and call.dispatch == "packets")
+        algorithm = "push" if needs_push else call.dispatch
+        received = ep_dispatch.fn(x, ids, ctx, algorithm=algorithm, **options)
     wrong = list(expected.errors_of(received))
     dropped += expected.dropped
-    if int(ctx.dropped) != dropped and expected.capacity < call.limit:
+    if int(ctx.dropped) != dropped and has_capacity:
         wrong.append("dropped")
 
     size = int(received.ends[-1])
@@ -293,14 +284,11 @@ def errors_of(call: RandomCall, ctx: EPContext, dropped: int) -> tuple[list[str]
         y[:size] = (y[:size].float() * received.weights[:size, None]).to(ctx.dtype)
     y[:size][row < 0] = float("nan")
 
-    def combine(algorithm: str) -> torch.Tensor:
-        out: torch.Tensor = ep_combine.fn(
-            y, received, ctx, apply_weights=not by_experts, algorithm=algorithm, block_bytes=512,
-            **call.options,
-        )  # fmt: skip
-        return out
-
-    algorithm, out = named(call.combine, combine)
+    algorithm = "push" if is_alone and call.combine == "packets" else call.combine
+    out = ep_combine.fn(
+        y, received, ctx, apply_weights=not by_experts, algorithm=algorithm, block_bytes=512,
+        **call.options,
+    )  # fmt: skip
     want = expected.sums()
     if algorithm in ("push", "packets"):
         is_equal = torch.equal(out, want)

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -115,12 +116,12 @@ def print_benchmark_comparison(
     title = ", ".join(f"{name}={value}" for name, value in hidden.items())
     print(f"\n{test_name} {title and f'({title}) '}latency (ms) / peak memory (MiB) / precision")
     results = [name for each in all_implementations.values() for name in each]
+    configs = [each if isinstance(each, tuple) else (each,) for each in all_implementations]
+    longest, given = max(map(len, configs), default=0), list(param_names or ())
+    names = [*given, *(f"param_{i}" for i in range(len(given), longest))][:longest]
     rows: list[dict[str, str]] = []
-    for config, implementations in all_implementations.items():
-        values = config if isinstance(config, tuple) else (config,)
-        given = list(param_names or ())
-        names = given + [f"param_{i}" for i in range(len(given), len(values))]
-        row = {name: str(value) for name, value in zip(names, values, strict=False)}
+    for config, implementations in zip(configs, all_implementations.values(), strict=True):
+        row = {name: str(value) for name, value in zip_longest(names, config, fillvalue="")}
         for name in dict.fromkeys(results):
             row[name] = _result(implementations.get(name))
         rows.append({name: text for name, text in row.items() if name not in hidden})
@@ -135,6 +136,8 @@ def _result(data: Mapping[str, Any] | None) -> str:
         return "N/A"
     latency = data.get("latency", data.get("time", 0.0))
     precision = data.get("precision", "unknown")
+    if precision is None:
+        precision = "N/A"
     if isinstance(precision, bool):
         precision = "correct" if precision else "wrong"
     return f"{latency:.3f} / {data.get('memory', 0.0):.2f} / {precision}"

@@ -2,7 +2,8 @@
 
 Rows are sent by ``ep_dispatch`` with one expert per row, and then copied to their places. A
 dispatch (``rank_in_row=True``) has splits [ranks, experts per rank] and sorts received rows by
-expert; the way back has splits [experts per rank, ranks] and sorts them by rank.
+expert. A combine (``rank_in_row=False``) has splits [experts per rank, ranks] and sorts received
+rows by rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.nvidia.low_latency_all_to_all import RowContext
+from triton_dist.kernels.nvidia.low_latency_all_to_all import RowContext, locate
 
 
 class AllToAllContext(RowContext):
@@ -34,7 +35,7 @@ class AllToAllContext(RowContext):
         max_num_token: largest number of rows of inputs and outputs.
         nsplits: number of splits, world_size * ne.
         dispatch_splits_offsets, combine_splits_offsets: int32 [2 * nsplits], splits and offsets of
-            the inputs and of the outputs of a dispatch; reversed on the way back.
+            the inputs and of the outputs of a dispatch; reversed for a combine.
         dispatch_data, combine_data: [max_num_token * token_len_elem], their rows.
     """
 
@@ -65,7 +66,8 @@ class AllToAllContext(RowContext):
         Args:
             rows, out: [rows, token_len_elem].
             splits, offsets: [nsplits], size and first row of each chunk; ``None``: no gaps.
-            align: chunks of an output row begin at multiples. Gaps become zero.
+            align: each output row of the splits begins at a multiple of this number. Gaps become
+                zero.
         """
         expert = torch.arange(self.nsplits, device=rows.device)
         if not rank_in_row:
@@ -87,21 +89,13 @@ class AllToAllContext(RowContext):
         place = torch.where(is_used, first + within, len(out)).clamp(max=len(out))
         rows_out = rows_in.new_full((len(out) + 1,), -1)
         rows_out[place] = rows_in
-        total = (offsets_out[-1, -1:] + splits_out[-1, -1:]).clamp(max=len(out)).int()
+        total = (offsets_out[-1, -1:] + splits_out[-1, -1:]).int()
         placed = replace(received, row_of_position=rows_out[:-1], ends=total)
         placed.expanded(out.view(self.wire_dtype))
         return splits_out, offsets_out
 
 
 create_context = AllToAllContext
-
-
-def locate(splits: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """Return rows 0 to ``size`` - 1, their chunk, their place in it, and whether they have one."""
-    ends = splits.cumsum(0)
-    row = torch.arange(size, device=splits.device)
-    chunk = torch.bucketize(row, ends, right=True).clamp(max=len(splits) - 1)
-    return row, chunk, row - (ends - splits)[chunk], row < ends[-1]
 
 
 def all_to_all_v_offset_op(
@@ -122,22 +116,24 @@ def all_to_all_v_offset_op(
 
     Args:
         ctx: context of ``create_context``.
-        rank_in_row: a dispatch with splits [ranks, experts], or the way back with
-            splits [experts, ranks].
+        rank_in_row: a dispatch with splits [ranks, experts], or a combine with splits
+            [experts, ranks].
         input, output: [at most max_num_token, token_len_elem].
         in_splits, in_offset: int32, number of rows and first row of each chunk of ``input``.
             Offsets are read with ``has_input_offset``; otherwise ``input`` has no gaps.
         copy_to_symm_buffer: ``False``: rows, splits and offsets are in ``ctx``, and the result
-            stays there. With ``True`` the call synchronises.
+            stays there. The call synchronises, unless this and ``return_tensor`` are ``False``.
         return_tensor: return the result.
-        major_align: each output row of the splits begins at a multiple, and is not empty.
+        major_align: each output row of the splits begins at a multiple of this number. If it is
+            above 1, each output row also reserves at least this number of rows.
         grid_size, profiling: ignored; accepted for existing scripts.
 
     Returns:
-        The result and its number of rows with gaps, a tensor on the device; or ``None`` twice.
+        The result, and its number of rows including gaps as a tensor on the device;
+        ``(None, None)`` without ``return_tensor``.
 
     Raises:
-        InvalidArgument: a tensor is missing or too small.
+        InvalidArgument: a tensor is missing or has another size.
     """
     sides = [
         (ctx.dispatch_splits_offsets, ctx.dispatch_data),
@@ -146,10 +142,16 @@ def all_to_all_v_offset_op(
     (sent, data), (arrived, result) = sides if rank_in_row else sides[::-1]
     function = "all_to_all_v_offset_op"
     if copy_to_symm_buffer:
-        for name, each in (("input", input), ("output", output), ("in_splits", in_splits)):
+        for name, each in (("input", input), ("output", output)):
             if each is None or len(each) > ctx.max_num_token:
                 given = None if each is None else tuple(each.shape)
                 expected = f"a tensor of at most max_num_token = {ctx.max_num_token} rows"
+                raise InvalidArgument(function, name, given, expected)
+        needed = [("in_splits", in_splits), *[("in_offset", in_offset)] * has_input_offset]
+        for name, each in needed:
+            if each is None or each.numel() != ctx.nsplits:
+                given = None if each is None else tuple(each.shape)
+                expected = f"a tensor of nsplits = {ctx.nsplits} elements"
                 raise InvalidArgument(function, name, given, expected)
         assert input is not None
         assert in_splits is not None
@@ -190,6 +192,8 @@ def all_to_all_v_offset_op_v2(
     profiling: bool = False,
 ) -> tuple[torch.Tensor | None, int | None, int | None]:
     """Exchange rows without gaps into ``output``. Tuned; synchronises only to return something.
+
+    If ``output`` is too short, ``ctx.ep.check()`` raises.
 
     Args:
         out_splits: ignored; splits travel with the rows.

@@ -46,6 +46,16 @@ class RowContext:
         self.ep.finalize()
 
 
+def locate(splits: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """Return rows 0 to ``size`` - 1, the chunk of each, its index in the chunk, and whether it is
+    in a chunk.
+    """
+    ends = splits.cumsum(0)
+    row = torch.arange(size, device=splits.device)
+    chunk = torch.bucketize(row, ends, right=True).clamp(max=len(splits) - 1)
+    return row, chunk, row - (ends - splits)[chunk], row < ends[-1]
+
+
 class AllToAllContext(RowContext):
     """Context of ``fast_all_to_all``. Creation is collective over the world.
 
@@ -92,14 +102,13 @@ def fast_all_to_all(
         * [WORLD_SIZE * max_m, hidden], rows of rank r from r * max_m, valid until the next call;
         * [WORLD_SIZE * max_m], their scales, or ``None``.
     """
-    row = torch.arange(len(send_tensor), device=send_tensor.device)
-    expert = torch.bucketize(row, send_split_cumsum[1:], right=True, out_int32=True)
-    expert = torch.where(expert < ctx.num_tot_experts, expert, -1)
+    _, expert, _, is_used = locate(send_split_cumsum.diff(), len(send_tensor))
+    expert = torch.where(is_used, expert, -1).int()
     received = ctx.send(send_tensor, expert, send_scale)
     scales = None
     if received.weights is not None:
         rows = received.row_of_position
-        is_used = torch.arange(len(rows), device=row.device) < received.ends[-1]
+        is_used = torch.arange(len(rows), device=rows.device) < received.ends[-1]
         # Positions without a row write to one extra element, which is cut off below.
         scales = received.weights.new_zeros(ctx.num_slots + 1)
         scales[torch.where(is_used, rows, ctx.num_slots)] = received.weights

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
+from triton_dist.kernels.nvidia.low_latency_all_to_all import locate
 
 
 def masked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return ids with -1 for each that is no expert."""
+    """Replace each id that is not an expert by -1."""
     return torch.where((ids >= 0) & (ids < num_experts), ids, -1)
 
 
@@ -103,11 +104,13 @@ class EPLowLatencyAllToAllLayer:
     """Dispatch and combine for few tokens, with padded results. Tuned; does not synchronise.
 
     Each choice is sent as a row. The weighted sum of the rows that return is computed in fp32 by
-    PyTorch, so that results equal PyTorch's bit for bit. Creation is collective over the world.
+    PyTorch, so that results equal PyTorch's bit for bit. ``"packets"`` is used for at most 128
+    choices (``max_m * topk``). Creation is collective over the world.
 
     Args:
         max_m: largest number of tokens of a rank.
-        hidden, topk: elements of a token, and its number of experts, which differ.
+        hidden: elements of a token.
+        topk: experts of a token; they differ.
         online_quant_fp8: send tokens as ``float8_e4m3fn``.
         rank, world_size, local_world_size: this rank, all ranks, and ranks on the host, which must
             be all.
@@ -158,11 +161,9 @@ class EPLowLatencyAllToAllLayer:
             quantise=self.online_quant_fp8 and send_scales is None,
         )  # fmt: skip
         counts = received.counts.sum(1, dtype=torch.int32)
-        position = torch.arange(len(received.row_of_position), device=counts.device)
-        expert = torch.bucketize(position, received.ends, right=True).clamp(max=len(counts) - 1)
-        within = position - (received.ends - counts)[expert]
+        _, expert, within, is_used = locate(counts, len(received.row_of_position))
         places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
-        has_place = (position < received.ends[-1]) & (within < self.rows_per_expert)
+        has_place = is_used & (within < self.rows_per_expert)
         # Positions without a place write to one extra row, which is cut off below.
         places = torch.where(has_place, places, size)
 
@@ -188,7 +189,8 @@ class EPLowLatencyAllToAllLayer:
 
         Args:
             send_tokens: [own experts, world_size * max_m, hidden], in ``dtype``.
-            topk_indices, topk_weights: [tokens, topk], ids of the dispatch, and their weights.
+            topk_indices: [tokens, topk], ids of the dispatch.
+            topk_weights: fp32 [tokens, topk].
             dispatch_meta: layout of the dispatch.
             zero_copy: ignored; accepted for existing scripts.
         """

@@ -70,7 +70,7 @@ def torch_ll_dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Dispatch by PyTorch: a row for each choice, sorted by expert and source rank, and scales.
 
-    Ids that are no expert are masked. Collective; synchronises.
+    Ids that are not experts are masked. Collective; synchronises.
     """
     exchange = _Exchange(EP_GROUP, exp_indices, num_experts)
     rows, scales = input[exchange.order // exp_indices.shape[1]], None

@@ -88,6 +88,7 @@ def run_round(
     found = received.expanded(room)
     expected = torch_ll_dispatch(group, x, ids, ctx.num_experts, 128, quantise)
     for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None), "only one dispatch has scales"
         if one is not None and other is not None:
             assert_bitwise_equal(one.view(torch.uint8), other.view(torch.uint8))
     y = dequant_fp8_bf16(*expected)
