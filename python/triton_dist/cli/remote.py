@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -84,7 +85,8 @@ def _is_newer(record: TuningRecord, known: TuningRecord | None) -> bool:
 
 def _status(store: RemoteStore) -> int:
     """Read from the store, and write to it unless it is read-only. Print its facts."""
-    begin, probe = time.monotonic(), "triton_dist-status"
+    begin = time.monotonic()
+    probe = f"triton_dist-status-{secrets.token_hex(4)}"  # several commands may run at once
     store.request(lambda backend: backend.get(probe, 1))
     milliseconds = 1e3 * (time.monotonic() - begin)
     if not store.read_only:
