@@ -21,6 +21,7 @@ from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.common.exchange.protocol import MAX_CTAS
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch, ep_send
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
+from triton_dist.kernels.nvidia.expert_parallel.algorithms import DispatchCall
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose
@@ -519,9 +520,19 @@ def faults() -> list[str]:
 
 
 def different_arguments() -> None:
-    """Raise on every rank if ranks pass different arguments; a reset context works again."""
+    """Raise on every rank if ranks pass different arguments; a reset context works again.
+
+    A dispatch whose waits gave up has written no positions that its readers may use.
+    """
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
-    with create_ep_context(rank, size, size, 4, 16, size, 1, torch.float32) as ctx:
+    results, result = [], DispatchCall.result
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        create_ep_context(rank, size, size, 4, 16, size, 1, torch.float32) as ctx,
+    ):
+        patch.setattr(
+            DispatchCall, "result", lambda call: results.append(result(call)) or results[-1]
+        )
         x = torch.ones(2, 16, device=device.torch_device)
         ids = torch.zeros(2, 1, dtype=torch.int32, device=device.torch_device)
         weights = torch.ones(2, 1, device=device.torch_device)
@@ -531,18 +542,23 @@ def different_arguments() -> None:
             ep_combine.fn(x.new_ones(4 * size, 16), received, ctx, apply_weights=apply_weights)
             ctx.check()
 
-        for name, values in {
-            "max_tokens": (4, 3),
-            "quantise": (False, True),
-            "topk_weights": (None, weights),
-            "num_ctas": (1, 2),
-            "apply_weights": (True, False),
-        }.items():
+        for name, values, algorithm in (
+            ("max_tokens", (4, 3), "push"),
+            ("quantise", (False, True), "push"),
+            ("topk_weights", (None, weights), "push"),
+            ("num_ctas", (1, 2), "push"),
+            ("num_ctas", (1, 2), "packets"),
+            ("apply_weights", (True, False), "push"),
+        ):
+            options = {"apply_weights": False, name: values[rank == 1], "algorithm": algorithm}
             with pytest.raises(RankDisagreement):
-                call(**{"apply_weights": False, name: values[rank == 1]})
+                call(**options)
+            if name != "apply_weights":
+                assert not results[-1].ends.any()
             dist.barrier()
             ctx.reset()
         call()
+        assert results[-1].ends.tolist() == [2 * size if rank == 0 else 0]
 
 
 def checked() -> int:

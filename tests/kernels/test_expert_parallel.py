@@ -140,6 +140,8 @@ def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
     call.run()
     meta, copies, _ = call.programs(call.plan())
     assert ctx.buffer._last_call == (1, meta + copies, 1)
+    ep_combine.fn(torch.ones(9, HIDDEN), call.run(), ctx, num_ctas=5, num_chunks=2)
+    assert ctx.sums._last_call == (1, 3, 2)
 
 
 def test_keys_tell_replicas_and_dtypes_of_ids_apart(ctx):

@@ -219,7 +219,7 @@ class ExchangeBuffer:
 
         slots uint8 [2 * slot_bytes]: shards and sums of the last two calls, written by peers.
         arrivals int64 [slot, phase, program, source rank]: flags, written by kernels of the source.
-        packets int64 [2, source rank, shard_words]: written by kernels of the source.
+        packets int64 [packet_slots, source rank, shard_words]: written by kernels of the source.
         calls int64 [control words]: the first counts programs of calls.
         guard int64 [control words]: timeout words.
 

@@ -35,6 +35,7 @@ from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
     Key,
+    ceil_div,
     check_packets,
     digest_of,
     fits_packets,
@@ -302,7 +303,8 @@ class CombinePush(Algorithm[CombineCall, Key]):
 
     def run(self, call: CombineCall) -> torch.Tensor:
         buffer, out, params = call.ctx.sums, call.new_out(), call.params
-        buffer.begin(2, params.num_ctas, params.num_chunks)
+        # Only the first half of the programs sends sums and sets flags of phase 0.
+        buffer.begin(1, ceil_div(params.num_ctas, 2), params.num_chunks)
         buffer.launcher.repeat(self.launch(call, out))
         buffer.timeout_words.end()
         return out

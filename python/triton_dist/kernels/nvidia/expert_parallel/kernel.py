@@ -18,10 +18,10 @@ A launch may contain only the first two kinds, or the last two. Programs start i
 numbers. A program waits only for flags of an earlier kind, or of programs with smaller numbers, so
 one free place on each GPU is enough for a launch to finish.
 
-*One buffer for rows.* A peer stores rows only after this rank's flags of the call, so after its
-consumers of earlier rows, which precede the call on the stream. Ids and weights travel before that,
-so they alternate between two slots: a peer that begins a second call later has waited for rows of
-the call in between.
+*One buffer for rows.* A peer stores rows only after this rank's begun flag (phase 1), so after this
+rank's consumers of earlier rows, which precede the call on the stream. Ids and weights travel
+before that, so they alternate between two slots: a peer that begins a second call later has waited
+for rows of the call in between.
 
 Flags, epochs and slots follow ``common/exchange/protocol.py``. The size in a flag is a digest of
 the arguments that must be equal on all ranks.
@@ -371,7 +371,9 @@ def lay_out(
     begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), length)
     end = tl.minimum(tl.maximum(begin + aligned, 0), length)
     if program == 0:
-        tl.store(ep_layout.ends + expert, end, mask=is_expert)
+        # A wait that gave up leaves positions unwritten. Readers stop at the ends.
+        gave_up = tl.load(peers.timeout_words + 1, volatile=True) != 0
+        tl.store(ep_layout.ends + expert, tl.where(gave_up, 0, end), mask=is_expert)
     for padding in range(program, ALIGNMENT, programs):
         at = begin + total + padding
         is_padding = is_expert & (at >= 0) & (at < end)

@@ -317,7 +317,9 @@ def lay_out_experts(
             tl.store(ep_layout.counts + local_expert * NUM_RANKS + shard, count)
             position += count
         end = begin + (position - begin + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        tl.store(ep_layout.ends + local_expert, end)
+        # A wait that gave up leaves positions unwritten. Readers stop at the ends.
+        gave_up = tl.load(packets.timeout_words + 1, volatile=True) != 0
+        tl.store(ep_layout.ends + local_expert, tl.where(gave_up, 0, end))
         padding = position + tl.arange(0, ALIGNMENT)
         tl.store(ep_layout.row_of_position + padding, -1, mask=padding < end)
         if ep_layout.weights is not None:
