@@ -87,7 +87,7 @@ def test_the_stream_of_wait_follows_the_stream_of_the_send(ctx, monkeypatch):
 
     def record_event():
         order.append("recorded")
-        return lambda: order.append("joined")
+        return lambda *tensors: order.append([tensor.data_ptr() for tensor in tensors])
 
     launched = DispatchCall.launch_kernel
     monkeypatch.setattr(ctx.device, "record_event", record_event, raising=False)
@@ -96,8 +96,16 @@ def test_the_stream_of_wait_follows_the_stream_of_the_send(ctx, monkeypatch):
         "launch_kernel",
         lambda *arguments: (order.append("launched"), launched(*arguments)),
     )
-    received = ep_send(X, IDS, ctx).wait()
-    assert order == ["launched", "recorded", "joined", "launched"]
+    received = ep_send(X, IDS, ctx, topk_weights=torch.ones(TOKENS, TOPK))
+    for function in (received.num_positions, received.expanded):
+        with pytest.raises(InvalidArgument, match=r"wait\(\)"):
+            function()
+    received.wait()
+    # The allocator must not give this memory away while the stream of wait() uses it.
+    used = [received.row_of_position, received.weights]
+    assert order == ["launched", "recorded", [each.data_ptr() for each in used], "launched"]
+    for each in (received.ends, received.counts, received.position_of_route, received.local_ids):
+        assert each.untyped_storage().data_ptr() == used[0].data_ptr()
     assert received.num_positions() == 9
 
 
@@ -133,6 +141,14 @@ def test_programs_leave_room_for_a_second_context(ctx, monkeypatch):
             assert min(programs) >= 1
             assert sum(programs) + 1 <= (num_sms or 256)
     assert call.programs(call.plan(), 0)[1] == 0
+
+
+def test_programs_of_packets_wait_for_smaller_numbers(ctx):
+    call = DispatchCall(X, IDS, ctx, num_ctas=7, block_bytes=512)
+    layout = call.result().layout
+    ctx.hidden = 600
+    launch = algorithms.DISPATCH["packets"].launch(call, layout, None)
+    assert launch.args[-2] == 6  # two programs for each of the three blocks of a row
 
 
 def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):

@@ -103,9 +103,9 @@ class CpuDevice:
         """Run ``work`` immediately: there are no streams except copy streams."""
         work()
 
-    def record_event(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[..., None]:
         """Return a function that does nothing: work is synchronous."""
-        return lambda: None
+        return lambda *tensors: None
 
     def copy_stream(self, stream: object = None) -> CpuCopyStream:
         """Return a thread that acts as a side stream."""

@@ -235,12 +235,23 @@ class CudaDevice:
             work()
         current.wait_stream(side)
 
-    def record_event(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[..., None]:
         """Return a function that makes the stream that is then current wait for the work that is
-        queued on the current stream now."""
+        queued on the current stream now.
+
+        The function also tells torch's allocator that the stream uses the tensors that it is
+        passed. In a capture, the allocator then does not reuse their memory.
+        """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.index))
-        return lambda: torch.cuda.current_stream(self.index).wait_event(event)
+
+        def join(*tensors: torch.Tensor) -> None:
+            stream = torch.cuda.current_stream(self.index)
+            stream.wait_event(event)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+
+        return join
 
     def copy_stream(self, stream: torch.cuda.Stream | None = None) -> CudaCopyStream:
         return CudaCopyStream(self.torch_device, stream, staged=ranks_per_gpu() > 1)

@@ -418,6 +418,9 @@ class Packets(Push):
         )
         total = most_programs(call.num_sms, packet_programs_of_sm(ctx.num_ranks))
         copies = min(call.params.num_ctas, total - min(plan.EXPERTS, total // 2))
+        # One program per block of a row: a program then waits only for smaller program numbers.
+        blocks = ceil_div(ctx.hidden, plan.BLOCK)
+        copies -= copies % blocks if copies > blocks else 0
         programs = copies + min(plan.EXPERTS, total - copies)
         digest = call.digest(plan, copies)
         has_scales = plan.SCALES != "none"

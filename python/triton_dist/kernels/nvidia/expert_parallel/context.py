@@ -118,8 +118,9 @@ class EPContext(OpContext[ExchangeBuffer]):
         self.meta_elements = meta
         self.pending: Received | None = None
         """Result of an ``ep_send`` whose ``wait`` has not been called."""
-        self.await_send: Callable[[], None] = lambda: None
-        """Makes the current stream wait for the stream of the last ``ep_send``."""
+        self.await_send: Callable[..., None] = lambda *tensors: None
+        """Makes the current stream wait for the stream of the last ``ep_send``, and use tensors of
+        that stream."""
 
     def packets(self, buffer: ExchangeBuffer) -> Packets:
         """Return the packets of ``buffer`` with the epochs of their calls."""
@@ -296,7 +297,9 @@ class Received:
         """
         if self.ctx.pending is self:
             self.ctx.pending = None
-            self.ctx.await_send()
+            # All int32 arrays have one allocation.
+            weights = () if self.weights is None else (self.weights,)
+            self.ctx.await_send(self.row_of_position, *weights)
             self.receive()
         return self
 
@@ -305,10 +308,13 @@ class Received:
 
         Cannot be captured in a CUDA graph.
         """
+        self._check_received("num_positions")
+        return int(self.ends[-1])
+
+    def _check_received(self, function: str) -> None:
         if self.ctx.pending is self:
             expected = "a received result: call wait() first"
-            raise InvalidArgument("num_positions", "self", "the result of ep_send", expected)
-        return int(self.ends[-1])
+            raise InvalidArgument(function, "self", "the result of ep_send", expected)
 
     def expanded(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a row for each position, and their scales. Rows of padding are zero.
@@ -318,8 +324,10 @@ class Received:
                 room for the worst routing. If it is too short, ``ctx.check()`` raises.
 
         Raises:
-            InvalidArgument: ``out`` has another shape, dtype or device, or is not contiguous.
+            InvalidArgument: ``out`` has another shape, dtype or device, or is not contiguous; or
+                ``wait()`` of the result of ``ep_send`` has not been called.
         """
+        self._check_received("expanded")
         hidden = self.rows.shape[1]
         if out is None:
             out = self.rows.new_empty((len(self.row_of_position), hidden))
