@@ -38,7 +38,7 @@ def context(num_ranks, experts, topk, hidden=7168, tokens=4096, capacity=None):
         dtype=torch.bfloat16, capacity=capacity or tokens, num_experts=experts,
         local_experts=experts // num_ranks, meta_elements=1024, meta_lines=1024,
         epochs=words(2), control=words(2), dropped=matrix(1, dtype=torch.int32),
-        pending=None, sums=buffer, _buffer=buffer,
+        pending=None, can_combine=True, sums=buffer, _buffer=buffer,
         device=SimpleNamespace(torch_device=torch.device("meta"), num_sms=132),
     )  # fmt: skip
     return ctx

@@ -151,6 +151,16 @@ def test_programs_of_packets_wait_for_smaller_numbers(ctx):
     assert launch.args[-2] == 6  # two programs for each of the three blocks of a row
 
 
+def test_a_context_that_cannot_combine_has_no_memory_for_sums():
+    sizes = (0, 1, 1, TOKENS, HIDDEN, EXPERTS, TOPK, torch.float32)
+    with create_ep_context(*sizes, can_combine=False) as ctx:
+        assert ctx.sums.memory["partials"].local.numel() == 1
+        received = ep_dispatch.fn(X, IDS, ctx)
+        for algorithm in ("push", "collective"):
+            with pytest.raises(InvalidArgument, match="can_combine=True"):
+                ep_combine.fn(torch.ones(9, HIDDEN), received, ctx, algorithm=algorithm)
+
+
 def test_late_flags_are_searched_in_all_programs_that_set_them(ctx):
     call = DispatchCall(X, IDS, ctx, num_ctas=3)
     call.run()

@@ -31,7 +31,7 @@ class RowContext:
             raise InvalidArgument("all-to-all", "hidden", hidden, f"an even number of {dtype}")
         self.ep = create_ep_context(
             rank, world_size, world_size, max_rows, wire_hidden, num_experts, 1, self.wire_dtype,
-            capacity=capacity,
+            capacity=capacity, can_combine=False,
         )  # fmt: skip
 
     def send(

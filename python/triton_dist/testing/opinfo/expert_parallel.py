@@ -163,7 +163,7 @@ class EPOpInfo(OpInfo[TokenShape]):
         ctx = SimpleNamespace(
             max_tokens=key.M, capacity=key.M, hidden=key.hidden, topk=key.topk, dtype=key.dtype,
             num_experts=key.num_experts, num_ranks=key.num_ranks, buffer=None, pending=None,
-            device=SimpleNamespace(torch_device=torch.device("meta")),
+            can_combine=True, device=SimpleNamespace(torch_device=torch.device("meta")),
         )  # fmt: skip
         weights = meta(torch.float32, key.M, key.topk) if key.has_weights else None
         return ctx, meta(key.dtype, key.M, key.hidden), meta(torch.int32, key.M, key.topk), weights

@@ -232,6 +232,7 @@ class CombineCall(OpCall):
         def checks() -> Iterator[Check]:
             is_own = isinstance(received, Received) and received.ctx is ctx
             yield "received", type(received).__name__, is_own, "a result of ep_dispatch with ctx"
+            yield "ctx", "can_combine=False", ctx.can_combine, "a context with can_combine=True"
             yield "ctx", "a pending send", ctx.pending is None, "wait() of the result of ep_send"
             yield from matrix_checks(ctx, "y", self.y, ANY_SIZE, (ctx.hidden,), ctx.dtype)
             yield num_sms_check(self.num_sms)

@@ -72,10 +72,11 @@ class EPContext(OpContext[ExchangeBuffer]):
         dtype: torch.dtype,
         capacity: int,
         group: dist.ProcessGroup | None,
+        can_combine: bool = True,
     ) -> None:
         super().__init__("ep_dispatch", group)
         self.max_tokens, self.hidden, self.num_experts = max_tokens, hidden, num_experts
-        self.topk, self.dtype, self.capacity = topk, dtype, capacity
+        self.topk, self.dtype, self.capacity, self.can_combine = topk, dtype, capacity, can_combine
         self.local_experts = num_experts // self.num_ranks
         num_ranks, row_bytes = self.num_ranks, hidden * dtype.itemsize
         counts = -(-max_tokens // block_tokens(topk)) * self.local_experts
@@ -100,13 +101,11 @@ class EPContext(OpContext[ExchangeBuffer]):
                     },
                 )
             )  # fmt: skip
-            partials = {"partials": ((num_ranks * max_tokens * row_bytes,), torch.uint8)}
-            self.sums = add(
-                ExchangeBuffer(
-                    1, group, "ep_combine", LINE_BYTES + packet_tokens * padded, disagreements,
-                    partials,
-                )
-            )  # fmt: skip
+            sum_bytes = num_ranks * max_tokens * row_bytes if can_combine else 1
+            packet_bytes = LINE_BYTES + packet_tokens * padded if can_combine else 0
+            partials = {"partials": ((sum_bytes,), torch.uint8)}
+            sums = ExchangeBuffer(1, group, "ep_combine", packet_bytes, disagreements, partials)
+            self.sums = add(sums)
         device = self.device.torch_device
         self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
         # Both addresses are multiples of 16 bytes, so they use one kernel.
@@ -186,6 +185,7 @@ def create_ep_context(
     dtype: torch.dtype,
     *,
     capacity: int | None = None,
+    can_combine: bool = True,
     group: Group = None,
 ) -> EPContext:
     """Create the context of ``ep_dispatch`` and ``ep_combine``. Collective over ``group``.
@@ -205,6 +205,7 @@ def create_ep_context(
         dtype: dtype of results: fp16, bf16 or fp32.
         capacity: tokens that a rank can receive from each rank, 1 to ``max_tokens`` (default).
             Further tokens are dropped and counted in ``dropped``.
+        can_combine: whether to allocate the memory of ``ep_combine``.
         group: process group; default: the world, or this process alone.
 
     Returns:
@@ -238,9 +239,9 @@ def create_ep_context(
         yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
         yield from_1_to(max_tokens, "capacity", capacity)
 
-    equal_arguments = {**sizes, "dtype": dtype}
+    equal_arguments = {**sizes, "dtype": dtype, "can_combine": can_combine}
     agree_to_create("create_ep_context", "an expert-parallel", equal_arguments, checks(), group)
-    return EPContext(max_tokens, hidden, num_experts, topk, dtype, capacity, group)
+    return EPContext(max_tokens, hidden, num_experts, topk, dtype, capacity, group, can_combine)
 
 
 @functools.cache
