@@ -24,7 +24,12 @@ class DamagedEntry(ValueError):
 
 
 def import_library(url: str) -> None:
-    """Import the library for ``url``. Raise ``ImportError`` or ``ValueError`` if there is none."""
+    """Import the library for ``url``.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: the URL has no scheme, or one that fsspec does not know.
+    """
     scheme, mark, _ = url.partition("://")
     if not mark:
         raise ValueError("the URL has no scheme, such as redis:// or s3://")

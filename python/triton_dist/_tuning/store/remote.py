@@ -5,8 +5,8 @@ An entry is a line of JSON, then the record as in a local file:
     {"expires": 1798761600, "hmac": "5f2c..."}
     {"schema": 4, ...}
 
-Its name has the schema, the key, and the digest of the fingerprint without patch levels: machines
-that can use each other's records share an entry, and other machines do not replace it. An entry is
+Its name contains the schema, the key, and a digest of the fingerprint without patch levels.
+Machines that can use each other's records share one entry, and others have their own. An entry is
 parsed as JSON and checked like a local file. Nothing in it is executed.
 
 Only the leader of a group uses the store. Each request runs in its own thread and is abandoned at
@@ -44,7 +44,8 @@ MAX_BYTES = 8 << 20
 _NAMESPACE = f"triton_dist-{SCHEMA}/"
 _NAME = re.compile(re.escape(_NAMESPACE) + r"[\w-]+/[0-9a-f]{32}-[0-9a-f]{32}", re.ASCII)
 _UNREACHABLE = {"TimeoutError", "ConnectionError", "gaierror", "ImportError"}
-"""Names of exception classes, also of redis and botocore, after which the store is not used."""
+"""Names of exception classes (builtin, redis, botocore) that mean that the store cannot be
+reached."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """Seconds between two look-ups while another job tunes."""
 
@@ -55,9 +56,9 @@ T = TypeVar("T")
 class RemoteStore:
     """Records in a store that other machines read and write.
 
-    ``find``, ``publish`` and ``release`` never raise. After a request without an answer, the store
-    is not used again. After another error, this kind of request is not made again. All other
-    methods raise ``OSError`` if the store cannot be used.
+    ``find``, ``publish`` and ``release`` never raise. If the store cannot be reached or a read
+    fails, it is not used again. After another failed write or lease, only requests of that kind
+    stop. All other methods raise ``OSError`` if the store cannot be used.
 
     Attributes:
         url: URL without credentials.
@@ -90,10 +91,11 @@ class RemoteStore:
     def find(
         self, key: Key, now: Fingerprint, accepts: Callable[[TuningRecord], bool], may_wait: bool
     ) -> StoredRecord | None:
-        """Return a record of ``key`` that ``accepts`` returns true for, or ``None``.
+        """Return the record of ``key`` if ``accepts(record)`` is true, else ``None``.
 
-        If there is none, and with ``may_wait`` and leases, take the lease of this key and return
-        ``None``: the caller tunes. While another job has the lease, wait for its record.
+        Without such a record the caller tunes. If ``may_wait`` is true and leases are on, first
+        take the lease of this key, or wait at most ``lease_seconds`` for the record of the job that
+        holds it.
         """
         name = entry_name(key, now)
         lease, token, seconds = f"{name}.lease", secrets.token_hex(8), self.lease_seconds

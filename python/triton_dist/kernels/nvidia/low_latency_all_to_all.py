@@ -15,10 +15,10 @@ from triton_dist.kernels.nvidia.expert_parallel import Received, create_ep_conte
 class RowContext:
     """Context that sends each row to one expert. Creation is collective over the world.
 
-    Rows of dtypes that ``ep_dispatch`` does not send travel as float16 with equal bits.
+    Rows of a dtype that ``ep_dispatch`` does not support are sent as float16, bit for bit.
 
     Args:
-        max_rows, capacity: largest numbers of rows that a rank sends to all ranks, and to one.
+        max_rows, capacity: largest numbers of rows that a rank sends in total, and to any one rank.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class RowContext:
         self.wire_dtype = dtype if dtype in DTYPES else torch.float16
         wire_hidden, rest = divmod(hidden * dtype.itemsize, self.wire_dtype.itemsize)
         if rest:
-            raise InvalidArgument("all-to-all", "hidden", hidden, f"an even number of {dtype}")
+            raise InvalidArgument("all-to-all", "hidden", hidden, f"an even number for {dtype}")
         self.ep = create_ep_context(
             rank, world_size, world_size, max_rows, wire_hidden, num_experts, 1, self.wire_dtype,
             capacity=capacity, can_combine=False,
@@ -98,8 +98,8 @@ def fast_all_to_all(
         send_scale: [rows], a scale of each row, or ``None``.
 
     Returns:
-        * int32 [num_tot_experts], numbers of received rows by source rank and own expert;
-        * [WORLD_SIZE * max_m, hidden], rows of rank r from r * max_m, valid until the next call;
+        * int32 [num_tot_experts], received rows for each (source rank, local expert);
+        * [WORLD_SIZE * max_m, hidden], those of rank r from row r * max_m, valid until the next call;
         * [WORLD_SIZE * max_m], their scales, or ``None``.
     """
     _, expert, _, is_used = locate(send_split_cumsum.diff(), len(send_tensor))

@@ -1,12 +1,12 @@
 """Kernels of expert-parallel dispatch and combine for few tokens: one launch each, no flags.
 
 All data travels in packets (``common/exchange/packets.py``), whose words mark their own arrival. A
-peer may store before this rank has begun the call, and no flag follows the data. The lines that a
-source rank sends are, in this order:
+peer may store before this rank has begun the call, and no flag follows the data. In memory, the
+lines of one source rank are, in this order:
 
-* *meta*: for each route of its tokens, the physical expert and the bits of the weight;
-* *rows*: the row of each token, then the scales of the row;
-* in a combine: line 0, which only marks that the rank has begun, then the sums of each token.
+* *meta* (dispatch): for each route of its tokens, the physical expert and the bits of the weight;
+* *rows* (dispatch): the row of each token, then the scales of the row;
+* *sums* (combine): line 0, which only marks that the rank has begun, then the sums of each token.
 
 *Dispatch.* The first programs send ids and rows, then receive the rows of the same tokens from all
 peers. Each other program lays out some of the local experts. It reads the meta lines of all ranks,
@@ -14,9 +14,10 @@ so it needs no result of another program.
 
 *Epochs.* Each program has its own word with the number of the last call, and reads only this word.
 
-*Three slots.* Several programs read a meta line, so none may clear it after reading. The next call
-clears the slot of meta lines. A peer stores in this slot again in the call after the next, which it
-begins after this rank has ended the clearing call. Other lines are cleared by their only reader.
+*Three slots.* Several programs read a meta line, so none may clear it after reading. Call n + 1
+clears the meta lines of call n, and call n + 3 uses their slot again. A peer begins call n + 3
+after its call n + 2, which waits for meta lines that this rank sends after its call n + 1. Other
+lines are cleared by their only reader.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def next_epoch(epochs_ptr):
 
 @jit
 def end_call(epochs_ptr, epoch):
-    """Advance this program's words of ``epochs_ptr`` [MAX_CTAS]; a later grid may be larger."""
+    """Store ``epoch`` in this program's word of ``epochs_ptr`` [MAX_CTAS].
+
+    The programs share the words after the grid, because a later grid may be larger.
+    """
     tl.debug_barrier()  # all threads have read the word
     for word in range(tl.program_id(0), MAX_CTAS, tl.num_programs(0)):
         tl.store(epochs_ptr + word, epoch)
@@ -90,7 +94,7 @@ def shards_of(packets, epoch, peers, NUM_RANKS: tl.constexpr, SLOTS: tl.constexp
 
 @jit
 def await_sent(lines, is_sent, tag, mask, timeout_ptr):
-    """Wait for those ``lines`` that are sent, and return payloads of all; others are arbitrary."""
+    """Wait for the ``lines`` that are sent. Return a payload per line, arbitrary if not sent."""
     some, present = is_sent[0], lines[0]
     for index in tl.static_range(1, len(lines)):
         some = some | is_sent[index]
@@ -252,7 +256,7 @@ def lay_out_experts(
     program, programs, packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of the routes of every ``programs``-th local expert."""
+    """Lay out every ``programs``-th local expert, and clear the meta lines of the last call."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
     ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
