@@ -99,7 +99,8 @@ def fast_all_to_all(
 
     Returns:
         * int32 [num_tot_experts], received rows for each (source rank, local expert);
-        * [WORLD_SIZE * max_m, hidden], those of rank r from row r * max_m, valid until the next call;
+        * [WORLD_SIZE * max_m, hidden], rows of rank r from row r * max_m; valid until the
+          next call;
         * [WORLD_SIZE * max_m], their scales, or ``None``.
     """
     _, expert, _, is_used = locate(send_split_cumsum.diff(), len(send_tensor))
