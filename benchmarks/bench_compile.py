@@ -28,8 +28,8 @@ import triton
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.compiling import CompilePool
+from triton_dist.runtime.launch import Launch
 from triton_dist.testing.compile_only import install
 
 _NAP = 0.5e-3

@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from triton_dist import runner, tune
-from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, Launcher
 from triton_dist.testing.compile_only import compile_only
 
 PLAIN = "triton.jit"

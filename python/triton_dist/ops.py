@@ -5,10 +5,10 @@ These names are public, and so are ``triton_dist.runtime.symmetric.allocate`` an
 """
 
 from triton_dist.kernels.common.context import Buffer, Memory, OpContext
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, op
 from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 from triton_dist.kernels.common.slots.epochs import EpochSlots
+from triton_dist.runtime.launch import Launch
 
 __all__ = [
     "Algorithm",

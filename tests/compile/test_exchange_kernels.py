@@ -19,7 +19,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.protocol import Lengths, Peers, Slots
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import compile_only
 

@@ -20,7 +20,6 @@ from tests.compile.scattered import (
 )
 from triton_dist.kernels.common.exchange.protocol import Peers, Plan, Slots
 from triton_dist.kernels.common.exchange.pushed import Pushed
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.columns import kernel_add_columns
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
@@ -30,6 +29,7 @@ from triton_dist.kernels.common.moe.topk_exchange import kernel_topk_exchange
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS
+from triton_dist.runtime.launch import Launch
 
 GATHERED_LOAD = re.compile(r"cp\.async\.c[ag]\.shared")
 WHOLE_VECTORS = ("ld.global.v4.b32", "st.global.v4.b32")

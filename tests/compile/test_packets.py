@@ -16,9 +16,9 @@ from triton_dist.kernels.common.gemm.spaces import (
     POINTER_TILES_TO_ALL,
     TILES_TO_ALL,
 )
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scatter.packets import packet_gemm
 from triton_dist.kernels.nvidia.allreduce.algorithms import PACKET_CANDIDATES
+from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import compile_only
 

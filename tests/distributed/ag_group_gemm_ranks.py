@@ -16,7 +16,6 @@ from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal
 from tests.distributed.group_gemm_calls import LAYOUTS, ROUTINGS, AllGatherGroupGEMM, some_tiles
 from triton_dist.debugging.checks import checking
 from triton_dist.errors import InvalidArgument, RankDisagreement
-from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.rows import has_fast_library
 from triton_dist.kernels.nvidia import allgather_group_gemm, grouped_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
@@ -24,6 +23,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
     run_moe_ag_triton_non_overlap,
 )
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, Launcher
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.moe import routed_product

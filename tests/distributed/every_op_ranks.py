@@ -17,7 +17,6 @@ import torch.distributed as dist
 from tests.distributed.gemm_calls import default_tiles
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement, TritonDistError
 from triton_dist.kernels import nvidia
-from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia.allgather_gemm import local_copy_and_barrier_all
@@ -27,6 +26,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import ALGORITHMS as G
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.algorithms import ALGORITHMS as GEMM_RS
 from triton_dist.kernels.nvidia.shard_collectives.algorithms import AllGatherCall, ReduceScatterCall
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, Launcher
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import OpInfo

@@ -19,13 +19,13 @@ from tests.distributed.group_gemm_calls import LAYOUTS
 from tests.distributed.unequal_rows_ranks import told_in_between
 from triton_dist.debugging import races
 from triton_dist.errors import RankDisagreement, TritonDistError
-from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar_triton_non_overlap,
     run_moe_reduce_rs_triton_non_overlap,
 )
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launcher
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.moe import GroupedShape

@@ -29,7 +29,6 @@ from tests.distributed.gemm_calls import (
 )
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scatter import algorithms as scatter_algorithms
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.slots import epochs
@@ -37,6 +36,7 @@ from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.kernels.nvidia.gemm_allreduce.algorithms import sums_symmetric_memory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuTransfer
+from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal

@@ -23,7 +23,6 @@ from tests.distributed.gemm_calls import (
 from triton_dist.debugging import races
 from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.exchange import sums
-from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
@@ -40,6 +39,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce import algorithms as gemm_ar_algo
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag
 from triton_dist.runtime.garbage import no_garbage_collection
+from triton_dist.runtime.launch import Launcher
 from triton_dist.testing import assert_allclose
 
 K, N = 32, 48

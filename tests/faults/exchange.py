@@ -18,9 +18,9 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.debugging import races
 from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting
 from triton_dist.runtime.waits import bounded_waits, limit_polls

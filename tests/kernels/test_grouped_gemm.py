@@ -183,7 +183,7 @@ def test_bad_calls_are_refused_before_any_launch(name, tuned, monkeypatch):
     def launched(*_):
         raise AssertionError("launched")
 
-    monkeypatch.setattr("triton_dist.kernels.common.launch.Launch.run", launched)
+    monkeypatch.setattr("triton_dist.runtime.launch.Launch.run", launched)
     good = GROUPED_GEMM.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1)
     arguments = good | BAD[name]
     call, options = grouped_gemm.fn, {"gemm_config": grouped_tiles()[0]}

@@ -8,21 +8,21 @@ import pytest
 import torch
 import triton
 
-from triton_dist.kernels.common import launch as launch_module
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
 )
-from triton_dist.kernels.common.launch import (
+from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.kernels.common.peers import GatheredShards
+from triton_dist.runtime import launch as launch_module
+from triton_dist.runtime.launch import (
     BoundedDict,
     Launch,
     Launcher,
     dot_precision,
     fits_descriptor,
 )
-from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.common.peers import GatheredShards
 
 TILES = triton.Config(
     {

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 
 from triton_dist.runtime import symmetric
-from triton_dist.runtime.device import cuda_ipc
+from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory
 
 
@@ -29,8 +29,8 @@ class FakeIpc:
 
     def install(self) -> FakeIpc:
         for name in ("allocate", "free", "export", "open_", "close", "free_bytes"):
-            setattr(cuda_ipc, name, self._watched(name))
-        cuda_ipc.use_gpu = lambda ordinal: None
+            setattr(cuda_driver, name, self._watched(name))
+        cuda_driver.use_gpu = lambda ordinal: None
         symmetric.HostSymmetricMemory = lambda layout, group: SharedGpuSymmetricMemory(
             layout, symmetric.current_device().torch_device, group
         )

@@ -22,7 +22,7 @@ from triton_dist._tuning import shared
 from triton_dist.errors import DeviceUnavailable, RanksFailed, SymmetricMemoryFull, TuningWarning
 from triton_dist.kernels.common import libraries
 from triton_dist.runtime import sharing, symmetric, waits
-from triton_dist.runtime.device import cuda, cuda_driver, cuda_ipc
+from triton_dist.runtime.device import cuda, cuda_driver
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.device.cuda import CudaDevice
 from triton_dist.runtime.device.place import Place, share_a_gpu, sharing_error
@@ -344,18 +344,18 @@ def test_attributes_that_a_driver_does_not_know_are_no(driver, monkeypatch):
 
 
 def test_memory_goes_through_the_driver_whole(driver):
-    cuda_ipc.use_gpu(0)
-    address = cuda_ipc.allocate((2 << 20) + 1)  # whole units: IPC shares no less
-    handle = cuda_ipc.export(address)
+    cuda_driver.use_gpu(0)
+    address = cuda_driver.allocate((2 << 20) + 1)  # whole units: IPC shares no less
+    handle = cuda_driver.export(address)
     assert len(handle) == 64
-    opened = cuda_ipc.open_(handle)
+    opened = cuda_driver.open_(handle)
     assert (address, opened) == (1 << 40, 1 << 41)
-    cuda_ipc.close(opened)
-    cuda_ipc.free(address)
-    assert cuda_ipc.free_bytes() == 123
+    cuda_driver.close(opened)
+    cuda_driver.free(address)
+    assert cuda_driver.free_bytes() == 123
     driver.status = cuda_driver.OUT_OF_MEMORY
     with pytest.raises(MemoryError, match="refused to allocate 4194304 bytes: out of memory"):
-        cuda_ipc.allocate(4 << 20)
+        cuda_driver.allocate(4 << 20)
 
 
 @pytest.mark.parametrize(

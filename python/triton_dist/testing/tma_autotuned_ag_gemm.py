@@ -9,11 +9,11 @@ import triton
 
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.kernels.common.gemm.work_items import GEMMPlan, Shards
-from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import kernel_consumer_gemm_persistent
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, dot_precision
 
 
 def every_tile() -> list[triton.Config]:

@@ -15,9 +15,9 @@ from triton_dist.errors import (
     InvalidArgument,
     RankDisagreement,
 )
-from triton_dist.kernels.common.launch import BoundedDict, fits_descriptor
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import BoundedDict, fits_descriptor
 from triton_dist.runtime.ranks import Group, group_for
 from triton_dist.runtime.triton_compat import no_device_for_kernels
 

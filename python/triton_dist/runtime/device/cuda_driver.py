@@ -1,4 +1,9 @@
-"""CUDA driver functions that torch does not expose, or only with several times the host time."""
+"""CUDA driver functions that torch does not expose, or only with several times the host time.
+
+``allocate`` to ``close`` are for memory that several processes map through CUDA IPC. Torch's blocks
+do not work: they may be parts of larger blocks, ``expandable_segments`` have no IPC handles, and
+torch frees blocks by its own reference counts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,10 @@ from typing import Any
 
 WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_LAZY_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+# Sizes are rounded up to the driver's block size: it packs smaller allocations into one block, and
+# IPC would share all of them.
+_UNIT = 2 << 20
 
 
 class IpcHandle(ctypes.Structure):
@@ -119,3 +128,56 @@ def use_context(context: int) -> None:
     call("cuCtxGetCurrent", "return the current context", ctypes.byref(current))
     if current.value is None:
         call("cuCtxSetCurrent", "use a context on another thread", context)
+
+
+def use_gpu(ordinal: int) -> None:
+    """Create a context on the GPU with this CUDA ordinal if this thread has none."""
+    use_context(primary_context(ordinal))
+
+
+def allocate(nbytes: int) -> int:
+    """Allocate at least ``nbytes`` on the current GPU and return the address.
+
+    Raises:
+        MemoryError: the GPU has too little free memory.
+    """
+    address = ctypes.c_uint64()
+    size = -(-nbytes // _UNIT) * _UNIT
+    call("cuMemAlloc_v2", f"allocate {size} bytes", ctypes.byref(address), size)
+    return address.value
+
+
+def free_bytes() -> int:
+    """Return the free memory of the current GPU."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    what = "return the size of free memory"
+    call("cuMemGetInfo_v2", what, ctypes.byref(free), ctypes.byref(total))
+    return free.value
+
+
+def free(address: int) -> None:
+    """Free memory of ``allocate``. No other process may have the memory open."""
+    call("cuMemFree_v2", "free shared memory", address)
+
+
+def export(address: int) -> bytes:
+    """Return a handle with which another process can open memory of ``allocate``."""
+    handle = IpcHandle()
+    what = "export memory by CUDA IPC"
+    call("cuIpcGetMemHandle", what, ctypes.byref(handle), address)
+    return bytes(handle)
+
+
+def open_(handle: bytes) -> int:
+    """Map another process's memory and return its address."""
+    address = ctypes.c_uint64()
+    call(
+        "cuIpcOpenMemHandle_v2", "open memory of another process by CUDA IPC",
+        ctypes.byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS,
+    )  # fmt: skip
+    return address.value
+
+
+def close(address: int) -> None:
+    """Unmap memory of ``open_``."""
+    call("cuIpcCloseMemHandle", "close shared memory", address)

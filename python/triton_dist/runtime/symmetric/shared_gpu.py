@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import DeviceUnavailable, SymmetricMemoryFull
-from triton_dist.runtime.device import cuda_ipc, current_device
+from triton_dist.runtime.device import cuda_driver, current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
 from triton_dist.runtime.symmetric import lease
 from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
@@ -45,7 +45,7 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
     def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
         self._ranks, self._device = group_for(group), device
         layout.agreed(self._ranks, None)
-        cuda_ipc.use_gpu(device.index)
+        cuda_driver.use_gpu(device.index)
         lease.end_retired()  # all ranks are here, so all have closed the memory they freed before
         with ExitStack() as cleanup:
             self._own = 0
@@ -75,18 +75,18 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
         try:
             self._own = _allocate(nbytes)
         except MemoryError as failure:
-            return _Offer(refusal=str(failure), free=cuda_ipc.free_bytes())
+            return _Offer(refusal=str(failure), free=cuda_driver.free_bytes())
         except RuntimeError as failure:
             return _Offer(refusal=str(failure))
         own = self._own
         try:
-            leased = LeaseOwner(lambda: cuda_ipc.free(own))
+            leased = LeaseOwner(lambda: cuda_driver.free(own))
         except OSError as failure:
-            cuda_ipc.free(own)
+            cuda_driver.free(own)
             return _Offer(refusal=str(failure))
         cleanup.callback(lease.retire, leased)
         try:
-            handle = cuda_ipc.export(own)
+            handle = cuda_driver.export(own)
         except RuntimeError as failure:
             return _Offer(refusal=str(failure))
         _tensor(own, nbytes, self._device).zero_()
@@ -102,10 +102,10 @@ class SharedGpuSymmetricMemory(SymmetricMemory):
                 continue
             try:
                 closing.callback(LeaseHolder(offer.lease).close)
-                address = cuda_ipc.open_(offer.handle)
+                address = cuda_driver.open_(offer.handle)
             except (OSError, RuntimeError, MemoryError) as failure:
                 return [], str(failure)
-            closing.callback(cuda_ipc.close, address)  # before the lease: last in, first out
+            closing.callback(cuda_driver.close, address)  # before the lease: last in, first out
             addresses.append(address)
         return addresses, ""
 
@@ -133,10 +133,10 @@ def _release(mapped: ExitStack, pid: int) -> None:
 
 def _allocate(nbytes: int) -> int:
     try:
-        return cuda_ipc.allocate(nbytes)
+        return cuda_driver.allocate(nbytes)
     except MemoryError:
         torch.cuda.empty_cache()  # torch caches freed memory
-        return cuda_ipc.allocate(nbytes)
+        return cuda_driver.allocate(nbytes)
 
 
 def _raise_refusal(

@@ -20,10 +20,10 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
+from triton_dist.runtime.launch import Launch
 
 
 class PushedShards(PushedSlots):

@@ -22,7 +22,6 @@ from triton_dist.kernels.common.exchange.protocol import (
     kernel_all_gather,
     kernel_reduce_scatter,
 )
-from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.peers import (
     AWAITED,
     FLAG,
@@ -35,6 +34,7 @@ from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import weak_method
+from triton_dist.runtime.launch import Launch, Launcher
 from triton_dist.runtime.ranks import group_for
 
 MAX_CTAS: int = protocol.MAX_CTAS.value

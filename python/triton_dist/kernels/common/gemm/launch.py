@@ -32,9 +32,9 @@ from triton_dist.kernels.common.gemm.work_items import (
     SplitWorkspace,
     split_tiles,
 )
-from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
 
 # GROUP_SIZE_SHARDS that covers all shards of up to 8 ranks.
 GROUP_ALL_SHARDS = 8

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.runtime.launch import Launch
 
 _MAXIMUM = tl.constexpr(448.0)
 """Largest number of ``float8_e4m3fn``."""

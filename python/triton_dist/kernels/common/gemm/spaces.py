@@ -11,8 +11,8 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, FP8, Recipe, scaling_of
-from triton_dist.kernels.common.launch import fits_descriptor
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import fits_descriptor
 from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 

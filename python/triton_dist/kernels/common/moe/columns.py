@@ -25,10 +25,10 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.buffer import shard_elements
 from triton_dist.kernels.common.exchange.protocol import after_wait
 from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements, flag_of
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS, EpochSlots, PushedSlots
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
+from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import group_for
 
 _BLOCK_ELEMENTS, _MAX_BLOCK_N = 2048, 1024

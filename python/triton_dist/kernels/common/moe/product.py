@@ -35,11 +35,11 @@ from triton_dist.kernels.common.gemm.scales import (
 )
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
-from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
 from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.peers import GatheredShards, timeout_word_of
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, dot_precision
 
 _ALIGNMENT = 16
 

@@ -37,7 +37,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.runtime.launch import Launch
 
 RECORD_WORDS = tl.constexpr(8)
 """int32 words of a tile's record.

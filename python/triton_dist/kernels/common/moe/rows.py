@@ -10,10 +10,10 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import Recipe, ScaledKey
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.routing import BlockMap
 from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 ROWS_OF_SINGLE_TILE = 1 << 20
 """Tile height so large that each expert has a single tile."""

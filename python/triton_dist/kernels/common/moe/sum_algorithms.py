@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.columns import Columns
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
@@ -29,6 +28,7 @@ from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, RoutedSu
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.op import Algorithm, check_tiles
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 _CHUNKS = (1, 2, 4, 8)
 # Lower tiles are for products that are bound by reading the weights, which leaves no time to hide a

@@ -31,8 +31,8 @@ from triton_dist.kernels.common.exchange.protocol import (
     chunk_flag,
     notify_ranks,
 )
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import target_at
+from triton_dist.runtime.launch import Launch
 
 TOPK_EXCHANGE = "topk_exchange"
 """Name of this reduction."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.runtime.launch import Launch
 
 _BLOCK_ELEMENTS, _MAX_BLOCK_N = 2048, 1024
 

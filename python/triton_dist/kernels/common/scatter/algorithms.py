@@ -12,7 +12,6 @@ import torch
 from triton_dist.kernels.common.context import raise_first_error
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
 from triton_dist.kernels.common.gemm.scales import fits_library, library_check, library_matmul
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import SelectableAlgorithm
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
@@ -20,6 +19,7 @@ from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, num_pr
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import add_deferred
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:

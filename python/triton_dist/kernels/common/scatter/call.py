@@ -32,13 +32,13 @@ from triton_dist.kernels.common.gemm.scales import (
     scaling_of,
 )
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, fits_rows, max_rows_of_key
-from triton_dist.kernels.common.launch import dot_precision
 from triton_dist.kernels.common.op import OpCall, check_straggler, check_tiles
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     SummingContext,
     chunks_of_row_block,
 )
+from triton_dist.runtime.launch import dot_precision
 
 _CHUNKS = range(1, MAX_CHUNKS + 1)
 

@@ -76,7 +76,6 @@ from triton_dist.kernels.common.gemm.tile import (
     multiply_tile_by_pointers,
     store_tile,
 )
-from triton_dist.kernels.common.launch import Launch, fits_descriptor, normalise_strides
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
@@ -89,6 +88,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     tile_constants,
     tile_in_scatter_order,
 )
+from triton_dist.runtime.launch import Launch, fits_descriptor, normalise_strides
 
 # From this number of waves per row block, announcing a chunk without delay is worth a wait.
 _MANY_WAVES = 2

@@ -84,7 +84,6 @@ from triton_dist.kernels.common.exchange.protocol import (
 )
 from triton_dist.kernels.common.gemm.scales import NO_SCALES, Scales
 from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
-from triton_dist.kernels.common.launch import Launch, fits_descriptor, normalise_strides
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
@@ -93,6 +92,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     store_tile_by_pointers,
     tile_constants,
 )
+from triton_dist.runtime.launch import Launch, fits_descriptor, normalise_strides
 
 
 @jit

@@ -54,10 +54,10 @@ from triton_dist.kernels.common.gemm.tile import (
     operands_at,
     tile_in_group,
 )
-from triton_dist.kernels.common.launch import Launch, normalise_strides
 from triton_dist.kernels.common.scatter.algorithms import ExchangeLaunch
 from triton_dist.kernels.common.scatter.one_launch import num_programs_of, one_launch_options
 from triton_dist.kernels.common.scatter.partials import Out
+from triton_dist.runtime.launch import Launch, normalise_strides
 
 
 @jit(do_not_specialize=["M", "rank"])

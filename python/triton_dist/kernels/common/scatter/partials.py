@@ -8,7 +8,7 @@ the flags of tiles or chunks. A slot has on each rank:
     arrivals int64 [tile or chunk, source rank]: their flags, with the same writers.
     deferred int32 [SMs]: deferred tiles, written by kernels of this rank.
 
-``row_blocks.py`` and ``reduced.py`` add regions of one op each.
+The contexts of gemm_rs and gemm_ar add regions.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import tile_in_group
-from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.peers import flag_of, target_at, timeout_word_of
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     chunks_of_row_block,
     tiles_of_row_block,
 )
+from triton_dist.runtime.launch import Launch, dot_precision
 
 # Elements of all partials that are loaded per step: with 8 warps and 2 bytes, 64 registers a
 # thread.

@@ -17,7 +17,6 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import operands_at
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import flag_of, timeout_word_of
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import (
@@ -41,6 +40,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     decide_whether_to_wait,
     tile_in_scatter_order,
 )
+from triton_dist.runtime.launch import Launch
 
 # Elements that a program copies at a time: with 2 bytes and 8 warps, 64 bytes per thread.
 _COPY_ELEMENTS = 8192

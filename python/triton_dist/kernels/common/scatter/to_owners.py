@@ -12,7 +12,6 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import operands_at
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.algorithms import ScatteredLaunches
 from triton_dist.kernels.common.scatter.kernel import (
@@ -32,6 +31,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     store_tile_by_pointers,
     tile_in_scatter_order,
 )
+from triton_dist.runtime.launch import Launch
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])

@@ -31,7 +31,6 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.debugging import rank_status
-from triton_dist.kernels.common.launch import BoundedDict, Launch, Launcher
 from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.kernels.common.peers import (
     TIMEOUT_WORD,
@@ -51,6 +50,7 @@ from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Step
 from triton_dist.runtime.garbage import weak_method
+from triton_dist.runtime.launch import BoundedDict, Launch, Launcher
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import Region
 

@@ -22,11 +22,11 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.launch import BoundedDict, Launch
 from triton_dist.kernels.common.peers import Disagreements, GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, SlotMemory
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, InputRows, SetFlag, Step
+from triton_dist.runtime.launch import BoundedDict, Launch
 
 MAX_CHUNKS = 8
 """Maximum number of chunks of a shard: along its rows, or along K in a fused method."""

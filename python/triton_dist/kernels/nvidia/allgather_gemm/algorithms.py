@@ -41,7 +41,6 @@ from triton_dist.kernels.common.gemm.scales import (
     library_matmul,
     scaling_of,
 )
-from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import (
     Algorithms,
@@ -59,6 +58,7 @@ from triton_dist.kernels.nvidia.allgather_gemm.context import (
 )
 from triton_dist.runtime.capabilities import has_links_between_all_gpus
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
 
 _DEFAULT_COMM_SMS = 16
 _CHUNKS, _COMM_SMS = range(1, MAX_CHUNKS + 1), range(1, MAX_COMM_SMS + 1)

@@ -19,7 +19,6 @@ from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.scales import call_size, scaling_of
 from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
@@ -51,6 +50,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
 )
 from triton_dist.runtime.capabilities import has_links_between_all_gpus
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 EXCHANGE, COLLECTIVE = "exchange", "collective"
 """All-gathers before the GEMM: ours in one launch, and the group's."""

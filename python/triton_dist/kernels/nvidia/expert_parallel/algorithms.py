@@ -28,7 +28,6 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import FP8
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import fold_count
@@ -51,6 +50,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
 from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_dispatch_packets
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 _MAX_META, _MAX_LAYOUTS = 32, 64
 _MIN_PROGRAMS = 4

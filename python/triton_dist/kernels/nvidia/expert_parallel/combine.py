@@ -29,7 +29,6 @@ from triton_dist.kernels.common.exchange.protocol import (
     chunk_flag,
     notify_ranks,
 )
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
@@ -61,6 +60,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
 )
 from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_combine_packets
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 _COMBINE = tuple(
     LaunchParams(ctas, nbytes, chunks)

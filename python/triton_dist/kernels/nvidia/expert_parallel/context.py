@@ -28,11 +28,11 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, ExchangeBuffer
 from triton_dist.kernels.common.exchange.protocol import Packets
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.nvidia.expert_parallel import kernel, packets
 from triton_dist.kernels.nvidia.expert_parallel.kernel import kernel_expand
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 from triton_dist.runtime.ranks import Group, process_group_of
 
 MAX_EXPERTS, MAX_TOPK = 512, 16

@@ -24,9 +24,9 @@ from triton_dist.kernels.common.gemm.spaces import (
     warp_specialized_tiles,
     with_persistent,
 )
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import check_tiles, tuned
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
 
 
 def _check(A: torch.Tensor, B: torch.Tensor, scaling: Scaling = NO_SCALING) -> None:

@@ -28,7 +28,6 @@ from triton_dist.kernels.common.gemm.scales import (
     library_check,
     library_matmul,
 )
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.libraries import LibraryAlgorithm
 from triton_dist.kernels.common.op import Algorithms
 from triton_dist.kernels.common.scatter.algorithms import (
@@ -45,6 +44,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.garbage import no_garbage_collection
+from triton_dist.runtime.launch import Launch
 
 # Number of tile shapes tried with pushes. The largest tile shapes are tried with all ``_CHUNKS``.
 _NUM_PUSHED_TILES, _LARGEST_TILES = 7, 3

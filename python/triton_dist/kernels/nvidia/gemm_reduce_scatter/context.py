@@ -1,20 +1,217 @@
-"""Context of GEMM-ReduceScatter."""
+"""Context of GEMM-ReduceScatter, with its slots and the pushes of row blocks into them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import triton
 
+from triton_dist.errors import CaptureInProgress
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
-from triton_dist.kernels.common.scatter.partials import ProductLimits, SummingContext, create
-from triton_dist.kernels.common.scatter.row_blocks import PartialsBuffer
+from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.kernels.common.scatter.partials import (
+    MAX_CHUNKS,
+    Chunks,
+    ProductLimits,
+    Scatter,
+    Scattering,
+    Slot,
+    SummingContext,
+    chunks_of_row_block,
+    create,
+    slot_sizes,
+)
+from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, SlotMemory
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
+from triton_dist.runtime.launch import BoundedDict
 from triton_dist.runtime.ranks import Group
 
 EXCHANGED_BYTES = 64 << 20
 """Largest product, in bytes, of ``"one_launch"`` and ``"serial"``. Other algorithms are faster
 above."""
+
+
+class PartialsBuffer(SlotMemory):
+    """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
+
+    In addition to the regions of ``scatter/partials.py``, a slot has
+        sums fp32 [slot_stride], if ``with_sums``: GEMMs of peers add to it.
+        counters int32 [destination rank, MAX_CHUNKS]: staged tiles, counted by this rank's GEMM and
+            reset by its copy engines.
+
+    Each call uses one mode of scattering. Pushes of row blocks start from a local ``staging``
+    buffer [destination rank, slot_stride]. The GEMM fills it chunk by chunk, and a chunk is pushed
+    when its counter has reached its number of tiles.
+
+    Args:
+        with_sums: also allocate fp32 sums, for ``"add"``.
+        stream: stream for pushes of row blocks; by default a new stream.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        N: int,
+        dtype: torch.dtype,
+        with_sums: bool,
+        stream: Any,
+        group: dist.ProcessGroup | None,
+        name: str,
+    ) -> None:
+        self._device = current_device()
+        num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.slot_stride, tiles = slot_sizes(max_rows, N)
+        regions = {
+            "partials": ((num_ranks * self.slot_stride,), dtype),
+            "arrivals": ((tiles * num_ranks,), torch.int64),
+            "counters": ((num_ranks * MAX_CHUNKS,), torch.int32),
+            "deferred": ((self._device.num_sms,), torch.int32),
+        }
+        zeroed: tuple[str, ...] = ("arrivals", "counters", "deferred")
+        if with_sums:
+            regions["sums"] = ((self.slot_stride,), torch.float32)
+            zeroed += ("sums",)
+        kernels = "the GEMM that scatters"
+        disagreements = Disagreements(f"the rows of A in {name}", group)
+        slots = EpochSlots(name, regions, zeroed, kernels, group, disagreements=disagreements)
+        super().__init__(slots)
+        self.with_sums, self._N, self._dtype = with_sums, N, dtype
+        self._stream: Any = self._device.copy_stream(stream)
+        self._staging: torch.Tensor | None = None
+        # Created in advance if it needs no memory: tensors of a capture are invalid outside its
+        # graph.
+        algorithms: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
+        self._scatterings = {scatter: self._scatterings_by_slot(scatter) for scatter in algorithms}
+        self._transfers: BoundedDict[Any, Any] = BoundedDict()
+
+    def describe(self, scatter: Scatter) -> Scattering:
+        """Return the targets of the tiles of a GEMM in the current slot.
+
+        Raises:
+            CaptureInProgress: the first call with ``"row_block"`` is captured.
+        """
+        known = self._scatterings.get(scatter)
+        if known is None:
+            if self._device.is_capturing():
+                raise CaptureInProgress(
+                    "gemm_rs",
+                    "the first call that pushes row blocks allocates memory, which must outlive "
+                    "the graph. Make one such call before the capture.",
+                )
+            known = self._scatterings[scatter] = self._scatterings_by_slot(scatter)
+        return known[self.slots.index]
+
+    def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+        """Return the transfer that pushes each peer's row block of ``rows`` rows.
+
+        It pushes each chunk when its tiles are staged, and then sets the chunk's flag at the peer.
+        """
+        return self._cut(rows, config, num_chunks, self._pushes)
+
+    def products(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+        """Return (first row of A, memory, push) of each product of a call, in scatter order.
+
+        Row blocks of peers are cut as by ``pushes``. The own row block is neither cut nor pushed.
+        """
+        return self._cut(rows, config, num_chunks, self._products)
+
+    def expected(self, work_items: int) -> dict[str, list[int]]:
+        """Return the flags that a call with ``work_items`` work items per row block waits for."""
+        return {"arrivals": self.flags_of_peers(work_items)}
+
+    def free(self) -> None:
+        self._stream.close()
+        self._scatterings.clear()
+        self._transfers.clear()
+        self._staging = None
+        super().free()
+
+    def _staging_buffer(self) -> torch.Tensor:
+        """Return the staging buffer [num_ranks, slot_stride], allocated at the first push."""
+        if self._staging is None:
+            with torch.inference_mode(False):
+                self._staging = torch.empty(
+                    (self.num_ranks, self.slot_stride),
+                    dtype=self._dtype,
+                    device=self._device.torch_device,
+                )
+        return self._staging
+
+    def _scatterings_by_slot(self, scatter: Scatter) -> list[Scattering]:
+        return [self._scattering(slot, scatter) for slot in range(SLOTS)]
+
+    def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
+        partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
+        own_partial = self.rank * self.slot_stride * partials.local.element_size()
+        flags = arrivals.pointers
+        if scatter == "tile":
+            targets = partials.pointers + own_partial
+        elif scatter == "add":
+            partials = self.slots.of_slot(slot, "sums")
+            targets = partials.pointers
+        else:
+            addresses = [staged.data_ptr() for staged in self._staging_buffer()]
+            addresses[self.rank] = partials.local.data_ptr() + own_partial
+            counters = self.slots.of_slot(slot, "counters").local
+            targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
+            first_counters = [each.data_ptr() for each in counters.view(self.num_ranks, MAX_CHUNKS)]
+            flags = torch.tensor(first_counters, dtype=torch.int64, device=counters.device)
+        slot_argument = Slot(
+            partials.local, self.slot_stride, targets, flags, arrivals.local,
+            self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
+        )  # fmt: skip
+        return Scattering(scatter, self.rank, self.num_ranks, slot_argument)
+
+    def _cut(self, rows: int, config: triton.Config, num_chunks: int, make: Any) -> Any:
+        """Return ``make(rows, chunks)`` for the current slot; call it once per slot."""
+        key = (make.__name__, self.slots.index, rows, id(config), num_chunks)
+        known = self._transfers.get(key)
+        if known is None:
+            made = make(rows, chunks_of_row_block(config, rows, self._N, num_chunks))
+            # Keep the config alive, because the key contains its id.
+            known = self._transfers[key] = made, config
+        return known[0]
+
+    def _pushes(self, rows: int, chunks: Chunks) -> Any:
+        return self._device.transfer(list(self._push(chunks)), [self._stream])
+
+    def _push(self, chunks: Chunks) -> Iterable[Step]:
+        counters = self.slots["counters"].local
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            begin = 0
+            for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
+                counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
+                # Reset the counter before the next use of the slot can count again.
+                yield AwaitFlag(0, counters, counter, tiles)
+                yield SetFlag(0, counters, counter, 0)
+                yield from self._push_chunk(peer, chunk, begin, end)
+                begin = end
+
+    def _push_chunk(self, peer: int, chunk: int, begin: int, end: int) -> Iterator[Step]:
+        """Yield the copies of elements ``begin`` to ``end`` of a peer's row block, and its flag."""
+        target = self.slots["partials"].peers[peer][self.rank * self.slot_stride :]
+        yield Copy(0, target[begin:end], self._staging_buffer()[peer][begin:end])
+        flags, flag = self.slots["arrivals"].peers[peer], chunk * self.num_ranks + self.rank
+        yield Copy(0, flags[flag : flag + 1], self.slots.epoch[:1])
+
+    def _products(self, rows: int, chunks: Chunks) -> list[tuple[int, torch.Tensor, Any]]:
+        products: list[tuple[int, torch.Tensor, Any]] = []
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            for chunk, first in enumerate(range(0, rows, chunks.rows[0])):
+                begin, end = first * self._N, (first + chunks.rows[chunk]) * self._N
+                memory = self._staging_buffer()[peer][begin:end].view(-1, self._N)
+                push = [*self._push_chunk(peer, chunk, begin, end)]
+                transfer = self._device.transfer(push, [self._stream])
+                products.append((peer * rows + first, memory, transfer))
+        own = self.slots["partials"].local[self.rank * self.slot_stride :][: rows * self._N]
+        return [*products, (self.rank * rows, own.view(rows, self._N), None)]
 
 
 class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):

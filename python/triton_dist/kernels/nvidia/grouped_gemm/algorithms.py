@@ -20,7 +20,6 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, scaling_of
-from triton_dist.kernels.common.launch import BoundedDict, Launch
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
 from triton_dist.kernels.common.moe.rows import (
@@ -38,6 +37,7 @@ from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import BoundedDict, Launch
 
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
