@@ -37,7 +37,7 @@ from overlap.knobs import environment_with
 from overlap.measuring import Row, measure
 from overlap.plot import check_matplotlib
 from overlap.results import environment, software
-from overlap.shapes import DTYPE_CHOICES, NAMED, parse_numbers
+from overlap.shapes import DTYPE_CHOICES, parse_layer, parse_numbers
 from overlap.tuned_op import TunedOp
 from overlap.workload import TUNED, TUNED_AGAIN, Choice
 
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
-    parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
+    parser.add_argument("--layer", default="llama-70b-gate-up", help="a name, or N:K")
     parser.add_argument("--M", type=parse_numbers, default=[], help="further values of M")
     parser.add_argument("--M-random", type=int, default=64, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -74,7 +74,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--from-json", type=Path, help="show and draw this file")
     parser.add_argument("--again", action="store_true", help="run only the second pass")
     options = parser.parse_args(arguments)
-    options.sizes = NAMED[options.layer]
+    try:
+        options.sizes = parse_layer(options.layer)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument --layer: {error}")
     return options
 
 

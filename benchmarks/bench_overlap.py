@@ -5,6 +5,7 @@
     bash scripts/launch.sh benchmarks/bench_overlap.py --layers all --M 512,2048,8192
     bash scripts/launch.sh benchmarks/bench_overlap.py --op ag_group_gemm --routing zipf
     bash scripts/launch.sh benchmarks/bench_overlap.py --dtype fp8-row --shapes 8192:29696:8192
+    bash scripts/launch.sh benchmarks/bench_overlap.py --op gemm_rs --concurrent --mode graph
     scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
 For each shape the op is tuned, or its recorded config is used. The candidates are the winner, the
@@ -13,7 +14,9 @@ on fresh random data with outputs that contained NaN, then timed: interleaved, r
 L2, slowest rank of each sample. The winner is timed twice, under two names: smaller differences
 than between these two mean nothing.
 
-limit = max(GEMM alone, fastest transfer alone). On CPU ranks everything is scaled down.
+limit = max(GEMM alone, fastest transfer alone). ``--concurrent`` times the GEMM while each transfer
+runs on another stream, without dependencies: the lower bound where they share memory and clocks.
+On CPU ranks everything is scaled down.
 """
 
 from __future__ import annotations
@@ -65,6 +68,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
     parser.add_argument("--best", type=int, default=4, help="further recorded configs")
     parser.add_argument("--all-candidates", action="store_true", help="all unpruned configs")
+    parser.add_argument(
+        "--concurrent", action="store_true", help="time GEMM and transfer at the same time, too"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_CHOICES)
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
     parser.add_argument("--limit", type=int, default=300, help="seconds per shape, with tuning")
@@ -95,7 +101,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     modes = (options.mode or ("eager,graph" if is_cuda() else "eager")).split(",")
     rounds = options.rounds or (25 if is_cuda() else 3)
     dtype = dtype_named(options.dtype)
-    choice = Choice(options.best, options.all_candidates)
+    choice = Choice(options.best, options.all_candidates, concurrent=options.concurrent)
     trees, info = [], INFOS[options.op].with_dtype(options.dtype)
     if isinstance(info, RoutedOpInfo):
         info.routing = options.routing

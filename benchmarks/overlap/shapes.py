@@ -23,10 +23,21 @@ LAYERS = {
     "mistral-7b-gate-up": (14336, 4096),
 }
 NAMED = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
-"""The same, with what the test scripts name."""
+"""``LAYERS`` and the layers of the test scripts."""
 
 
 DTYPE_CHOICES = [*DTYPES.values(), *RECIPES]
+
+
+def parse_layer(text: str) -> tuple[int, int]:
+    """Parse the name of a layer, or ``N:K``."""
+    if text in NAMED:
+        return NAMED[text]
+    try:
+        N, K = map(int, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N:K or of {', '.join(NAMED)}") from None
+    return N, K
 
 
 def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:

@@ -22,6 +22,8 @@ class Choice:
     """All that are left after pruning, instead."""
     of_each_algorithm: bool = False
     """Number of configs of each algorithm, including the winner."""
+    concurrent: bool = False
+    """Measure also the GEMM while each transfer runs on another stream. Only for CUDA."""
 
 
 class Workload(Protocol):
