@@ -467,7 +467,7 @@ def test_a_server_that_is_killed_during_a_tuning(request, tmp_path, monkeypatch)
     ranks = job(opened(server.url, lease_seconds=60), cost=cost)
     made = requests_of(ranks[0].remote, monkeypatch)
     (said,) = called(ranks, 1, 2)
-    assert made == ["get", "take", "get", "put"]
+    assert made == ["get", "acquire_lease", "get", "put"]
     assert "ConnectionError" in said
     assert PASSWORD not in said
     assert tunings(ranks) == [2, 2]
@@ -540,7 +540,7 @@ def test_a_lease_is_released_if_the_other_ranks_do_not_get_the_result(url, monke
         monkeypatch.setattr(rank.ranks, "all_gather", all_gather)
     made = requests_of(first[0].remote, monkeypatch)
     assert [type(each) for each in interrupted(first)] == [KeyboardInterrupt] * 2
-    assert made == ["get", "take", "get", "get", "remove"]
+    assert made == ["get", "acquire_lease", "get", "get", "remove"]
 
 
 def interrupted(ranks: list[Rank]) -> list[Any]:
@@ -558,8 +558,8 @@ def test_a_lease_that_stays_delays_a_job_up_to_the_bound(url, monkeypatch, caplo
     name = first_entry(url)
     opened(url).request(lambda backend: backend.put(name, b"gone", 1000))
     lease = f"{name}.lease"
-    assert opened(url).request(lambda backend: backend.take(lease, "killed", 1000))
-    assert not opened(url).request(lambda backend: backend.take(lease, "other", 1000))
+    assert opened(url).request(lambda backend: backend.acquire_lease(lease, "killed", 1000))
+    assert not opened(url).request(lambda backend: backend.acquire_lease(lease, "other", 1000))
     slept = []
     times = {"sleep": slept.append, "monotonic": lambda: sum(slept)}
     clock = types.SimpleNamespace(**vars(time) | times)
@@ -580,7 +580,9 @@ def test_a_lease_that_stays_delays_a_job_up_to_the_bound(url, monkeypatch, caplo
 
 def test_an_expired_lease_is_taken(url):
     def take(token: str, seconds: float) -> bool:
-        return opened(url).request(lambda backend: backend.take("x/y.lease", token, seconds))
+        return opened(url).request(
+            lambda backend: backend.acquire_lease("x/y.lease", token, seconds)
+        )
 
     assert take("killed", 0.02)
     time.sleep(0.05)

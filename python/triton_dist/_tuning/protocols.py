@@ -197,15 +197,16 @@ class RemoteStore(Protocol):
     """Records that machines share. No method raises, and the time of each request is bounded."""
 
     def find(
-        self, key: Key, now: Fingerprint, accepts: Callable[[TuningRecord], bool], may_wait: bool
-    ) -> StoredRecord | None:
-        """Return an accepted record; with ``may_wait``, wait while another job tunes the key."""
+        self, key: Key, fingerprint: Fingerprint,
+        is_valid: Callable[[TuningRecord], bool], may_wait: bool,
+    ) -> StoredRecord | None:  # fmt: skip
+        """Return a valid record; with ``may_wait``, wait while another job tunes the key."""
 
     def longest_find(self, may_wait: bool) -> float:
         """Return the maximum duration of ``find`` in seconds."""
 
     def publish(self, record: TuningRecord) -> None: ...
-    def release(self, key: Key, now: Fingerprint) -> None:
+    def release(self, key: Key, fingerprint: Fingerprint) -> None:
         """Let other jobs tune the key, after the tuning that follows :meth:`find`."""
 
 

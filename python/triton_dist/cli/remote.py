@@ -90,7 +90,7 @@ def _status(store: RemoteStore) -> int:
     store.request(lambda backend: backend.get(probe, 1))
     milliseconds = 1e3 * (time.monotonic() - begin)
     if not store.read_only:
-        store.request(lambda backend: backend.take(probe, "probe", 1.0))
+        store.request(lambda backend: backend.acquire_lease(probe, "probe", 1.0))
         store.request(lambda backend: backend.remove(probe))
     access = "read-only" if store.read_only else "read, write and lease"
     signed = "signed" if knobs.autotune_remote_key.get() else "not signed"

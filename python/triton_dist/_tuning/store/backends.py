@@ -72,8 +72,8 @@ class _Redis:
         found = self._client.scan_iter(match=f"{start}*", count=1000)
         return [str(each, "ascii", "replace") for each in found]
 
-    def take(self, name: str, token: str, seconds: float) -> bool:
-        """Create a lease that expires after ``seconds``; return ``False`` if it is taken."""
+    def acquire_lease(self, name: str, token: str, seconds: float) -> bool:
+        """Create a lease for ``seconds``. Return ``False`` if another job holds the lease."""
         return bool(self._client.set(name, token, nx=True, px=max(1, int(seconds * 1000))))
 
     def remove(self, name: str) -> None:
@@ -117,7 +117,7 @@ class _Files:
         found = self._fs.find(f"{self._root}/{start}".rstrip("/"))
         return [path[path.rindex(start) :] for path in found]
 
-    def take(self, name: str, token: str, seconds: float) -> bool:
+    def acquire_lease(self, name: str, token: str, seconds: float) -> bool:
         path = f"{self._root}/{name}"
         for _ in range(2):
             with suppress(FileExistsError):

@@ -43,7 +43,7 @@ class ReadOnlyStore:
         self._known: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
         """Records from :meth:`records`, by path, with the state of the file."""
         self._warned: set[Path] = set()
-        self._refused: set[str] = set()
+        self._failed_operations: set[str] = set()
 
     def path(self, key: Key) -> Path:
         """Return the path for a record of ``key``, whether or not the file exists."""
@@ -152,11 +152,11 @@ class ReadOnlyStore:
         The file system usually refuses all records of a folder. The first error of each operation
         is a warning, unless this file has had a warning. Further errors are only logged.
         """
-        if operation in self._refused:
+        if operation in self._failed_operations:
             logging.getLogger("triton_dist.cache").info("%s %s", path, what)
         else:
             self._warn(path, what)
-        self._refused.add(operation)
+        self._failed_operations.add(operation)
         self._warned.add(path)
 
 

@@ -78,7 +78,7 @@ class RemoteStore:
         if self.read_only:
             self.lease_seconds = 0.0
         self._backend: Backend | None = None
-        self._refused: set[str] = set()
+        self._disabled_operations: set[str] = set()
         self._warned: set[str] = set()
         self._leases: dict[str, str] = {}
         """Tokens of the leases that this process holds, by name of the entry."""
@@ -89,28 +89,30 @@ class RemoteStore:
         return self.lease_seconds + 4 * self._seconds if may_wait else 2 * self._seconds
 
     def find(
-        self, key: Key, now: Fingerprint, accepts: Callable[[TuningRecord], bool], may_wait: bool
-    ) -> StoredRecord | None:
-        """Return the record of ``key`` if ``accepts(record)`` is true, else ``None``.
+        self, key: Key, fingerprint: Fingerprint,
+        is_valid: Callable[[TuningRecord], bool], may_wait: bool,
+    ) -> StoredRecord | None:  # fmt: skip
+        """Return the record of ``key`` if ``is_valid(record)`` is true, else ``None``.
 
         Without such a record the caller tunes. If ``may_wait`` is true and leases are on, first
         take the lease of this key, or wait at most ``lease_seconds`` for the record of the job that
         holds it.
         """
-        name = entry_name(key, now)
+        name = entry_name(key, fingerprint)
         lease, token, seconds = f"{name}.lease", secrets.token_hex(8), self.lease_seconds
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
         while True:
             record = self._attempt("read", lambda: self.read(name))
-            if record is not None and accepts(record):
-                self.release(key, now)
+            if record is not None and is_valid(record):
+                self.release(key, fingerprint)
                 return StoredRecord(record, f"{self.url}/{name}")
             if name in self._leases or not (may_wait and seconds):
                 return None
-            taken = self._attempt(
-                "lease", lambda: self.request(lambda backend: backend.take(lease, token, seconds))
+            acquired = self._attempt(
+                "lease",
+                lambda: self.request(lambda backend: backend.acquire_lease(lease, token, seconds)),
             )
-            if taken:
+            if acquired:
                 # Read again: another job may have published between the look-up and the lease.
                 self._leases[name] = token
                 continue
@@ -118,7 +120,7 @@ class RemoteStore:
                 log = logging.getLogger("triton_dist.cache")
                 log.info("%s/%s: waiting for another job, %g s at most", self.url, name, seconds)
             left = deadline - time.monotonic()
-            if taken is None or left <= 0:  # ``None``: the store failed
+            if acquired is None or left <= 0:  # ``None``: the store failed
                 return None
             time.sleep(min(pause, left))
             pause = min(1.5 * pause, _LONGEST_PAUSE)
@@ -128,9 +130,9 @@ class RemoteStore:
         if not self.read_only:
             self._attempt("write", lambda: self.write(record))
 
-    def release(self, key: Key, now: Fingerprint) -> None:
+    def release(self, key: Key, fingerprint: Fingerprint) -> None:
         """Release the lease of this key, if this process holds it."""
-        name = entry_name(key, now)
+        name = entry_name(key, fingerprint)
         token = self._leases.pop(name, "").encode()
 
         def remove(backend: Backend) -> None:
@@ -206,16 +208,16 @@ class RemoteStore:
 
     def _attempt(self, operation: str, request: Callable[[], T]) -> T | None:
         """Return the result of a request, or ``None`` with a warning if it fails."""
-        if operation in self._refused:
+        if operation in self._disabled_operations:
             return None
         try:
             return request()
         except (OSError, ValueError) as error:  # DamagedEntry is a ValueError
             if isinstance(error, ConnectionError) or operation == "read":
-                self._refused |= {"read", "write", "lease"}
+                self._disabled_operations |= {"read", "write", "lease"}
                 ending = "This process continues without it"
             else:
-                self._refused.add(operation)
+                self._disabled_operations.add(operation)
                 ending = f"This process makes no further {operation} requests"
             warn(f"{str(error).rstrip('.')}. {ending}", CacheWarning)
         return None
@@ -254,9 +256,9 @@ class RemoteStore:
         )
 
 
-def entry_name(key: Key, now: Fingerprint) -> str:
-    """Return the name of the entry for a record of ``key`` with the fingerprint ``now``."""
-    return f"{_NAMESPACE}{_folder(key.function_name)}/{key.digest}-{now.digest}"
+def entry_name(key: Key, fingerprint: Fingerprint) -> str:
+    """Return the name of the entry for a record of ``key`` with this fingerprint."""
+    return f"{_NAMESPACE}{_folder(key.function_name)}/{key.digest}-{fingerprint.digest}"
 
 
 def _folder(function: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.nvidia.low_latency_all_to_all import RowContext, locate
+from triton_dist.kernels.nvidia.low_latency_all_to_all import RowContext, chunk_of_rows
 
 
 class AllToAllContext(RowContext):
@@ -72,7 +72,7 @@ class AllToAllContext(RowContext):
         expert = torch.arange(self.nsplits, device=rows.device)
         if not rank_in_row:
             expert = expert % self.world_size * self.ne + expert // self.world_size
-        row, chunk, within, is_used = locate(splits, len(rows))
+        row, chunk, within, is_used = chunk_of_rows(splits, len(rows))
         if offsets is not None:
             row = torch.where(is_used, offsets[chunk] + within, 0)
             rows = rows.view(self.wire_dtype)[row]
@@ -83,7 +83,7 @@ class AllToAllContext(RowContext):
         offsets_out = (sizes.cumsum(0) - sizes)[:, None] + splits_out.cumsum(1) - splits_out
         # Positions of received rows are sorted by expert, then by rank.
         rows_in = received.row_of_position
-        _, chunk, within, is_used = locate(received.counts.flatten(), len(rows_in))
+        _, chunk, within, is_used = chunk_of_rows(received.counts.flatten(), len(rows_in))
         first = (offsets_out if rank_in_row else offsets_out.t()).flatten()[chunk]
         # Positions without a place write to one extra element, which is cut off below.
         place = torch.where(is_used, first + within, len(out)).clamp(max=len(out))

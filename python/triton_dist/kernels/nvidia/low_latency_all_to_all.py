@@ -46,7 +46,7 @@ class RowContext:
         self.ep.finalize()
 
 
-def locate(splits: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+def chunk_of_rows(splits: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     """Return rows 0 to ``size`` - 1, the chunk of each, its index in the chunk, and whether it is
     in a chunk.
     """
@@ -103,7 +103,7 @@ def fast_all_to_all(
           next call;
         * [WORLD_SIZE * max_m], their scales, or ``None``.
     """
-    _, expert, _, is_used = locate(send_split_cumsum.diff(), len(send_tensor))
+    _, expert, _, is_used = chunk_of_rows(send_split_cumsum.diff(), len(send_tensor))
     expert = torch.where(is_used, expert, -1).int()
     received = ctx.send(send_tensor, expert, send_scale)
     scales = None

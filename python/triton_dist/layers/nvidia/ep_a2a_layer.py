@@ -14,7 +14,7 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import create_ep_context, ep_combine, ep_dispatch
 from triton_dist.kernels.nvidia.expert_parallel import EPContext, Received
-from triton_dist.kernels.nvidia.low_latency_all_to_all import locate
+from triton_dist.kernels.nvidia.low_latency_all_to_all import chunk_of_rows
 
 
 def masked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ class EPLowLatencyAllToAllLayer:
             quantise=self.online_quant_fp8 and send_scales is None,
         )  # fmt: skip
         counts = received.counts.sum(1, dtype=torch.int32)
-        _, expert, within, is_used = locate(counts, len(received.row_of_position))
+        _, expert, within, is_used = chunk_of_rows(counts, len(received.row_of_position))
         places, size = expert * self.rows_per_expert + within, len(counts) * self.rows_per_expert
         has_place = is_used & (within < self.rows_per_expert)
         # Positions without a place write to one extra row, which is cut off below.
