@@ -312,6 +312,7 @@ class GEMMReduceScatter(SummedGEMM):
     algorithms = (
         {"algorithm": "fused", "reduce_st": False},
         {"algorithm": "copy_engine", "reduce_st": False, "num_chunks": 3},
+        {"algorithm": "row_blocks", "reduce_st": False, "num_chunks": 2},
         {"algorithm": "one_launch", "reduce_st": False},
         {"algorithm": "fused", "reduce_st": True},
         {"algorithm": "serial", "reduce_st": False},
@@ -322,7 +323,7 @@ class GEMMReduceScatter(SummedGEMM):
     in_turn, in_trials = (FUSED, FUSED, EXCHANGED, ROW_BLOCKS), (EXCHANGED, FUSED)
     looks = (1, 0, 0, 0, 1, 1, 1, 0)
     overdue = (
-        *("gemm_rs.arrivals",) * 4,
+        *("gemm_rs.arrivals",) * 6,
         *("the exchange of gemm_rs.arrivals",) * 2,
         *("gemm_rs.arrivals",) * 2,
         *("the exchange of gemm_rs.arrivals",) * 2,

@@ -58,7 +58,7 @@ def test_what_is_pruned():
     rows = 8 * max(config.kwargs["BLOCK_SIZE_M"] for config in get_config_space())
     A, B = torch.empty(2 * rows, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
     space = [*config_space(), {"algorithm": "collective"}]
-    space = [config for config in space if config["algorithm"] != "row_blocks"]  # for fp8
+    space = [config for config in space if config["algorithm"] != "row_blocks"]  # tested below
 
     def left(num_ranks, reduce_st=False):
         ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=reduce_st)
@@ -77,18 +77,19 @@ def test_what_is_pruned():
     assert {config.get("num_chunks") for config in few} == {1, None}
 
 
-def test_row_blocks_are_for_large_fp8_products():
+def test_row_blocks_are_for_large_products_in_fp8_or_on_more_than_two_ranks():
     space = [config for config in config_space() if config["algorithm"] == "row_blocks"]
     ctx, scale = SimpleNamespace(num_ranks=2, reduce_st=False), torch.ones(1)
 
-    def left(num_blocks, dtype=torch.float8_e4m3fn):
-        A = torch.empty(2 * 128 * num_blocks, 16, dtype=dtype)
+    def left(num_ranks, dtype=torch.float8_e4m3fn, rows=128):
+        ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=False)
+        A = torch.empty(num_ranks * rows, 16, dtype=dtype)
         B = torch.empty(128 * current_device().num_sms, 16, dtype=dtype).t()
         scales = {"A_scale": scale, "B_scale": scale} if dtype.itemsize == 1 else {}
         return [config["num_chunks"] for config in space if prune_fn(config, A, B, ctx, **scales)]
 
-    assert left(1) == [1, 2]
-    assert left(1, torch.float16) == []
+    assert left(2) == left(4) == left(4, torch.float16) == [1, 2]
+    assert left(2, torch.float16) == left(4, torch.float16, rows=127) == []
     B = torch.empty(64, 16, dtype=torch.float8_e4m3fn).t()
     assert not prune_fn(space[0], B.t(), B, ctx, A_scale=scale, B_scale=scale)
 

@@ -245,7 +245,8 @@ class RowBlocks(_OverlappedReduceScatter):
     """Multiply one row block after another by ``scaled_mm`` or ``torch.matmul``.
 
     A copy engine pushes each product during the next product. For fp8, whose fastest kernels cannot
-    send tiles.
+    send tiles; for other dtypes on more than two ranks, where a tile kernel slows down while the
+    engine reads its results.
     """
 
     name, tunables = "row_blocks", ("num_chunks",)
@@ -259,7 +260,7 @@ class RowBlocks(_OverlappedReduceScatter):
         # The product of a row block must occupy all SMs.
         has_work = rows * B.shape[1] >= _MIN_ELEMENTS_PER_SM * current_device().num_sms
         return (
-            A.dtype in FP8
+            (A.dtype in FP8 or sizes.num_ranks > 2)
             and has_work
             and fits_library(A, B, sizes.scaling)
             and sizes.has_chunks({**config, "gemm_config": _sum_tiles()}, rows)
