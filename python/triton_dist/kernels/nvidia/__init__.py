@@ -90,6 +90,12 @@ from triton_dist.kernels.nvidia.reduce_scatter import (
     create_reduce_scatter_ctx,
     reduce_scatter,
 )
+from triton_dist.kernels.nvidia.ulysses import (
+    UlyssesContext,
+    create_ulysses_context,
+    ulysses_post_attn,
+    ulysses_pre_attn,
+)
 
 __all__ = [
     "AllGatherContext",
@@ -108,6 +114,7 @@ __all__ = [
     "ReduceScatterContext",
     "ReduceScatterMethod",
     "LibraryAlgorithm",
+    "UlyssesContext",
     "ag_gemm",
     "ag_group_gemm",
     "all_gather",
@@ -124,6 +131,7 @@ __all__ = [
     "create_moe_ar_context",
     "create_moe_rs_context",
     "create_reduce_scatter_ctx",
+    "create_ulysses_context",
     "ep_combine",
     "ep_dispatch",
     "ep_send",
@@ -142,4 +150,6 @@ __all__ = [
     "run_moe_reduce_rs",
     "run_moe_reduce_rs_triton_non_overlap",
     "to_allreduce_method",
+    "ulysses_post_attn",
+    "ulysses_pre_attn",
 ]

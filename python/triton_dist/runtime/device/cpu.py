@@ -228,8 +228,10 @@ class CpuTransfer:
         self._steps, self._streams = steps, streams
         self._has_kernel = True
 
-    def start(self, own: torch.Tensor, current: int) -> None:
-        self._queue(own.detach())  # detached: autograd must not track the copies
+    def start(self, own: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
+        tensors = own if isinstance(own, tuple) else (own,)
+        # Detached: autograd must not track the copies.
+        self._queue(tuple(each.detach() for each in tensors))
 
     def fork(self, current: int) -> None:
         """Queue the steps, before the launch of the kernel whose flags they await.
@@ -238,7 +240,7 @@ class CpuTransfer:
         that other ranks send by these steps.
         """
         self._has_kernel = False
-        self._queue(None)
+        self._queue(())
 
     def queue(self) -> None:
         """Note that the kernel whose flags the steps await has run."""
@@ -252,15 +254,15 @@ class CpuTransfer:
                 stream.abandon()
             stream.join_current()
 
-    def _queue(self, own: torch.Tensor | None) -> None:
-        """Queue the steps. ``own`` is the tensor that ``InputRows`` refers to."""
+    def _queue(self, own: tuple[torch.Tensor, ...]) -> None:
+        """Queue the steps. ``own`` are the tensors that ``InputRows`` refers to."""
         for step in self._steps:
             stream = self._streams[step.stream]
             if isinstance(step, Copy):
                 source = step.source
                 if isinstance(source, InputRows):
-                    assert own is not None
-                    source = own[source.first : source.end]
+                    rows = own[source.tensor][source.first : source.end]
+                    source = rows if source.columns is None else rows[:, slice(*source.columns)]
                 stream.copy(step.destination, source)
             elif isinstance(step, AwaitFlag):
                 stream.wait_flag(step.flags, step.index, step.value)

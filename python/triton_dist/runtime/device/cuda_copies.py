@@ -53,9 +53,11 @@ class CudaTransfer:
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
         # Values that change between starts: the caller's stream, and the address of each
-        # ``InputRows``. Keys of the latter: (first row, byte offset).
+        # ``InputRows``. Keys of the latter: (tensor, first row, byte offset).
         self._current = ctypes.c_void_p()
-        self._input_addresses: dict[tuple[int, int], ctypes.c_uint64] = {}
+        self._input_addresses: dict[tuple[int, int, int], ctypes.c_uint64] = {}
+        # Copies of columns, with their tensor, first row, and offset of the column in bytes.
+        self._pitched: list[tuple[cuda_driver.Memcpy2D, int, int, int]] = []
         self._streams = tuple(streams)  # keeps their events and memory alive
         begun = streams[0].begun
         self._fork = [_call("cuEventRecord", begun, self._current)]
@@ -81,6 +83,9 @@ class CudaTransfer:
 
     def _copy(self, step: Copy, stream: CudaCopyStream) -> Iterator[_Call]:
         destination, nbytes = step.destination.data_ptr(), step.destination.nbytes
+        if isinstance(step.source, InputRows) and step.source.columns is not None:
+            yield from self._copy_columns(step.destination, step.source, stream)
+            return
         if stream.staging is None:
             source = self._address(step.source, 0)
             yield _call("cuMemcpyDtoDAsync_v2", destination, source, nbytes, stream.handle)
@@ -91,16 +96,50 @@ class CudaTransfer:
             yield _call("cuMemcpyDtoHAsync_v2", staging, source, size, stream.handle)
             yield _call("cuMemcpyHtoDAsync_v2", destination + begin, staging, size, stream.handle)
 
+    def _copy_columns(
+        self, destination: torch.Tensor, source: InputRows, stream: CudaCopyStream
+    ) -> Iterator[_Call]:
+        """Copy columns of rows to the contiguous ``destination``."""
+        assert source.columns is not None
+        item, rows = destination.element_size(), source.end - source.first
+        width, column = destination.shape[1] * item, source.columns[0] * item
+        staging = stream.staging
+        most = rows if staging is None else max(1, staging.nbytes // width)
+        for begin in range(0, rows, most):
+            size, address = min(most, rows - begin), destination.data_ptr() + begin * width
+            copy = cuda_driver.Memcpy2D(
+                source_type=cuda_driver.MEMORY_DEVICE, target_type=cuda_driver.MEMORY_DEVICE,
+                target_device=address, target_pitch=width, width=width, height=size,
+            )  # fmt: skip
+            if staging is not None:
+                copy.target_type, copy.target_host = cuda_driver.MEMORY_HOST, staging.data_ptr()
+            self._pitched.append((copy, source.tensor, source.first + begin, column))
+            yield _call("cuMemcpy2DAsync_v2", ctypes.pointer(copy), stream.handle)
+            if staging is not None:
+                nbytes, host = size * width, staging.data_ptr()
+                yield _call("cuMemcpyHtoDAsync_v2", address, host, nbytes, stream.handle)
+
     def _address(self, source: torch.Tensor | InputRows, begin: int) -> Any:
         if isinstance(source, InputRows):
-            return self._input_addresses.setdefault((source.first, begin), ctypes.c_uint64())
+            key = source.tensor, source.first, begin
+            return self._input_addresses.setdefault(key, ctypes.c_uint64())
         return source.data_ptr() + begin
 
-    def start(self, source: torch.Tensor, current: int) -> None:
-        """Queue the steps after the work of stream ``current``. ``source`` is contiguous."""
-        base, row_bytes = source.data_ptr(), source.shape[1] * source.element_size()
-        for (first, begin), cell in self._input_addresses.items():
+    def start(self, source: torch.Tensor | tuple[torch.Tensor, ...], current: int) -> None:
+        """Queue the steps after the work of stream ``current``.
+
+        ``source``: the tensor or tensors that ``InputRows`` refers to; contiguous, unless steps
+        copy columns.
+        """
+        tensors = source if isinstance(source, tuple) else (source,)
+        bases = [(x.data_ptr(), x.shape[1] * x.element_size()) for x in tensors]
+        for (tensor, first, begin), cell in self._input_addresses.items():
+            base, row_bytes = bases[tensor]
             cell.value = base + first * row_bytes + begin
+        for copy, tensor, first, column in self._pitched:
+            pitch = tensors[tensor].stride(0) * tensors[tensor].element_size()
+            copy.source_device = bases[tensor][0] + first * pitch + column
+            copy.source_pitch = pitch
         self.fork(current)
         self.queue()
 

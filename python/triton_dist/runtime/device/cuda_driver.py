@@ -32,6 +32,22 @@ class Uuid(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_uint8 * 16),)
 
 
+class Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D: rows of ``width`` bytes."""
+
+    _fields_ = tuple(
+        (f"{side}_{name}", kind)
+        for side in ("source", "target")
+        for name, kind in (
+            ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint),
+            ("host", ctypes.c_void_p), ("device", ctypes.c_uint64), ("array", ctypes.c_void_p),
+            ("pitch", ctypes.c_size_t),
+        )
+    ) + (("width", ctypes.c_size_t), ("height", ctypes.c_size_t))  # fmt: skip
+
+
+MEMORY_HOST, MEMORY_DEVICE = 1, 2  # CUmemorytype
+
 # Handles (streams, events, functions) are c_void_p, device addresses c_uint64.
 _HANDLE, _ADDRESS, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
@@ -61,6 +77,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuMemFree_v2": (_ADDRESS,),
     # free, total
     "cuMemGetInfo_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)),
+    "cuMemcpy2DAsync_v2": (ctypes.POINTER(Memcpy2D), _HANDLE),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
     "cuMemcpyDtoHAsync_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t, _HANDLE),
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, _HANDLE),

@@ -10,15 +10,22 @@ import torch
 
 @dataclass(frozen=True)
 class InputRows:
-    """Rows ``first`` to ``end - 1`` of the tensor that the transfer's ``start`` receives."""
+    """Rows ``first`` to ``end - 1`` of a tensor that the transfer's ``start`` receives.
+
+    Attributes:
+        columns: first column and end; ``None``: full rows of a contiguous tensor.
+        tensor: index of the tensor, if ``start`` receives several.
+    """
 
     first: int
     end: int
+    columns: tuple[int, int] | None = None
+    tensor: int = 0
 
 
 @dataclass(frozen=True)
 class Copy:
-    """``destination.copy_(source)``; both contiguous, with equal shape and dtype."""
+    """``destination.copy_(source)``, with equal shape and dtype; contiguous, except for columns."""
 
     stream: int
     destination: torch.Tensor

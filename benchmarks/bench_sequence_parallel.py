@@ -1,0 +1,156 @@
+"""Compare the sequence-parallel ops with NCCL, in CUDA graphs.
+
+    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --quick
+    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --ops pre --tokens 8000,16384 \
+        --heads 32/32,32/8 --verbose
+    bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --tokens-random 40 --best 4
+
+The baseline of the Ulysses ops is NCCL's all-to-all between two permutations; their limit is the
+bytes that a rank sends, at --link GB/s. Every result is compared with the baseline. Calls are
+interleaved, with a cold L2 cache; a sample is the slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap.any_m import random_sizes
+
+from triton_dist.kernels.nvidia import create_ulysses_context, ulysses_post_attn, ulysses_pre_attn
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.timing import captured, interleaved
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+LIBRARY = "library"
+
+
+def shown(config: Mapping[str, Any]) -> str:
+    return " ".join(str(value) for value in config.values())
+
+
+def configs(op: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the configs of our algorithms to measure."""
+    space = [each for each in op.config_space if each["algorithm"] != "collective"]
+    if options.quick:
+        space = [each for each in space if each["num_chunks"] in (1, 4)]
+        space = [each for each in space if each["num_ctas"] in (32, 128)]
+        space = [each for each in space if each["block_bytes"] == 16384 or each["num_chunks"] == 4]
+    return space[: options.best] if options.best else space
+
+
+def measure(
+    op: Any, call: Callable[..., Any], limit_us: float, options: argparse.Namespace, name: str
+) -> tuple[float, float]:
+    """Check, capture and time the configs of ``op``; return the best and the library's time."""
+    want = call(algorithm="collective")
+    calls: dict[str, Callable[[], Any]] = {LIBRARY: lambda: call(algorithm="collective")}
+    for config in configs(op, options):
+        found = call(**config)
+        wrong = [i for i, (a, b) in enumerate(zip(found, want, strict=True)) if not a.equal(b)]
+        verdict: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(verdict, wrong)
+        if any(verdict):
+            log(f"  WRONG {name} {shown(config)}: tensors {verdict}")
+            continue
+        calls[shown(config)] = lambda c=config: call(**c)
+    graphs = {each: captured(calls[each]) for each in calls}
+    samples = interleaved(graphs, options.rounds)
+    times = {each: sample.median * 1e3 for each, sample in samples.items()}
+    ours = {each: times[each] for each in times if each != LIBRARY} or times
+    best = min(ours, key=ours.__getitem__)
+    log(
+        f"  {name:5} {times[best]:8.1f} us ({best}); limit {limit_us:.1f}, "
+        f"{times[best] / limit_us:.2f} x; library {times[LIBRARY]:.1f} "
+        f"({times[LIBRARY] / times[best]:.2f} x)"
+    )
+    if options.verbose:
+        for each, microseconds in sorted(times.items(), key=lambda item: item[1]):
+            log(f"      {microseconds:8.1f} {each}")
+    return times[best], times[LIBRARY]
+
+
+def ulysses(tokens: int, heads: tuple[int, int], options: argparse.Namespace) -> list[float]:
+    """Measure both Ulysses ops; return the speed relative to the library."""
+    rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    device, dim = current_device().torch_device, options.dim
+    ratios = []
+    local = tokens // size
+    q, k, v = (
+        torch.randn(1, local, n, dim, device=device, dtype=dtype) for n in (heads[0], *heads[1:] * 2)
+    )
+    o = torch.randn(1, local * size, heads[0] // size, dim, device=device, dtype=dtype)
+    with create_ulysses_context(
+        rank, size, size, local * size, *heads, dim, dtype
+    ) as ctx:
+        share = local * dim * 2 * (size - 1) / size / options.link / 1e3
+        for name, op, call, width in (
+            ("pre", ulysses_pre_attn, lambda **c: ulysses_pre_attn.fn(q, k, v, ctx, **c),
+             heads[0] + 2 * max(heads[1], size)),
+            ("post", ulysses_post_attn, lambda **c: ulysses_post_attn.fn(o, ctx, **c), heads[0]),
+        ):  # fmt: skip
+            if name in options.ops.split(","):
+                ours, library = measure(op, call, share * width, options, name)
+                ratios.append(library / ours)
+        ctx.check()
+    return ratios
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", default="pre,post", help="some of: %(default)s")
+    parser.add_argument("--tokens", default="8000,16384", help="of all ranks")
+    parser.add_argument("--tokens-random", type=int, metavar="N", help="measure N random numbers")
+    parser.add_argument("--heads", default="32/32,32/8", help="q heads / KV heads")
+    parser.add_argument("--dim", type=int, default=128, help="elements of a head")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no row after this time")
+    parser.add_argument("--quick", action="store_true", help="few configs")
+    parser.add_argument("--best", type=int, default=0, help="only the first configs")
+    parser.add_argument("--rounds", type=int, default=25 if is_cuda() else 1)
+    parser.add_argument("--link", type=float, default=375.0, help="GB/s, one direction")
+    parser.add_argument("--limit", type=int, default=300, help="seconds per row")
+    parser.add_argument("--scale", type=int, default=1 if is_cuda() else 256, help="divide tokens")
+    parser.add_argument("--verbose", action="store_true", help="list every config")
+    return parser.parse_args(arguments)
+
+
+def log(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    initialize_distributed()
+    size, start, ratios = dist.get_world_size(), time.perf_counter(), []
+    numbers = [int(text) for text in options.tokens.split(",")]
+    if options.tokens_random:
+        numbers = [max(64, n) for n in random_sizes(options.tokens_random, 32768, 0)]
+    for tokens in numbers:
+        for text in options.heads.split(","):
+            spent = [time.perf_counter() - start]
+            dist.broadcast_object_list(spent, 0)
+            if spent[0] > 60 * options.minutes:
+                continue
+            # A rank that hangs prints its stacks and ends.
+            faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
+            q_heads, kv_heads = map(int, text.split("/"))
+            number = max(1, tokens // options.scale // size) * size
+            log(f"{number} tokens, {text} heads of {options.dim}, {size} ranks")
+            ratios += ulysses(number, (q_heads, kv_heads), options)
+            faulthandler.cancel_dump_traceback_later()
+    if ratios:
+        log(f"worst {min(ratios):.2f} x the library, {sum(r < 0.98 for r in ratios)} below 0.98")
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Context of the Ulysses ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.collective.pushed import PushedShards
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    OpContext,
+    agree_to_create,
+    group_checks,
+    int_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
+from triton_dist.kernels.common.launch import BoundedDict
+from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.runtime.ranks import Group, process_group_of
+
+
+class UlyssesContext(OpContext[ExchangeBuffer]):
+    """Symmetric memory of ``ulysses_pre_attn`` and ``ulysses_post_attn``. A context manager."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_local_tokens: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__("ulysses", group)
+        self.max_tokens, self.max_local_tokens = max_tokens, max_local_tokens
+        self.q_heads, self.kv_heads, self.head_dims = q_heads, kv_heads, head_dims
+        self.dtype = dtype
+        self.replicas = max(1, self.num_ranks // kv_heads)
+        """Ranks that share a KV head."""
+        head_dim, v_head_dim = head_dims
+        local_kv = max(1, kv_heads // self.num_ranks)
+        self.widths = (
+            q_heads // self.num_ranks * max(head_dims), local_kv * head_dim, local_kv * v_head_dim
+        )  # fmt: skip
+        """Largest number of elements of a token of q, k and v on this rank after the exchange."""
+        tokens = max(max_tokens, self.num_ranks * max_local_tokens)
+        nbytes = tokens * sum(self.widths) * dtype.itemsize if self.num_ranks > 1 else 1
+        disagreements = Disagreements("digest of shapes and seq_lens of a Ulysses op", group)
+        with self.allocating() as add:
+            self.buffer = add(ExchangeBuffer(nbytes, group, "ulysses", 0, disagreements))
+            shard_bytes = -(-nbytes // (16 * self.num_ranks)) * 16
+            self.pushed = add(PushedShards(shard_bytes, group, "ulysses", disagreements))
+        self._lengths: BoundedDict[tuple[int, ...], torch.Tensor] = BoundedDict()
+
+    def lengths(self, seq_lens: tuple[int, ...]) -> torch.Tensor:
+        """Return ``seq_lens`` and the sums of the lengths before each, int32 [2, ranks].
+
+        The first call for some lengths copies them to the device, which a capture does not allow.
+        """
+        known = self._lengths.get(seq_lens)
+        if known is None:
+            before = [sum(seq_lens[:rank]) for rank in range(self.num_ranks)]
+            device = self.device.torch_device
+            known = torch.tensor([seq_lens, before], dtype=torch.int32, device=device)
+            self._lengths[seq_lens] = known
+        return known
+
+
+def create_ulysses_context(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    v_head_dim: int | None = None,
+    max_local_tokens: int | None = None,
+    group: Group = None,
+) -> UlyssesContext:
+    """Create the context of the Ulysses ops. Collective over ``group``.
+
+    Allocates per rank about 4 times the bytes of the largest q, k and v of a rank.
+
+    Args:
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        max_tokens: largest number of tokens of all ranks, over all batches.
+        q_heads: heads of q, a multiple of ``world_size`` and of ``kv_heads``.
+        kv_heads: heads of k and v, a multiple or a divisor of ``world_size``.
+        head_dim: elements of a head of q and k, a multiple of 8.
+        dtype: fp16, bf16 or fp32.
+        v_head_dim: elements of a head of v; default: ``head_dim``.
+        max_local_tokens: largest number of tokens of one rank, over all batches; default: an equal
+            part of ``max_tokens``.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+    """
+    group = process_group_of(group)
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    sizes = {
+        "max_tokens": max_tokens, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim,
+        "v_head_dim": v_dim,
+    }  # fmt: skip
+
+    def checks() -> Iterator[Check]:
+        yield from int_checks(**sizes)
+        yield from group_checks(
+            group, rank, world_size=world_size, local_world_size=local_world_size
+        )
+        yield "max_tokens", max_tokens, max_tokens >= 1, "at least 1"
+        yield "kv_heads", kv_heads, kv_heads >= 1, "at least 1"
+        shares = kv_heads % world_size == 0 or world_size % kv_heads == 0
+        expected = f"a multiple or a divisor of world_size = {world_size}"
+        yield "kv_heads", kv_heads, shares, expected
+        fits = q_heads >= 1 and q_heads % world_size == 0 and q_heads % kv_heads == 0
+        expected = f"a positive multiple of world_size = {world_size} and of kv_heads = {kv_heads}"
+        yield "q_heads", q_heads, fits, expected
+        for name, dim in (("head_dim", head_dim), ("v_head_dim", v_dim)):
+            yield name, dim, dim >= 8 and dim % 8 == 0, "a positive multiple of 8"
+        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        if max_local_tokens is not None:
+            yield from int_checks(max_local_tokens=max_local_tokens)
+            fits = max_local_tokens * world_size >= max_tokens
+            expected = "None, or at least max_tokens / world_size"
+            yield "max_local_tokens", max_local_tokens, fits, expected
+
+    agree_to_create(
+        "create_ulysses_context", "a Ulysses",
+        {**sizes, "max_local_tokens": max_local_tokens or 0, "dtype": str(dtype)}, checks(), group,
+    )  # fmt: skip
+    local = -(-max_tokens // world_size) if max_local_tokens is None else max_local_tokens
+    return UlyssesContext(max_tokens, local, q_heads, kv_heads, (head_dim, v_dim), dtype, group)

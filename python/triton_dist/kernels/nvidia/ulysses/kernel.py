@@ -1,0 +1,309 @@
+"""Kernels of the Ulysses exchange; ``op.py`` describes the ops.
+
+Terms: in a *local* tensor [batch, tokens of the rank, all heads], a rank has all heads of its part
+of the sequence. In a *global* tensor [batch, all tokens, heads of the rank] it has a part of the
+heads. A call turns local tensors into global tensors (``TO_HEADS``) or the reverse. The *block* of
+a source and a target is the part that the source has before the call and the target after it: all
+batches and tokens of the local side, and the heads of the global side. A row of a block has WIDTH
+elements. KV heads that several ranks share travel to each of them; on the way back they are summed.
+
+Blocks are contiguous in the slots. Chunks cut each block along its rows, so copy engines can send
+a chunk with one copy. Flags, epochs and slots follow ``common/exchange/protocol.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.protocol import (
+    after_wait,
+    await_peers,
+    begin,
+    chunk_flag,
+    notify_ranks,
+)
+from triton_dist.kernels.common.exchange.pushed import await_pushed
+from triton_dist.kernels.common.peers import flag_of, target_at
+
+
+class Heads(NamedTuple):
+    """Tensors of a call, or their row strides in elements; ``None`` if a call has fewer."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Sequence(NamedTuple):
+    """Tokens of a call.
+
+    lengths: int32 [2, NUM_RANKS], tokens of each rank and of the ranks before it, or ``None`` if
+    all ranks have an equal number.
+    """
+
+    lengths: Any
+
+
+class UlyssesPlan(NamedTuple):
+    """Constants of a launch.
+
+    Q, K, V: elements of a row of a block, 0 without the tensor. REPLICAS: ranks that share a KV
+    head. IS_BATCHED: whether the batch size exceeds 1. The other constants are those of ``Plan``.
+    """
+
+    NUM_RANKS: Any
+    LANES: Any
+    BLOCK: Any
+    NUM_CHUNKS: Any
+    TO_HEADS: Any
+    Q: Any
+    K: Any
+    V: Any
+    REPLICAS: Any
+    IS_BATCHED: Any
+
+
+@jit
+def length_of(sequence, length, rank, plan: tl.constexpr):
+    """Return the tokens of a rank and of the ranks before it, per batch."""
+    before = rank * length
+    if sequence.lengths is not None:
+        length = tl.load(sequence.lengths + rank)
+        before = tl.load(sequence.lengths + plan.NUM_RANKS + rank)
+    return length, before
+
+
+@jit
+def block_start(source, tokens, before, batch, plan: tl.constexpr):
+    """Return the begin of the block of ``source`` in a slot, in rows of all tensors.
+
+    ``tokens`` are the tokens of the block, ``before`` those of the ranks before the source.
+    """
+    if plan.TO_HEADS:
+        return before.to(tl.int64) * batch
+    return source.to(tl.int64) * tokens * batch
+
+
+@jit
+def elements_of(round, chunk, rows, WIDTH: tl.constexpr, plan: tl.constexpr):
+    """Return first row, offsets from its begin, and mask, of this program's elements of a chunk."""
+    chunk_rows = tl.cdiv(rows, plan.NUM_CHUNKS)
+    first = chunk * chunk_rows
+    end = tl.minimum(first + chunk_rows, rows)
+    begin_of = (tl.num_programs(0).to(tl.int64) * round + tl.program_id(0)) * plan.BLOCK
+    skipped = begin_of // WIDTH
+    offset = (begin_of - skipped * WIDTH).to(tl.int32) + tl.arange(0, plan.BLOCK)
+    # In int64 and without minimum, from which the compiler knows that vectors are whole.
+    mask = tl.arange(0, plan.BLOCK) < (end - first) * WIDTH - begin_of
+    return first + skipped, offset, mask
+
+
+@jit
+def rounds_of(rows, WIDTH: tl.constexpr, plan: tl.constexpr):
+    """Return the number of blocks of BLOCK elements of each program per chunk."""
+    blocks = tl.cdiv(tl.cdiv(rows, plan.NUM_CHUNKS) * WIDTH, plan.BLOCK)
+    return tl.cdiv(blocks, tl.num_programs(0))
+
+
+@jit
+def offset_in_global(
+    first_row, offset, tokens, before, total, stride, WIDTH: tl.constexpr, plan: tl.constexpr
+):
+    """Return the offsets of elements of a block in a global tensor with ``total`` tokens."""
+    if plan.IS_BATCHED:
+        row = first_row + offset // WIDTH
+        number = row // tokens
+        row += number * (total - tokens) + before
+        return row * stride + offset % WIDTH
+    return (first_row + before) * stride + offset // WIDTH * stride + offset % WIDTH
+
+
+@jit
+def send_part(
+    x_ptr, stride, target, chunk, column, tokens, before, total, batch, WIDTH: tl.constexpr,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Store this program's elements of a chunk of a block at ``target``.
+
+    ``before``: tokens of the ranks before the target; ``column``: its first element of a row.
+    """
+    rows = batch.to(tl.int64) * tokens
+    for round in range(rounds_of(rows, WIDTH, plan)):
+        first_row, offset, mask = elements_of(round, chunk, rows, WIDTH, plan)
+        if plan.TO_HEADS:
+            source = first_row * stride + offset // WIDTH * stride + offset % WIDTH + column
+        else:
+            source = offset_in_global(
+                first_row, offset, tokens, before, total, stride, WIDTH, plan
+            )  # fmt: skip
+        x = tl.load(x_ptr + source, mask=mask)
+        tl.store(target + first_row * WIDTH + offset, x, mask=mask)
+
+
+@jit
+def send(x, strides, sequence, slots, call, chunk, length, total, batch, plan: tl.constexpr):
+    """Store a chunk of this rank's blocks in the slots of the other ranks."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    own_tokens, own_before = length_of(sequence, length, call.rank, plan)
+    for step in tl.static_range(1, NUM_RANKS):
+        peer = (call.rank + step) % NUM_RANKS
+        tokens, before = own_tokens, own_before
+        if not plan.TO_HEADS:
+            tokens, before = length_of(sequence, length, peer, plan)
+        start = block_start(call.rank, tokens, before, batch, plan) * (plan.Q + plan.K + plan.V)
+        target = target_at(slots.table, peer, slots.data) + call.offset + start
+        rows = batch.to(tl.int64) * tokens
+        send_part(
+            x.q, strides.q, target, chunk, peer * plan.Q, tokens, before, total, batch, plan.Q, plan
+        )  # fmt: skip
+        kv_head = peer // plan.REPLICAS
+        if x.k is not None:
+            send_part(
+                x.k, strides.k, target + rows * plan.Q, chunk, kv_head * plan.K, tokens, before,
+                total, batch, plan.K, plan,
+            )  # fmt: skip
+        if x.v is not None:
+            send_part(
+                x.v, strides.v, target + rows * (plan.Q + plan.K), chunk, kv_head * plan.V, tokens,
+                before, total, batch, plan.V, plan,
+            )  # fmt: skip
+
+
+@jit
+def receive_local(
+    x_ptr, stride, out_ptr, blocks_ptr, block_elements, chunk, tokens, before, total, batch, rank,
+    REPLICAS: tl.constexpr, WIDTH: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk of a local tensor: for each head, the sum over the ranks that share it.
+
+    ``blocks_ptr`` is the block of rank 0; blocks are ``block_elements`` apart. The rank's own
+    block is in x.
+    """
+    rows = batch.to(tl.int64) * tokens
+    SHARDS: tl.constexpr = plan.NUM_RANKS // REPLICAS
+    for round in range(rounds_of(rows, WIDTH, plan)):
+        first_row, offset, mask = elements_of(round, chunk, rows, WIDTH, plan)
+        own = x_ptr + offset_in_global(
+            first_row, offset, tokens, before, total, stride, WIDTH, plan
+        )  # fmt: skip
+        out = first_row * (SHARDS * WIDTH) + offset // WIDTH * (SHARDS * WIDTH) + offset % WIDTH
+        for shard in tl.static_range(SHARDS):
+            # Bypass L1, which may hold stale data.
+            for replica in tl.static_range(REPLICAS):
+                source = shard * REPLICAS + replica
+                block = blocks_ptr + source * block_elements + first_row * WIDTH + offset
+                block = tl.where(rank == source, own, block)
+                x = tl.load(block, mask=mask, cache_modifier=".cg")
+                if REPLICAS == 1:
+                    value = x
+                elif replica == 0:
+                    value = x.to(tl.float32)
+                else:
+                    value += x.to(tl.float32)
+            tl.store(out_ptr + out + shard * WIDTH, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def receive_global(
+    x_ptr, stride, out_ptr, block_ptr, chunk, tokens, before, total, batch, WIDTH: tl.constexpr,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Copy a chunk of the block at ``block_ptr`` to a global tensor; ``None``: of x."""
+    rows = batch.to(tl.int64) * tokens
+    for round in range(rounds_of(rows, WIDTH, plan)):
+        first_row, offset, mask = elements_of(round, chunk, rows, WIDTH, plan)
+        if block_ptr is None:
+            source = first_row * stride + offset // WIDTH * stride + offset % WIDTH
+            value = tl.load(x_ptr + source, mask=mask)
+        else:
+            value = tl.load(
+                block_ptr + first_row * WIDTH + offset, mask=mask, cache_modifier=".cg"
+            )  # fmt: skip
+        target = offset_in_global(first_row, offset, tokens, before, total, WIDTH, WIDTH, plan)
+        tl.store(out_ptr + target, value, mask=mask)
+
+
+@jit
+def receive(
+    x, strides, out, sequence, slots_ptr, chunk, length, total, batch, rank, plan: tl.constexpr
+):
+    """Write a chunk of each block for this rank to out, from the slot at ``slots_ptr``."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    SUM: tl.constexpr = plan.Q + plan.K + plan.V
+    kv_head = rank // plan.REPLICAS
+    if plan.TO_HEADS:
+        for step in tl.static_range(NUM_RANKS):
+            source = (rank + step) % NUM_RANKS
+            tokens, before = length_of(sequence, length, source, plan)
+            rows = batch.to(tl.int64) * tokens
+            block = slots_ptr + block_start(source, tokens, before, batch, plan) * SUM
+            k_block, v_block = block + rows * plan.Q, block + rows * (plan.Q + plan.K)
+            if step == 0:
+                block, k_block, v_block = None, None, None
+            receive_global(
+                x.q + rank * plan.Q, strides.q, out.q, block, chunk, tokens, before, total, batch,
+                plan.Q, plan,
+            )  # fmt: skip
+            if x.k is not None:
+                receive_global(
+                    x.k + kv_head * plan.K, strides.k, out.k, k_block, chunk, tokens, before, total,
+                    batch, plan.K, plan,
+                )  # fmt: skip
+            if x.v is not None:
+                receive_global(
+                    x.v + kv_head * plan.V, strides.v, out.v, v_block, chunk, tokens, before, total,
+                    batch, plan.V, plan,
+                )  # fmt: skip
+    else:
+        tokens, before = length_of(sequence, length, rank, plan)
+        rows = batch.to(tl.int64) * tokens
+        receive_local(
+            x.q, strides.q, out.q, slots_ptr, rows * SUM, chunk, tokens, before, total, batch, rank,
+            1, plan.Q, plan,
+        )  # fmt: skip
+        if x.k is not None:
+            receive_local(
+                x.k, strides.k, out.k, slots_ptr + rows * plan.Q, rows * SUM, chunk, tokens, before,
+                total, batch, rank, plan.REPLICAS, plan.K, plan,
+            )  # fmt: skip
+        if x.v is not None:
+            receive_local(
+                x.v, strides.v, out.v, slots_ptr + rows * (plan.Q + plan.K), rows * SUM, chunk,
+                tokens, before, total, batch, rank, plan.REPLICAS, plan.V, plan,
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=["length", "total", "batch", "size", "rank"])
+def kernel_exchange_heads(
+    x, strides, out, sequence, slots, peers, length, total, batch, size, rank, plan: tl.constexpr
+):
+    """Store blocks in the slots of the other ranks; write what arrives to out. Grid (programs,).
+
+    ``length``: tokens of a rank, unless ``sequence`` has lengths; ``total``: tokens of all ranks.
+    """
+    call = begin(slots, peers, size, rank, plan)
+    for chunk in range(plan.NUM_CHUNKS + 1):
+        if chunk < plan.NUM_CHUNKS:
+            send(x, strides, sequence, slots, call, chunk, length, total, batch, plan)
+            notify_ranks(call, 0, chunk_flag(call, chunk), plan)
+        if chunk >= 1:
+            token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
+            slots_ptr = slots.data + after_wait(call.offset, token)
+            receive(
+                x, strides, out, sequence, slots_ptr, chunk - 1, length, total, batch, rank, plan
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=["length", "total", "batch", "size", "rank"])
+def kernel_receive_heads(
+    x, strides, out, sequence, pushed, length, total, batch, size, rank, plan: tl.constexpr
+):
+    """Write the blocks that copy engines push to out, as they arrive. Grid (programs,)."""
+    value = flag_of(pushed.epoch, size)
+    for chunk in range(plan.NUM_CHUNKS):
+        token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
+        slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
+        receive(x, strides, out, sequence, slots_ptr, chunk, length, total, batch, rank, plan)

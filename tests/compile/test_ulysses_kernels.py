@@ -1,0 +1,64 @@
+"""The kernels of the Ulysses ops, for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix, words
+from tests.compile.test_ep_kernels import VECTOR_LOAD, VECTOR_STORE
+from triton_dist.kernels.common.exchange.protocol import Peers, Slots
+from triton_dist.kernels.nvidia.ulysses import UlyssesContext
+from triton_dist.kernels.nvidia.ulysses.algorithms import PostAttnCall, PreAttnCall
+
+
+def context(num_ranks, q_heads, kv_heads, dim=128, tokens=8000):
+    """A context without memory."""
+    region = SimpleNamespace(local=matrix(1 << 20, dtype=torch.uint8))
+    slots = {"shards": region, "arrivals": SimpleNamespace(local=words())}
+    peers = Peers(words(), words(num_ranks), words(), words())
+    exchanged = Slots(matrix(1 << 20), words(num_ranks), 1 << 19)
+    slots["epoch"] = words()
+    ctx = UlyssesContext.__new__(UlyssesContext)
+    vars(ctx).update(
+        rank=1, num_ranks=num_ranks, max_tokens=tokens, max_local_tokens=tokens, q_heads=q_heads,
+        kv_heads=kv_heads, head_dims=(dim, dim), dtype=torch.bfloat16,
+        replicas=max(1, num_ranks // kv_heads), lengths=lambda _: matrix(2, 8, dtype=torch.int32),
+        device=SimpleNamespace(torch_device=torch.device("meta")),
+        pushed=SimpleNamespace(slots=FakeSlots(slots)),
+        _buffer=SimpleNamespace(regions=lambda _: (exchanged, peers)),
+    )  # fmt: skip
+    return ctx
+
+
+class FakeSlots(dict):
+    @property
+    def epoch(self):
+        return self["epoch"]
+
+
+@pytest.mark.parametrize("algorithm", ["push", "copy_engine"])
+@pytest.mark.parametrize(
+    ("num_ranks", "q_heads", "kv_heads", "lengths", "batch"),
+    [(2, 32, 8, False, 1), (4, 32, 2, True, 2)],
+)
+def test_heads_travel_in_vectors(sm90, algorithm, num_ranks, q_heads, kv_heads, lengths, batch):
+    ctx = context(num_ranks, q_heads, kv_heads)
+    tokens = 512
+    options = {"seq_lens": [tokens] * num_ranks if lengths else None, "algorithm": algorithm}
+    options |= {"block_bytes": 16384}
+    q, k = matrix(batch, tokens, q_heads, 128), matrix(batch, tokens, kv_heads, 128)
+    pre = PreAttnCall(q, k, k, ctx, **options)
+    whole = batch, num_ranks * tokens
+    local = matrix(*whole, max(1, kv_heads // num_ranks), 128)
+    o = matrix(*whole, q_heads // num_ranks, 128)
+    post = PostAttnCall(o, ctx, local, local, **options)
+    for call in (pre, post):
+        kernel = compile_launch(call.chosen.launch(call, call.outputs()))
+        assert_fits(
+            kernel, stack_bytes=16, has=[VECTOR_LOAD, VECTOR_STORE],
+            lacks=["st.global.b16", "ld.global.b16"],
+        )  # fmt: skip
+        assert algorithm == "copy_engine" or RELEASE.search(kernel.ptx)

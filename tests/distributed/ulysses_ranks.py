@@ -1,0 +1,97 @@
+"""What every rank does in the tests of the Ulysses ops, on CPU ranks and on GPUs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.nvidia import (
+    create_ulysses_context,
+    ulysses_post_attn,
+    ulysses_pre_attn,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.assertions import assert_bitwise_equal
+from triton_dist.testing.opinfo.ulysses import local_part, shared_heads
+
+ALGORITHMS = ("push", "copy_engine", "collective")
+
+
+def draw(shared: random.Random, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return small integers, equal on all ranks: sums of them are exact in 16 bits."""
+    generator = torch.Generator().manual_seed(shared.randrange(1 << 30))
+    values = torch.randint(-8, 9, sizes, generator=generator)
+    return values.to(dtype).to(current_device().torch_device)
+
+
+def random_calls(seed: int, rounds: int) -> int:
+    """Compare both ops, both directions, with tensors of the whole sequence; return the calls.
+
+    All ranks draw the same whole tensors.
+    """
+    rank, size, count = dist.get_rank(), dist.get_world_size(), 0
+    shared = random.Random(seed)
+    for number in range(rounds):
+        dtype = shared.choice([torch.float32, torch.bfloat16, torch.float16])
+        kv = shared.choice([n for n in range(1, 2 * size + 1) if n % size == 0 or size % n == 0])
+        heads = shared.choice([n for n in range(1, 4 * size + 1) if n % size == 0 and n % kv == 0])
+        dim, v_dim = shared.choice([(8, 8), (24, 8), (16, 32)])
+        most = shared.choice([1, 5, 40])
+        with create_ulysses_context(
+            rank, size, size, 2 * most * size, heads, kv, dim, dtype, v_head_dim=v_dim,
+            max_local_tokens=2 * most * size,
+        ) as ctx:  # fmt: skip
+            for which in range(3):
+                batch = shared.choice([1, 1, 2])
+                lengths: list[int] | None = None
+                if shared.random() < 0.6:
+                    lengths = [shared.randint(0, most) for _ in range(size)]
+                    lengths[shared.randrange(size)] = most
+                every = [most] * size if lengths is None else lengths
+                algorithm = ALGORITHMS[(number + which) % 3]
+                options: dict[str, Any] = {"seq_lens": lengths, "algorithm": algorithm}
+                if algorithm != "collective":
+                    options |= {"block_bytes": 512, "num_ctas": shared.choice([1, 3])}
+                    options["num_chunks"] = shared.choice([1, 3])
+                q, k, v = (
+                    draw(shared, batch, sum(every), n, d, dtype=dtype)
+                    for n, d in ((heads, dim), (kv, dim), (kv, v_dim))
+                )
+                parts = [local_part(x, every, rank) for x in (q, k, v)]
+                if shared.random() < 0.5:  # views of a packed projection
+                    packed = torch.cat([x.flatten(2) for x in parts], 2)
+                    widths = [x.shape[2] * x.shape[3] for x in parts]
+                    parts = [
+                        view.unflatten(2, x.shape[2:])
+                        for view, x in zip(packed.split(widths, 2), parts, strict=True)
+                    ]
+                given = shared.choice([parts, parts, [parts[0], None, None]])
+                out = ulysses_pre_attn.fn(*given, ctx, **options)
+                whole = [shared_heads(x, size)[rank] for x in (q, k, v)][: len(out)]
+                for result, expected in zip(out, whole, strict=True):
+                    assert_bitwise_equal(result, expected.contiguous())
+                o = draw(shared, batch, sum(every), heads, v_dim, dtype=dtype)
+                (back,) = ulysses_post_attn.fn(
+                    shared_heads(o, size)[rank].contiguous(), ctx, **options
+                )
+                assert_bitwise_equal(back, local_part(o, every, rank))
+                # The transpose of the first call.
+                dq, *dkv = (
+                    [draw(shared, *x.shape, dtype=dtype) for _ in range(size)] for x in whole
+                )
+                if dkv:
+                    gradients = [dq[rank], ctx, dkv[0][rank], dkv[1][rank]]
+                    _, *sums = ulysses_post_attn.fn(*gradients, **options)
+                    for total, each in zip(sums, dkv, strict=True):
+                        shards = [
+                            sum(x.float() for x in each[first : first + ctx.replicas])
+                            for first in range(0, size, ctx.replicas)
+                        ]
+                        expected = torch.cat(shards, 2).to(dtype)
+                        assert_bitwise_equal(total, local_part(expected, every, rank))
+                count += 1
+            ctx.check()
+    return count
