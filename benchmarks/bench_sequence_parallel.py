@@ -83,12 +83,11 @@ def ulysses(tokens: int, heads: tuple[int, int], options: argparse.Namespace) ->
     ratios = []
     local = tokens // size
     q, k, v = (
-        torch.randn(1, local, n, dim, device=device, dtype=dtype) for n in (heads[0], *heads[1:] * 2)
+        torch.randn(1, local, n, dim, device=device, dtype=dtype)
+        for n in (heads[0], *heads[1:] * 2)
     )
     o = torch.randn(1, local * size, heads[0] // size, dim, device=device, dtype=dtype)
-    with create_ulysses_context(
-        rank, size, size, local * size, *heads, dim, dtype
-    ) as ctx:
+    with create_ulysses_context(rank, size, size, local * size, *heads, dim, dtype) as ctx:
         share = local * dim * 2 * (size - 1) / size / options.link / 1e3
         for name, op, call, width in (
             ("pre", ulysses_pre_attn, lambda **c: ulysses_pre_attn.fn(q, k, v, ctx, **c),

@@ -34,6 +34,7 @@ from triton_dist.testing.opinfo.collectives import Size
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
+from triton_dist.testing.opinfo.ulysses import HeadsShape
 
 NAMES = sorted(OPINFOS.keys() - {"grouped_gemm"})
 DTYPE = torch.float16
@@ -54,6 +55,7 @@ class Calls:
             ),
             Size: (Size(512 * size), {}),
             TokenShape: (TokenShape(6 * size, 40, 2), {}),
+            HeadsShape: (HeadsShape(6 * size, 2 * size, size, 8), {}),
         }[self.info.shape]
         self.operands = self.info.operands(self.shape, DTYPE, size)
 
@@ -250,6 +252,18 @@ def context_inputs(
             "dtype": torch.int8, "capacity": 7,
         }  # fmt: skip
         return nvidia.create_ep_context, good, bad
+    if name.startswith("ulysses"):
+        good = {
+            "max_tokens": 6 * size, "q_heads": 2 * size, "kv_heads": size, "head_dim": 8,
+            "dtype": DTYPE, **ranks,
+        }  # fmt: skip
+        bad = {
+            **bad_ranks,
+            "max_tokens": 0, "q_heads": 2 * size + 1, "q_heads (of kv_heads)": 0, "kv_heads": 0,
+            "kv_heads (between)": 2 * size + 1, "head_dim": 4, "dtype": torch.int8,
+            "v_head_dim": 9, "max_local_tokens": 5,
+        }  # fmt: skip
+        return nvidia.create_ulysses_context, good, bad
     create = {
         "all_gather": nvidia.create_all_gather_ctx,
         "all_reduce": nvidia.create_allreduce_ctx,
@@ -269,7 +283,7 @@ def refused_contexts(name: str) -> tuple[str, dict[str, tuple[str, str]], str]:
         error = refusal(lambda c=changes: create(**{**good, **c}))
         assert isinstance(error, InvalidArgument), which
         seen[which] = error.argument, str(error)
-    (size, *_) = {"K", "N", "hidden", "hidden_dim", "workspace_nbytes"} & set(good)
+    (size, *_) = {"K", "N", "head_dim", "hidden", "hidden_dim", "workspace_nbytes"} & set(good)
     error = refusal(lambda: create(**{**good, size: good[size] + 8 * rank}))
     assert isinstance(error, RankDisagreement)
     create(**good).finalize()

@@ -23,6 +23,8 @@ LAUNCHES = {
     "reduce_scatter": ["kernel_reduce_scatter"],
     "run_moe_reduce_ar": [*MAP, *PUSHED_CHUNK, "kernel_all_gather"],
     "run_moe_reduce_rs": [*MAP, *PUSHED_CHUNK],
+    "ulysses_post_attn": ["kernel_exchange_heads"],
+    "ulysses_pre_attn": ["kernel_exchange_heads"],
 }
 """What a call with the default config launches."""
 

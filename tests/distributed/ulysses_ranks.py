@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from triton_dist.kernels.nvidia import (
     create_ulysses_context,
     ulysses_post_attn,
     ulysses_pre_attn,
 )
+from triton_dist.layers.nvidia import sequence_parallel
+from triton_dist.layers.nvidia.sequence_parallel import post_attn, pre_attn
 from triton_dist.runtime.device import current_device
+from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.ulysses import local_part, shared_heads
 
@@ -95,3 +100,37 @@ def random_calls(seed: int, rounds: int) -> int:
                 count += 1
             ctx.check()
     return count
+
+
+def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
+    """Compare gradients of attention with Ulysses with one process's; return the tensors."""
+    rank, size, dim = dist.get_rank(), dist.get_world_size(), 8
+    shared = random.Random(0)
+    whole = [
+        draw(shared, 1, sum(lengths), n, dim, dtype=torch.float32) / 8
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    weight = draw(shared, 1, sum(lengths), heads, dim, dtype=torch.float32)
+    parts = [local_part(x, lengths, rank).requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    with (
+        mock.patch.object(sequence_parallel, "ulysses_pre_attn", ulysses_pre_attn.fn),
+        mock.patch.object(sequence_parallel, "ulysses_post_attn", ulysses_post_attn.fn),
+        create_ulysses_context(
+            rank, size, size, sum(lengths), heads, kv_heads, dim, torch.float32,
+            max_local_tokens=sum(lengths),
+        ) as ctx,
+    ):  # fmt: skip
+        out = post_attn(attention(*pre_attn(*parts, ctx, lengths)), ctx, lengths)
+        (out * local_part(weight, lengths, rank)).sum().backward()
+    (attention(*whole) * weight).sum().backward()
+    for part, x in zip(parts, whole, strict=True):
+        assert x.grad is not None
+        assert_allclose(part.grad, local_part(x.grad, lengths, rank), rtol=1e-4, atol=1e-4)
+    return len(parts)

@@ -20,9 +20,10 @@ from triton_dist.testing.opinfo.collectives import Size
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
+from triton_dist.testing.opinfo.ulysses import HeadsShape
 
 SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
-SHAPES[TokenShape] = TokenShape(16, 24, 2)
+SHAPES |= {TokenShape: TokenShape(16, 24, 2), HeadsShape: HeadsShape(16, 4, 2, 8)}
 SKEWS = [{"routing_skew": skew} for skew in ("even", "zipf", "same_experts")]
 REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}, *SKEWS]
 OPTIONS = {
@@ -42,8 +43,12 @@ OPTIONS = {
     "reduce_scatter": [{"method": each} for each in ReduceScatterMethod],
     "run_moe_reduce_ar": REDUCE,
     "run_moe_reduce_rs": REDUCE,
+    "ulysses_post_attn": [{"seq_lens": [16]}],
+    "ulysses_pre_attn": [{"seq_lens": [16]}],
 }
 """Options of calls that a tuning depends on."""
+SAME = {"ulysses_post_attn": {"kv_heads", "dim"}}
+"""Sizes that a key ignores, or that it contains only as a factor of another size."""
 LAYOUTS = {
     "row-major": lambda B: B.contiguous(),
     "column-major": lambda B: B.mT.contiguous().mT,
@@ -69,6 +74,8 @@ def test_keys_differ_in_what_a_tuning_depends_on(name):
     assert keys.pop() == keys[0]
     add(dtype=torch.bfloat16)
     for field in dataclasses.fields(base):
+        if field.name in SAME.get(name, ()):
+            continue
         add(dataclasses.replace(base, **{field.name: 2 * getattr(base, field.name)}))
     for options in OPTIONS.get(name, []):
         add(**options)

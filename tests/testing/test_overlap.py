@@ -19,6 +19,7 @@ from triton_dist.testing.opinfo.base import RECIPES, Baseline
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
+from triton_dist.testing.opinfo.ulysses import HeadsShape
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples, captured, interleaved
 
@@ -67,6 +68,8 @@ def everything_there_is(device="cpu"):
         checked_baselines(info, GroupedShape(6, 192, 288, 3, 2), torch.bfloat16)
     for name in ("ep_combine", "ep_dispatch"):
         checked_baselines(OPINFOS[name], TokenShape(6, 40, 2), torch.bfloat16)
+    for name in ("ulysses_post_attn", "ulysses_pre_attn"):
+        checked_baselines(OPINFOS[name], HeadsShape(6, 4, 2, 8), torch.bfloat16)
     return kinds
 
 

@@ -1,6 +1,6 @@
 """Tensor-parallel layers for NVIDIA GPUs. They also run in the interpreter on CPU ranks."""
 
-from triton_dist.layers.nvidia import experts, functional
+from triton_dist.layers.nvidia import experts, functional, sequence_parallel
 from triton_dist.layers.nvidia.checkpoint import TrainingState, gather_state_dict
 from triton_dist.layers.nvidia.ep_a2a_layer import EPAll2AllLayer, EPLowLatencyAllToAllLayer
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer
@@ -26,5 +26,6 @@ __all__ = [
     "functional",
     "gather_state_dict",
     "parallelize",
+    "sequence_parallel",
     "sum_gradients",
 ]

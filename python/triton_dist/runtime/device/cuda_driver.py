@@ -35,15 +35,19 @@ class Uuid(ctypes.Structure):
 class Memcpy2D(ctypes.Structure):
     """CUDA_MEMCPY2D: rows of ``width`` bytes."""
 
-    _fields_ = tuple(
-        (f"{side}_{name}", kind)
-        for side in ("source", "target")
-        for name, kind in (
-            ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint),
-            ("host", ctypes.c_void_p), ("device", ctypes.c_uint64), ("array", ctypes.c_void_p),
-            ("pitch", ctypes.c_size_t),
-        )
-    ) + (("width", ctypes.c_size_t), ("height", ctypes.c_size_t))  # fmt: skip
+    _fields_ = (
+        *(
+            (f"{side}_{name}", kind)
+            for side in ("source", "target")
+            for name, kind in (
+                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint),
+                ("host", ctypes.c_void_p), ("device", ctypes.c_uint64),
+                ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 MEMORY_HOST, MEMORY_DEVICE = 1, 2  # CUmemorytype

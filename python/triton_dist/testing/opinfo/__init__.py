@@ -13,6 +13,7 @@ from triton_dist.testing.opinfo.gemm import GEMMOpInfo
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR, GEMM_RS
+from triton_dist.testing.opinfo.ulysses import ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN
 
 GEMM_OPINFOS: dict[str, GEMMOpInfo] = {info.name: info for info in (AG_GEMM, GEMM_AR, GEMM_RS)}
 """OpInfos of GEMMs across ranks, by name of the op."""
@@ -20,7 +21,8 @@ OPINFOS: dict[str, OpInfo[Any]] = {
     info.name: info
     for info in (
         AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, EP_COMBINE, EP_DISPATCH, GEMM_AR, GEMM_RS,
-        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS,
+        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS, ULYSSES_POST_ATTN,
+        ULYSSES_PRE_ATTN,
     )
 }  # fmt: skip
 """OpInfos of all ops, by name."""

@@ -83,8 +83,8 @@ class HeadsCall(OpCall):
 
     def __post_init__(self) -> None:
         function = self.algorithms.function
-        checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
         if self.accepted_key is None:
+            checked_buffer(self.ctx, UlyssesContext, function, "create_ulysses_context")
             raise_first_error(function, self.checks())
         self.x = list(self.tensors.values())
         first = self.x[0]
@@ -419,9 +419,7 @@ class CopyEngine(Push):
                 yield Copy(stream, slots["arrivals"].peers[peer][flag : flag + 1], slots.epoch[:1])
 
     @staticmethod
-    def pieces(
-        call: HeadsCall, peer: int, first: int, end: int
-    ) -> Iterator[tuple[int, int, int]]:
+    def pieces(call: HeadsCall, peer: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield rows of a block that are adjacent in x: first, end, and first row of x."""
         if call.to_heads:
             if first < end:
@@ -476,7 +474,9 @@ class Collective(_Algorithm):
         for part, width, skipped, replicas in call.blocks():
             target = out[part]
             assert target is not None
-            rows = [self.rows_of_block(call, blocks, s, width, skipped) for s in range(ctx.num_ranks)]
+            rows = [
+                self.rows_of_block(call, blocks, s, width, skipped) for s in range(ctx.num_ranks)
+            ]
             if call.to_heads:
                 torch.cat(rows, 1, out=target.view(call.batch, call.total, width))
                 continue

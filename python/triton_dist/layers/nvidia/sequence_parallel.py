@@ -1,0 +1,64 @@
+"""Differentiable ops of sequence parallelism, for attention over a sequence that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from triton_dist.kernels.nvidia import UlyssesContext, ulysses_post_attn, ulysses_pre_attn
+
+
+def pre_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ctx: UlyssesContext,
+    seq_lens: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v of the whole sequence for this rank's heads. Differentiable.
+
+    The gradients of a KV head that several ranks use are added. See ``ulysses_pre_attn`` for
+    arguments and errors.
+    """
+    result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)
+    return result
+
+
+def post_attn(
+    o: torch.Tensor, ctx: UlyssesContext, seq_lens: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's part of the sequence with all heads. Differentiable.
+
+    See ``ulysses_post_attn`` for arguments and errors.
+    """
+    result: torch.Tensor = _PostAttn.apply(o, ctx, seq_lens)
+    return result
+
+
+class _PreAttn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, memory: Any, seq_lens: Any) -> Any:
+        ctx.memory, ctx.seq_lens = memory, seq_lens
+        return ulysses_pre_attn(q, k, v, memory, seq_lens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
+        gradients = [each.contiguous() for each in (dk, dv)]
+        return *ulysses_post_attn(dq.contiguous(), ctx.memory, *gradients, ctx.seq_lens), None, None
+
+
+class _PostAttn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Any, memory: Any, seq_lens: Any) -> Any:
+        ctx.memory, ctx.seq_lens = memory, seq_lens
+        return ulysses_post_attn(o.contiguous(), memory, seq_lens=seq_lens)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: torch.Tensor) -> Any:
+        rows = do.contiguous()
+        return ulysses_pre_attn(rows, None, None, ctx.memory, ctx.seq_lens)[0], None, None
