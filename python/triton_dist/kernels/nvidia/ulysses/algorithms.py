@@ -26,7 +26,6 @@ from triton_dist.kernels.common.exchange.buffer import (
     params_for_device,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import fold_count
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
@@ -34,6 +33,7 @@ from triton_dist.kernels.nvidia.ulysses import kernel
 from triton_dist.kernels.nvidia.ulysses.context import UlyssesContext
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
+from triton_dist.runtime.launch import Launch
 
 _DEFAULT = LaunchParams(64, 8192, 4)
 _PUSH = tuple(

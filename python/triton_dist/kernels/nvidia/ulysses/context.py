@@ -18,8 +18,8 @@ from triton_dist.kernels.common.context import (
     int_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
-from triton_dist.kernels.common.launch import BoundedDict
 from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.runtime.launch import BoundedDict
 from triton_dist.runtime.ranks import Group, process_group_of
 
 
