@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ulysses_ranks
+from triton_dist import knobs
+from triton_dist.debugging.modes import checks_of
 
 
 @pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 3), (3, 2, 2), (4, 3, 2)])

@@ -6,10 +6,15 @@ import random
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from triton_dist import knobs
+from triton_dist.debugging.checks import checking
+from triton_dist.debugging.modes import checks_of
+from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.nvidia import (
     create_ulysses_context,
     ulysses_post_attn,
@@ -134,3 +139,29 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
         assert x.grad is not None
         assert_allclose(part.grad, local_part(x.grad, lengths, rank), rtol=1e-4, atol=1e-4)
     return len(parts)
+
+
+def different_lengths() -> None:
+    """Raise on every rank if ranks pass other lengths; a reset context works again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1, 4, size, 8, device=current_device().torch_device)
+    with create_ulysses_context(
+        rank, size, size, 12 * size, size, size, 8, torch.float32, max_local_tokens=12
+    ) as ctx:
+        for algorithm in ALGORITHMS[:2]:
+            with pytest.raises(RankDisagreement, match="seq_lens"):
+                for _ in range(2):
+                    lengths = [4 + rank * (peer != rank) for peer in range(size)]
+                    ulysses_pre_attn.fn(x, x, x, ctx, lengths, algorithm=algorithm)
+                    ctx.check()
+            dist.barrier()
+            ctx.reset()
+            ulysses_pre_attn.fn(x, x, x, ctx, algorithm=algorithm)
+            ctx.check()
+
+
+def checked() -> int:
+    """Call both ops under the checks for races and bounds."""
+    active = checks_of(knobs.debug.get())
+    with checking(*(check for check in ("race", "bounds") if check not in active)):
+        return random_calls(7, 1)
