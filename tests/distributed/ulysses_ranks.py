@@ -16,6 +16,7 @@ from triton_dist.debugging.checks import checking
 from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.nvidia import (
+    UlyssesContext,
     create_ulysses_context,
     ulysses_post_attn,
     ulysses_pre_attn,
@@ -141,6 +142,13 @@ def gradients(lengths: list[int], heads: int, kv_heads: int) -> int:
     return len(parts)
 
 
+def disagree(x: torch.Tensor, ctx: UlyssesContext, algorithm: str) -> None:
+    """Make a call in which every rank passes other lengths of its peers."""
+    lengths = [4 + ctx.rank * (peer != ctx.rank) for peer in range(ctx.num_ranks)]
+    ulysses_pre_attn.fn(x, x, x, ctx, lengths, algorithm=algorithm)
+    ctx.check()
+
+
 def different_lengths() -> None:
     """Raise on every rank if ranks pass other lengths; a reset context works again."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -150,10 +158,7 @@ def different_lengths() -> None:
     ) as ctx:
         for algorithm in ALGORITHMS[:2]:
             with pytest.raises(RankDisagreement, match="seq_lens"):
-                for _ in range(2):
-                    lengths = [4 + rank * (peer != rank) for peer in range(size)]
-                    ulysses_pre_attn.fn(x, x, x, ctx, lengths, algorithm=algorithm)
-                    ctx.check()
+                disagree(x, ctx, algorithm)
             dist.barrier()
             ctx.reset()
             ulysses_pre_attn.fn(x, x, x, ctx, algorithm=algorithm)

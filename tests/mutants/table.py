@@ -33,6 +33,7 @@ _ARTEFACT = "runner/artefact.py"
 _RUNNER = "runner/function.py"
 _SCALES = "kernels/common/gemm/scales.py"
 _EP_KERNEL = "kernels/nvidia/expert_parallel/kernel.py"
+_ULYSSES_KERNEL = "kernels/nvidia/ulysses/kernel.py"
 
 SIGNALS = ("tests/language/test_signals.py",)
 EACH_OP = "tests/distributed/test_each_op.py"
@@ -47,6 +48,7 @@ AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py", EACH_OP)
 TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
+ULYSSES = ("tests/distributed/test_ulysses.py",)
 STORE = ("tests/tuning/test_store.py",)
 RUNNER = ("tests/compile/test_runner.py",)
 MEETINGS = ("tests/tuning",)
@@ -64,6 +66,27 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
+    Mutant(
+        "ulysses: blocks begin after the blocks of earlier sources",
+        _ULYSSES_KERNEL,
+        "return before.to(tl.int64) * batch",
+        "return before.to(tl.int64)",
+        ULYSSES,
+    ),
+    Mutant(
+        "ulysses: ranks that share a KV head receive the same head",
+        _ULYSSES_KERNEL,
+        "kv_head = peer // plan.REPLICAS",
+        "kv_head = peer % plan.REPLICAS",
+        ULYSSES,
+    ),
+    Mutant(
+        "ulysses: gradients of a shared KV head are added",
+        _ULYSSES_KERNEL,
+        "value += x.to(tl.float32)",
+        "value = x.to(tl.float32)",
+        ULYSSES,
+    ),
     Mutant(
         "expert parallel: positions of routes are an exclusive prefix sum",
         _EP_KERNEL,

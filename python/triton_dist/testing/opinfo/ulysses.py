@@ -104,7 +104,7 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
         return Cost(dtype, flops=0, read_bytes=nbytes, written_bytes=nbytes, link_bytes=link)
 
     def heads(self, shape: HeadsShape, num_ranks: int) -> int:
-        """Return the heads of a token that leave or stay, those of replicas counted each time."""
+        """Return the heads of a token over all ranks after the exchange, replicas included."""
         return shape.q_heads
 
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:

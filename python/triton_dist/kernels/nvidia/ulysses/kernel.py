@@ -51,7 +51,7 @@ class UlyssesPlan(NamedTuple):
     """Constants of a launch.
 
     Q, K, V: elements of a row of a block, 0 without the tensor. REPLICAS: ranks that share a KV
-    head. IS_BATCHED: whether the batch size exceeds 1. The other constants are those of ``Plan``.
+    head. IS_BATCHED: whether the batch size exceeds 1. ``Plan`` describes the other constants.
     """
 
     NUM_RANKS: Any
@@ -80,7 +80,7 @@ def length_of(sequence, length, rank, plan: tl.constexpr):
 def block_start(source, tokens, before, batch, plan: tl.constexpr):
     """Return the begin of the block of ``source`` in a slot, in rows of all tensors.
 
-    ``tokens`` are the tokens of the block, ``before`` those of the ranks before the source.
+    ``tokens``: tokens of the block. ``before``: tokens of the ranks before the source.
     """
     if plan.TO_HEADS:
         return before.to(tl.int64) * batch
