@@ -23,7 +23,7 @@ def pre_attn(
     The gradients of a KV head that several ranks use are added. See ``ulysses_pre_attn`` for
     arguments and errors.
     """
-    result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)
+    result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -34,7 +34,7 @@ def post_attn(
 
     See ``ulysses_post_attn`` for arguments and errors.
     """
-    result: torch.Tensor = _PostAttn.apply(o, ctx, seq_lens)
+    result: torch.Tensor = _PostAttn.apply(o, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -47,8 +47,8 @@ class _PreAttn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
-        gradients = [each.contiguous() for each in (dk, dv)]
-        return *ulysses_post_attn(dq.contiguous(), ctx.memory, *gradients, ctx.seq_lens), None, None
+        dq, dk, dv = (each.contiguous() for each in (dq, dk, dv))
+        return *ulysses_post_attn(dq, ctx.memory, dk, dv, ctx.seq_lens), None, None
 
 
 class _PostAttn(torch.autograd.Function):
