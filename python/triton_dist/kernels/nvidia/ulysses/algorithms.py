@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.context import (
     Check,
     checked_buffer,
@@ -21,6 +22,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import (
+    MAX_CTAS,
     LaunchParams,
     checked_params,
     params_for_device,
@@ -35,15 +37,14 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.launch import Launch
 
-_DEFAULT = LaunchParams(64, 8192, 4)
+_DEFAULT = LaunchParams(64, 16384, 4)
 _PUSH = tuple(
     LaunchParams(ctas, nbytes, chunks)
-    for ctas in (32, 64, 128)
-    for nbytes in (8192, 16384)
+    for ctas, nbytes in ((16, 8192), (64, 8192), (128, 8192), (32, 16384), (64, 16384))
     for chunks in (1, 4, 8)
 )
 _COPY_ENGINE = tuple(
-    LaunchParams(ctas, 8192, chunks) for ctas in (16, 32, 64) for chunks in (2, 4, 8)
+    LaunchParams(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (2, 4, 8)
 )
 _MIN_COPY_ENGINE_BYTES = 1 << 20
 
@@ -109,6 +110,8 @@ class HeadsCall(OpCall):
         self.params = checked_params(
             function, self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT
         )
+        if self.params.num_ctas > MAX_CTAS // 2:
+            raise InvalidArgument(function, "num_ctas", self.num_ctas, f"1 to {MAX_CTAS // 2}")
 
     def checks(self) -> Iterator[Check]:
         ctx, names = self.ctx, list(self.tensors)
@@ -235,7 +238,7 @@ class HeadsCall(OpCall):
         ctx, block = self.ctx, self.params.block_bytes // self.key.dtype.itemsize
         return kernel.UlyssesPlan(
             ctx.num_ranks, triton.next_power_of_2(ctx.num_ranks), block, self.params.num_chunks,
-            self.to_heads, *self.widths, ctx.replicas, self.batch > 1,
+            self.params.num_ctas, self.to_heads, *self.widths, ctx.replicas, self.batch > 1,
         )  # fmt: skip
 
 
@@ -337,7 +340,7 @@ class Push(_Algorithm):
         """Launch the kernel, or repeat the launch of a call that differs only in addresses."""
         tensors = {
             f"{name}.{head}": each
-            for name, each_of in (("x", call.x), ("out", out))
+            for name, each_of in (("x", call.x), ("results", out))
             for head, each in zip("qkv", each_of, strict=True)
             if each is not None
         }
@@ -351,8 +354,11 @@ class Push(_Algorithm):
         memory = self.memory(call)
         options = {"plan": call.plan(), "num_warps": call.params.num_warps}
         arguments = (*before, *memory, *after)
-        return Launch(self.kernel, (call.params.num_ctas,), arguments, options)
+        grid = (self.programs * call.params.num_ctas,)
+        return Launch(self.kernel, grid, arguments, options)
 
+    programs: ClassVar[int] = 2
+    """Programs per worker: one that sends and one that receives."""
     kernel: ClassVar[Any] = kernel.kernel_exchange_heads
 
     def memory(self, call: HeadsCall) -> tuple[Any, ...]:
@@ -364,6 +370,7 @@ class CopyEngine(Push):
     """Copy engines push chunks of blocks; a kernel copies out what arrives."""
 
     name = "copy_engine"
+    programs = 1
     kernel = kernel.kernel_receive_heads
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     after_wait,
-    await_peers,
+    await_programs,
     begin,
     chunk_flag,
     notify_ranks,
@@ -30,7 +30,7 @@ from triton_dist.kernels.common.peers import flag_of, target_at
 
 
 class Heads(NamedTuple):
-    """Tensors of a call, or their row strides in elements; ``None`` if a call has fewer."""
+    """Tensors of a call, or their row pitches in elements; ``None`` if a call has fewer."""
 
     q: Any
     k: Any
@@ -50,7 +50,8 @@ class Sequence(NamedTuple):
 class UlyssesPlan(NamedTuple):
     """Constants of a launch.
 
-    Q, K, V: elements of a row of a block, 0 without the tensor. REPLICAS: ranks that share a KV
+    WORKERS: programs that share the elements of a chunk. Q, K, V: elements of a row of a block, 0
+    without the tensor. REPLICAS: ranks that share a KV
     head. IS_BATCHED: whether the batch size exceeds 1. ``Plan`` describes the other constants.
     """
 
@@ -58,6 +59,7 @@ class UlyssesPlan(NamedTuple):
     LANES: Any
     BLOCK: Any
     NUM_CHUNKS: Any
+    WORKERS: Any
     TO_HEADS: Any
     Q: Any
     K: Any
@@ -88,12 +90,12 @@ def block_start(source, tokens, before, batch, plan: tl.constexpr):
 
 
 @jit
-def elements_of(round, chunk, rows, WIDTH: tl.constexpr, plan: tl.constexpr):
-    """Return first row, offsets from its begin, and mask, of this program's elements of a chunk."""
+def elements_of(round, worker, chunk, rows, WIDTH: tl.constexpr, plan: tl.constexpr):
+    """Return first row, offsets from its begin, and mask, of a worker's elements of a chunk."""
     chunk_rows = tl.cdiv(rows, plan.NUM_CHUNKS)
     first = chunk * chunk_rows
     end = tl.minimum(first + chunk_rows, rows)
-    begin_of = (tl.num_programs(0).to(tl.int64) * round + tl.program_id(0)) * plan.BLOCK
+    begin_of = (worker.to(tl.int64) + round * plan.WORKERS) * plan.BLOCK
     skipped = begin_of // WIDTH
     offset = (begin_of - skipped * WIDTH).to(tl.int32) + tl.arange(0, plan.BLOCK)
     # In int64 and without minimum, from which the compiler knows that vectors are whole.
@@ -103,9 +105,9 @@ def elements_of(round, chunk, rows, WIDTH: tl.constexpr, plan: tl.constexpr):
 
 @jit
 def rounds_of(rows, WIDTH: tl.constexpr, plan: tl.constexpr):
-    """Return the number of blocks of BLOCK elements of each program per chunk."""
+    """Return the number of blocks of BLOCK elements of each worker per chunk."""
     blocks = tl.cdiv(tl.cdiv(rows, plan.NUM_CHUNKS) * WIDTH, plan.BLOCK)
-    return tl.cdiv(blocks, tl.num_programs(0))
+    return tl.cdiv(blocks, plan.WORKERS)
 
 
 @jit
@@ -123,7 +125,7 @@ def offset_in_global(
 
 @jit
 def send_part(
-    x_ptr, stride, target, chunk, column, tokens, before, total, batch, WIDTH: tl.constexpr,
+    x_ptr, stride, target, worker, chunk, column, tokens, before, total, batch, WIDTH: tl.constexpr,
     plan: tl.constexpr,
 ):  # fmt: skip
     """Store this program's elements of a chunk of a block at ``target``.
@@ -132,7 +134,7 @@ def send_part(
     """
     rows = batch.to(tl.int64) * tokens
     for round in range(rounds_of(rows, WIDTH, plan)):
-        first_row, offset, mask = elements_of(round, chunk, rows, WIDTH, plan)
+        first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
         if plan.TO_HEADS:
             source = first_row * stride + offset // WIDTH * stride + offset % WIDTH + column
         else:
@@ -144,7 +146,9 @@ def send_part(
 
 
 @jit
-def send(x, strides, sequence, slots, call, chunk, length, total, batch, plan: tl.constexpr):
+def send(
+    x, pitches, sequence, slots, call, worker, chunk, length, total, batch, plan: tl.constexpr
+):
     """Store a chunk of this rank's blocks in the slots of the other ranks."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     own_tokens, own_before = length_of(sequence, length, call.rank, plan)
@@ -157,25 +161,27 @@ def send(x, strides, sequence, slots, call, chunk, length, total, batch, plan: t
         target = target_at(slots.table, peer, slots.data) + call.offset + start
         rows = batch.to(tl.int64) * tokens
         send_part(
-            x.q, strides.q, target, chunk, peer * plan.Q, tokens, before, total, batch, plan.Q, plan
+            x.q, pitches.q, target, worker, chunk, peer * plan.Q, tokens, before, total, batch,
+            plan.Q, plan,
         )  # fmt: skip
         kv_head = peer // plan.REPLICAS
         if x.k is not None:
             send_part(
-                x.k, strides.k, target + rows * plan.Q, chunk, kv_head * plan.K, tokens, before,
-                total, batch, plan.K, plan,
+                x.k, pitches.k, target + rows * plan.Q, worker, chunk, kv_head * plan.K, tokens,
+                before, total, batch, plan.K, plan,
             )  # fmt: skip
         if x.v is not None:
             send_part(
-                x.v, strides.v, target + rows * (plan.Q + plan.K), chunk, kv_head * plan.V, tokens,
-                before, total, batch, plan.V, plan,
+                x.v, pitches.v, target + rows * (plan.Q + plan.K), worker, chunk, kv_head * plan.V,
+                tokens, before, total, batch, plan.V, plan,
             )  # fmt: skip
 
 
 @jit
 def receive_local(
-    x_ptr, stride, out_ptr, blocks_ptr, block_elements, chunk, tokens, before, total, batch, rank,
-    REPLICAS: tl.constexpr, WIDTH: tl.constexpr, plan: tl.constexpr,
+    x_ptr, stride, out_ptr, blocks_ptr, block_elements, worker, chunk, tokens, before, total,
+    batch, rank, part: tl.constexpr, REPLICAS: tl.constexpr, WIDTH: tl.constexpr,
+    plan: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a local tensor: for each head, the sum over the ranks that share it.
 
@@ -185,36 +191,39 @@ def receive_local(
     rows = batch.to(tl.int64) * tokens
     SHARDS: tl.constexpr = plan.NUM_RANKS // REPLICAS
     for round in range(rounds_of(rows, WIDTH, plan)):
-        first_row, offset, mask = elements_of(round, chunk, rows, WIDTH, plan)
+        first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
         own = x_ptr + offset_in_global(
             first_row, offset, tokens, before, total, stride, WIDTH, plan
         )  # fmt: skip
         out = first_row * (SHARDS * WIDTH) + offset // WIDTH * (SHARDS * WIDTH) + offset % WIDTH
         for shard in tl.static_range(SHARDS):
+            needed = mask
+            if REPLICAS == 1:
+                needed = mask & ((rank == shard) if part == "own" else (rank != shard))
             # Bypass L1, which may hold stale data.
             for replica in tl.static_range(REPLICAS):
                 source = shard * REPLICAS + replica
                 block = blocks_ptr + source * block_elements + first_row * WIDTH + offset
                 block = tl.where(rank == source, own, block)
-                x = tl.load(block, mask=mask, cache_modifier=".cg")
+                x = tl.load(block, mask=needed, cache_modifier=".cg")
                 if REPLICAS == 1:
                     value = x
                 elif replica == 0:
                     value = x.to(tl.float32)
                 else:
                     value += x.to(tl.float32)
-            tl.store(out_ptr + out + shard * WIDTH, value.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + out + shard * WIDTH, value.to(out_ptr.dtype.element_ty), mask=needed)
 
 
 @jit
 def receive_global(
-    x_ptr, stride, out_ptr, block_ptr, chunk, tokens, before, total, batch, WIDTH: tl.constexpr,
-    plan: tl.constexpr,
+    x_ptr, stride, out_ptr, block_ptr, worker, chunk, tokens, before, total, batch,
+    WIDTH: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Copy a chunk of the block at ``block_ptr`` to a global tensor; ``None``: of x."""
     rows = batch.to(tl.int64) * tokens
     for round in range(rounds_of(rows, WIDTH, plan)):
-        first_row, offset, mask = elements_of(round, chunk, rows, WIDTH, plan)
+        first_row, offset, mask = elements_of(round, worker, chunk, rows, WIDTH, plan)
         if block_ptr is None:
             source = first_row * stride + offset // WIDTH * stride + offset % WIDTH
             value = tl.load(x_ptr + source, mask=mask)
@@ -228,14 +237,21 @@ def receive_global(
 
 @jit
 def receive(
-    x, strides, out, sequence, slots_ptr, chunk, length, total, batch, rank, plan: tl.constexpr
-):
-    """Write a chunk of each block for this rank to out, from the slot at ``slots_ptr``."""
+    x, pitches, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
+    part: tl.constexpr, plan: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk of blocks for this rank to results, from the slot at ``slots_ptr``.
+
+    ``part``: "own" for the rank's own block, "others" for the other blocks. Sums of gradients read
+    the own block with the others.
+    """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     SUM: tl.constexpr = plan.Q + plan.K + plan.V
     kv_head = rank // plan.REPLICAS
     if plan.TO_HEADS:
-        for step in tl.static_range(NUM_RANKS):
+        FIRST: tl.constexpr = 0 if part == "own" else 1
+        END: tl.constexpr = 1 if part == "own" else NUM_RANKS
+        for step in tl.static_range(FIRST, END):
             source = (rank + step) % NUM_RANKS
             tokens, before = length_of(sequence, length, source, plan)
             rows = batch.to(tl.int64) * tokens
@@ -244,66 +260,90 @@ def receive(
             if step == 0:
                 block, k_block, v_block = None, None, None
             receive_global(
-                x.q + rank * plan.Q, strides.q, out.q, block, chunk, tokens, before, total, batch,
-                plan.Q, plan,
+                x.q + rank * plan.Q, pitches.q, results.q, block, worker, chunk, tokens, before,
+                total, batch, plan.Q, plan,
             )  # fmt: skip
             if x.k is not None:
                 receive_global(
-                    x.k + kv_head * plan.K, strides.k, out.k, k_block, chunk, tokens, before, total,
-                    batch, plan.K, plan,
+                    x.k + kv_head * plan.K, pitches.k, results.k, k_block, worker, chunk, tokens,
+                    before, total, batch, plan.K, plan,
                 )  # fmt: skip
             if x.v is not None:
                 receive_global(
-                    x.v + kv_head * plan.V, strides.v, out.v, v_block, chunk, tokens, before, total,
-                    batch, plan.V, plan,
+                    x.v + kv_head * plan.V, pitches.v, results.v, v_block, worker, chunk, tokens,
+                    before, total, batch, plan.V, plan,
                 )  # fmt: skip
     else:
         tokens, before = length_of(sequence, length, rank, plan)
         rows = batch.to(tl.int64) * tokens
         receive_local(
-            x.q, strides.q, out.q, slots_ptr, rows * SUM, chunk, tokens, before, total, batch, rank,
-            1, plan.Q, plan,
+            x.q, pitches.q, results.q, slots_ptr, rows * SUM, worker, chunk, tokens, before, total,
+            batch, rank, part, 1, plan.Q, plan,
         )  # fmt: skip
-        if x.k is not None:
+        if x.k is not None and (plan.REPLICAS == 1 or part == "others"):
             receive_local(
-                x.k, strides.k, out.k, slots_ptr + rows * plan.Q, rows * SUM, chunk, tokens, before,
-                total, batch, rank, plan.REPLICAS, plan.K, plan,
+                x.k, pitches.k, results.k, slots_ptr + rows * plan.Q, rows * SUM, worker, chunk,
+                tokens, before, total, batch, rank, part, plan.REPLICAS, plan.K, plan,
             )  # fmt: skip
-        if x.v is not None:
+        if x.v is not None and (plan.REPLICAS == 1 or part == "others"):
             receive_local(
-                x.v, strides.v, out.v, slots_ptr + rows * (plan.Q + plan.K), rows * SUM, chunk,
-                tokens, before, total, batch, rank, plan.REPLICAS, plan.V, plan,
+                x.v, pitches.v, results.v, slots_ptr + rows * (plan.Q + plan.K), rows * SUM,
+                worker, chunk, tokens, before, total, batch, rank, part, plan.REPLICAS, plan.V,
+                plan,
             )  # fmt: skip
 
 
 @jit(do_not_specialize=["length", "total", "batch", "size", "rank"])
 def kernel_exchange_heads(
-    x, strides, out, sequence, slots, peers, length, total, batch, size, rank, plan: tl.constexpr
-):
-    """Store blocks in the slots of the other ranks; write what arrives to out. Grid (programs,).
+    x, pitches, results, sequence, slots, peers, length, total, batch, size, rank,
+    plan: tl.constexpr,
+):  # fmt: skip
+    """Store blocks in the slots of the other ranks; write what arrives to results.
+
+    Grid (2 * WORKERS,): the first half of the programs sends, so that the link never waits for a
+    copy. Program WORKERS + p receives what programs p of the other ranks send.
 
     ``length``: tokens of a rank, unless ``sequence`` has lengths; ``total``: tokens of all ranks.
     """
     call = begin(slots, peers, size, rank, plan)
-    for chunk in range(plan.NUM_CHUNKS + 1):
-        if chunk < plan.NUM_CHUNKS:
-            send(x, strides, sequence, slots, call, chunk, length, total, batch, plan)
+    worker = tl.program_id(0)
+    if worker < plan.WORKERS:
+        for chunk in range(plan.NUM_CHUNKS):
+            send(x, pitches, sequence, slots, call, worker, chunk, length, total, batch, plan)
             notify_ranks(call, 0, chunk_flag(call, chunk), plan)
-        if chunk >= 1:
-            token = await_peers(peers, 0, chunk_flag(call, chunk - 1), plan)
+    else:
+        worker -= plan.WORKERS
+        for chunk in range(plan.NUM_CHUNKS):
+            receive(
+                x, pitches, results, sequence, slots.data, worker, chunk, length, total, batch,
+                rank, "own", plan,
+            )  # fmt: skip
+        senders = tl.full((plan.LANES,), 0, tl.int32) + worker
+        for chunk in range(plan.NUM_CHUNKS):
+            token = await_programs(peers, 0, senders, chunk_flag(call, chunk), plan)
             slots_ptr = slots.data + after_wait(call.offset, token)
             receive(
-                x, strides, out, sequence, slots_ptr, chunk - 1, length, total, batch, rank, plan
+                x, pitches, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
+                "others", plan,
             )  # fmt: skip
 
 
 @jit(do_not_specialize=["length", "total", "batch", "size", "rank"])
 def kernel_receive_heads(
-    x, strides, out, sequence, pushed, length, total, batch, size, rank, plan: tl.constexpr
+    x, pitches, results, sequence, pushed, length, total, batch, size, rank, plan: tl.constexpr
 ):
-    """Write the blocks that copy engines push to out, as they arrive. Grid (programs,)."""
+    """Write the blocks that copy engines push to results, as they arrive. Grid (WORKERS,)."""
     value = flag_of(pushed.epoch, size)
+    worker = tl.program_id(0)
+    for chunk in range(plan.NUM_CHUNKS):
+        receive(
+            x, pitches, results, sequence, pushed.shards, worker, chunk, length, total, batch, rank,
+            "own", plan,
+        )  # fmt: skip
     for chunk in range(plan.NUM_CHUNKS):
         token = await_pushed(pushed, value, chunk, rank, plan.NUM_RANKS)
         slots_ptr = pushed.shards + after_wait(tl.zeros((), tl.int64), token)
-        receive(x, strides, out, sequence, slots_ptr, chunk, length, total, batch, rank, plan)
+        receive(
+            x, pitches, results, sequence, slots_ptr, worker, chunk, length, total, batch, rank,
+            "others", plan,
+        )  # fmt: skip
