@@ -137,7 +137,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overlap")
     path = folder / "overlap.json"
     printed, _ = spawn_ranks(
-        2, run_with_few_configs, ("ag_gemm",), SCRIPT, "--scale", "1",
+        2, run_with_few_configs, {"ag_gemm": 9}, SCRIPT, "--scale", "1",
         "--shapes", "24:64:32,10:32:16", "--mode", "eager,graph", "--rounds", "2", "--best", "2",
         "--json", str(path),
         init=False, timeout=200, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},

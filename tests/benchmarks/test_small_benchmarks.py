@@ -45,8 +45,8 @@ FIRST_CALLS = str(ROOT / "benchmarks" / "bench_first_calls.py")
 
 def test_sizes_beside_tuned_ones_are_predicted_then_raced(spawn_ranks, tmp_path):
     path = tmp_path / "first.json"
-    command = (FIRST_CALLS, "--op", "gemm_rs", "--sizes", "2", "--most", "40", "--json", str(path))
-    few = (run_with_few_configs, ("gemm_rs",))
+    command = (FIRST_CALLS, "--op", "gemm_rs", "--sizes", "1", "--most", "12", "--json", str(path))
+    few = (run_with_few_configs, {"gemm_rs": 2})
     printed, _ = spawn_ranks(2, *few, *command, init=False, timeout=200)
     assert "gemm_rs, llama-70b-gate-up: 2 ranks" in printed
     calls = json.loads(path.read_text())["calls"]
@@ -68,7 +68,7 @@ def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path, monkeypatch):
     script = str(ROOT / "benchmarks" / "tune_layers.py")
     command = (script, "--op", "gemm_rs", "--layers", "Mistral-7B", "--M", "2048,1024")
     for said, options in (("tuned now", []), ("from the cache", ["--run"])):
-        few = (run_with_few_configs, ("gemm_rs",))
+        few = (run_with_few_configs, {"gemm_rs": 2})
         printed, _ = spawn_ranks(2, *few, *command, *options, init=False, timeout=200)
         assert printed.count(said) == 2
     out = tmp_path / "gemm_rs.tdpack"

@@ -70,27 +70,26 @@ def every_operand(dtypes: Sequence[torch.dtype] = DTYPES) -> int:
 
 @compiled_ahead
 def split_tiles() -> int:
-    """Tiles that are cut along K, and shards that are visited together: odd sizes, each rank late
-    in turn, other schedules, and configs that take turns with others on the same workspace.
+    """Cut tiles along K, and visit shards together: odd sizes, a late rank, several schedules.
 
-    On CPU ranks, of 3 SMs, two calls in three have a last wave that is not full.
+    Configs alternate on one workspace. On CPU ranks with 3 SMs, the last wave of two calls in three
+    is not full.
     """
     calls = AllGatherGEMM(max_rows=70, columns=40, K=104)
     calls.ctx.split_workspace.partials.fill_(NAN)
     tiled = (method for method in AllGatherMethod if method is not AllGatherMethod.SERIAL)
-    cycles, methods = 20_000_000, itertools.cycle(tiled)
-    for late in range(dist.get_world_size()):
-        for config in split_k_tiles():
-            for rows in (70, 1, 33):
-                calls(
-                    rows,
-                    "column-major" if rows == 33 else "row-major",
-                    gemm_config=config,
-                    method=next(methods),
-                    num_chunks=1 + rows % 3,
-                    local_copy=rows != 1,
-                    straggler_option=(late, cycles),
-                )
+    methods, late = itertools.cycle(tiled), itertools.cycle(range(dist.get_world_size()))
+    for config in split_k_tiles():
+        for rows in (70, 1, 33):
+            calls(
+                rows,
+                "column-major" if rows == 33 else "row-major",
+                gemm_config=config,
+                method=next(methods),
+                num_chunks=1 + rows % 3,
+                local_copy=rows != 1,
+                straggler_option=(next(late), 20_000_000),
+            )
         calls(33)
     count = calls.check()
     assert not calls.ctx.split_workspace.counters.any()

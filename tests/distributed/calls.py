@@ -27,11 +27,11 @@ Options: TypeAlias = Mapping[str, Any]
 
 
 @contextmanager
-def some_configs(op: Any) -> Iterator[None]:
+def some_configs(op: Any, most: int = 99) -> Iterator[None]:
     """Tune ``op`` over one config of each algorithm on CPU ranks, or two if it has one algorithm.
 
-    Interpreting a config takes long. Tuning works alike for any number of configs, and other tests
-    call each config on its own.
+    At most ``most`` configs are tuned. Interpreting a config takes long. Tuning works alike for any
+    number of configs, and other tests call each config on its own.
     """
     if not current_device().interprets:
         yield
@@ -41,7 +41,7 @@ def some_configs(op: Any) -> Iterator[None]:
         by_algorithm.setdefault(config["algorithm"], []).append(config)
     of_each = 1 if len(by_algorithm) > 1 else 2
     few = [config for configs in by_algorithm.values() for config in configs[:of_each]]
-    with mock.patch.object(op, "config_space", type(op.config_space)(few)):
+    with mock.patch.object(op, "config_space", type(op.config_space)(few[:most])):
         yield
 
 

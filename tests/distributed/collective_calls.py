@@ -65,12 +65,10 @@ class Collective(Calls):
     def __init_subclass__(cls) -> None:
         cls.algorithms = [cls.algorithm(name) for name in cls.names]
         cls.epoch_algorithms = [cls.algorithm(name) for name in cls.names if name == "copy_engine"]
-        cls.gives_up = [each | shape(2 * number) for each in cls.algorithms for number in (0, 1)]
+        cls.gives_up = [each | shape(2 * (i % 2)) for i, each in enumerate(cls.algorithms)]
         regions = {"copy_engine": "pushed.arrivals", "packets": "packets"}
         regions |= {"two_shot_in_packets": "packets"}
-        cls.overdue = [
-            f"{cls.name}.{regions.get(name, 'arrivals')}" for name in cls.names for _ in "12"
-        ]
+        cls.overdue = [f"{cls.name}.{regions.get(name, 'arrivals')}" for name in cls.names]
         cls.tuned_calls = (
             {"rows": 400, "in_place": cls.name == "all_reduce"},
             {"rows": 33, "dtype": torch.float32},

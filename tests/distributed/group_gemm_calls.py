@@ -70,7 +70,7 @@ class AllGatherGroupGEMM(Calls):
         {"algorithm": "serial", "gather": "collective"},
     )
     many, few, row_step, config_rows, fewest_configs = 20, 20, 7, 37, 51
-    tuned_calls = {"rows": 20}, {"rows": 19}, {"rows": 19, "routing_skew": "zipf"}
+    tuned_calls = {"rows": 7}, {"rows": 6}, {"rows": 6, "routing_skew": "zipf"}
     tunings = 2
     gives_up = ({}, {"gather": "ring_push_1d"})
     overdue = ("ag_group_gemm.arrivals",) * 2

@@ -24,7 +24,9 @@ class OpSuite:
 
     def test_any_rank_may_be_late(self, on_any):
         counts = on_any(op_ranks.stragglers, self.kind)
-        assert counts == [(len(self.kind.algorithms) + 1) * len(counts)] * len(counts)
+        delays = len(counts) if torch.cuda.is_available() else 1
+        calls = len(self.kind.algorithms) * delays + len(counts)
+        assert set(counts) == {calls}
 
     def test_every_candidate_gives_the_same(self, on_few):
         ((candidates, calls),) = set(on_few(op_ranks.every_config, self.kind))
@@ -44,6 +46,6 @@ class SlotSuite(OpSuite):
     """Tests of ops with memory in slots, which flags with epochs protect."""
 
     def test_epochs_may_wrap_around(self, on_any):
-        rounds = max(3, 6 // len(self.kind.epoch_algorithms))
+        rounds = max(2, 6 // len(self.kind.epoch_algorithms))
         counts = on_any(op_ranks.epochs_wrap_around, self.kind, rounds)
         assert set(counts) == {rounds * len(self.kind.epoch_algorithms)}

@@ -14,7 +14,6 @@ EACH = pytest.mark.parametrize("kind", COLLECTIVES.values(), ids=COLLECTIVES)
 @pytest.mark.parametrize(
     ("kind", "dtype", "num_ranks"),
     [
-        (AllReduce, torch.float16, 2),
         (AllReduce, torch.float32, 3),
         (ReduceScatter, torch.bfloat16, 3),
         (AllGather, torch.float32, 2),

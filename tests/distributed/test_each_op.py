@@ -47,7 +47,7 @@ def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, kind):
 def test_disjoint_groups_work_at_the_same_time(on_ranks):
     kinds = [AllReduce, ReduceScatter, AllGatherGEMM, GEMMAllReduce]  # one of each kind of buffer
     run = on_ranks(4)
-    assert run(op_ranks.in_groups, kinds, [[0, 2], [1, 3]]) == [20, 24] * 2
-    assert run(op_ranks.in_groups, [AllGatherGEMM], [[3, 0], [1, 2]], True) == [5, 6, 6, 5]
+    assert run(op_ranks.in_groups, kinds, [[0, 2], [1, 3]]) == [12, 16] * 2
+    assert run(op_ranks.in_groups, [AllGatherGEMM], [[3, 0], [1, 2]], True) == [3, 4, 4, 3]
     counts = on_ranks(3)(op_ranks.in_groups, [AllGatherGEMM], [[2], [0, 1]])
-    assert counts == [6, 6, 5]  # one rank alone next to two
+    assert counts == [4, 4, 3]  # one rank alone next to two

@@ -11,6 +11,7 @@ import pytest
 
 from tests import commands
 from tests.architecture.source import ROOT
+from tests.benchmarks.few_configs import run_with_few_configs
 from tests.docs.run_blocks import run_program, run_program_in_ascii
 from triton_dist.errors import RanksFailed
 
@@ -44,20 +45,49 @@ def run_script(spawn_ranks, cache):
     return run
 
 
-def passed(run, ranks):
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert f"✅ check passed: {ranks} ranks, cpu" in run.stdout
-    return run.stdout
+CHECK_THEN_FAIL = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+from tests.distributed.calls import some_configs
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.test.nvidia import test_ag_gemm
+
+test_ag_gemm.finalize_distributed = lambda: None
+with some_configs(ag_gemm, most=2):
+    test_ag_gemm.main()
+with create_ag_gemm_context(10, 8, 8, torch.float32, dist.get_rank(), 2) as ctx:
+    if dist.get_rank() == 1:
+        ag_gemm(torch.ones(5, 9), torch.ones(8, 4), ctx, autotune=False)
+    ag_gemm(torch.ones(5, 8), torch.ones(8, 4), ctx, autotune=False)
+print("reached the end")
+"""
 
 
-def test_check_tunes_then_uses_the_cache(launch, run_script):
-    check = ("test_ag_gemm.py", "--case", "check")
-    first = run_script(*check)
+def test_a_check_uses_the_cache_and_a_rank_that_fails_fails_the_command(
+    launch, spawn_ranks, cache, tmp_path
+):
+    """Start the command once: after the check with the cached choice, rank 1 fails."""
+    path = str(SCRIPTS / "test_ag_gemm.py")
+    few = (run_with_few_configs, {"ag_gemm": 2}, path, "--case", "check")
+    (first, _) = spawn_ranks(2, *few, init=False, timeout=200, env=cache)
     assert "✅ check passed: 2 ranks, cpu" in first
     assert "tuned now" in first
-    second = passed(launch(*check), 2)
-    assert "from the cache, no tuning" in second
-    assert "tuned now" not in second
+    (tmp_path / "failing.py").write_text(CHECK_THEN_FAIL.format(root=str(ROOT)))
+    run = launch("failing.py", "--case", "check", TRITON_DIST_WAIT_TIMEOUT="5")
+    assert "✅ check passed: 2 ranks, cpu" in run.stdout, run.stdout + run.stderr
+    assert "from the cache, no tuning" in run.stdout
+    assert "tuned now" not in run.stdout
+    assert run.returncode == 1, "the status of the rank that failed"
+    error = "triton_dist.errors.InvalidArgument: ag_gemm: "
+    assert f"\nlaunch.sh: rank 1 ended with status 1: {error}" in run.stderr
+    assert (
+        f"frames of triton_dist or Triton: TRITON_DIST_TRACEBACK=full shows all]\n[rank1]: {error}"
+        in run.stderr
+    )
+    assert "python/triton_dist/" not in run.stderr, "its frames are folded"
+    assert "ChildFailedError" not in run.stderr
+    assert "reached the end" not in run.stdout
 
 
 def test_check_without_tuning(spawn_ranks, tmp_path, cache):
@@ -107,35 +137,6 @@ def test_all_gather_does_both_cases(run_script):
     assert "interpreted: times are not meaningful" in printed
     assert "1024 bytes:" in printed
     assert "GB/s" not in printed
-
-
-FAILING = """
-import os, sys
-from triton_dist.utils import finalize_distributed, initialize_distributed
-from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-import torch, torch.distributed as dist
-initialize_distributed()
-with create_ag_gemm_context(10, 8, 8, torch.float32, dist.get_rank(), 2) as ctx:
-    if dist.get_rank() == 1:
-        ag_gemm(torch.ones(5, 9), torch.ones(8, 4), ctx, autotune=False)
-    ag_gemm(torch.ones(5, 8), torch.ones(8, 4), ctx, autotune=False)
-print("reached the end")
-"""
-
-
-def test_a_rank_that_fails_fails_the_command(launch, tmp_path):
-    (tmp_path / "failing.py").write_text(FAILING)
-    run = launch("failing.py", TRITON_DIST_WAIT_TIMEOUT="5")
-    assert run.returncode == 1, "the status of the rank that failed"
-    error = "triton_dist.errors.InvalidArgument: ag_gemm: "
-    assert f"\nlaunch.sh: rank 1 ended with status 1: {error}" in run.stderr
-    assert (
-        f"frames of triton_dist or Triton: TRITON_DIST_TRACEBACK=full shows all]\n[rank1]: {error}"
-        in (run.stderr)
-    )
-    assert "python/triton_dist/" not in run.stderr, "its frames are folded"
-    assert "ChildFailedError" not in run.stderr
-    assert "reached the end" not in run.stdout
 
 
 def test_a_wrong_result_is_an_error(spawn_ranks, tmp_path, cache):

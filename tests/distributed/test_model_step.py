@@ -74,6 +74,7 @@ def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
         assert f"\n2 ranks agree on 4 kernels and keys; {calls} tuning calls\n" in printed
 
 
+@pytest.mark.stress
 @pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="needs fla-core, of the test extra"
 )
