@@ -134,7 +134,7 @@ def pushing(persistent, number, layout="column-major", K=4096, num_ranks=4):
     )
 
 
-@pytest.mark.parametrize(("number", "K"), [(0, 4096), (5, 4104)])
+@pytest.mark.parametrize(("number", "K"), quick([(0, 4096), (5, 4104)], (5, 4104)))
 def test_a_fused_tile_fits_pipelines_pushes_and_waits(sm90, number, K):
     """Rows of 4104 columns begin at multiples of 16 bytes, and Triton does not know."""
     kernel = compile_launch(pushing(True, number, LAYOUTS[number % 2], K=K))
