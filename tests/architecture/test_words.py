@@ -110,9 +110,11 @@ def test_no_name_that_was_replaced():
 
 def test_no_phrase_that_has_to_be_read_twice():
     any_phrase = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES))
+    anywhere = re.compile(any_phrase.pattern.replace("^", ""))
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match[0]!r}, write {instead}"
         for path in files("python/*.py", "*.md", ":!benchmarks/data")  # a licence text
+        if anywhere.search(path.read_text("utf-8"))  # most files need no tokens
         for number, text in texts(path)
         if any_phrase.search(text)  # one regular expression for all: most lines have none
         for phrase, instead in PHRASES.items()

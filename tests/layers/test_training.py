@@ -34,7 +34,7 @@ def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(on_two_ranks):
 @pytest.mark.parametrize("num_experts", [pytest.param(0, marks=pytest.mark.stress), 4])
 def test_training_resumes_on_another_number_of_ranks(on_four_ranks, tmp_path, num_experts):
     for differences in on_four_ranks(training_ranks.resharded, str(tmp_path), num_experts):
-        assert len(differences) == 6
+        assert len(differences) == 3
         assert max(differences) < 1e-3
 
 

@@ -63,7 +63,8 @@ def trained_like_one_process(
 ) -> list[float]:
     """Train on a mesh of data-parallel by tensor-parallel ranks, and alone.
 
-    Each step accumulates two backwards, recomputes the blocks' activations, and clips gradients.
+    The first step accumulates two backwards. Each step recomputes the blocks' activations and clips
+    gradients.
 
     Returns:
         The largest relative difference of the losses and of the norms.
@@ -87,7 +88,7 @@ def trained_like_one_process(
             optimizer.zero_grad()
         expected = torch.zeros((), device=group.device)
         own = torch.zeros((), device=group.device)
-        for part in range(2):
+        for part in range(2 if step == 0 else 1):
             batches = [_ids(100 * step + 10 * part + each) for each in range(replicas)]
             both = sum(loss_of(whole(ids), ids) for ids in batches) / replicas
             both.backward()
@@ -200,9 +201,8 @@ def resharded(folder: str, num_experts: int) -> list[float]:
         state = {"app": TrainingState(module, optimizer)}
         if number:
             dcp.load(state, checkpoint_id=f"{folder}/{number - 1}")
-        for step in range(2):
-            loss = _stepped(module, optimizer, 10 * number + step)
-            differences.append(abs(loss - _stepped(whole, alone, 10 * number + step)))
+        loss = _stepped(module, optimizer, number)
+        differences.append(abs(loss - _stepped(whole, alone, number)))
         dcp.save(state, checkpoint_id=f"{folder}/{number}")
         weights = gather_state_dict(module)
         assert weights.keys() == whole.state_dict().keys()
@@ -258,13 +258,13 @@ def wrong_state_dicts(folder: str) -> list[str]:
 
 
 def any_number_of_tokens() -> str:
-    """Sequence-parallel calls of 13, 3, 1 and no tokens, forward and backward, with and without
+    """Sequence-parallel calls of 15, 1 and no tokens, forward and backward, with and without
     experts. Then a call in which rank 1 has no tokens: return the error."""
     for num_experts in (4, 0):
         whole, module = (model(num_key_value_heads=2, num_experts=num_experts) for _ in range(2))
         group = _parallel(module, None, sequence_parallel=True)
         shard = (group.rank, group.num_ranks)
-        for shape in ((1, 13), (3, 1), (1, 1), (1, 0)):
+        for shape in ((3, 5), (1, 1), (1, 0)):
             ids = _ids(1, shape)
             for each in (whole, module):
                 each.zero_grad()

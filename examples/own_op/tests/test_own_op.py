@@ -41,8 +41,9 @@ def check_results():
 def check_errors_and_tuning():
     """Invalid arguments and different rows are errors. Afterwards the op is tuned and right."""
     with NormContext(max_rows=4) as ctx:
-        operands = INFO.operands(Size(4, 8 * RANKS), torch.float32, RANKS)
-        for name, changed in INFO.error_inputs(operands, RANKS).items():
+        ranks = dist.get_world_size()
+        operands = INFO.operands(Size(4, 8 * ranks), torch.float32, ranks)
+        for name, changed in INFO.error_inputs(operands, ranks).items():
             args, _ = INFO.arguments({**operands, **changed}, ctx)
             with pytest.raises(InvalidArgument) as error:
                 sharded_rms_norm.fn(*args)
@@ -65,5 +66,5 @@ def test_every_algorithm_matches_the_reference():
 
 
 def test_errors_and_tuning():
-    configs = spawn_ranks(RANKS, check_errors_and_tuning)
-    assert configs[0] == configs[1] == configs[2]
+    first, second = spawn_ranks(2, check_errors_and_tuning)
+    assert first == second
