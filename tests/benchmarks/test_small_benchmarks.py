@@ -45,7 +45,7 @@ FIRST_CALLS = str(ROOT / "benchmarks" / "bench_first_calls.py")
 
 def test_sizes_beside_tuned_ones_are_predicted_then_raced(spawn_ranks, tmp_path):
     path = tmp_path / "first.json"
-    command = (FIRST_CALLS, "--op", "gemm_rs", "--sizes", "1", "--most", "12", "--json", str(path))
+    command = (FIRST_CALLS, "--op", "gemm_rs", "--sizes", "1", "--most", "40", "--json", str(path))
     few = (run_with_few_configs, {"gemm_rs": 2})
     printed, _ = spawn_ranks(2, *few, *command, init=False, timeout=200)
     assert "gemm_rs, llama-70b-gate-up: 2 ranks" in printed
