@@ -17,7 +17,7 @@ from tests.fp8 import quantised_experts
 from tests.layers.functional_ranks import drawn, part
 from tests.layers.layer_ranks import model, token_ids
 from triton_dist.errors import InvalidArgument, TritonDistWarning
-from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
+from triton_dist.layers.nvidia import TP_MLP, EP_MoE, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import E4M3
 from triton_dist.models import LLM, ModelConfig
 from triton_dist.models.llama import RotaryEmbedding
@@ -66,7 +66,8 @@ def stock_of(kind: type, recipe: str, columns: int, **sizes: Any) -> Any:
     """A stock module of fp8 weights; ``columns`` of a feed-forward layer or an expert."""
     hidden = 136 if recipe == "block" else 32  # also a partial block
     sizes |= {"hidden_size": hidden, "moe_intermediate_size": columns}
-    sizes |= {"intermediate_size": columns, "num_experts": 3 if kind is TP_MoE else 0}
+    num_experts = {TP_MoE: 3, EP_MoE: 4}.get(kind, 0)
+    sizes |= {"intermediate_size": columns, "num_experts": num_experts}
     if kind is TP_Attn and recipe == "block":
         sizes = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4, **sizes}
     stock = model(**sizes).model.layers[0]
@@ -86,7 +87,7 @@ def served(kind: type, recipe: str, columns: int, compiles: bool = True) -> int:
     errors have random signs: compare norms.
     """
     stock = stock_of(kind, recipe, columns)
-    layer = kind()
+    layer = kind(sequence_parallel=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TritonDistWarning)  # of heads that ranks replicate
         layer._init_parameters(stock)
@@ -139,7 +140,7 @@ def served(kind: type, recipe: str, columns: int, compiles: bool = True) -> int:
     assert torch.equal(y, run(layer, other))
     with pytest.raises(InvalidArgument, match="no backward"):
         layer.forward(x.clone().requires_grad_(), *rest)
-    if kind is not TP_MoE:
+    if kind not in (TP_MoE, EP_MoE):
         with pytest.raises(InvalidArgument, match=r"x\.shape"):
             run(layer, x[..., 1:])
     with pytest.raises(RuntimeError, match="not converted"):

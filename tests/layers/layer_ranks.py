@@ -18,6 +18,7 @@ from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.layers.nvidia import (
     TP_MLP,
     Collectives,
+    EP_MoE,
     TP_Attn,
     TP_MoE,
     TrainingState,
@@ -164,7 +165,8 @@ def each_in_one_graph() -> list[str]:
             (TP_MLP, stock.layers[0].mlp),
             (TP_MoE, experts.layers[0].mlp),
             (TP_Attn, stock.layers[0].self_attn),
-        )[1 if is_spread else 0 : 2 if is_spread else None]:
+            (EP_MoE, experts.layers[0].mlp),
+        )[1 if is_spread else 0 :: 2 if is_spread else 1][: 2 if is_spread else 3]:
             layer = kind(sequence_parallel=is_spread)
             layer._init_parameters(module)
             layer._init_ctx(8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.layers import fp8_ranks
-from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
+from triton_dist.layers.nvidia import TP_MLP, EP_MoE, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import quantise
 
 
@@ -19,6 +19,9 @@ from triton_dist.layers.nvidia.fp8 import quantise
         (TP_Attn, "block", 0, False),
         (TP_MoE, "static", 24, False),
         (TP_MoE, "block", 136, True),
+        (EP_MoE, "static", 24, False),
+        (EP_MoE, "row", 24, False),
+        (EP_MoE, "block", 136, True),
     ],
 )
 def test_served_layers(on_two_ranks, kind, recipe, columns, compiles):

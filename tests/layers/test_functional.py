@@ -54,6 +54,8 @@ def test_torchs_checks_of_custom_ops():
         return torch.randn(*shape, requires_grad=True)
 
     A, B, W, scales = leaf(4, 3), leaf(3, 5), leaf(3, 3, 2), leaf(4, 2)
+    own_ops = TensorParallel(4)
+    name = own_ops.name
     calls = {
         "ag_gemm": (A, B, ranks.name, True),
         "gemm_rs": (A, B, ranks.name),
@@ -67,10 +69,12 @@ def test_torchs_checks_of_custom_ops():
         "moe_reduce_rs": (leaf(8, 3), W, IDS, scales, ranks.name),
         "moe_reduce_ar": (leaf(8, 3), W, IDS, scales, ranks.name),
         "expert_sums": (A.detach(), torch.randn(8, 2), IDS, 3),
+        "ep_experts": (A, IDS.clamp(min=0), scales, W, leaf(3, 1, 3), name, 4, True),
     }
-    for name, arguments in calls.items():
-        found = torch.library.opcheck(getattr(ops, name).default, arguments)
-        assert set(found.values()) == {"SUCCESS"}, name
+    for op, arguments in calls.items():
+        found = torch.library.opcheck(getattr(ops, op).default, arguments)
+        assert set(found.values()) == {"SUCCESS"}, op
+    own_ops.finalize()
 
 
 def test_gradients_of_the_ops_are_autograds(on_two_ranks):

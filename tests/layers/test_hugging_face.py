@@ -25,7 +25,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8},  # norms of heads
     "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "norm_topk_prob": True, **EXPERTS},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None},
-}
+    "DeepseekV3": {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "head_dim": 8, "num_key_value_heads": 4, **EXPERTS,
+    },
+}  # fmt: skip
 
 
 def like_the_stock_model(name: str) -> list[str]:
@@ -57,11 +62,11 @@ def like_the_stock_model(name: str) -> list[str]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TritonDistWarning)
-        ranks = parallelize(shared, max_M=16)
+        ranks = parallelize(shared, max_M=16, expert_parallel=name == "DeepseekV3")
     for one, other in zip(all_of(shared), all_of(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     ranks.finalize()
-    block = shared.model.layers[0]
+    block = shared.model.layers[-1]
     return [type(block.self_attn).__name__, type(block.mlp).__name__]
 
 
@@ -73,4 +78,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_is_shared_out(on_two_ranks, name):
     layers = ["TP_Attn", "TP_MoE" if name in ("Qwen3Moe", "Mixtral") else "TP_MLP"]
+    if name == "DeepseekV3":
+        layers = ["DeepseekV3Attention", "EP_MoE"]
     assert on_two_ranks(like_the_stock_model, name) == [layers] * 2

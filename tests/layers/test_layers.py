@@ -28,7 +28,7 @@ def test_one_graph(on_two_ranks):
 def test_each_layer_alone_in_one_graph(on_two_ranks):
     assert (
         on_two_ranks(layer_ranks.each_in_one_graph)
-        == [["TP_MoE", "TP_MLP", "TP_MoE", "TP_Attn"]] * 2
+        == [["TP_MoE", "EP_MoE", "TP_MLP", "TP_MoE", "TP_Attn"]] * 2
     )
 
 

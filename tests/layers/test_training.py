@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests.layers import training_ranks
@@ -18,6 +20,12 @@ from tests.layers.conftest import FIRST_CONFIG
 )
 def test_a_mesh_trains_like_one_process(on_four_ranks, arguments):
     for difference in on_four_ranks(training_ranks.trained_like_one_process, *arguments):
+        assert max(difference) < 2e-5
+
+
+def test_an_expert_parallel_mesh_trains_like_one_process(on_four_ranks):
+    run = functools.partial(training_ranks.trained_like_one_process, expert_parallel=True, steps=1)
+    for difference in on_four_ranks(run, "fsdp2", 2, 4, True):
         assert max(difference) < 2e-5
 
 

@@ -60,6 +60,7 @@ def trained_like_one_process(
     steps: int = 2,
     norm_type: float = 2.0,
     shape: tuple[int, int] = (2, 2),
+    expert_parallel: bool = False,
 ) -> list[float]:
     """Train on a mesh of data-parallel by tensor-parallel ranks, and alone.
 
@@ -73,7 +74,8 @@ def trained_like_one_process(
     replicas = shape[0]
     sizes = {"num_key_value_heads": kv_heads, "num_experts": num_experts}
     whole, module = model(**sizes), model(**sizes)
-    group = _parallel(module, mesh["tp"], sequence_parallel=is_spread)
+    options = {"sequence_parallel": is_spread, "expert_parallel": expert_parallel}
+    group = _parallel(module, mesh["tp"], **options)
     for block in module.model.layers:
         forward = block.forward
         block.forward = lambda *a, forward=forward, **k: checkpoint(
@@ -194,7 +196,8 @@ def resharded(folder: str, num_experts: int) -> list[float]:
         if number:
             for parameter in module.parameters():
                 torch.nn.init.constant_(parameter, number)
-        ranks = _parallel(module, group)
+        # Checkpoints do not depend on how experts are distributed.
+        ranks = _parallel(module, group, expert_parallel=number == 1)
         if number == 0:
             _sharded(module, mesh["dp"], "fsdp2", torch.float32)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01 if number == 0 else 0.5)

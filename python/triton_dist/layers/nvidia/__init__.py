@@ -3,6 +3,7 @@
 from triton_dist.layers.nvidia import experts, functional, sequence_parallel
 from triton_dist.layers.nvidia.checkpoint import TrainingState, gather_state_dict
 from triton_dist.layers.nvidia.ep_a2a_layer import EPAll2AllLayer, EPLowLatencyAllToAllLayer
+from triton_dist.layers.nvidia.ep_moe import EP_MoE
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer
 from triton_dist.layers.nvidia.parallelize import parallelize
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
@@ -15,6 +16,7 @@ __all__ = [
     "Collectives",
     "EPAll2AllLayer",
     "EPLowLatencyAllToAllLayer",
+    "EP_MoE",
     "GemmARLayer",
     "TP_MLP",
     "TP_Attn",

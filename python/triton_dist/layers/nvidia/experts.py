@@ -138,10 +138,20 @@ def expert_sums(
         return matrix[order if len(matrix) == len(flat) else order // ids.shape[1]]
 
     left, right = rows_of_routes(rows), rows_of_routes(grads)
-    is_fast = has_fast_library() and rows.dtype is torch.bfloat16
+    return sums_of_sorted_rows(left, right, ends.int())
+
+
+def sums_of_sorted_rows(
+    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return ``expert_sums`` of rows [R, K] and gradients [R, N] that are sorted by expert.
+
+    ``ends``: int32 [E], end of the rows of each expert.
+    """
+    is_fast = has_fast_library() and left.dtype is torch.bfloat16
     if is_fast and left.shape[1] % 8 == 0 and right.shape[1] % 8 == 0:
-        return grouped_mm(left.T, right, ends.int())
-    sums = rows.new_zeros(num_experts, left.shape[1], right.shape[1])
+        return grouped_mm(left.T, right, ends)
+    sums = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         sums[expert] = left[begin:end].T @ right[begin:end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -155,6 +155,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             )  # fmt: skip
         return found
 
+    def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and values of the layer's parameters and buffers."""
+        yield from self.named_parameters(recurse=False)
+        yield from self.named_buffers(recurse=False)
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -166,7 +171,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         phase = f"state_dict of {prefix}{type(self).__name__}, which all ranks must call"
         group_for(self.group).channel().first_all_gather(phase, None)
         is_sharded = saves_shards.get()
-        for name, parameter in self.named_parameters(recurse=False):
+        for name, parameter in self._own_tensors():
             for weight in self._stock_weights(name, undistributed(parameter)):
                 destination[prefix + weight.name] = (
                     weight.distributed(self.torch_ranks, self.torch_ranks.mesh)
@@ -187,7 +192,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     ) -> None:
         """Copy this rank's shards of stock weights, whole or distributed as they are saved."""
         known = {*self._modules}
-        for name, parameter in self.named_parameters(recurse=False):
+        for name, parameter in self._own_tensors():
             filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             weights = {prefix + each.name: each for each in self._stock_weights(name, filled)}
             known.update(each.name for each in weights.values())
@@ -283,9 +288,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             options = {"keep_gathered": self.keep_gathered} if function == "ag_gemm" else {}
             multiply = getattr(experts if routing else functional, function)
             return multiply(x, weight, *routing, ranks, **options)  # type: ignore[no-any-return]
-        if is_differentiated(x):
-            expected = "False: fp8 weights have no backward; call under torch.no_grad()"
-            raise self._invalid("x.requires_grad", True, expected)
+        self._check_inference(x)
         if not silu_mul:
             matrix = weight[0] if weight.ndim == 3 else weight
             check_operand(type(self).__name__, "x", x, matrix, ranks)
@@ -294,6 +297,11 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         operands = [A, A_scale, weight, getattr(self, name + SCALES)]
         product: torch.Tensor = fp8_product(function, operands, list(routing), x.dtype, ranks.name)
         return product
+
+    def _check_inference(self, x: torch.Tensor) -> None:
+        if is_differentiated(x):
+            expected = "False: fp8 weights have no backward; call under torch.no_grad()"
+            raise self._invalid("x.requires_grad", True, expected)
 
     def _collectives_for(
         self, rows: torch.Tensor, ranks: Collectives, sequence_parallel: bool

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, TritonDistWarning
+from triton_dist.layers.nvidia.ep_moe import EP_MoE
 from triton_dist.layers.nvidia.layer import TensorParallelLayer, owners_of_shards
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.layers.nvidia.tp_attn import TP_Attn
@@ -26,7 +27,7 @@ _KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
 )
 """Layers, and the members that identify the modules they replace."""
 _FAMILIES = (
-    "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2", "qwen3",
+    "deepseek_v3", "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2", "qwen3",
     "qwen3_moe", "seed_oss",
 )  # fmt: skip
 """Families of transformers whose logits were compared with the stock model."""
@@ -41,12 +42,14 @@ def parallelize(
     max_M: int,
     sequence_parallel: bool = False,
     keep_gathered: bool = False,
+    expert_parallel: bool = False,
     ranks: Collectives | None = None,
 ) -> Collectives:
     """Replace attention, feed-forward and expert layers of a Llama-like model in place.
 
-    ``TP_Attn``, ``TP_MLP`` and ``TP_MoE`` replace the layers wherever they are in ``module``. The
-    other submodules are kept whole on each rank. Everything moves to this rank's device.
+    ``TP_Attn``, ``TP_MLP``, and ``TP_MoE`` or ``EP_MoE`` replace the layers wherever they are in
+    ``module``. The other submodules are kept whole on each rank. Everything moves to this rank's
+    device.
 
     Args:
         module: model with equal weights on all ranks, on any device.
@@ -55,6 +58,8 @@ def parallelize(
         sequence_parallel: each layer takes this rank's rows of the tokens. The model itself must
             distribute the tokens.
         keep_gathered: keep gathered tokens for the backward instead of gathering them again.
+        expert_parallel: distribute the experts over the ranks (``EP_MoE``), instead of sharding
+            each expert (``TP_MoE``).
         ranks: ``TensorParallel`` or ``Collectives`` of this group to use instead of a new
             ``TensorParallel``.
 
@@ -72,6 +77,7 @@ def parallelize(
         expected += f"layer alone, call _init_parameters(module) of a new {kind.__name__}"
         raise InvalidArgument("parallelize", "module", type(module), expected)
     _check_outputs(module)
+    of_experts = EP_MoE if expert_parallel else TP_MoE
     ranks = TensorParallel(max_M, group) if ranks is None else ranks
     replacements: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
     layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # a module may be in several places
@@ -86,6 +92,7 @@ def parallelize(
                     modules_to_search.append(child)
                 continue  # do not search inside a replaced layer, for example its experts
             if child not in layers:
+                kind = of_experts if kind is TP_MoE else kind
                 layer = layers[child] = kind(
                     ranks=ranks, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
                 )

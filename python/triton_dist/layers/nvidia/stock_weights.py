@@ -35,6 +35,7 @@ class StockWeight:
             weight flattens into one. Gate and up of stacked experts are a pair.
         size: length of ``dim`` in the stock weight if zeros pad the last shards, else ``None``.
         single: shape of a stock weight with one element, which all elements of ``shard`` repeat.
+        owner: the only rank that has the weight; ``shard`` is on the meta device elsewhere.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StockWeight:
     is_pair: bool = False
     size: int | None = None
     single: torch.Size | None = None
+    owner: int | None = None
 
     def gathered(self, ranks: Collectives) -> torch.Tensor:
         """Return the stock weight on this rank's device. Collective."""
@@ -107,8 +109,12 @@ class StockWeight:
     def _gathered_shards(self, ranks: Collectives) -> torch.Tensor:
         shard = self.shard.detach()
         if self.single is not None:
-            return shard.flatten()[:1].view(self.single)
-        if self.dim is None:
+            shard = shard.flatten()[:1].view(self.single)
+        elif self.owner is not None and self.dim is not None:
+            shard = shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])
+        if self.owner is not None:
+            return ranks.broadcast(shard, self.owner)
+        if self.dim is None or self.single is not None:
             return shard
         if ranks.num_ranks == 1:
             return shard.narrow(self.dim, 0, self.size or shard.shape[self.dim])

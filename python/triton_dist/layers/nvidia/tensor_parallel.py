@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from triton_dist.errors import ContextFinalized, InvalidArgument
@@ -29,10 +30,13 @@ from triton_dist.kernels.nvidia import (
     ag_group_gemm,
     create_ag_gemm_context,
     create_ag_group_gemm_context,
+    create_ep_context,
     create_gemm_ar_context,
     create_gemm_rs_context,
     create_moe_ar_context,
     create_moe_rs_context,
+    ep_combine,
+    ep_dispatch,
     gemm_ar,
     gemm_rs,
     grouped_gemm,
@@ -40,6 +44,7 @@ from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar,
     run_moe_reduce_rs,
 )
+from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.tune import AutoTuner
@@ -116,6 +121,17 @@ class Collectives:
         if self.num_ranks == 1:
             return shard
         return libraries.all_gather_rows(shard.contiguous(), self.group)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the tensor of rank ``source``; ``tensor`` of other ranks has only its shape."""
+        if self.num_ranks == 1:
+            return tensor
+        whole = tensor.contiguous()
+        if self.rank != source:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        # gloo has no fp8.
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), group=self.group, group_src=source)
+        return whole
 
     def reduce_scatter(self, addend: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, [m, …], of the sum of [M, …] over ranks."""
@@ -239,7 +255,8 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         if max_M < 1:
             raise InvalidArgument("TensorParallel", "max_M", max_M, "at least 1")
         super().__init__(group)
-        self.max_M, self.whole_M = max_M, -(-max_M // self.num_ranks) * self.num_ranks
+        self.max_M, self.max_tokens = max_M, -(-max_M // self.num_ranks)
+        self.whole_M = self.max_tokens * self.num_ranks
         self.sizes = self.rank, self.num_ranks, self.num_ranks  # all ranks are on one host
         self._contexts: dict[Hashable, OpContext[Any]] | None = {}
 
@@ -309,6 +326,28 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
         context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids, dtype)
         operands = x.contiguous(), weights, ids, scales, context
         return self._call(run_moe_reduce_ar, *operands, **scaling)
+
+    def ep_dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        num_experts: int,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> Received:
+        """Return ``ep_dispatch`` of this rank's tokens; ``dtype``: dtype of the combined tokens."""
+        hidden, topk = x.shape[1], ids.shape[1]
+        context = self.context(
+            ("expert_parallel", hidden, num_experts, topk, dtype), create_ep_context,
+            *self.sizes, self.max_tokens, hidden, num_experts, topk, dtype, group=self.group,
+        )  # fmt: skip
+        return ep_dispatch(x, ids, context, weights, autotune_pg=self.group, **options)
+
+    def ep_combine(
+        self, y: torch.Tensor, received: Received, apply_weights: bool = True
+    ) -> torch.Tensor:
+        return self._call(ep_combine, y, received, received.ctx, apply_weights=apply_weights)
 
     def _call(self, op: AutoTuner[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
         return op(*args, autotune_pg=self.group, **options)

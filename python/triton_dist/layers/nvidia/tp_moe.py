@@ -17,10 +17,14 @@ from triton_dist.runtime.ranks import Group
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 _CORRECTION = "e_score_correction_bias"
+SHARED = ("shared_expert", "shared_experts")
 
 
 class TP_MoE(TokenLayer):
     """Experts of Qwen, Mixtral and similar models: ``top_k`` of a softmax over all experts.
+
+    With an ``e_score_correction_bias``, the routing is DeepSeek-V3's: sigmoids, whose top
+    ``top_k`` are chosen by the sums with the bias, within the best groups of experts.
 
     Each expert is ``down(act(gate(x)) * up(x))``. ``TensorParallelLayer`` describes arguments,
     modes and call forms; ``autotune`` is ignored, because calls are always tuned. E is the number
@@ -28,6 +32,7 @@ class TP_MoE(TokenLayer):
 
     Attributes:
         gate: [E, hidden], the router, equal on all ranks.
+        correction: fp32 [E], ``e_score_correction_bias``, a buffer; or ``None``.
         gate_up_proj: [E, hidden, 2 * I / ranks].
         down_proj: [E, I / ranks, hidden].
         gate_up_proj_scale, down_proj_scale, gate_up_proj_input_scale, down_proj_input_scale: scales
@@ -38,6 +43,7 @@ class TP_MoE(TokenLayer):
 
     shards = ("gate_up_proj", "down_proj")
     gate: torch.nn.Parameter
+    correction: torch.Tensor | None
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
 
@@ -59,7 +65,8 @@ class TP_MoE(TokenLayer):
                 ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, or one module with stacked
                 weights ``gate_up_proj`` [E, 2 * I, hidden] and ``down_proj`` [E, hidden, I]. The
                 module or its gate has ``top_k``. Weights of the chosen experts are normalised
-                unless ``norm_topk_prob`` is false.
+                unless ``norm_topk_prob`` is false. ``routed_scaling_factor``, ``num_group`` or
+                ``n_group``, and ``topk_group`` are read for DeepSeek-V3's routing.
             verbose: print the shapes of the shards.
 
         Raises:
@@ -68,14 +75,12 @@ class TP_MoE(TokenLayer):
         """
         source: Any = module
         self._check_members("module", module, "gate", "experts")
-        for name in ("shared_expert", "shared_experts"):
-            if hasattr(source, name):
-                raise self._invalid(name, type(getattr(source, name)), "none")
+        self._init_shared(source)
         each = list(self._experts_of(source.experts))
-        beside = ((source.gate, "bias"), (source, _CORRECTION), (source.gate, _CORRECTION))
-        for holder, name in beside:
+        for holder, name in ((source.gate, "bias"), (source, _CORRECTION)):
             if getattr(holder, name, None) is not None:
                 raise self._invalid(f"{name} of the gate", "present", "no such attribute")
+        has_correction = getattr(source.gate, _CORRECTION, None) is not None
         gate = self._checked_weight("gate", source.gate, (len(each), None), allows_router=True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
@@ -83,10 +88,22 @@ class TP_MoE(TokenLayer):
         self.top_k: int = router.top_k
         if not 1 <= self.top_k <= self.num_experts:
             raise self._invalid("top_k", self.top_k, f"1 to {self.num_experts} experts")
-        self.normalises: bool = getattr(router, "norm_topk_prob", True)
+
+        def option(name: str, default: Any) -> Any:
+            return getattr(source, name, getattr(source.gate, name, default))
+
+        self.normalises: bool = option("norm_topk_prob", True)
+        self.factor: float = option("routed_scaling_factor", 1.0)
+        self.num_groups: int = option("num_group", option("n_group", 1)) or 1
+        self.topk_groups: int = option("topk_group", 1) or 1
+        if self.num_groups > 1 and not has_correction:
+            expected = f"1, or a gate with {_CORRECTION}"
+            raise self._invalid("n_group", self.num_groups, expected)
         columns = len(each[0][0])
         shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
-        dtype = each[0][0].dtype if each[0][0].dtype is E4M3 else gate.dtype
+        dtype = each[0][0].dtype
+        if dtype is not E4M3 and not has_correction:  # whose routing is in fp32
+            dtype = gate.dtype
         for number, weights in enumerate(each):
             for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
                 where = f"experts.{number}.{name}.weight"
@@ -103,12 +120,26 @@ class TP_MoE(TokenLayer):
             raise self._invalid("experts.gate_up_proj.dtype", E4M3, expected)
         if dtype is E4M3:
             self._set_scales(getattr(each, name) for each in source.experts for name in _NAMES)
-        (E, hidden), own = gate.shape, self._split_columns("columns of an expert", columns)
+        E, hidden = gate.shape
         self.gate = self._parameter("gate", module, E, hidden)
-        self.gate_up_proj = self._parameter("gate_up_proj", module, E, hidden, 2 * own)
-        self.down_proj = self._parameter("down_proj", module, E, own, hidden)
+        # A buffer: FSDP2 would cast a parameter to the dtype of the weights.
+        correction = self._parameter("correction", module, E).data if has_correction else None
+        self.register_buffer("correction", correction)
+        own_experts, own = self._own_sizes(E, columns)
+        self.gate_up_proj = self._parameter("gate_up_proj", module, own_experts, hidden, 2 * own)
+        self.down_proj = self._parameter("down_proj", module, own_experts, own, hidden)
         self._init_scales(module, "gate_up_proj", "down_proj")
         self._print_shapes(verbose)
+
+    def _init_shared(self, source: Any) -> None:
+        """Copy the shared experts, or raise if there are any."""
+        for name in SHARED:
+            if hasattr(source, name):
+                raise self._invalid(name, type(getattr(source, name)), "none")
+
+    def _own_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
+        """Return this rank's numbers of experts, and of columns of an expert."""
+        return num_experts, self._split_columns("columns of an expert", columns)
 
     def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield gate, up and down of each expert, [outputs, inputs]."""
@@ -137,48 +168,99 @@ class TP_MoE(TokenLayer):
     def _weights_of(self, name: str, tensor: torch.Tensor) -> list[StockWeight]:
         if name == "gate":
             return [StockWeight("gate.weight", tensor, None)]
+        if name == "correction":
+            return [StockWeight(f"gate.{_CORRECTION}", tensor, None)]
         stacked = tensor.transpose(1, 2)  # [E, outputs, inputs], as stock modules store weights
         if self.has_stacked_experts:
-            if name == "down_proj":
-                return [StockWeight("experts.down_proj", stacked, 2)]
-            pair = stacked.unflatten(1, (2, -1))
-            return [StockWeight("experts.gate_up_proj", pair, 2, is_pair=True)]
-        weights, size = [], self.stock_columns
-        for number, expert in enumerate(stacked):
-            where = f"experts.{number}"
-            if name == "down_proj":
-                weights.append(StockWeight(f"{where}.down_proj.weight", expert, 1, size=size))
-            else:
-                gate, up = expert.chunk(2)
-                weights.append(StockWeight(f"{where}.gate_proj.weight", gate, 0, size=size))
-                weights.append(StockWeight(f"{where}.up_proj.weight", up, 0, size=size))
-        return weights
+            return [self._stacked_weight(name, stacked)]
+        return [
+            weight
+            for number in range(self.num_experts)
+            for weight in self._weights_of_expert(name, stacked, number)
+        ]
+
+    def _stacked_weight(self, name: str, stacked: torch.Tensor) -> StockWeight:
+        """Return the stock weight of all experts."""
+        if name == "down_proj":
+            return StockWeight("experts.down_proj", stacked, 2)
+        return StockWeight("experts.gate_up_proj", stacked.unflatten(1, (2, -1)), 2, is_pair=True)
+
+    def _weights_of_expert(
+        self, name: str, stacked: torch.Tensor, number: int
+    ) -> Iterator[StockWeight]:
+        """Yield the stock weights of an expert."""
+        yield from self._split_expert(name, stacked[number], number)
+
+    def _split_expert(
+        self, name: str, expert: torch.Tensor, number: int, **options: Any
+    ) -> Iterator[StockWeight]:
+        """Yield gate and up, or down; ``options`` are fields of ``StockWeight``."""
+        where, size = f"experts.{number}", self.stock_columns
+        if name == "down_proj":
+            yield StockWeight(f"{where}.down_proj.weight", expert, 1, size=size, **options)
+            return
+        for half, weight in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True):
+            yield StockWeight(f"{where}.{half}.weight", weight, 0, size=size, **options)
 
     def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts (int32) and their weights (fp32) of each row, [rows, top_k]."""
+        if self.correction is not None:
+            return self._routes_of_groups(rows, self.correction)
         chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
         best, ids = chances.topk(self.top_k, -1)
-        return ids.int(), best / best.sum(-1, keepdim=True) if self.normalises else best
+        if self.normalises:
+            best = best / best.sum(-1, keepdim=True)
+        return ids.int(), best * self.factor if self.factor != 1 else best
+
+    def _routes_of_groups(
+        self, rows: torch.Tensor, correction: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``_routes`` by sigmoids, of the groups with the best two experts."""
+        scores = linear(rows.float(), self.gate.float()).sigmoid()
+        order = (scores.detach() + correction).unflatten(-1, (self.num_groups, -1))
+        of_group = order.topk(min(2, order.shape[-1]), -1)[0].sum(-1)
+        chosen = of_group.topk(self.topk_groups, -1)[1]
+        is_chosen = torch.zeros_like(of_group).scatter(-1, chosen, 1) != 0
+        order = order.masked_fill(~is_chosen[..., None], float("-inf"))
+        ids = order.flatten(-2).topk(self.top_k, -1)[1]
+        best = scores.gather(-1, ids)
+        if self.normalises:
+            best = best / (best.sum(-1, keepdim=True) + 1e-20)
+        return ids.int(), best * self.factor
 
     def _run(self, x: torch.Tensor, ranks: Collectives, sequence_parallel: bool) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ranks = self._collectives_for(rows, ranks, sequence_parallel)
         ids, scales = self._routes(rows)
+        return self._products(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
+
+    def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the index of each expert among this rank's experts; -1 for other experts."""
+        return ids
+
+    def _products(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        ranks: Collectives,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        """Return the sums over the chosen experts, [rows, hidden]."""
         if sequence_parallel:
             ids = functional.all_gather(ids, ranks)
             scales = functional.all_gather(scales, ranks)
         first, last = "group_gemm", "moe_reduce_ar"
         if sequence_parallel:
             first, last = "ag_group_gemm", "moe_reduce_rs"
+        ids = self._own_ids(ids)
         hidden = self._product(first, rows, "gate_up_proj", ranks, ids)
         is_fused = self.scales is not None and is_silu(self.act_fn)
         if not is_fused:
             gate, up = hidden.chunk(2, -1)
             hidden = self.act_fn(gate) * up
         routing = ids, scales
-        return self._product(last, hidden, "down_proj", ranks, *routing, silu_mul=is_fused).view(
-            x.shape
-        )
+        return self._product(last, hidden, "down_proj", ranks, *routing, silu_mul=is_fused)
 
     @torch.no_grad()
     def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:

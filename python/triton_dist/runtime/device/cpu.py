@@ -103,6 +103,11 @@ class CpuDevice:
         """Run ``work`` immediately: there are no streams except copy streams."""
         work()
 
+    def fork(self, work: Callable[[], object], *inputs: torch.Tensor) -> Callable[..., None]:
+        """Run ``work`` immediately, and return a function that does nothing."""
+        work()
+        return self.record_event()
+
     def record_event(self) -> Callable[..., None]:
         """Return a function that does nothing: work is synchronous."""
         return lambda *tensors: None

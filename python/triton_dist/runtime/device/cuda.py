@@ -67,6 +67,7 @@ class CudaDevice:
         # then exclude algorithms in which a blocking launch would deadlock.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
+        self._fork_stream: torch.cuda.Stream | None = None
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
         self._reserved = 0  # torch's reserved bytes after the last release of graph memory
 
@@ -234,6 +235,22 @@ class CudaDevice:
         with torch.cuda.stream(side):
             work()
         current.wait_stream(side)
+
+    def fork(self, work: Callable[[], object], *inputs: torch.Tensor) -> Callable[..., None]:
+        """Run ``work``, which reads ``inputs``, on a second stream after the current stream's work.
+
+        Return a function that makes the stream that is then current wait for ``work``, and use the
+        tensors that it is passed.
+        """
+        if self._fork_stream is None:
+            self._fork_stream = torch.cuda.Stream(self.torch_device)
+        side = self._fork_stream
+        side.wait_stream(torch.cuda.current_stream(self.index))
+        for tensor in inputs:
+            tensor.record_stream(side)
+        with torch.cuda.stream(side):
+            work()
+            return self.record_event()
 
     def record_event(self) -> Callable[..., None]:
         """Return a function that makes the stream that is then current wait for the work that is

@@ -70,7 +70,8 @@ class Sources(NamedTuple):
 class GroupedPlan(NamedTuple):
     """Constants of a grouped product other than its tile sizes.
 
-    SORTED: rows of C are sorted by expert, else they are in the order of routes. SILU_MUL: C is
+    SORTED: rows of C are sorted by expert, else they are in the order of routes. A_SORTED: so are
+    the rows of A, else they are gathered. SILU_MUL: C is
     silu(left half) * right half, N / 2 wide; a tile has BLOCK_SIZE_N / 2 columns of each half.
     DESCRIPTORS: read B by TMA. SCALING: see ``gemm/scales.py``. SINGLE_B_SCALE: the
     columns of a tile lie in one block of scales.
@@ -79,6 +80,7 @@ class GroupedPlan(NamedTuple):
     A_ALIGNED: Any
     C_ALIGNED: Any
     SORTED: Any
+    A_SORTED: Any
     SILU_MUL: Any
     DESCRIPTORS: Any
     B_COLUMN_MAJOR: Any
@@ -233,7 +235,9 @@ def kernel_grouped_gemm(
         column = n * COLUMNS
         rows = row + tl.arange(0, BLOCK_SIZE_M)
         inside = rows < end
-        route = tl.load(blocks.routes + rows, mask=inside, other=0)
+        route = rows
+        if not grouped_plan.A_SORTED:
+            route = tl.load(blocks.routes + rows, mask=inside, other=0)
         a_row = route // routes_of_row
         rows_ptr = a_ptr
         if grouped_plan.NUM_SOURCES > 1:
@@ -357,6 +361,7 @@ def grouped_product(
     gathered: GatheredShards | None = None,
     rank: int = 0,
     scales: OperandScales | None = None,
+    routes_of_row: int | None = None,
 ) -> Launch:
     """Return the launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
 
@@ -371,6 +376,7 @@ def grouped_product(
         gathered: shards of peers as they arrive. A is then the contiguous shard of ``rank``, and
             the map has one source per rank.
         scales: scales of fp8 operands.
+        routes_of_row: routes per row of A, if not R / M; 0 if the rows of A are sorted by expert.
     """
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
@@ -390,6 +396,7 @@ def grouped_product(
         A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item, A.data_ptr())),
         C_ALIGNED=C.shape[1] * C.element_size() % _ALIGNMENT == 0,
         SORTED=is_sorted,
+        A_SORTED=routes_of_row == 0,
         SILU_MUL=silu_mul,
         # Without matrix units, operands loaded by descriptor spill.
         DESCRIPTORS=layout != "strided" and precision != "ieee" and halves_fit,
@@ -405,11 +412,13 @@ def grouped_product(
     if gathered is not None:
         sources = Sources(A, gathered.arrivals, gathered.epoch)
         options |= {"sources": sources, "rank": rank, "shard_rows": A.shape[0]}
-    width, routes_of_row = C.shape[1], len(blocks.routes) // rows.shape[0]
+    if routes_of_row is None:
+        routes_of_row = len(blocks.routes) // rows.shape[0]
+    width = C.shape[1]
     E, K, N = B.shape
     return Launch(
         kernel_grouped_gemm,
         (min(programs, work_items),),
-        (rows, B, C, memory, E, N, K, strides, width, routes_of_row),
+        (rows, B, C, memory, E, N, K, strides, width, max(1, routes_of_row)),
         {**options, "grouped_plan": plan},
     )

@@ -305,7 +305,7 @@ def kernel_map_blocks(
 
 @dataclass(frozen=True)
 class BlockMap:
-    """A block map in int32 device memory, and the two launches that compute it."""
+    """A block map in int32 device memory, and the launches that compute it."""
 
     E: int
     topk: int
@@ -323,7 +323,7 @@ class BlockMap:
     """[maximum number of tiles, 8], see ``RECORD_WORDS``."""
     num_tiles: torch.Tensor
     """[1], number of tiles."""
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
 
     def queue(self) -> BlockMap:
         for launch in self.launches:

@@ -28,6 +28,7 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import LINE_BYTES, MAX_CTAS, ExchangeBuffer
 from triton_dist.kernels.common.exchange.protocol import Packets
+from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.nvidia.expert_parallel import kernel, packets
 from triton_dist.kernels.nvidia.expert_parallel.kernel import kernel_expand
@@ -303,6 +304,15 @@ class Received:
             self.ctx.await_send(self.row_of_position, *weights)
             self.receive()
         return self
+
+    @property
+    def positions(self) -> Positions:
+        """The ``topk_ids`` of ``grouped_gemm`` for ``rows``; ``alignment`` must be 1."""
+        self._check_received("positions")
+        topk, number = self.local_ids.shape[1], len(self.row_of_position)
+        if number != self.local_ids.numel():
+            raise InvalidArgument("positions", "alignment", "above 1", "1")
+        return Positions(self.ends, number, self.row_of_position, self.max_tokens, topk)
 
     def num_positions(self) -> int:
         """Return the number of positions in use, padding included. Wait for the dispatch.

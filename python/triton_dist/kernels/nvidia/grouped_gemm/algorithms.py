@@ -20,6 +20,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, scaling_of
+from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
 from triton_dist.kernels.common.moe.rows import (
@@ -29,11 +30,13 @@ from triton_dist.kernels.common.moe.rows import (
     gather_rows,
     has_fast_library,
     is_library_candidate,
+    multiply_sorted,
     restore_row_order,
     sorted_product,
 )
 from triton_dist.kernels.common.moe.scales import OperandScales
 from triton_dist.kernels.common.moe.skew import SkewedKey
+from triton_dist.kernels.common.moe.sorted_rows import gather_positions, tiles_of_positions
 from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall, check_tiles
 from triton_dist.runtime.device import current_device
@@ -41,6 +44,8 @@ from triton_dist.runtime.launch import BoundedDict, Launch
 
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
+ROUTES_OF_ROW = {"gathered": 1, "position": 0}
+"""``routes_of_row`` of ``grouped_product`` by the kind of rows of a ``Positions``."""
 # Signatures that passed the checks: a check takes several us, a lookup less.
 _CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 
@@ -48,30 +53,35 @@ _CHECKED_KEYS: BoundedDict[Any, Any] = BoundedDict()
 def checks(
     A: torch.Tensor,
     B: torch.Tensor,
-    topk_ids: torch.Tensor,
+    topk_ids: torch.Tensor | Positions,
     order: object,
     activation: object,
     scaling: Scaling = NO_SCALING,
 ) -> Iterator[Check]:
     """Yield the checks of a call. The ids are checked first, because later checks need them."""
-    yield from tensor_checks(A=A, B=B, topk_ids=topk_ids)
-    check_ids("grouped_gemm", topk_ids, B.shape[0] if B.ndim == 3 else 1)
+    ids: Any = topk_ids.ends if isinstance(topk_ids, Positions) else topk_ids
+    yield from tensor_checks(A=A, B=B, topk_ids=ids)
+    if not isinstance(topk_ids, Positions):
+        check_ids("grouped_gemm", ids, B.shape[0] if B.ndim == 3 else 1)
     device = current_device().torch_device.type
     if A.dtype not in FP8:
         yield "A.dtype", A.dtype, A.dtype in DTYPES, DTYPE_NAMES
         yield "B.dtype", B.dtype, B.dtype == A.dtype, f"the dtype of A, {A.dtype}"
     yield "A.device", A.device, A.device.type == device, f"a tensor on {device}"
-    for name, tensor in (("B", B), ("topk_ids", topk_ids)):
+    for name, tensor in (("B", B), ("topk_ids", ids)):
         expected = f"the device of A, {A.device}"
         yield f"{name}.device", tensor.device, tensor.device == A.device, expected
     yield gradient_check("A", A)
     yield gradient_check("B", B)
     shape = tuple(B.shape)
     yield "B.shape", shape, B.ndim == 3 and min(shape) > 0, "[E, K, N]"
-    routes = topk_ids.numel()
-    good = A.ndim == 2 and A.shape[1] == shape[1] and A.shape[0] in (len(topk_ids), routes)
-    expected = f"[{len(topk_ids)} tokens or {routes} routes, K = {shape[1]}]"
-    yield "A.shape", tuple(A.shape), good, expected
+    if isinstance(topk_ids, Positions):
+        yield from topk_ids.checks(A, B)
+    else:
+        routes = topk_ids.numel()
+        good = A.ndim == 2 and A.shape[1] == shape[1] and A.shape[0] in (len(topk_ids), routes)
+        expected = f"[{len(topk_ids)} tokens or {routes} routes, K = {shape[1]}]"
+        yield "A.shape", tuple(A.shape), good, expected
     expected = "unit stride along K; call A.contiguous()"
     yield "A.stride()", A.stride(), A.stride(1) == 1 or A.shape[1] == 1, expected
     yield "order", order, order in ORDERS, f"one of {', '.join(map(repr, ORDERS))}"
@@ -95,7 +105,8 @@ class GroupedKey(NamedTuple):
     layout: str
     """Memory layout of B."""
     rows: str
-    """Kind of the rows of A: ``"token"`` or ``"route"``."""
+    """Kind of the rows of A: ``"token"`` or ``"route"``, or for positions ``"gathered"``
+    or ``"position"``."""
     order: str
     activation: str | None
 
@@ -104,7 +115,7 @@ class GroupedKey(NamedTuple):
         cls,
         A: torch.Tensor,
         B: torch.Tensor,
-        topk_ids: torch.Tensor,
+        topk_ids: torch.Tensor | Positions,
         *,
         order: str = "route",
         activation: str | None = None,
@@ -116,15 +127,21 @@ class GroupedKey(NamedTuple):
             InvalidArgument: shapes, dtypes or devices do not match.
         """
         scaling = scaling_of(**scales)
+        routing: Any = topk_ids
+        of_positions: tuple[Any, ...] = ()
+        if isinstance(topk_ids, Positions):
+            order, routing, of_positions = "sorted", topk_ids.ends, topk_ids.shape_of_key
 
         def make() -> GroupedKey:
-            (M, topk), (E, K, N) = topk_ids.shape, B.shape
-            rows = "token" if len(A) == M else "route"
-            sizes = (M, N, K, E, topk, A.dtype)
-            plain = cls(*sizes, weights_layout(B), rows, order, activation)
+            M, topk, rows, *_ = of_positions or (*routing.shape, "route")
+            if rows == "route" and len(A) == M:
+                rows = "token"
+            E, K, N = B.shape
+            plain = cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
             return scaling.key_of(plain, A, B)
 
-        signature = operand_signature(B, A, B, topk_ids), current_device().torch_device
+        device = current_device().torch_device
+        signature = operand_signature(B, A, B, routing), device, of_positions
         return checked_once(
             _CHECKED_KEYS,
             (*signature, order, activation, *scaling.signature(B)),
@@ -140,7 +157,7 @@ class Call(OpCall):
 
     A: torch.Tensor
     B: torch.Tensor
-    topk_ids: torch.Tensor
+    topk_ids: torch.Tensor | Positions
     order: str
     activation: str | None
     gemm_config: triton.Config | None
@@ -174,6 +191,8 @@ class Call(OpCall):
 
     def blocks(self, block_m: int) -> BlockMap:
         """Return the map from routes to tiles; its launches have not run yet."""
+        if isinstance(self.topk_ids, Positions):
+            return tiles_of_positions(self.topk_ids, block_m)
         return block_map(self.topk_ids, self.key.E, block_m)
 
 
@@ -209,8 +228,8 @@ class Tiled(Algorithm[Call, GroupedKey]):
         blocks = call.blocks(call.gemm_config.kwargs["BLOCK_SIZE_M"])
         product = grouped_product(
             call.A, call.B, C, blocks, call.gemm_config,
-            is_sorted=call.order == "sorted", silu_mul=call.activation is not None,
-            scales=call.scales,
+            is_sorted=call.key.order == "sorted", silu_mul=call.activation is not None,
+            scales=call.scales, routes_of_row=ROUTES_OF_ROW.get(call.key.rows),
         )  # fmt: skip
         return C, blocks, product
 
@@ -235,6 +254,10 @@ class Library(Algorithm[Call, GroupedKey]):
             raise InvalidArgument("grouped_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
+        if isinstance(call.topk_ids, Positions):
+            for _, copy in self._gathered(call, call.topk_ids):
+                copy.compile()
+            return
         blocks, routes = call.blocks(ROWS_OF_SINGLE_TILE), call.topk_ids.numel()
         C = call.empty_product()
         copies = gather_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
@@ -242,14 +265,40 @@ class Library(Algorithm[Call, GroupedKey]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
+        if isinstance(call.topk_ids, Positions):
+            return self._activated(call, self._product_of_positions(call, call.topk_ids))
         blocks = call.blocks(ROWS_OF_SINGLE_TILE).queue()
         C = sorted_product(call.A.detach(), call.B.detach(), blocks, call.scales, call.key)
-        if call.activation is not None:
-            gate, up = C.chunk(2, dim=1)
-            C = torch.nn.functional.silu(gate).mul_(up)
-        out, last = self._end(call, C, blocks)
+        out, last = self._end(call, self._activated(call, C), blocks)
         last.run()
         return out
+
+    @staticmethod
+    def _activated(call: Call, C: torch.Tensor) -> torch.Tensor:
+        if call.activation is None:
+            return C
+        gate, up = C.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    def _product_of_positions(self, call: Call, positions: Positions) -> torch.Tensor:
+        rows, scales = call.A.detach(), call.scales
+        gathered = self._gathered(call, positions)
+        for _, copy in gathered:
+            copy.run()
+        if gathered:
+            (rows, _), *of_scales = gathered
+            for out, _ in of_scales:
+                scales = scales and scales._replace(a=out)
+        blocks = call.blocks(ROWS_OF_SINGLE_TILE)
+        return multiply_sorted(rows, call.B.detach(), blocks, scales, call.key)
+
+    @staticmethod
+    def _gathered(call: Call, positions: Positions) -> list[tuple[torch.Tensor, Launch]]:
+        """Return rows of A and scales per position, each with the launch that gathers them."""
+        if positions.rows is None:
+            return []
+        scales = [] if call.scales is None else [call.scales.a.contiguous()]
+        return [gather_positions(positions, each) for each in (call.A.detach(), *scales)]
 
     @staticmethod
     def _end(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import triton
 
+from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.common.moe.skew import SkewedKey
 from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
@@ -46,7 +47,10 @@ def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> A
     key_fn=key_fn,
     key_sizes=("M",),
     input_variants_fn=lambda A, B, topk_ids, *, routing_skew=None, **_: [
-        {"topk_ids": ids} for ids in other_batches(topk_ids, len(B), routing_skew)
+        {"topk_ids": ids}
+        for ids in (
+            [] if isinstance(topk_ids, Positions) else other_batches(topk_ids, len(B), routing_skew)
+        )
     ],
     scope="rank",
     version="1",  # change when the shipped results (records/) must no longer be used
@@ -54,7 +58,7 @@ def key_fn(*operands: Any, routing_skew: str | None = None, **options: Any) -> A
 def grouped_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
-    topk_ids: torch.Tensor,
+    topk_ids: torch.Tensor | Positions,
     *,
     order: str = "route",
     activation: str | None = None,
@@ -79,7 +83,8 @@ def grouped_gemm(
             other strides are multiples of 16 bytes, the kernel may use TMA; otherwise it reads
             through pointers. If A is fp8, B is e4m3 with unit stride along K.
         topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. An id outside 0 to E - 1 is a
-            dropped token: its row is zero.
+            dropped token: its row is zero. Or ``positions`` of a result of ``ep_dispatch``: the
+            result then has a row per position, and rows of unused positions are undefined.
         order: order of the output rows. ``"route"``: row ``t * topk + j`` is choice j of token t.
             ``"sorted"``: by expert, then by route; dropped tokens last.
         activation: ``"silu_mul"``: the columns are gate and up projections, and the result is
@@ -96,7 +101,7 @@ def grouped_gemm(
         accepted_key: reserved for the tuner.
 
     Returns:
-        [M * topk, N], or [M * topk, N / 2] with an activation; ``out_dtype``.
+        [M * topk or positions, N], or N / 2 columns with an activation; ``out_dtype``.
 
     Raises:
         InvalidArgument: an argument is out of range, or shapes, dtypes or devices do not match.

@@ -1,0 +1,50 @@
+"""Positions: routes sorted by expert, such as the routes that an expert-parallel dispatch sorts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from triton_dist.kernels.common.context import Check
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Routes sorted by expert: the routing of ``grouped_gemm`` for the result of a dispatch.
+
+    Attributes:
+        ends: int32 [E], end of the positions of each expert. Positions after the last are unused.
+        number: number of positions under the worst routing.
+        rows: int32 [number], row of A of each position; ``None``: A has one row per position.
+        tokens: largest number of tokens of a rank, for the tuning key.
+        topk: choices of a token, for the tuning key.
+    """
+
+    ends: torch.Tensor
+    number: int
+    rows: torch.Tensor | None
+    tokens: int
+    topk: int
+
+    def of_sorted_rows(self) -> Positions:
+        """Return these positions for an A that has one row per position."""
+        return Positions(self.ends, self.number, None, self.tokens, self.topk)
+
+    @property
+    def shape_of_key(self) -> tuple[int, int, str, int]:
+        """What a tuning depends on: tokens, choices and kind of the rows of A; and ``number``."""
+        kind = "position" if self.rows is None else "gathered"
+        return self.tokens, self.topk, kind, self.number
+
+    def numel(self) -> int:
+        return self.number
+
+    def checks(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[Check]:
+        """Yield the checks of a call."""
+        E = len(self.ends)
+        yield "B.shape", tuple(B.shape), len(B) == E, f"[E = {E}, K, N]"
+        shape, K = tuple(A.shape), B.shape[1]
+        fits = A.ndim == 2 and shape[1] == K and (self.rows is not None or len(A) >= self.number)
+        yield "A.shape", shape, fits, f"[rows of all positions, K = {K}]"

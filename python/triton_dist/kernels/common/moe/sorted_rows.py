@@ -1,0 +1,86 @@
+"""Tiles and copies of rows that are sorted by expert.
+
+The host reads no counts: the ends of the experts' rows are on the device, and a captured graph
+serves any routing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.moe.positions import Positions
+from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap, max_tiles
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch
+
+_TILES = 128
+"""Tiles whose records a program writes at a time."""
+
+
+def tiles_of_positions(positions: Positions, block_m: int) -> BlockMap:
+    """Return the map of positions to tiles of ``block_m`` rows; its launch has not run yet."""
+    ends, E = positions.ends, len(positions.ends)
+    tiles = ends.new_empty(max_tiles(positions.number, E, block_m), RECORD_WORDS.value)
+    num_tiles = ends.new_empty(1)
+    lanes = triton.next_power_of_2(E)
+    options = {"EXPERTS": E, "EXPERT_LANES": lanes, "BLOCK": _TILES, "num_warps": 4}
+    launch = Launch(kernel_tiles_of_ends, (E,), (ends, tiles, num_tiles, block_m), options)
+    rows = ends if positions.rows is None else positions.rows
+    return BlockMap(E, 1, block_m, rows, rows, ends, tiles, num_tiles, (launch,))
+
+
+def gather_positions(positions: Positions, A: torch.Tensor) -> tuple[torch.Tensor, Launch]:
+    """Return memory for a row of A per position, and the launch that fills the used rows."""
+    out = A.new_empty(positions.number, A.shape[1])
+    block = min(4096, triton.next_power_of_2(A.shape[1]))
+    grid = (min(positions.number, 8 * current_device().num_sms),)
+    arguments = A, A.stride(0), positions.rows, positions.ends, out, A.shape[1]
+    options = {"EXPERTS": len(positions.ends), "BLOCK": block, "num_warps": 8}
+    return out, Launch(kernel_gather_positions, grid, arguments, options)
+
+
+@jit(do_not_specialize=["block_m"])
+def kernel_tiles_of_ends(
+    ends_ptr, tiles_ptr, num_tiles_ptr, block_m,
+    EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the records of an expert's tiles (``RECORD_WORDS``). Grid (EXPERTS,)."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, EXPERT_LANES)
+    is_expert = lane < EXPERTS
+    end = tl.load(ends_ptr + lane, mask=is_expert, other=0)
+    begin = tl.load(ends_ptr + lane - 1, mask=is_expert & (lane > 0), other=0)
+    number = tl.where(is_expert, tl.cdiv(end - begin, block_m), 0)
+    first = tl.sum(tl.where(lane < expert, number, 0), 0)
+    tiles = tl.sum(tl.where(lane == expert, number, 0), 0)
+    low = tl.sum(tl.where(lane == expert, begin, 0), 0)
+    high = tl.sum(tl.where(lane == expert, end, 0), 0)
+    for first_tile in range(0, tiles, BLOCK):
+        tile = first_tile + tl.arange(0, BLOCK)
+        record = tiles_ptr + (first + tile) * RECORD_WORDS
+        mask = tile < tiles
+        tl.store(record, expert, mask=mask)
+        tl.store(record + 1, low, mask=mask)
+        tl.store(record + 2, high, mask=mask)
+        tl.store(record + 3, first, mask=mask)
+        tl.store(record + 4, tiles, mask=mask)
+    if expert == 0:
+        tl.store(num_tiles_ptr, tl.sum(number, 0))
+
+
+@jit
+def kernel_gather_positions(
+    a_ptr, stride, rows_ptr, ends_ptr, out_ptr, columns, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy the row of A of each used position to out [positions, columns]. Any grid."""
+    total = tl.load(ends_ptr + EXPERTS - 1)
+    for position in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = tl.load(rows_ptr + position).to(tl.int64)
+        for first in range(0, columns, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            value = tl.load(a_ptr + row * stride + column, mask=column < columns)
+            out = out_ptr + tl.cast(position, tl.int64) * columns + column
+            tl.store(out, value, mask=column < columns)

@@ -1,0 +1,204 @@
+"""Expert-parallel mixture of experts: each rank has some of the experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, blocks
+from triton_dist.layers.nvidia.expert_parallel import ep_experts, ep_experts_fp8
+from triton_dist.layers.nvidia.fp8 import INPUT_SCALES, SCALES, WeightScales, is_silu
+from triton_dist.layers.nvidia.stock_weights import E4M3, StockWeight
+from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
+from triton_dist.layers.nvidia.tp_moe import SHARED, TP_MoE
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group
+
+
+class EP_MoE(TP_MoE):
+    """Experts of Qwen, Mixtral, DeepSeek-V3 and similar models, distributed over the ranks.
+
+    ``TP_MoE`` describes parameters, routing and arguments. Rank r has the experts
+    ``r * E / ranks`` to ``(r + 1) * E / ranks - 1``, so E must be a multiple of the ranks.
+
+    *Sequence-parallel* (default): each rank has tokens of its own. They are sent to the ranks of
+    their experts and return as weighted sums (``ep_dispatch``, ``ep_combine``). Ranks may have
+    different numbers of tokens if ``forward`` is passed ``max_tokens``. *All-reduce*: all ranks
+    have all tokens, and the results of their experts are summed.
+
+    Shared experts are kept whole on each rank as ``shared_experts``, the stock module. On a GPU
+    they run on a second stream while tokens travel.
+
+    Attributes:
+        gate_up_proj: [E / ranks, hidden, 2 * I].
+        down_proj: [E / ranks, I, hidden].
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: Group = None,
+        autotune: bool = True,
+        *,
+        sequence_parallel: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            rank, world_size, group, autotune, sequence_parallel=sequence_parallel, **options
+        )
+        self._shared_name = ""
+
+    def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
+        """Copy this rank's experts of an MoE module, see ``TP_MoE``.
+
+        Args:
+            module: also a module with ``shared_experts``, or with ``shared_expert`` and
+                ``shared_expert_gate``.
+            verbose: print the shapes of the parameters.
+
+        Raises:
+            InvalidArgument: see ``TP_MoE``; or the activation is not SiLU.
+        """
+        super()._init_parameters(module, verbose)
+        if not is_silu(self.act_fn):
+            raise self._invalid("experts.act_fn", self.act_fn, "SiLU")
+
+    def _own_sizes(self, num_experts: int, columns: int) -> tuple[int, int]:
+        self._check_split("number of experts", num_experts)
+        if self.scales is not None and self.scales.is_block and columns % BLOCK_ELEMENTS:
+            self.stock_columns = columns
+            columns = blocks(columns) * BLOCK_ELEMENTS
+        return num_experts // self.world_size, columns
+
+    def _stacked_weight(self, name: str, stacked: torch.Tensor) -> StockWeight:
+        return StockWeight(f"experts.{name}", stacked, 0)
+
+    def _weights_of_expert(
+        self, name: str, stacked: torch.Tensor, number: int
+    ) -> Iterator[StockWeight]:
+        owner, local = divmod(number, self.num_experts // self.world_size)
+        expert = stacked[local]
+        if owner != self.rank:
+            expert = torch.empty(expert.shape, dtype=expert.dtype, device="meta")
+        whole = {"replicas": self.world_size, "owner": owner}
+        yield from self._split_expert(name, expert, number, **whole)
+
+    def _init_shared(self, source: Any) -> None:
+        for name in (*SHARED, "shared_expert_gate"):
+            module = getattr(source, name, None)
+            if module is None:
+                continue
+            if any(WeightScales.of(each) is not None for each in module.modules()):
+                raise self._invalid(f"{name}.weight.dtype", E4M3, "weights that are not fp8")
+            setattr(self, name, copy.deepcopy(module).to(self.torch_ranks.device))
+            if name in SHARED:
+                self._shared_name = name
+
+    def forward(self, x: torch.Tensor, max_tokens: int | None = None) -> torch.Tensor:
+        """Return [..., hidden] for x [..., hidden], in the layer's mode. Collective.
+
+        The host does not wait, and the call can be captured in a CUDA graph after a call of the
+        same sizes.
+
+        Args:
+            x: tokens of this rank, also none.
+            max_tokens: largest number of tokens of any rank, equal on all ranks; default: the
+                number of x, which must then be equal on all ranks. The time does not depend on it.
+
+        Raises:
+            InvalidArgument: x has a wrong shape, dtype or device, or too many tokens.
+            ContextFinalized: the contexts were finalized.
+            RankDisagreement: ranks pass different ``max_tokens``.
+        """
+        if max_tokens is None:
+            self._compare_input(x)
+        return self._run(x, self._required_ranks(), self.sequence_parallel, max_tokens)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        ranks: Collectives,
+        sequence_parallel: bool,
+        max_tokens: int | None = None,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        max_tokens = len(rows) if max_tokens is None else max_tokens
+        is_empty = max_tokens == 0 if sequence_parallel else not len(rows)
+        if is_empty:
+            return x.clone()
+        ids, scales = self._routes(rows)
+        shared: list[torch.Tensor] = []
+        join = self._start_shared(rows, shared)
+        if sequence_parallel:
+            y = self._exchanged(rows, ids, scales, ranks, max_tokens)
+        else:
+            y = self._products(rows, ids, scales, ranks, False)
+        join(*shared)
+        return sum(shared, y).view(x.shape)
+
+    def _exchanged(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        scales: torch.Tensor,
+        ranks: Collectives,
+        max_tokens: int,
+    ) -> torch.Tensor:
+        """Return the sums over the chosen experts, which other ranks have, [rows, hidden]."""
+        if not isinstance(ranks, TensorParallel):  # libraries gather equal numbers of tokens
+            missing = (0, 0, 0, max_tokens - len(rows))
+            padded = pad(rows, missing), pad(ids, missing, value=-1), pad(scales, missing)
+            return self._products(*padded, ranks, True)[: len(rows)]
+        if self.scales is None:
+            return ep_experts(
+                rows, ids, scales, self.gate_up_proj, self.down_proj, ranks, max_tokens,
+                keep_gathered=self.keep_gathered,
+            )  # fmt: skip
+        self._check_inference(rows)
+        names = "gate_up_proj", "down_proj"
+        weights = [getattr(self, name + end) for name in names for end in ("", SCALES)]
+        static = [getattr(self, name + INPUT_SCALES, None) for name in names]
+        return ep_experts_fp8(  # type: ignore[no-any-return]
+            rows.contiguous(), ids, scales, weights, [each for each in static if each is not None],
+            self.scales.is_block, ranks.name, max_tokens,
+        )  # fmt: skip
+
+    def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        local, own = ids - self.rank * len(self.gate_up_proj), len(self.gate_up_proj)
+        return torch.where((local >= 0) & (local < own), local, -1)
+
+    def _start_shared(self, rows: torch.Tensor, out: list[torch.Tensor]) -> Any:
+        """Append the result of the shared experts to ``out``, on a second stream.
+
+        Return a function that makes the current stream wait for the tensors passed to it.
+        """
+
+        def run() -> None:
+            shared = getattr(self, self._shared_name)(rows)
+            gate = getattr(self, "shared_expert_gate", None)
+            out.append(shared if gate is None else gate(rows).sigmoid() * shared)
+
+        if not self._shared_name:
+            return lambda *tensors: None
+        if torch.compiler.is_compiling():
+            run()
+            return lambda *tensors: None
+        return current_device().fork(run, rows)
+
+    def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
+        """Create contexts, see ``TensorParallelLayer``. Each rank has at most max_M / ranks tokens.
+
+        ``max_tokens_per_rank`` replaces ``max_M``.
+        """
+        tokens = also_unused.pop("max_tokens_per_rank", 0)
+        super()._init_ctx(tokens * self.world_size or max_M or M)
+
+    @torch.no_grad()
+    def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result for tokens of this rank, by torch and the group's collectives."""
+        return self._run(x, self.torch_ranks, self.sequence_parallel)

@@ -1,0 +1,274 @@
+"""Differentiable experts of which each rank owns some: dispatch, products, combine.
+
+Dispatch and combine are each other's transposes: the backward dispatches the gradients of the
+results to the experts and combines the gradients of the tokens.
+
+    forward                             backward
+    rows = dispatch(x)                  dx = combine(d_products @ gate_up.mT)
+    products = rows @ gate_up           d_gate_up = rows.T @ d_products
+    h = silu(gate) * up                 d_products and d_weight from dy @ down.mT
+    y = combine(weight * (h @ down))    dy = dispatch(gradient), d_down = (weight * h).T @ dy
+
+The backward recomputes ``products``. Rows stay in the order of positions
+(``kernels/common/moe/positions.py``), so every product is a grouped GEMM without further routing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.gemm.scales import blocks
+from triton_dist.kernels.common.moe.activation import silu_mul, silu_mul_backward
+from triton_dist.kernels.nvidia import grouped_gemm
+from triton_dist.kernels.nvidia.expert_parallel import Received
+from triton_dist.layers.nvidia.experts import sums_of_sorted_rows
+from triton_dist.layers.nvidia.fp8 import quantise
+from triton_dist.layers.nvidia.functional import cast_for_autocast, is_eager_inference
+from triton_dist.layers.nvidia.tensor_parallel import (
+    TensorParallel,
+    check_operand,
+    ranks_by_name,
+)
+
+
+def ep_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ranks: TensorParallel,
+    max_tokens: int,
+    *,
+    keep_gathered: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum over experts of ``(silu(x @ gate) * (x @ up)) @ down``. Collective.
+
+    Differentiable. The host does not wait, except for the gradients of weights if torch has no
+    native grouped GEMM.
+
+    Args:
+        x: [tokens, hidden], tokens of this rank, also 0; fp16, bf16 or fp32.
+        ids: [tokens, topk], int32 or int64: experts of each token; -1 is masked.
+        scales: fp32 [tokens, topk], weights of the experts.
+        gate_up: [E / ranks, hidden, 2 * I], weights of this rank's experts, dtype of x.
+        down: [E / ranks, I, hidden].
+        ranks: a ``TensorParallel``.
+        max_tokens: largest number of tokens of any rank, equal on all ranks.
+        keep_gathered: keep the received tokens and the first products for the backward, instead
+            of sending the tokens again and multiplying again.
+
+    Returns:
+        [tokens, hidden].
+
+    Raises:
+        InvalidArgument: shapes, dtypes or devices do not match.
+        ContextFinalized: ``ranks`` was finalized.
+    """
+    _, gate_up = cast_for_autocast(x, gate_up, ranks)
+    x, down = cast_for_autocast(x, down, ranks)
+    if gate_up.ndim != 3 or down.ndim != 3:
+        shapes = tuple(gate_up.shape), tuple(down.shape)
+        expected = "[E / ranks, hidden, 2 * I] and [E / ranks, I, hidden]"
+        raise InvalidArgument("ep_experts", "shapes of gate_up and down", shapes, expected)
+    check_operand("ep_experts", "x", x, gate_up[0], ranks)
+    operands = x.contiguous(), ids.contiguous(), scales.contiguous(), gate_up, down
+    if is_eager_inference(*operands):
+        return _forward(*operands, ranks, max_tokens)[0]
+    keeps = keep_gathered and torch.is_grad_enabled()
+    out, _, _ = torch.ops.triton_dist.ep_experts(*operands, ranks.name, max_tokens, keeps)
+    return out  # type: ignore[no-any-return]
+
+
+def _forward(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ranks: Any,
+    max_tokens: int,
+    keeps: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    received = _dispatch(x, ids, scales, gate_up, ranks, max_tokens)
+    positions = received.positions
+    if keeps:
+        rows = received.rows.clone()
+        products = grouped_gemm(received.rows, gate_up, positions)
+        hidden = silu_mul(products, positions)
+    else:
+        rows, products = x.new_empty(0), x.new_empty(0)
+        hidden = grouped_gemm(received.rows, gate_up, positions, activation="silu_mul")
+    y = grouped_gemm(hidden, down, positions.of_sorted_rows())
+    return ranks.ep_combine(y, received), rows, products
+
+
+def _dispatch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    gate_up: torch.Tensor,
+    ranks: Any,
+    max_tokens: int,
+) -> Received:
+    experts = len(gate_up) * ranks.num_ranks
+    received: Received = ranks.ep_dispatch(x, ids, scales, experts, x.dtype, max_tokens=max_tokens)
+    return received
+
+
+@torch.library.custom_op("triton_dist::ep_experts", mutates_args=())
+def _ep_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ranks: str,
+    max_tokens: int,
+    keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _forward(x, ids, scales, gate_up, down, ranks_by_name(ranks), max_tokens, keeps)
+
+
+@_ep_experts.register_fake
+def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, ranks: str, max_tokens: int,
+      keeps: bool) -> Any:  # fmt: skip
+    rows = ranks_by_name(ranks).num_ranks * max_tokens
+    if not keeps:
+        return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+    products = x.new_empty(rows * ids.shape[1], gate_up.shape[2])
+    return torch.empty_like(x), x.new_empty(rows, x.shape[1]), products
+
+
+@torch.library.custom_op("triton_dist::ep_experts_backward", mutates_args=())
+def _ep_experts_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    rows: torch.Tensor,
+    products: torch.Tensor,
+    ranks: str,
+    max_tokens: int,
+    needs_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, scales, gate_up and down; the last two empty if not needed."""
+    group: Any = ranks_by_name(ranks)
+    tokens = None
+    if not len(products):
+        received = _dispatch(x, ids, scales, gate_up, group, max_tokens)
+        products = grouped_gemm(received.rows, gate_up, received.positions)
+        if needs_weights:  # before the next dispatch overwrites the rows
+            tokens, _ = received.expanded()
+    received = _dispatch(dy.contiguous(), ids, scales, gate_up, group, max_tokens)
+    positions, weights = received.positions, received.weights
+    assert weights is not None
+    in_order = positions.of_sorted_rows()
+    grads = grouped_gemm(received.rows, down.mT, positions)
+    weighted, d_products, d_weights = silu_mul_backward(products, grads, weights, positions)
+    d_gate_up, d_down = x.new_empty(0), x.new_empty(0)
+    if needs_weights:
+        if tokens is None:
+            tokens, _ = replace(received, rows=rows).expanded()
+        d_gate_up = sums_of_sorted_rows(tokens, d_products, positions.ends)
+        d_down = sums_of_sorted_rows(weighted, received.expanded()[0], positions.ends)
+    places = received.position_of_route
+    of_routes = torch.where(places >= 0, d_weights[places.clamp(min=0)], 0)
+    d_scales = group.reduce_scatter(of_routes)[: len(x)].to(scales.dtype)
+    dx = group.ep_combine(grouped_gemm(d_products, gate_up.mT, in_order), received, False)
+    return dx, d_scales.clone(), d_gate_up, d_down
+
+
+@_ep_experts_backward.register_fake
+def _(dy: Any, x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, rows: Any, products: Any,
+      ranks: str, max_tokens: int, needs_weights: bool) -> Any:  # fmt: skip
+    grads = [torch.empty_like(each) for each in (x, scales)]
+    for each in (gate_up, down):
+        grads.append(each.new_empty(each.shape if needs_weights else 0))
+    return tuple(grads)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.ranks, ctx.max_tokens, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+@once_differentiable
+def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
+    if dy is None:
+        return (None,) * 8
+    needs = ctx.needs_input_grad
+    grads = torch.ops.triton_dist.ep_experts_backward(
+        dy, *ctx.saved_tensors, ctx.ranks, ctx.max_tokens, needs[3] or needs[4]
+    )
+    dx, d_scales, d_gate_up, d_down = grads
+    return (
+        dx if needs[0] else None, None, d_scales if needs[2] else None,
+        d_gate_up if needs[3] else None, d_down if needs[4] else None, None, None, None,
+    )  # fmt: skip
+
+
+_ep_experts.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("triton_dist::ep_experts_fp8", mutates_args=())
+def ep_experts_fp8(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    weights: list[torch.Tensor],
+    input_scales: list[torch.Tensor],
+    is_block: bool,
+    ranks: str,
+    max_tokens: int,
+) -> torch.Tensor:
+    """Return ``ep_experts`` for fp8 weights. Tokens are quantised before they are sent.
+
+    Args:
+        x, ids, scales, max_tokens: see ``ep_experts``.
+        weights: gate_up and its scales, down and its scales.
+        input_scales: static scales of the inputs of both products, or none.
+        is_block: scales of blocks of 128, else of rows.
+        ranks: name of a ``TensorParallel``.
+    """
+    group: Any = ranks_by_name(ranks)
+    gate_up, gate_up_scale, down, down_scale = weights
+    static, static_down = input_scales or (None, None)
+    experts, options = len(gate_up) * group.num_ranks, {"max_tokens": max_tokens}
+    rows, x_scale = x, None
+    if not is_block:
+        rows, scale = quantise(x, False, False, static)
+        scale = scale if static is None else static.max()  # also without tokens
+        x_scale = scale.view(-1, 1).expand(len(x), blocks(x.shape[1])).contiguous()
+    received = group.ep_dispatch(
+        rows, ids, scales, experts, x.dtype, x_scale=x_scale, quantise=is_block, **options
+    )
+    A_scale = received.scales
+    if not is_block:
+        A_scale = A_scale[:, :1].contiguous() if static is None else static.max().view(1)
+    positions = received.positions
+    products = grouped_gemm(
+        received.rows, gate_up, positions, A_scale=A_scale, B_scale=gate_up_scale,
+        out_dtype=x.dtype,
+    )  # fmt: skip
+    hidden, hidden_scale = quantise(products, is_block, True, static_down)
+    y = grouped_gemm(
+        hidden, down, positions.of_sorted_rows(), A_scale=hidden_scale, B_scale=down_scale,
+        out_dtype=x.dtype,
+    )  # fmt: skip
+    out: torch.Tensor = group.ep_combine(y, received)
+    return out
+
+
+@ep_experts_fp8.register_fake
+def _(x: Any, ids: Any, scales: Any, weights: Any, input_scales: Any, is_block: bool, ranks: str,
+      max_tokens: int) -> Any:  # fmt: skip
+    return torch.empty_like(x)
