@@ -15,7 +15,7 @@ from tests.layers import fp8_ranks, test_symm_mem
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
-from triton_dist.layers.nvidia import TP_MLP, TP_Attn, TP_MoE
+from triton_dist.layers.nvidia import TP_MLP, EP_MoE, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import quantise
 
 pytestmark = [
@@ -143,6 +143,9 @@ def test_sums_of_scaled_products(on_gpus, recipe, all_rows, m, N, k):
         (TP_Attn, "block", 0),
         (TP_MoE, "static", 32),
         (TP_MoE, "block", 300),
+        (EP_MoE, "static", 32),
+        (EP_MoE, "row", 32),
+        (EP_MoE, "block", 300),
     ],
 )
 def test_served_layers(on_gpus, kind, recipe, columns):

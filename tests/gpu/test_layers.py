@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 
-from tests.layers import functional_ranks, layer_ranks
+from tests.layers import ep_ranks, functional_ranks, layer_ranks
 from triton_dist.testing.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
@@ -42,6 +42,20 @@ def test_no_grad_inference_mode_and_autocast(on_two):
 )
 def test_a_training_step(on_two, kv_heads, is_spread, experts, count):
     assert on_two(layer_ranks.training, kv_heads, is_spread, experts, 1e-3) == [count] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expert_parallel_routings(on_two, dtype):
+    assert on_two(ep_ranks.random_routings, 1, 4, dtype) == [40, 40]
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [("stacked", 5), ("deepseek", 8), ("gated", 9)])
+def test_expert_parallel_layers(on_two, kind, pairs):
+    assert on_two(ep_ranks.layers_like_one_process, kind, 2e-3) == [pairs, pairs]
+
+
+def test_an_expert_parallel_layer_in_a_cuda_graph(on_two):
+    assert on_two(ep_ranks.replayed, "gated", 6) == [6, 6]
 
 
 def test_call_forms(on_two):

@@ -143,7 +143,7 @@ def stock_module(kind: str) -> Any:
     return Mixture(kind == "gated").to(current_device().torch_device)
 
 
-def layers_like_one_process(kind: str) -> int:
+def layers_like_one_process(kind: str, rtol: float = 1e-4) -> int:
     """Compare a layer with its stock module: results, gradients, their norm, and saved weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     stock, counts = stock_module(kind), [5, 0, 4, 3][:size]
@@ -178,10 +178,10 @@ def layers_like_one_process(kind: str) -> int:
         if name.startswith("shared"):
             pairs.append((parameter.grad, stock_grads[name].grad))
     for found, wanted in pairs:
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol)
     norm = clip_grad_norm_(layer, 1.0)
     wanted = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1.0)
-    torch.testing.assert_close(norm, wanted, rtol=1e-4, atol=0)
+    torch.testing.assert_close(norm, wanted, rtol=rtol, atol=0)
     saved = {name: weight.clone() for name, weight in layer.state_dict().items()}
     expected = (Stacked(stock) if kind == "stacked" else stock).state_dict()
     assert saved.keys() == expected.keys()
@@ -191,11 +191,11 @@ def layers_like_one_process(kind: str) -> int:
         tensor.data.zero_()
     layer.load_state_dict(saved)
     with torch.no_grad():
-        torch.testing.assert_close(layer(part, 6), y, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer.torch_fwd(x), golden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer(part, 6), y, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(layer.torch_fwd(x), golden, rtol=rtol, atol=rtol)
         assert layer(x[:0]).shape == (0, 32)  # no rank has tokens
         layer.sequence_parallel = False
-        torch.testing.assert_close(layer(x[:5]), golden[:5], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer(x[:5]), golden[:5], rtol=rtol, atol=rtol)
     layer.finalize()
     return len(pairs)
 
