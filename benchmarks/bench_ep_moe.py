@@ -1,7 +1,7 @@
 """Compare the expert-parallel layer with NCCL's all-to-all and torch's grouped GEMM.
 
     bash scripts/launch.sh benchmarks/bench_ep_moe.py
-    bash scripts/launch.sh benchmarks/bench_ep_moe.py --models qwen3-30b --tokens 4096 --json moe.json
+    bash scripts/launch.sh benchmarks/bench_ep_moe.py --models qwen3-30b --json moe.json
 
 The baseline sorts the routes, exchanges the splits (which the host must know) and a row for each
 route with ``all_to_all_single``, multiplies with ``_grouped_mm``, and returns the rows. Routing is

@@ -27,8 +27,8 @@ _KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
 )
 """Layers, and the members that identify the modules they replace."""
 _FAMILIES = (
-    "deepseek_v3", "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2", "qwen3",
-    "qwen3_moe", "seed_oss",
+    "deepseek_v3", "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2",
+    "qwen3", "qwen3_moe", "seed_oss",
 )  # fmt: skip
 """Families of transformers whose logits were compared with the stock model."""
 _UNSUPPORTED_OUTPUTS = ("output_router_logits", "output_attentions")
