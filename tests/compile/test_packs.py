@@ -231,11 +231,11 @@ def test_what_runner_makes_of_an_artefact_is_not_recorded(elsewhere, tmp_path):
     assert elsewhere == [False, True]
 
 
-def test_the_page_lists_variables_that_triton_counts(monkeypatch):
+def test_the_page_names_variables_that_triton_counts(monkeypatch):
     page = (ROOT / "docs" / "how-to" / "ship-kernels.md").read_text(encoding="utf-8")
     section = page.partition("### Variables in Triton's key")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([A-Z0-9_]+)(?:=1)?`", section))
-    assert len(named) == 25
+    assert len(named) == 4
     for variable in named:
         monkeypatch.setenv(variable, "1")
     assert named <= get_cache_invalidating_env_vars().keys()
