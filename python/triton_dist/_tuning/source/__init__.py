@@ -39,17 +39,18 @@ def sources_of(
         snapshot: values at decoration that change as the program runs.
         classes: classes of values that the roots are called with.
     """
-    roots, validators = list(roots), list(validators)
-    inner = [original(each) for each in (*roots, *validators)]
+    parts, sources = [list(roots), list(validators)], list[Source]()
+    inner = [original(each) for part in parts for each in part]
     library = libraries.Libraries(each.__module__ for each in inner)
     home = globals_of(inner[0]) if inner else {}
     found = Slice(library, snapshot or Snapshot(()), ignore, home)
-    sources = []
-    for part, more in ((roots, list(classes)), (validators, [])):
-        sources.append(found.begin_source())
+    for part in parts:
+        found.source = Source({}, {}, {}, {})  # without what was found before
         for each in part:
             found.follow_root(each)
-        found.follow(more)
+        if not sources:
+            found.follow(list(classes))
+        sources.append(found.source)
     return sources[0], sources[1]
 
 

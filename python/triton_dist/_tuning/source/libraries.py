@@ -36,12 +36,10 @@ class Libraries:
     """
 
     def __init__(self, own: Iterable[str | None]) -> None:
-        names = [name or "" for name in own]
-        # ``python -m package.module`` names the module "__main__".
-        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-        main_module = getattr(spec, "name", "") if "__main__" in names else ""
-        self._own = {_OWN} | {name.partition(".")[0] for name in (*names, main_module)}
-        self._own_files = {_file_of(name) for name in names} - {""}
+        names = {name or "" for name in own}
+        if "__main__" in names:  # ``python -m package.module`` names the module so
+            names.add(getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", ""))
+        self._own = {_OWN} | {name.partition(".")[0] for name in names}
         self.has_module = functools.cache(self._has_module)
         self._has_file = functools.cache(self._is_installed)
 
@@ -66,8 +64,6 @@ class Libraries:
             return None
 
     def _is_installed(self, file: str) -> bool:
-        if file in self._own_files:
-            return False
         installed = [_top(each) for each in _INSTALLED.split(file)[1:]]
         for folder in () if installed else filter(None, map(str, sys.path)):
             # ``pip install --target`` installs into any folder, which may contain programs too.

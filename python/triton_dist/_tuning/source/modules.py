@@ -7,17 +7,18 @@ read, so a text yields equal statements in every process.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import functools
 import hashlib
 import importlib.util
 import linecache
+import operator
 import os
 import re
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -25,13 +26,12 @@ from typing import Any, NamedTuple
 from triton_dist._tuning.values.codec import with_inner
 from triton_dist.runtime.garbage import no_garbage_collection
 
-_FUTURE_ANNOTATIONS_FLAG = __future__.annotations.compiler_flag
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DEFINITIONS = (*_NAMED, ast.Lambda)
 _CONTAINER_MUTATORS = frozenset({"add", "append", "extend", "insert", "setdefault", "update"})
 """Methods that put a value into a container."""
-_TUNER_DECORATOR = re.compile(r"triton_dist\b.*\.(contextual_)?autotune")
-"""Full names of the tuner's decorators."""
+_TUNER = "(contextual_)?autotune"
 _HARMLESS_METHODS = frozenset({"tune", "best_config"})
 """Methods of a tuned function that do not change its code."""
 
@@ -79,14 +79,10 @@ class Statement:
         self.is_function = isinstance(node, _FUNCTIONS)
         self.is_conditional = bool(headers) or isinstance(node, ast.AugAssign)
         self.binds, self.changes, self.call_arguments, self.called = (set[str]() for _ in range(4))
-        self.assigned_later, self.nonlocals, self.reads, self.aliases = (
-            set[str]() for _ in range(4)
-        )
-        self.imports: dict[str, Import] = {}
-        self.inner_imports: dict[str, Import] = {}
-        self.registers_subclasses = False
-        self.values: dict[str, ast.expr] = {}
-        self._inner_reads, tokens = set[str](), list[object]()
+        self.assigned_later, self.nonlocals, self.aliases = (set[str]() for _ in range(3))
+        self.reads, self._inner_reads, tokens = set[str](), set[str](), list[object]()
+        self.imports, self.inner_imports = dict[str, Import](), dict[str, Import]()
+        self.registers_subclasses, self.values = False, dict[str, ast.expr]()
         ahead: list[tuple[Any, bool]] = [([*headers, node], False)]
         while ahead:
             part, later = ahead.pop()  # later: it runs when a function is called, not at import
@@ -96,19 +92,16 @@ class Statement:
             elif isinstance(part, ast.AST):
                 tokens.append(part.__class__.__name__)
                 self._scan(part, later)
-                is_definition = isinstance(part, _DEFINITIONS)
+                is_function = isinstance(part, _FUNCTIONS)
+                if isinstance(part, _NAMED):
+                    if ast.get_docstring(part, clean=False) is not None:
+                        part.body = part.body[1:] or [ast.Pass()]
+                    if cut == _first_line(part):
+                        decorators = part.decorator_list
+                        part.decorator_list = [x for x in decorators if not file.is_own(x, _TUNER)]
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
-                    value: Any = getattr(part, field, None)
-                    if not is_definition:
-                        ahead.append((value, later))
-                        continue
-                    if field == "decorator_list" and cut == _first_line(part):
-                        value = [each for each in value if not file.is_tuner(each)]
-                    elif field == "body" and isinstance(value, list):
-                        has_docstring = ast.get_docstring(part, clean=False) is not None  # type: ignore[arg-type]
-                        value = value[has_docstring:] or [ast.Pass()]
-                    runs_later = field == "body" and not isinstance(part, ast.ClassDef)
-                    ahead.append((value, later or runs_later))
+                    runs_later = later or (is_function and field == "body")
+                    ahead.append((getattr(part, field, None), runs_later))
             else:
                 tokens.append(part)
         names = {*self.inner_imports}  # and names in functions that are not local to them
@@ -121,22 +114,17 @@ class Statement:
         read = sorted(roots(self.reads) & file.imports.keys())
         self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)):
-            self._assign(node)
-
-    def _assign(self, node: Any) -> None:
-        """Collect the names in the targets and the value, and what each name is bound to."""
-        targets = getattr(node, "targets", None) or [node.target]
-        value = getattr(node, "value", None)
-        parts = [*targets, value or getattr(node, "iter", None)]
-        parts += [element for each in parts for element in getattr(each, "elts", ())]
-        for part in parts:
-            while isinstance(part, ast.Subscript) and part not in targets:
-                part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
-            self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
-        for target in targets if value else ():
-            elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
-            pairs: Any = zip(elements, values, strict=False) if elements else [(target, value)]
-            self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = getattr(node, "value", None)
+            parts: list[Any] = [*targets, value or getattr(node, "iter", None)]
+            for part in (*parts, *(x for each in parts for x in getattr(each, "elts", ()))):
+                while isinstance(part, ast.Subscript) and part not in targets:
+                    part = part.value  # after ``A = B["x"]``, ``A`` may be a part of ``B``
+                self.aliases |= {part.id} if isinstance(part, ast.Name) else set()
+            for target in targets if value else ():
+                elements, values = getattr(target, "elts", None), getattr(value, "elts", ())
+                pairs: Any = zip(elements, values, strict=False) if elements else [(target, value)]
+                self.values |= {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
 
     def _scan(self, node: Any, later: bool) -> None:
         """Collect the names in one node of the syntax tree."""
@@ -169,7 +157,7 @@ class Statement:
             self.binds |= set() if later else found.keys()
         elif kind is ast.Global or kind is ast.Nonlocal:
             (self.assigned_later if kind is ast.Global else self.nonlocals).update(node.names)
-        elif kind in _DEFINITIONS and kind is not ast.Lambda:
+        elif kind in _NAMED:
             if kind is ast.ClassDef:
                 self.called.update(map(dotted, node.bases))
                 self.registers_subclasses |= any(x.arg == "metaclass" for x in node.keywords)
@@ -206,7 +194,7 @@ def _imports_of(node: ast.AST) -> dict[str, Import]:
 
 
 @functools.cache
-def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...]:
     """Return the fields that are part of a digest.
 
     ``type_params`` exists since Python 3.12 only.
@@ -247,13 +235,15 @@ def _first_line(node: Any) -> int:
     return min(int(each.lineno) for each in (node, *getattr(node, "decorator_list", ())))
 
 
+def _place(code: types.CodeType) -> tuple[int, str]:
+    return code.co_firstlineno, code.co_name
+
+
 class File:
     """The statements of a file, and which of them bind or change a name."""
 
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-        self.definitions = functools.cache(self._definitions)
-        self.without_tuner = functools.cache(self._without_tuner)
+    def __init__(self, lines: list[str], is_cell: bool = False) -> None:
+        self.lines, self._is_cell = lines, is_cell
         tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
         self.codes, self.names = [*with_inner(code)][1:], {*code.co_names}
@@ -268,20 +258,24 @@ class File:
         self.statements = [Statement(self, *each) for each in leaves]
         self.assigned_later = {place for each in self.statements for place in each.assigned_later}
         places = ((x, each) for each in self.statements for x in each.changes | each.assigned_later)
-        self._dotted = [(place, each) for place, each in places if "." in place]
+        self._dotted = [(place.split("."), each) for place, each in places if "." in place]
         self._by_name = self._index()
 
-    def is_tuner(self, decorator: ast.expr) -> bool:
-        """Return whether a decorator is the tuner's, whose arguments are compared by value."""
-        root, *path = dotted(getattr(decorator, "func", decorator)).split(".")
+    def is_own(self, call: ast.expr, name: str) -> bool:
+        """Return whether an expression refers to, or calls, the function ``name`` of this package.
+
+        Args:
+            name: a regular expression.
+        """
+        root, *path = dotted(getattr(call, "func", call)).split(".")
         full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
-        return any(map(_TUNER_DECORATOR.fullmatch, full))
+        return any(re.fullmatch(rf"triton_dist\b.*\.{name}", each) for each in full)
 
     def _index(self) -> dict[str, list[Statement]]:
         defined = {each.defines: each for each in self.statements if each.defines}
         functions = {name for name, each in defined.items() if each.is_function}
         bound = {name for each in self.statements for name in each.binds}
-        changes, by_name = dict[str, list[Statement]](), dict[str, list[Statement]]()
+        changes, by_name = defaultdict[str, list[Statement]](list), defaultdict[Any, Any](list)
         for each in self.statements:
             # Passing a function to a call, calling it or constructing an object does not change it.
             changed = each.call_arguments - functions - (each.called & defined.keys())
@@ -292,13 +286,13 @@ class File:
                     changed.add(name)
             changed |= roots(each.changes) | roots(each.assigned_later) & bound - {each.defines}
             for name in changed:
-                changes.setdefault(name, []).append(each)
+                changes[name].append(each)
             for name in each.binds | changed:
-                by_name.setdefault(name, []).append(each)
+                by_name[name].append(each)
         for group in (sorted(each.aliases) for each in self.statements if len(each.aliases) > 1):
-            found = [each for name in group for each in changes.get(name, ())]
+            found = [each for name in group for each in changes[name]]
             for name in group:
-                by_name[name] = [*dict.fromkeys([*by_name.get(name, ()), *found])]
+                by_name[name] = [*dict.fromkeys([*by_name[name], *found])]
         return by_name
 
     def statements_of(self, name: str) -> list[Statement]:
@@ -308,77 +302,51 @@ class File:
         """
         if "." not in name:
             return self._by_name.get(name, [])
-        return [
-            each
-            for place, each in self._dotted
-            if f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.")
-        ]
-
-    def statement_at(self, line: int) -> Statement | None:
-        return next((each for each in self.statements if each.line <= line <= each.end), None)
+        return [x for place, x in self._dotted if all(map(operator.eq, place, name.split(".")))]
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``: it was not edited after the import."""
-        if self._matched.get(id(code)) is code:  # a hash of a code object takes 60 us
-            return True
-        if code not in self._known_codes and (around := self.statement_at(code.co_firstlineno)):
-            # A notebook compiles each statement by itself. Without the imports before it, calls of
-            # functions in modules have other instructions.
-            nodes = [x for x, _ in self._trees(around.line)]
-            flags = code.co_flags & _FUTURE_ANNOTATIONS_FLAG
-            alone = compile(ast.Module(nodes, []), "", "exec", flags, dont_inherit=True)
-            self._known_codes |= {each for _, each in with_inner(alone)}
-        if code not in self._known_codes:
-            return False
-        self._matched[id(code)] = code
+        if self._matched.get(id(code)) is not code:  # a hash of a code object takes 60 us
+            # A notebook compiles each statement by itself, which yields other instructions.
+            in_cell = self._is_cell and any(_place(code) == _place(each) for _, each in self.codes)
+            if not in_cell and code not in self._known_codes:
+                return False
+            self._matched[id(code)] = code
         return True
 
     def ordinal(self, code: types.CodeType) -> int:
         """Return the number of definitions before ``code`` that have its dotted name."""
-        place = code.co_firstlineno, code.co_name
-        known = [
-            (name, x == code, (x.co_firstlineno, x.co_name) == place) for name, x in self.codes
-        ]
-        path = next(name for name, _, is_here in known if is_here)
-        same = [each for each in known if each[0] == path]
-        return same.index(max(same))
+        place = _place(code)
+        path, found = min(self.codes, key=lambda each: (each[1] != code, _place(each[1]) != place))
+        return [each for name, each in self.codes if name == path].index(found)
 
-    def _definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
+    @functools.cache  # noqa: B019
+    def definitions(self, name: str, code: types.CodeType | None = None) -> list[Statement]:
         """Return functions, lambdas and classes in file order, without the statements around them.
 
         Args:
             name: end of the qualified name.
             code: code of the function, if only its definition is wanted.
         """
-        line, name = (code.co_firstlineno, code.co_name) if code else (0, name)
+        end = f".{name.replace('.<locals>', '')}"
+        same = [x for path, x in self.codes if path.endswith(end)]
+        if code is not None:
+            same = [each for _, each in self.codes if _place(each) == _place(code)]
+        places = {*map(_place, same)}
+        tree = ast.Module(_parse(self.lines), [])
+        nodes: list[Any] = [each for each in ast.walk(tree) if isinstance(each, _DEFINITIONS)]
+        nodes = [x for x in nodes if (_first_line(x), getattr(x, "name", "<lambda>")) in places]
+        nodes.sort(key=lambda each: (each.lineno, each.col_offset))
+        if code in same and len(same) == len(nodes):  # several lambdas may be in one line
+            nodes = [nodes[same.index(code)]]
+        return [Statement(self, node, (), _first_line(node)) for node in nodes]
 
-        def inside(node: ast.AST, path: str) -> Iterator[tuple[str, Any]]:
-            for each in ast.iter_child_nodes(node):
-                inner = path
-                if isinstance(each, _DEFINITIONS):
-                    inner += f".{getattr(each, 'name', '<lambda>')}"
-                    yield inner, each
-                    inner += "" if isinstance(each, ast.ClassDef) else ".<locals>"
-                yield from inside(each, inner)
-
-        found = inside(ast.Module(_parse(self.lines), []), "")
-        nodes = [each for path, each in found if path.endswith(f".{name}")]
-        nodes = [each for each in nodes if line in (0, _first_line(each))]
-        ordered = sorted(nodes, key=lambda each: (each.lineno, each.col_offset))
-        codes = [x for _, x in self.codes if (x.co_firstlineno, x.co_name) == (line, name)]
-        if code in codes and len(codes) == len(ordered):  # several lambdas may be in one line
-            ordered = [ordered[codes.index(code)]]
-        return [Statement(self, node, (), _first_line(node)) for node in ordered]
-
-    def _without_tuner(self, line: int) -> Statement:
-        """Return the statement around ``line`` without the tuner's decorators of the function that
-        begins there."""
-        return Statement(self, *self._trees(line)[0], line)
-
-    def _trees(self, line: int) -> list[tuple[ast.stmt, tuple[Any, ...]]]:
-        """Return the syntax trees of the statements that include ``line``, with conditions."""
-        leaves = _leaves(_parse(self.lines))
-        return [x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno]
+    @functools.cache  # noqa: B019
+    def without_tuner(self, line: int) -> dict[Statement, Statement]:
+        """Return the statement around ``line``, and this statement without the tuner's decorators
+        of the function that begins there."""
+        pairs = zip(self.statements, _leaves(_parse(self.lines)), strict=True)
+        return {x: Statement(self, *leaf, line) for x, leaf in pairs if x.line <= line <= x.end}
 
 
 def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:
@@ -421,9 +389,9 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File:
     linecache.checkcache(path)
     lines = linecache.getlines(path, scope)  # the same list until size or time of change differ
     if path not in _files or _files[path][0] is not lines:
-        try:
-            with _parsing, no_garbage_collection():
-                _files[path] = lines, File(lines) if lines else EMPTY
-        except (SyntaxError, ValueError, RecursionError):
-            _files[path] = lines, EMPTY
+        file = EMPTY
+        with suppress(SyntaxError, ValueError, RecursionError), _parsing, no_garbage_collection():
+            # Cells of notebooks have no time of change.
+            file = File(lines, linecache.cache[path][1] is None) if lines else EMPTY  # type: ignore[misc]
+        _files[path] = lines, file
     return _files[path][1]

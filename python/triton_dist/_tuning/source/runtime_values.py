@@ -86,7 +86,7 @@ class Snapshot:
             self._take(root)
 
     def text(self, value: Any) -> str | None:
-        """Return the kept text of a list, set, dict or mutable dataclass; else ``None``."""
+        """Return the kept text of a container or mutable dataclass; else ``None``."""
         return self._texts.get(id(value), (None, None))[1]
 
     def state(self, root: Any) -> dict[str, Any]:
@@ -95,22 +95,16 @@ class Snapshot:
 
     def _take(self, root: Any) -> None:
         bound = bound_values(root)
-        self._keep(bound.values())
+        for value in bound.values():
+            if isinstance(value, (*CONTAINERS, tuple)) and len(value) <= _MAX_ITEMS:
+                self._texts[id(value)] = value, _container_text(value)
+            elif getattr(getattr(value, "__dataclass_params__", None), "frozen", True) is False:
+                self._texts[id(value)] = value, _container_text(items_of(value))
         if isinstance(root, functools.partial):
             self._take(root.func)
             bound = self.state(root.func)
         if not isinstance(root, types.FunctionType):
             self._states[id(root)] = root, bound
-
-    def _keep(self, values: Iterable[Any]) -> None:
-        for value in values:
-            dataclass = getattr(type(value), "__dataclass_params__", None)
-            if isinstance(value, tuple):
-                self._keep(value)
-            elif isinstance(value, CONTAINERS) and len(value) <= _MAX_ITEMS:
-                self._texts[id(value)] = value, _container_text(value)
-            elif dataclass is not None and not dataclass.frozen:
-                self._texts[id(value)] = value, _container_text(items_of(value))
 
 
 def _container_text(value: Any, depth: int = 0) -> str:
@@ -215,8 +209,6 @@ def function_in(value: Any) -> types.FunctionType | None:
     for _ in range(_MAX_DEPTH):
         if value is None or isinstance(value, types.FunctionType):
             return value
-        if isinstance(value, _NEVER_WRAPPERS):
-            return None
         value = next(wrapped_objects(value), None)
     return None
 

@@ -16,15 +16,24 @@ from typing import Any, NamedTuple
 
 from triton_dist._tuning.source import libraries, modules, runtime_values
 from triton_dist._tuning.source.modules import File, Import, Statement, digest, file_at
-from triton_dist._tuning.source.runtime_values import CONTAINERS, attribute, function_in, text_of
+from triton_dist._tuning.source.runtime_values import (
+    COLLECTIONS,
+    CONTAINERS,
+    attribute,
+    cells_of,
+    function_in,
+    text_of,
+)
 from triton_dist._tuning.values import ConfigSpace, codec, original, qualified_name
 
 Globals = dict[str, Any]
 """Globals of a module. Functions of a module that is imported again have new globals."""
 _EMPTY: dict[str, Any] = {}
+_REGISTRY = types.MappingProxyType
 _MAX_VISITS = 10_000
 """Maximum number of values of one global that are followed."""
-_RUN_TIME_EXPRESSIONS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension)
+_UNKNOWN = ast.Await(ast.Constant(None))
+_RUN_TIME_EXPRESSIONS = {ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension}
 """Parts of expressions whose value may differ by process."""
 
 
@@ -64,25 +73,21 @@ class Slice:
         self._library, self._snapshot = library, snapshot
         self._home, self._ignore = home, frozenset(ignore)
         self._visited: set[Any] = set()
-        self._followed: dict[tuple[str, int], object] = {}  # keeps objects, and thus their ids
+        self._followed: dict[tuple[object, int], object] = {}  # keeps objects, and thus their ids
+        self._holders: dict[str, int] = {}
         self._files: dict[int, File] = {}
         self._undecorated: dict[Statement, Statement] = {}
         self._set_at_run_time: set[tuple[int, str]] = set()
-
-    def begin_source(self) -> Source:
-        """Return a new source, which the following calls fill. They skip what was found before."""
         self.source = Source({}, {}, {}, {})
-        self.digests, self._holders = self.source.digests, dict[str, int]()
-        return self.source
 
     def follow_root(self, value: Any) -> None:
         """Follow what is tuned: a function, a partial, a bound method or a callable object."""
-        function = function_in(original(value))
-        file, line = _file_of(function), function.__code__.co_firstlineno if function else 0
-        # The first root in a statement is the tuned function; later roots are its hooks. Its tuner
-        # decorators are omitted, because their arguments are compared by value.
-        if (enclosing := file.statement_at(line)) and enclosing not in self._undecorated:
-            self._undecorated[enclosing] = file.without_tuner(line)
+        if (function := function_in(original(value))) is not None:
+            # The first root in a statement is the tuned function; later roots are its hooks. Its
+            # tuner decorators are omitted, because their arguments are compared by value.
+            code = function.__code__
+            bare = self._file(function.__globals__, code).without_tuner(code.co_firstlineno)
+            self._undecorated = bare | self._undecorated
         self.follow(value)
         for name, item in self._snapshot.state(value).items():
             self._bind(name, item, value)
@@ -93,30 +98,26 @@ class Slice:
         code, scope = attribute(function, "__code__"), runtime_values.globals_of(value)
         name = attribute(code, "co_qualname", value.__qualname__)
         label, top = self.label(scope, name), name.partition(".")[0]
-        file = _file_of(function) if function else self._file(scope)
-        in_module = file is self._file(scope) and file.statements_of(top)
+        file, module_file = self._file(scope, code), self._file(scope)
+        in_module = file is module_file and file.statements_of(top)
         if in_module and "<locals>" not in name:
             self.follow_global(scope, top)
             return
-        functions = (
-            [function] if function else [*filter(None, map(function_in, vars(value).values()))]
-        )
-        cells = runtime_values.cells_of(function) if function else {}
-        rebound: set[str] = set()
+        functions = [function] if function else [*map(function_in, vars(value).values())]
+        found, cells = list[Statement](), cells_of(function) if function else {}
         if file.lines and (function or in_module):
             # An inner function or class, or a function in another cell of a notebook.
             found = file.definitions(name, code)
-            rebound = rebound.union(*(each.nonlocals for each in found))
             self._add_statements(label, found, scope, cells)
-        elif function:
-            self.digests.setdefault(label, f"bytecode {digest(codec.encode_code(code))}")
-            self._follow({x for _, each in codec.with_inner(code) for x in each.co_names}, scope)
-        elif functions:
+        elif any(functions):
             data = [(x, text_of(y)) for x, y in vars(value).items() if not x.startswith("__")]
-            self.digests.setdefault(label, f"bytecode {digest(sorted(data, key=str))}")
+            body = codec.encode_code(code) if function else sorted(data, key=str)
+            self.source.digests.setdefault(label, f"bytecode {digest(body)}")
+            inner = codec.with_inner(code) if function else ()
+            self._follow({x for _, each in inner for x in each.co_names}, scope)
             self.follow(functions)
-        for each in functions:
-            self._closure(each, rebound)
+        for each in filter(None, functions):
+            self._closure(each, {name for statement in found for name in statement.nonlocals})
 
     def follow_global(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and code that other modules have
@@ -139,10 +140,6 @@ class Slice:
             if not imports:
                 self._constant(scope, file, name, found)
         if found or imports:
-            own = function_in(value)
-            if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
-                # The module may bind this name to another function.
-                self.follow_global(scope, own.__name__)
             self.follow(value, scope)
         elif name in scope and not name.startswith("__") and (text := text_of(value)) is not None:
             self.source.bound[self._unique(name, scope)] = text
@@ -156,59 +153,49 @@ class Slice:
             home: globals of the module whose statements make ``value``. Code of this module is
                 followed already. Follow only code that other modules registered or replaced.
         """
-        seen, pending = set[int](), [value]
-        while pending and len(seen) < _MAX_VISITS:
+        pending = [value]
+        for _ in range(_MAX_VISITS):
+            if not pending:
+                break
             item = pending.pop()
-            if id(item) in seen or isinstance(item, runtime_values.PLAIN):
-                continue
-            seen.add(id(item))
-            if home is None and not self._is_new("value", item):
+            if isinstance(item, runtime_values.PLAIN) or not self._is_new(id(home), item):
                 continue
             if isinstance(item, types.FunctionType):
-                pending += self._follow_function_value(item, home)
+                inner = [attribute(item, "__wrapped__"), attribute(item, "registry")]
+                if self._library.has(item):
+                    self._is_library(item.__module__ or "")
+                    inner += cells_of(item).values()
+                elif home is None:
+                    self.follow_code(item)
+                elif item.__globals__ is not home:
+                    # Follow its name, not its closure, which may differ by rank.
+                    full = getattr(item.__code__, "co_qualname", item.__qualname__)
+                    self.follow_global(item.__globals__, full.partition(".")[0])
+                # A mapping is the registry of singledispatch.
+                pending += [
+                    x for x in inner if isinstance(x, types.MappingProxyType) or function_in(x)
+                ]
             elif isinstance(item, type):
                 if self._library.has(item) or item.__module__ not in sys.modules:
                     continue
                 if home is None or item.__module__ != home.get("__name__"):
                     self.follow_code(item)
                 if home is not None:
-                    pending += [
-                        x for x in vars(item).values() if isinstance(x, runtime_values.COLLECTIONS)
-                    ]
+                    pending += [x for x in vars(item).values() if isinstance(x, COLLECTIONS)]
             elif wrapped := [*runtime_values.wrapped_objects(item)]:
                 pending += wrapped
                 if home is None:
                     self._configs(item)
             else:
                 pending.append(type(item))
-                if home is None or isinstance(item, runtime_values.COLLECTIONS):
+                if home is None or isinstance(item, COLLECTIONS):
                     pending += reversed(runtime_values.items_of(item).values())
                 elif not self._library.has(type(item)):
                     pending += runtime_values.attributes(item).values()
 
-    def _is_new(self, kind: str, value: object) -> bool:
+    def _is_new(self, kind: object, value: object) -> bool:
         key = kind, id(value)
         return key not in self._followed and self._followed.setdefault(key, value) is value
-
-    def _follow_function_value(
-        self, function: types.FunctionType, home: Globals | None
-    ) -> list[Any]:
-        """Follow a function; return functions that it wraps or dispatches to."""
-        inner = [attribute(function, "__wrapped__"), attribute(function, "registry")]
-        if self._library.has(function):
-            self.record_version(function.__module__ or "")
-            inner += runtime_values.cells_of(function).values()
-        elif home is None:
-            self.follow_code(function)
-        elif function.__globals__ is not home:
-            # Follow its name, not its closure, which may differ by rank.
-            full = getattr(function.__code__, "co_qualname", function.__qualname__)
-            self.follow_global(function.__globals__, full.partition(".")[0])
-        kinds = (
-            types.FunctionType,
-            types.MappingProxyType,
-        )  # a mapping is the registry of singledispatch
-        return [x for x in inner if isinstance(x, kinds) or function_in(x) is not None]
 
     def _configs(self, value: Any) -> None:
         """Record what a partial binds, and the configs of tuned functions and Triton kernels."""
@@ -279,10 +266,10 @@ class Slice:
         self, label: str, found: list[Statement], scope: Globals, cells: Globals = _EMPTY
     ) -> None:
         digests = [each.digest for each in found]
-        before = self.digests.get(label, "").split()
+        before = self.source.digests.get(label, "").split()
         if before and before != digests:  # several inner functions may have one name
             digests = sorted({*before, *digests})
-        self.digests[label] = " ".join(digests)
+        self.source.digests[label] = " ".join(digests)
         for each in found:
             if cells or each not in self._visited:  # functions of one statement have own cells
                 self._visited.add(each)
@@ -337,17 +324,13 @@ class Slice:
                 self.follow(function)
                 # The global has the registered kernels.
                 self.follow_global(function.__globals__, function.__name__)
-            return
-        while path and not self._library.has(module):
-            name, *path = path
-            scope, value = vars(module), attribute(module, name)
-            if not isinstance(value, types.ModuleType):
-                known = name in scope or name.endswith("*")
-                self._follow([name if known else "__getattr__"], scope)
-                break
-            module = value
-        if self._library.has(module):
-            self.record_version(module.__name__)
+        elif not self._is_library(module.__name__) and path:
+            value = attribute(module, path[0])
+            if isinstance(value, types.ModuleType):
+                self._attribute(value, path[1:])
+            else:
+                known = path[0] in vars(module) or path[0].endswith("*")
+                self._follow([path[0] if known else "__getattr__"], vars(module))
 
     def _imported(
         self, found: Import, scope: Globals, path: Iterable[str] = (), load: bool = False
@@ -359,20 +342,22 @@ class Slice:
             load: import the module, if possible.
         """
         full = found.full_name(scope.get("__package__"))
+        if self._is_library(full):
+            return
+        name = [found.attribute] if found.attribute else []
         module = self._library.imported(full) if load else sys.modules.get(full)
-        if self._library.has_module(full):
-            self.record_version(full)
-        elif module is not None:
-            name = [found.attribute] if found.attribute else []
-            if load and name and not hasattr(module, name[0]):
-                self._library.imported(f"{full}.{name[0]}")
+        if load and name and not hasattr(module, name[0]):
+            self._library.imported(f"{full}.{name[0]}")
+        if module is not None:
             self._attribute(module, [*name, *path])
 
-    def record_version(self, module: str) -> None:
-        """Record the version of a library, which is compared instead of its source."""
-        package = module.partition(".")[0]
-        if version := libraries.version_of(package):
-            self.digests[f"library {package}"] = version
+    def _is_library(self, module: str) -> bool:
+        """Return whether a module is of a library, and record its version in this case. The version
+        is compared instead of the source."""
+        package, is_library = module.partition(".")[0], self._library.has_module(module)
+        if is_library and (version := libraries.version_of(package)):
+            self.source.digests[f"library {package}"] = version
+        return is_library
 
     def _constant(self, scope: Globals, file: File, name: str, found: list[Statement]) -> None:
         """Record the value of a global, which another module may have set.
@@ -381,43 +366,37 @@ class Slice:
         """
         value: Any = scope.get(name)
         binding = [each for each in found if name in each.binds]
-        nodes = [each.values.get(name) for each in binding]
-        callees = [modules.dotted(x.func).split(".") for x in nodes if isinstance(x, ast.Call)]
-        called = (functools.reduce(attribute, path, scope.get(root)) for root, *path in callees)
-        is_marked = any(each is runtime_values.constant for each in called)
+        nodes: list[Any] = [each.values.get(name, _UNKNOWN) for each in binding]
+        is_marked = any(isinstance(x, ast.Call) and file.is_own(x, "constant") for x in nodes)
         if type(value).__name__ == "constexpr":
             value = value.value
-            nodes = [x.args[0] if isinstance(x, ast.Call) and x.args else None for x in nodes]
+            nodes = [next(iter(getattr(each, "args", ())), _UNKNOWN) for each in nodes]
+        kinds = {type(part) for node in nodes for part in ast.walk(node)}
         text = text_of(value) if is_marked or not isinstance(value, CONTAINERS) else None
         if text is None:
             return
-        parts = [x for node in nodes if node is not None for x in ast.walk(node)]
-        unique, is_stored = self._unique(name, scope), name in modules.roots(file.assigned_later)
+        source, unique = self.source, self._unique(name, scope)
         if (id(scope), name) in self._set_at_run_time:
-            self.source.uncounted[unique] = "it changes as the program runs"
+            source.uncounted[unique] = "it changes as the program runs"
         elif is_marked:
-            self.source.literal[unique] = text
-        elif is_stored or None in nodes or any(isinstance(x, _RUN_TIME_EXPRESSIONS) for x in parts):
-            if isinstance(value, (bool, int, float, complex, str, bytes, tuple, types.NoneType)):
-                self.source.uncounted[unique] = "it is computed when the program runs"
-        elif any(isinstance(each, ast.Name) for each in parts):
-            pass  # the constants that it is computed from are recorded
-        elif len(binding) == 1 and not binding[0].is_conditional:
-            self.source.literal[unique] = text
-        else:
-            self.source.bound[unique] = text
+            source.literal[unique] = text
+        elif name in modules.roots(file.assigned_later) or kinds & _RUN_TIME_EXPRESSIONS:
+            source.uncounted[unique] = "it is computed when the program runs"
+        elif ast.Name not in kinds:  # otherwise the constants that it is computed from count
+            is_fixed = len(binding) == 1 and not binding[0].is_conditional
+            (source.literal if is_fixed else source.bound)[unique] = text
 
-    def _file(self, scope: Globals) -> File:
-        """Return the file of a module; an empty file if it was edited after the import."""
-        if id(scope) not in self._files:
-            path = scope.get("__file__") or ""
+    def _file(self, scope: Globals, code: types.CodeType | None = None) -> File:
+        """Return the file of ``code``, or of a module; an empty file if it was edited after the
+        import."""
+        if id(code or scope) not in self._files:
+            path = code.co_filename if code else scope.get("__file__") or ""
+            functions = () if code else filter(None, map(function_in, [*scope.values()]))
+            codes = [code] if code else [x.__code__ for x in functions]
             file = file_at(path, scope)
-            codes = [x.__code__ for x in map(function_in, [*scope.values()]) if x is not None]
-            # pytest rewrites the asserts of test modules: their bytecode differs from the file's.
-            is_rewritten = type(scope.get("__loader__")).__module__.startswith("_pytest.")
-            is_equal = is_rewritten or all(file.has(x) for x in codes if x.co_filename == path)
-            self._files[id(scope)] = file if is_equal else modules.EMPTY
-        return self._files[id(scope)]
+            is_equal = all(file.has(x) for x in codes if x.co_filename == path)
+            self._files[id(code or scope)] = file if is_equal else modules.EMPTY
+        return self._files[id(code or scope)]
 
     def label(self, scope: Globals, name: str) -> str:
         """Return ``module:name``, or the name alone in the module of the function.
@@ -429,14 +408,6 @@ class Slice:
         top, module = _module_name(self._home).partition(".")[0], _module_name(scope)
         relative = module.removeprefix(top) if f"{module}.".startswith(f"{top}.") else module
         return f"{relative or '.'}:{name}"
-
-
-def _file_of(function: types.FunctionType | None) -> File:
-    """Return the file of a function; an empty file if the file does not contain its code."""
-    if function is None:
-        return modules.EMPTY
-    file = file_at(function.__code__.co_filename, function.__globals__)
-    return file if file.has(function.__code__) else modules.EMPTY
 
 
 def _module_name(scope: Globals) -> str:

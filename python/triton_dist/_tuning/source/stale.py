@@ -25,7 +25,7 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
         module: dotted name, or path of a ``.py`` file, of the module of the function.
         function: its qualified name.
     """
-    files, found, unknown = _Files(module, function), dict[str, None](), []
+    files, unknown, found = _Files(module, function), list[str](), dict[str, None]()
     for label, value in recorded.items():
         module_part, _, name = label.rpartition(":")
         file = EMPTY if value.startswith("bytecode ") else files.file_of(module_part)
@@ -33,10 +33,10 @@ def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[li
             version = version_of(label.removeprefix("library "))
             if version and version != value:
                 found[f"source: {label} was {value}, is {version}"] = None
-        elif not file.lines:
-            unknown.append(label)
-        else:
+        elif file.lines:
             found |= dict.fromkeys(files.changes(file, module_part, name, value.split()))
+        else:
+            unknown.append(label)
     return list(found), unknown
 
 
@@ -87,9 +87,8 @@ class _Files:
 
     def _file(self, module: str) -> File:
         spec = self._spec(module)
-        if spec is None or not spec.origin:
-            return EMPTY
-        return file_at(spec.origin, {"__name__": module, "__loader__": spec.loader})
+        scope = {"__name__": module, "__loader__": spec and spec.loader}
+        return file_at((spec and spec.origin) or "", scope)
 
     def changes(
         self, file: File, module_part: str, name: str, recorded: list[str]
@@ -101,8 +100,8 @@ class _Files:
         new = [each for each in now if each.digest not in recorded]
         for tuned in file.definitions(self._function) if new else ():
             # ``source_of`` digests the tuned function without the tuner's decorators.
-            is_equal = file.without_tuner(tuned.line).digest in recorded
-            new = [x for x in new if not (is_equal and x.line <= tuned.line <= x.end)]
+            bare = file.without_tuner(tuned.line)
+            new = [x for x in new if x not in bare or bare[x].digest not in recorded]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(module_part)}: a statement that sets {name} is gone"
         for line in [x.shown_line for x in new] if not is_inner or len(new) == len(now) else ():
