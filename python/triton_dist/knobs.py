@@ -220,9 +220,7 @@ autotune_remote_readonly = flag(
     "Read from the remote store only: publish no records and take no leases.",
 )
 autotune_remote_ttl = seconds(
-    "TRITON_DIST_AUTOTUNE_REMOTE_TTL",
-    30 * 86400.0,
-    "Time after which a published record expires.",
+    "TRITON_DIST_AUTOTUNE_REMOTE_TTL", 30 * 86400.0, "Time after which a published record expires."
 )
 autotune_remote_lease = Knob(
     "TRITON_DIST_AUTOTUNE_REMOTE_LEASE",
@@ -311,8 +309,7 @@ dump_levels: Knob[tuple[str, ...]] = Knob(
     "Levels of each kernel to export; set by triton-dist dump.",
 )
 profile_dir = folder(
-    "TRITON_DIST_PROFILE_DIR",
-    "Where each rank writes its timeline; set by triton-dist profile.",
+    "TRITON_DIST_PROFILE_DIR", "Where each rank writes its timeline; set by triton-dist profile."
 )
 profile_calls: Knob[tuple[int, int]] = Knob(
     "TRITON_DIST_PROFILE_CALLS",
@@ -335,9 +332,7 @@ toolchains: Knob[tuple[tuple[str, Path], ...]] = Knob(
     "contains the package triton.",
 )
 wait_timeout = seconds(
-    "TRITON_DIST_WAIT_TIMEOUT",
-    30.0,
-    "Time limit for one wait inside an interpreted kernel.",
+    "TRITON_DIST_WAIT_TIMEOUT", 30.0, "Time limit for one wait inside an interpreted kernel."
 )
 wait_gpu_clock = flag(
     "TRITON_DIST_WAIT_GPU_CLOCK",

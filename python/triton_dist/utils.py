@@ -9,14 +9,8 @@ from triton_dist.runtime.capabilities import (
     requires_p2p_native_atomic,
     supports_p2p_native_atomic,
 )
-from triton_dist.runtime.device import (
-    get_device_max_shared_memory_size,
-    is_cuda,
-    sleep_async,
-)
-from triton_dist.runtime.distributed import (
-    barrier_all_on_stream as nvshmem_barrier_all_on_stream,
-)
+from triton_dist.runtime.device import get_device_max_shared_memory_size, is_cuda, sleep_async
+from triton_dist.runtime.distributed import barrier_all_on_stream as nvshmem_barrier_all_on_stream
 from triton_dist.runtime.distributed import (
     dist_print,
     finalize_distributed,

@@ -17,12 +17,7 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._archive import pack_places, packs_in
-from triton_dist._tuning.arguments import (
-    check_choice,
-    check_tunable,
-    names_of,
-    rounding_functions,
-)
+from triton_dist._tuning.arguments import check_choice, check_tunable, names_of, rounding_functions
 from triton_dist._tuning.engine.decorator import Decorator
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, ProcessFunctions

@@ -11,13 +11,7 @@ from typing import Any
 from triton_dist import _archive, _files, knobs
 from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Contents, Pack, sha256
 from triton_dist._tuning.store import ReadOnlyStore
-from triton_dist._tuning.store.packs import (
-    contents_of,
-    differences,
-    merged,
-    records_of,
-    verified,
-)
+from triton_dist._tuning.store.packs import contents_of, differences, merged, records_of, verified
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.subcommand import add_command, add_subcommand, counted

@@ -8,11 +8,7 @@ from typing import Any
 
 from triton_dist.cli.subcommand import add_subcommand
 
-_MODES = {
-    "ag_rs": "triton_dist",
-    "allreduce": "triton_dist_AR",
-    "gemm_ar": "triton_dist_gemm_ar",
-}
+_MODES = {"ag_rs": "triton_dist", "allreduce": "triton_dist_AR", "gemm_ar": "triton_dist_gemm_ar"}
 
 
 def add_to(subcommands: Any) -> None:

@@ -17,14 +17,7 @@ no-ops in the interpreter and below the compute capability that they need.
 
 from triton_dist.language._checked import breakpoint, dump  # the first: Python's word for it
 from triton_dist.language._marks import mark
-from triton_dist.language.signals import (
-    consume_token,
-    give_turn,
-    notify,
-    only_rows,
-    symm_at,
-    wait,
-)
+from triton_dist.language.signals import consume_token, give_turn, notify, only_rows, symm_at, wait
 from triton_dist.language.tma import publish_tile
 
 __all__ = [

@@ -111,10 +111,7 @@ class _InterpretedMark:
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            name, program = (
-                marking.MARK_NAMES[self._number],
-                current_program_number(),
-            )
+            name, program = (marking.MARK_NAMES[self._number], current_program_number())
             self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))
 
 

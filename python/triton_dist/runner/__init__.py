@@ -12,14 +12,7 @@ A compiled kernel is exported to a folder; a later launch runs an artefact of th
     kernel[(1,)](x, n, cubin_dir="folder")     # BLOCK is the artefact's
 """
 
-from triton_dist.runner import (
-    color_print,
-    gluon_runner,
-    language,
-    testing,
-    torch_utils,
-    tuning,
-)
+from triton_dist.runner import color_print, gluon_runner, language, testing, torch_utils, tuning
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 from triton_dist.runner.files import export, load
 from triton_dist.runner.function import jit

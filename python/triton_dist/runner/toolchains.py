@@ -26,12 +26,7 @@ from triton.backends.compiler import GPUTarget
 
 from triton_dist import knobs
 from triton_dist._tuning.values import codec
-from triton_dist.errors import (
-    CompileTimeout,
-    InvalidArgument,
-    InvalidArtefact,
-    KernelNotShipped,
-)
+from triton_dist.errors import CompileTimeout, InvalidArgument, InvalidArtefact, KernelNotShipped
 from triton_dist.runner import files, foreign
 from triton_dist.runner.artefact import Artefact
 from triton_dist.runner.specialisation import Specialisation, can_be_read, value_of

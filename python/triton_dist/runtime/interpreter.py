@@ -35,11 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_dist import knobs
 from triton_dist.errors import TritonDistError
-from triton_dist.runtime import (
-    interpreter_descriptors,
-    interpreter_operators,
-    interpreter_speed,
-)
+from triton_dist.runtime import interpreter_descriptors, interpreter_operators, interpreter_speed
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
 from triton_dist.runtime.triton_compat import HostDriver, check_versions, triton_version
 

@@ -159,10 +159,7 @@ class CompileOnlyDriver(triton_compat.HostDriver):
 
 
 def install(
-    arch: int = 90,
-    *,
-    shared_memory_bytes: int | None = None,
-    multiprocessors: int | None = None,
+    arch: int = 90, *, shared_memory_bytes: int | None = None, multiprocessors: int | None = None
 ) -> CompileOnlyDriver:
     """From now on, compile kernels for ``sm_<arch>`` and record launches.
 
@@ -191,10 +188,7 @@ def install(
 
 @contextmanager
 def compile_only(
-    arch: int = 90,
-    *,
-    shared_memory_bytes: int | None = None,
-    multiprocessors: int | None = None,
+    arch: int = 90, *, shared_memory_bytes: int | None = None, multiprocessors: int | None = None
 ) -> Iterator[CompileOnlyDriver]:
     """Context manager around :func:`install`; yields the driver, whose ``launches`` grow."""
     config = triton.runtime.driver

@@ -109,10 +109,7 @@ def reporting_errors(
 
 
 def signature_error(
-    function: Callable[..., Any],
-    names: Set[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Callable[..., Any], names: Set[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
     """Return why ``function`` cannot be called with these arguments, or an empty text.
 

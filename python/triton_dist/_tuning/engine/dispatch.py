@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from triton_dist._tuning.engine.choice import Choice, Choices
 from triton_dist._tuning.engine.decorated import (
@@ -33,22 +25,10 @@ from triton_dist._tuning.engine.parts import Call, Hooks, Parts, ProcessFunction
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RankGroup
-from triton_dist._tuning.values import (
-    Config,
-    ConfigSpace,
-    Fingerprint,
-    Origin,
-    Sizes,
-    TuningRecord,
-)
+from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Origin, Sizes, TuningRecord
 from triton_dist._tuning.values.config import on_complete_configs
 from triton_dist._warn import deferred_warnings
-from triton_dist.errors import (
-    CaptureInProgress,
-    InvalidArgument,
-    NoValidConfig,
-    TritonDistError,
-)
+from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig, TritonDistError
 
 if TYPE_CHECKING:
     from typing_extensions import Self

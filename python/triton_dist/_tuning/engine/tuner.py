@@ -173,10 +173,7 @@ class _FirstCall:
                 can_tune_again=agreement.will_run and not cannot_tune,
             )
             return Choice(
-                config,
-                record,
-                size_table=selection.size_table(record, config),
-                first_use=first_use,
+                config, record, size_table=selection.size_table(record, config), first_use=first_use
             )
 
         # Rules 3 to 5: nothing may be measured.

@@ -20,13 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.sizes.size_table import SizeTimes, size_times
-from triton_dist._tuning.values import (
-    Config,
-    Key,
-    Measurement,
-    Trial,
-    TuningRecord,
-)
+from triton_dist._tuning.values import Config, Key, Measurement, Trial, TuningRecord
 from triton_dist._tuning.values.sizes import Family, Sizes, distance
 from triton_dist.errors import InvalidArgument
 

@@ -1,12 +1,6 @@
 """Immutable, comparable data of the tuner. Imports no torch or Triton; reads no files or clocks."""
 
-from triton_dist._tuning.values.config import (
-    Config,
-    ConfigSpace,
-    FixedSpace,
-    Pruned,
-    numbered,
-)
+from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned, numbered
 from triton_dist._tuning.values.fingerprint import (
     DIFFERS,
     Difference,

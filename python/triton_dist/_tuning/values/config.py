@@ -293,10 +293,7 @@ class ConfigSpace(Sequence[Config]):
         return rest
 
     def prune(
-        self,
-        prune_fn: Callable[..., object] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, list[Pruned]]:
         """Return the configs that ``prune_fn(config, *args, **kwargs)`` keeps, and the pruned."""
         if prune_fn is None:
@@ -320,10 +317,7 @@ class FixedSpace(ConfigSpace):
     fixed: Config
 
     def prune(
-        self,
-        prune_fn: Callable[..., object] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self.fixed}
         prune_fn = prune_fn and on_complete_configs(prune_fn, self.fixed)

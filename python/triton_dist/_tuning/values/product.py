@@ -13,13 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton_dist._tuning.values import codec
-from triton_dist._tuning.values.config import (
-    Config,
-    ConfigSpace,
-    FixedSpace,
-    Pruned,
-    reason_of,
-)
+from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned, reason_of
 from triton_dist.errors import InvalidArgument
 
 Point = tuple[int, ...]
@@ -160,10 +154,7 @@ class Product(ConfigSpace):
         return rest
 
     def prune(
-        self,
-        prune_fn: Callable[..., object] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
         """Prune a listed product like any other space.
 

@@ -10,11 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, Type
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import (
-    ContextFinalized,
-    InvalidArgument,
-    RankDisagreement,
-)
+from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import BoundedDict, fits_descriptor

@@ -155,10 +155,7 @@ class Disagreements:
     """
 
     def __init__(
-        self,
-        what: str,
-        group: dist.ProcessGroup | None,
-        describe: Callable[[int], object] = int,
+        self, what: str, group: dist.ProcessGroup | None, describe: Callable[[int], object] = int
     ) -> None:
         self._what, self._group, self._describe = what, group, describe
         self._device = current_device()

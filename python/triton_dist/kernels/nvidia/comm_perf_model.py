@@ -7,19 +7,11 @@ import math
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.peaks import get_nic_gbps_per_gpu
 
-__all__ = [
-    "estimate_all_gather_time_ms",
-    "estimate_reduce_scatter_time_ms",
-    "get_nic_gbps_per_gpu",
-]
+__all__ = ["estimate_all_gather_time_ms", "estimate_reduce_scatter_time_ms", "get_nic_gbps_per_gpu"]
 
 
 def estimate_all_gather_time_ms(
-    nbytes: float,
-    world_size: int,
-    local_world_size: int,
-    intranode_bw: float,
-    internode_bw: float,
+    nbytes: float, world_size: int, local_world_size: int, intranode_bw: float, internode_bw: float
 ) -> float:
     """Return the least time in milliseconds until every rank has all shards.
 

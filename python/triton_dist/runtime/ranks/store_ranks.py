@@ -93,10 +93,7 @@ class StoreRanks:
         return is_on_this_host and self.world == tuple(range(self.size))
 
     def facts(self) -> Mapping[str, str]:
-        return {
-            "world_size": str(self.size),
-            "local_world_size": str(knobs.local_world_size.get()),
-        }
+        return {"world_size": str(self.size), "local_world_size": str(knobs.local_world_size.get())}
 
     def is_current(self) -> bool:
         """Return True: this group cannot be destroyed."""

@@ -19,9 +19,7 @@ __all__ = ["Region", "SymmetricMemory", "allocate"]
 
 
 def allocate(
-    name: str,
-    regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    group: Group = None,
+    name: str, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Group = None
 ) -> SymmetricMemory:
     """Allocate zero-filled symmetric memory and divide it into named regions. Collective.
 

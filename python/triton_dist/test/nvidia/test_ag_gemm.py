@@ -32,12 +32,7 @@ from triton_dist.testing.opinfo.base import RECIPES, Baseline, Cost, Operands
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
-from triton_dist.utils import (
-    dist_print,
-    finalize_distributed,
-    initialize_distributed,
-    is_cuda,
-)
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 # The interpreter executes about 1e7 multiply-adds per second, so CPU ranks use small shapes.
 _CPU_CHECK = {"M_per_rank": 37, "N": 256, "K": 96}

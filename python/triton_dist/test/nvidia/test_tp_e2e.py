@@ -25,11 +25,7 @@ from triton_dist.test.utils import dtype_named
 from triton_dist.utils import initialize_distributed
 
 _CPU_BATCH, _CPU_TOKENS = 4, 4
-_MODES = {
-    "ag_rs": "triton_dist",
-    "allreduce": "triton_dist_AR",
-    "gemm_ar": "triton_dist_gemm_ar",
-}
+_MODES = {"ag_rs": "triton_dist", "allreduce": "triton_dist_AR", "gemm_ar": "triton_dist_gemm_ar"}
 
 
 def get_args() -> argparse.Namespace:

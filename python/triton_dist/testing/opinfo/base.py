@@ -304,10 +304,7 @@ class OpInfo(ABC, Generic[S]):
 
 
 def uniform(
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    generator: Generator | None = None,
-    scale: float = 1.0,
+    sizes: Sequence[int], dtype: torch.dtype, generator: Generator | None = None, scale: float = 1.0
 ) -> torch.Tensor:
     """Return random values in [-scale, scale) on this process's device."""
     device = current_device().torch_device
@@ -333,9 +330,7 @@ def fill(
 
 
 def symmetric_all_reduces(
-    like: torch.Tensor,
-    write: Callable[[torch.Tensor], object],
-    group: Group,
+    like: torch.Tensor, write: Callable[[torch.Tensor], object], group: Group
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return torch's all-reduces in symmetric memory, by name. Collective over ``group``.
 

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.gemm.scales import (
-    FP8,
-    Recipe,
-    Scaling,
-    blocks,
-    library_matmul,
-)
+from triton_dist.kernels.common.gemm.scales import FP8, Recipe, Scaling, blocks, library_matmul
 from triton_dist.kernels.common.libraries import all_gather_rows
 from triton_dist.kernels.common.moe.rows import grouped_mm, scaled_grouped_mm
 from triton_dist.kernels.common.moe.scales import OperandScales
@@ -95,11 +89,7 @@ def multiply(
 
 
 def library_product(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ends: torch.Tensor,
-    order: torch.Tensor,
-    scales: Scales,
+    A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, scales: Scales
 ) -> Callable[[], torch.Tensor]:
     """Return a function that calls torch's grouped GEMM on rows ``order`` (by expert) of A."""
     rows = rows_of(A, order)

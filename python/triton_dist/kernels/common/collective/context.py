@@ -21,11 +21,7 @@ from triton_dist.kernels.common.context import (
     int_checks,
     raise_first_error,
 )
-from triton_dist.kernels.common.exchange.buffer import (
-    VECTOR_BYTES,
-    VECTOR_ELEMENTS,
-    ExchangeBuffer,
-)
+from triton_dist.kernels.common.exchange.buffer import VECTOR_BYTES, VECTOR_ELEMENTS, ExchangeBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
 
@@ -39,10 +35,7 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     name: str
 
     def __init__(
-        self,
-        workspace_nbytes: int,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
+        self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
     ) -> None:
         super().__init__(self.name, group)
         self.workspace_nbytes = workspace_nbytes

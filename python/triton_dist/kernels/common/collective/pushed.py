@@ -69,9 +69,7 @@ class PushedShards(PushedSlots):
             transfer = self.transfer(key, lambda: self._push(exchange, x.dtype))
             transfer.start(x.view(-1, 1), stream)
             slots.launcher.run(
-                key,
-                lambda: self.launch(exchange, x, out),
-                {"x_ptr": x, "out_ptr": out},
+                key, lambda: self.launch(exchange, x, out), {"x_ptr": x, "out_ptr": out}
             )
             awaited = True
         finally:

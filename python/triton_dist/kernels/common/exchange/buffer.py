@@ -22,13 +22,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     kernel_all_gather,
     kernel_reduce_scatter,
 )
-from triton_dist.kernels.common.peers import (
-    AWAITED,
-    FLAG,
-    Disagreements,
-    Flags,
-    TimeoutWords,
-)
+from triton_dist.kernels.common.peers import AWAITED, FLAG, Disagreements, Flags, TimeoutWords
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address

@@ -319,15 +319,7 @@ def add_shards(
 
 @jit
 def copy_shards(
-    out_ptr,
-    shards_ptr,
-    offset,
-    first_block,
-    end_block,
-    token,
-    lengths,
-    rank,
-    plan: tl.constexpr,
+    out_ptr, shards_ptr, offset, first_block, end_block, token, lengths, rank, plan: tl.constexpr
 ):
     """Copy this program's blocks of every peer's shard to ``out[peer * shard:]``; out: [total].
 

@@ -72,9 +72,7 @@ WARP_SPECIALIZED_SPLIT_K_TILES = tuple(
         num_stages=config.num_stages,
     )
     for config in _split_k_configs(
-        (128, 256, 64, 8, 3, 8, 2, 1),
-        (128, 256, 64, 8, 3, 16, 2, 1),
-        (128, 256, 64, 8, 4, 8, 2, 1),
+        (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), (128, 256, 64, 8, 4, 8, 2, 1)
     )
 )
 # For tests with few blocks along K: split counts equal to and above the number of blocks, and
@@ -112,8 +110,7 @@ FUSED_TILES = _fused_push_configs(
     (64, 256, 64, 4, 4, 8, GROUP_ALL_SHARDS, 16, 4),
 )
 INTERPRETED_FUSED_TILES = _fused_push_configs(
-    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS, 1, 2),
-    (16, 32, 32, 4, 2, 4, 1, 2, 3),
+    (32, 64, 64, 4, 2, 2, GROUP_ALL_SHARDS, 1, 2), (16, 32, 32, 4, 2, 4, 1, 2, 3)
 )
 
 

@@ -41,10 +41,7 @@ from triton_dist.kernels.common.gemm.scales import (
     scales_of_shard,
 )
 from triton_dist.kernels.common.gemm.sharded import gathered_tile, wait_for_rows
-from triton_dist.kernels.common.gemm.tile import (
-    shard_in_arrival_order,
-    tile_in_group,
-)
+from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.gemm.work_items import split_of_work_item, work_items_of_tiles
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 

@@ -314,12 +314,7 @@ def _in_rows(
 
 @jit
 def publish_partial(
-    accumulator,
-    partials,
-    tile,
-    split,
-    SPLIT_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    accumulator, partials, tile, split, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
     """Store a partial of the ``tile``-th split tile and count it; return whether it is the last."""
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]

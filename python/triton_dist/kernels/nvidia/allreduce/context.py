@@ -85,12 +85,7 @@ class AllReduceContext(collective_context.CollectiveContext):
 
 
 def create_allreduce_ctx(
-    workspace_nbytes: int,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    *,
-    group: Group = None,
+    workspace_nbytes: int, rank: int, world_size: int, local_world_size: int, *, group: Group = None
 ) -> AllReduceContext:
     """Create the context of ``all_reduce``. Collective over ``group``.
 

@@ -103,11 +103,7 @@ def matmul_configs() -> list[dict[str, Any]]:
     specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
         {"gemm_config": tiles, "persistent": persistent}
-        for tiles, persistent in (
-            *with_persistent(get_config_space),
-            *specialized,
-            (None, True),
-        )
+        for tiles, persistent in (*with_persistent(get_config_space), *specialized, (None, True))
     ]
 
 

@@ -12,11 +12,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.buffer import (
-    LaunchParams,
-    checked_params,
-    is_worth_trying,
-)
+from triton_dist.kernels.common.exchange.buffer import LaunchParams, checked_params, is_worth_trying
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT,
     ONE_SHOT_BYTES,

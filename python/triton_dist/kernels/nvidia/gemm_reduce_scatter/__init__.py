@@ -6,8 +6,4 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
 )
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import gemm_rs
 
-__all__ = [
-    "GEMMReduceScatterTensorParallelContext",
-    "create_gemm_rs_context",
-    "gemm_rs",
-]
+__all__ = ["GEMMReduceScatterTensorParallelContext", "create_gemm_rs_context", "gemm_rs"]

@@ -51,12 +51,7 @@ class ReduceScatterContext(ShardContext):
 
 
 def create_all_gather_ctx(
-    workspace_nbytes: int,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    *,
-    group: Group = None,
+    workspace_nbytes: int, rank: int, world_size: int, local_world_size: int, *, group: Group = None
 ) -> AllGatherContext:
     """Create the context of ``all_gather``. Collective over ``group``.
 
@@ -84,12 +79,7 @@ def create_all_gather_ctx(
 
 
 def create_reduce_scatter_ctx(
-    workspace_nbytes: int,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    *,
-    group: Group = None,
+    workspace_nbytes: int, rank: int, world_size: int, local_world_size: int, *, group: Group = None
 ) -> ReduceScatterContext:
     """Create the context of ``reduce_scatter``. Collective over ``group``.
 
