@@ -32,6 +32,10 @@ NAMES = {
     "triton_dist.layers.nvidia.tp_mlp": "TP_MLP",
     "triton_dist.layers.nvidia.tp_attn": "TP_Attn _set_cos_sin_cache",
     "triton_dist.layers.nvidia.tp_moe": "TP_MoE",
+    "triton_dist.layers.nvidia.ep_moe": "EP_MoE",
+    "triton_dist.function.nvidia.common":
+        "init_triton_dist_ep_op deinit_triton_dist_ep_op triton_dist_ep_op_initialized",
+    "triton_dist.function.nvidia.ep_moe_fused": "TritonDistFusedEpMoeFunction",
     "triton_dist.models": "AutoLLM",
     "triton_dist.models.config": "ModelConfig",
     "triton_dist.models.kv_cache": "KV_Cache",
@@ -123,6 +127,15 @@ PARAMETERS = {
     "triton_dist.layers.nvidia.EPLowLatencyAllToAllLayer": [
         "max_m", "hidden", "topk", "online_quant_fp8", "rank", "num_experts", "local_world_size",
         "world_size", "fp8_gsize", "dtype", "enable_profiling",
+    ],
+    "triton_dist.function.nvidia.common.init_triton_dist_ep_op": [
+        "ep_group", "max_tokens_per_rank", "hidden_size", "topk", "ep_rank", "num_experts",
+        "ep_size", "dtype", "weight_dtype", "num_sm", "sm_margin", "num_buffers", "capacity",
+        "ep_implementation",
+    ],
+    "triton_dist.function.nvidia.ep_moe_fused.TritonDistFusedEpMoeFunction.apply": [
+        "num_experts", "routing_weights", "selected_experts", "hidden_states", "fc1_1", "fc1_2",
+        "fc2", "ep_group",
     ],
     "triton_dist.kernels.nvidia.create_all_to_all_context": [
         "max_m", "hidden", "rank", "num_tot_experts", "WORLD_SIZE", "experts_per_rank", "dtype",

@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ep_ranks import gathered
-from triton_dist.errors import InvalidArgument
+from tests.layers.ep_ranks import of_one_process
+from tests.layers.functional_ranks import drawn, same
+from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.function.nvidia.common import (
+    current_ranks,
+    deinit_triton_dist_ep_op,
+    init_triton_dist_ep_op,
+    triton_dist_ep_op_initialized,
+)
+from triton_dist.function.nvidia.ep_moe_fused import TritonDistFusedEpMoeFunction
 from triton_dist.kernels.nvidia import (
     all_to_all_post_process,
     create_all_to_all_context,
@@ -251,6 +260,55 @@ def splits_in_2d(dtype: torch.dtype) -> None:
 def check_chunks(out: torch.Tensor, chunks: dict[int, torch.Tensor]) -> None:
     for first, rows in chunks.items():
         assert torch.equal(out[first : first + len(rows)].cpu(), rows)
+
+
+def fused_function() -> None:
+    """Call the autograd function, as test_ep_moe_fused.py does, with different token counts."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    ffn, hidden, rng = 8, 16, random.Random(0)
+    with pytest.raises(ContextFinalized, match="TensorParallel of init_triton_dist_ep_op was"):
+        current_ranks()
+    init_triton_dist_ep_op(
+        group, 9, hidden, TOPK, rank, EXPERTS, size, dtype=torch.float32,
+        weight_dtype=torch.float32, num_sm=64, num_buffers=1, capacity=4.0,
+    )  # fmt: skip
+    counts = [7, 0, 5][:size]
+    ids = random_ids(rng, sum(counts), EXPERTS, TOPK)
+    ids[1::3, 0] = EXPERTS  # dropped
+    whole = [
+        drawn(1, len(ids), TOPK), drawn(2, len(ids), hidden), drawn(3, EXPERTS, ffn, hidden),
+        drawn(4, EXPERTS, ffn, hidden), drawn(5, EXPERTS, hidden, ffn),
+    ]  # fmt: skip
+    tokens = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    own = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    parts = [tokens, tokens, own, own, own]
+    leaves = [each.clone().requires_grad_() for each in whole]
+    both = torch.cat(leaves[2:4], 1)
+    golden = of_one_process(
+        leaves[1], torch.where(ids < EXPERTS, ids, -1), leaves[0], both.mT, leaves[4].mT
+    )
+    grad = drawn(6, *golden.shape)
+    golden.backward(grad)
+    expected = [each.grad[part] for each, part in zip(leaves, parts, strict=True)]
+    for concatenates in (False, True):
+        local = [each[part].clone() for each, part in zip(whole, parts, strict=True)]
+        if concatenates:
+            local[2:4] = [torch.cat(local[2:4], 1)]
+        local = [each.requires_grad_() for each in local]
+        weights, x, *fc1, fc2 = local
+        fc1_1, fc1_2 = fc1 if len(fc1) == 2 else (fc1[0], None)
+        out = TritonDistFusedEpMoeFunction.apply(
+            EXPERTS, weights, ids[tokens], x, fc1_1, fc1_2, fc2, group
+        )
+        out.backward(grad[tokens])
+        found = [each.grad for each in local]
+        if concatenates:
+            found[2:3] = found[2].chunk(2, 1)
+        same([out.detach(), *found], [golden.detach()[tokens], *expected], 1e-3)
+    assert triton_dist_ep_op_initialized()
+    deinit_triton_dist_ep_op()
+    deinit_triton_dist_ep_op()
+    assert not triton_dist_ep_op_initialized()
 
 
 def own_script(quantise: bool) -> None:

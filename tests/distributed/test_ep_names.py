@@ -58,5 +58,9 @@ def test_more_splits_than_rows_and_a_short_output(monkeypatch):
     ctx.finalize()
 
 
+def test_autograd_function(on_ranks):
+    on_ranks(3)(ep_names_ranks.fused_function, env=UNTUNED)
+
+
 def test_own_scripts(on_two):
     on_two(ep_names_ranks.own_script, False, env=UNTUNED)

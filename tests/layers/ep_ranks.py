@@ -150,7 +150,7 @@ def layers_like_one_process(kind: str, rtol: float = 1e-4) -> int:
     own = 12 // size
     layer = EP_MoE()
     layer._init_parameters(Stacked(stock) if kind == "stacked" else stock)
-    layer._init_ctx(max_tokens_per_rank=6)
+    layer._init_ctx(EP_GROUP=dist.group.WORLD, max_tokens_per_rank=6)
     x, mine = drawn(3, sum(counts), 32), slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
     golden = stock(whole)
@@ -193,6 +193,10 @@ def layers_like_one_process(kind: str, rtol: float = 1e-4) -> int:
     with torch.no_grad():
         torch.testing.assert_close(layer(part, 6), y, rtol=rtol, atol=rtol)
         torch.testing.assert_close(layer.torch_fwd(x), golden, rtol=rtol, atol=rtol)
+        batch = x[:4].view(2, 2, 32)
+        torch.testing.assert_close(
+            layer.dist_triton_fwd(batch), golden[:4].view(2, 2, 32), rtol=rtol, atol=rtol
+        )
         assert layer(x[:0]).shape == (0, 32)  # no rank has tokens
         layer.sequence_parallel = False
         torch.testing.assert_close(layer(x[:5]), golden[:5], rtol=rtol, atol=rtol)

@@ -1,0 +1,54 @@
+"""The contexts of ``TritonDistFusedEpMoeFunction``, which scripts create once per process.
+
+New programs create a ``TensorParallel`` and call ``layers.nvidia.expert_parallel.ep_experts``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import ContextFinalized
+from triton_dist.layers.nvidia.tensor_parallel import TensorParallel
+
+_ranks: TensorParallel | None = None
+
+
+def init_triton_dist_ep_op(
+    ep_group: dist.ProcessGroup | None, max_tokens_per_rank: int, hidden_size: int, topk: int,
+    ep_rank: int, num_experts: int, ep_size: int, dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype = torch.float32, num_sm: int = 8, sm_margin: int = 0,
+    num_buffers: int = 1, capacity: float = 4.0, ep_implementation: str = "mega",
+) -> None:  # fmt: skip
+    """Set the group and the largest number of tokens of a rank. Collective over ``ep_group``.
+
+    Earlier contexts are freed. The calls determine sizes and dtypes, and tuning the number of
+    multiprocessors, so the other arguments are ignored.
+    """
+    global _ranks
+    deinit_triton_dist_ep_op()
+    _ranks = TensorParallel(max_tokens_per_rank * ep_size, ep_group)
+
+
+def triton_dist_ep_op_initialized(ep_implementation: str = "mega") -> bool:
+    """Return whether ``init_triton_dist_ep_op`` was called; the argument is ignored."""
+    return _ranks is not None
+
+
+def deinit_triton_dist_ep_op() -> None:
+    """Free the contexts; idempotent. Collective."""
+    global _ranks
+    ranks, _ranks = _ranks, None
+    if ranks is not None:
+        ranks.finalize()
+
+
+def current_ranks() -> TensorParallel:
+    """Return the ranks of ``init_triton_dist_ep_op``.
+
+    Raises:
+        ContextFinalized: the function was not called, or ``deinit_triton_dist_ep_op`` was.
+    """
+    if _ranks is None:
+        raise ContextFinalized("TensorParallel of init_triton_dist_ep_op")
+    return _ranks

@@ -1,0 +1,49 @@
+"""Triton-distributed's expert-parallel autograd function, on ``ep_experts``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.function.nvidia.common import current_ranks
+from triton_dist.layers.nvidia.ep_a2a_layer import masked_ids
+from triton_dist.layers.nvidia.expert_parallel import ep_experts
+
+
+class TritonDistFusedEpMoeFunction:
+    """``apply`` is called like an autograd function; ``ep_experts`` computes gradients."""
+
+    @staticmethod
+    def apply(
+        num_experts: int,
+        routing_weights: torch.Tensor,
+        selected_experts: torch.Tensor,
+        hidden_states: torch.Tensor,
+        fc1_1: torch.Tensor,
+        fc1_2: torch.Tensor | None,
+        fc2: torch.Tensor,
+        ep_group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Return the weighted sums over the chosen experts. Collective over ``ep_group``.
+
+        Args:
+            num_experts: experts of all ranks.
+            routing_weights: fp32 [tokens, topk].
+            selected_experts: [tokens, topk]; an id outside the experts masks a choice.
+            hidden_states: [tokens, hidden]; ranks may have different numbers of tokens.
+            fc1_1: gate [experts / ranks, I, hidden], or gate and up [experts / ranks, 2 * I,
+                hidden].
+            fc1_2: up, or ``None``. It is concatenated with the gate in each call.
+            fc2: [experts / ranks, hidden, I].
+            ep_group: group of ``init_triton_dist_ep_op``.
+
+        Raises:
+            InvalidArgument: see ``ep_experts``.
+            ContextFinalized: ``init_triton_dist_ep_op`` was not called.
+        """
+        ranks = current_ranks()
+        ids = masked_ids(selected_experts, num_experts)
+        gate_up = fc1_1 if fc1_2 is None else torch.cat([fc1_1, fc1_2], dim=1)
+        return ep_experts(
+            hidden_states, ids, routing_weights, gate_up.mT, fc2.mT, ranks, ranks.max_tokens
+        )
