@@ -6,16 +6,16 @@ New programs create a ``TensorParallel`` and call ``layers.nvidia.expert_paralle
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.errors import ContextFinalized
 from triton_dist.layers.nvidia.tensor_parallel import TensorParallel
+from triton_dist.runtime.ranks import Group
 
 _ranks: TensorParallel | None = None
 
 
 def init_triton_dist_ep_op(
-    ep_group: dist.ProcessGroup | None, max_tokens_per_rank: int, hidden_size: int, topk: int,
+    ep_group: Group, max_tokens_per_rank: int, hidden_size: int, topk: int,
     ep_rank: int, num_experts: int, ep_size: int, dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype = torch.float32, num_sm: int = 8, sm_margin: int = 0,
     num_buffers: int = 1, capacity: float = 4.0, ep_implementation: str = "mega",

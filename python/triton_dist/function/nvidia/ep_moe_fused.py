@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.function.nvidia.common import current_ranks
 from triton_dist.layers.nvidia.ep_a2a_layer import masked_ids
 from triton_dist.layers.nvidia.expert_parallel import ep_experts
+from triton_dist.runtime.ranks import Group
 
 
 class TritonDistFusedEpMoeFunction:
@@ -22,7 +22,7 @@ class TritonDistFusedEpMoeFunction:
         fc1_1: torch.Tensor,
         fc1_2: torch.Tensor | None,
         fc2: torch.Tensor,
-        ep_group: dist.ProcessGroup,
+        ep_group: Group,
     ) -> torch.Tensor:
         """Return the weighted sums over the chosen experts. Collective over ``ep_group``.
 
