@@ -34,7 +34,7 @@ NAMES = {
     "triton_dist.layers.nvidia.tp_moe": "TP_MoE",
     "triton_dist.layers.nvidia.ep_moe": "EP_MoE",
     "triton_dist.function.nvidia.common":
-        "init_triton_dist_ep_op deinit_triton_dist_ep_op triton_dist_ep_op_initialized",
+        "init_triton_dist_ep_op deinit_triton_dist_ep_op",
     "triton_dist.function.nvidia.ep_moe_fused": "TritonDistFusedEpMoeFunction",
     "triton_dist.models": "AutoLLM",
     "triton_dist.models.config": "ModelConfig",

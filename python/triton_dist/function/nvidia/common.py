@@ -30,11 +30,6 @@ def init_triton_dist_ep_op(
     _ranks = TensorParallel(max_tokens_per_rank * ep_size, ep_group)
 
 
-def triton_dist_ep_op_initialized(ep_implementation: str = "mega") -> bool:
-    """Return whether ``init_triton_dist_ep_op`` was called; the argument is ignored."""
-    return _ranks is not None
-
-
 def deinit_triton_dist_ep_op() -> None:
     """Free the contexts; idempotent. Collective."""
     global _ranks
