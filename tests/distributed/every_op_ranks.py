@@ -31,6 +31,7 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import OpInfo
 from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
@@ -56,6 +57,7 @@ class Calls:
             Size: (Size(512 * size), {}),
             TokenShape: (TokenShape(6 * size, 40, 2), {}),
             HeadsShape: (HeadsShape(6 * size, 2 * size, size, 8), {}),
+            DecodeShape: (DecodeShape(6 * size, 2, 2 * size, 2, 16), {"block_n": 16}),
         }[self.info.shape]
         self.operands = self.info.operands(self.shape, DTYPE, size)
 
@@ -264,6 +266,13 @@ def context_inputs(
             "v_head_dim": 9, "max_local_tokens": 5,
         }  # fmt: skip
         return nvidia.create_ulysses_context, good, bad
+    if name == "sp_decode_attn":
+        good = {"max_batch": 2, "num_q_heads": 4, "head_dim": 16, "dtype": DTYPE, **ranks}
+        bad = {
+            **bad_ranks, "max_batch": 0, "num_q_heads": 0, "head_dim": 20, "v_head_dim": 8,
+            "max_q_len": 9, "dtype": torch.int8,
+        }  # fmt: skip
+        return nvidia.create_sp_decode_context, good, bad
     create = {
         "all_gather": nvidia.create_all_gather_ctx,
         "all_reduce": nvidia.create_allreduce_ctx,

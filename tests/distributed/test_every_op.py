@@ -25,6 +25,7 @@ LAUNCHES = {
     "run_moe_reduce_rs": [*MAP, *PUSHED_CHUNK],
     "ulysses_post_attn": ["kernel_exchange_heads"],
     "ulysses_pre_attn": ["kernel_exchange_heads"],
+    "sp_decode_attn": ["kernel_decode_packets"],
 }
 """What a call with the default config launches."""
 

@@ -17,6 +17,7 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.decode_attention import DecodeShape
 from triton_dist.testing.opinfo.expert_parallel import TokenShape
 from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.opinfo.moe import GroupedShape
@@ -24,6 +25,7 @@ from triton_dist.testing.opinfo.ulysses import HeadsShape
 
 SHAPES = {Shape: Shape(64, 48, 32), GroupedShape: GroupedShape(64, 48, 32, 4, 2), Size: Size(4096)}
 SHAPES |= {TokenShape: TokenShape(16, 24, 2), HeadsShape: HeadsShape(16, 4, 2, 8)}
+SHAPES[DecodeShape] = DecodeShape(32, 2, 8, 2, 16)
 SKEWS = [{"routing_skew": skew} for skew in ("even", "zipf", "same_experts")]
 REDUCE = [{"n_chunks": 2}, {"config": grouped_tiles()[0]}, *SKEWS]
 OPTIONS = {
@@ -42,6 +44,7 @@ OPTIONS = {
     "all_reduce": [{"method": each} for each in AllReduceMethod if each.replacement is None],
     "reduce_scatter": [{"method": each} for each in ReduceScatterMethod],
     "run_moe_reduce_ar": REDUCE,
+    "sp_decode_attn": [{"window": 4}, {"shard_output": True}],
     "run_moe_reduce_rs": REDUCE,
     "ulysses_post_attn": [{"seq_lens": [16]}],
     "ulysses_pre_attn": [{"seq_lens": [16]}],

@@ -36,6 +36,7 @@ from triton_dist.kernels.common.gemm import spaces as gemm_spaces
 from triton_dist.kernels.common.moe.summing import SumKey
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
+from triton_dist.kernels.nvidia.decode_attention.algorithms import DecodeKey
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as EPKey
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.runtime.device import current_device, detect
@@ -46,7 +47,7 @@ from triton_dist.testing.opinfo import OPINFOS
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
 KEYS: dict[str, Any] = {
-    kind.__name__: kind for kind in (EPKey, GroupedKey, ProductKey, RoutedKey, SumKey)
+    kind.__name__: kind for kind in (DecodeKey, EPKey, GroupedKey, ProductKey, RoutedKey, SumKey)
 }
 FOUR = {"world_size": "4", "local_world_size": "4"}
 

@@ -34,6 +34,8 @@ _RUNNER = "runner/function.py"
 _SCALES = "kernels/common/gemm/scales.py"
 _EP_KERNEL = "kernels/nvidia/expert_parallel/kernel.py"
 _ULYSSES_KERNEL = "kernels/nvidia/ulysses/kernel.py"
+_DECODE_KERNEL = "kernels/nvidia/decode_attention/kernel.py"
+_DECODE_PACKETS = "kernels/nvidia/decode_attention/packets.py"
 
 SIGNALS = ("tests/language/test_signals.py",)
 EACH_OP = "tests/distributed/test_each_op.py"
@@ -49,6 +51,7 @@ TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
 ULYSSES = ("tests/distributed/test_ulysses.py",)
+DECODE_ATTENTION = ("tests/distributed/test_decode_attention.py",)
 STORE = ("tests/tuning/test_store.py",)
 RUNNER = ("tests/compile/test_runner.py",)
 MEETINGS = ("tests/tuning",)
@@ -124,10 +127,45 @@ MUTANTS = (
     ),
     Mutant(
         "expert parallel: a call does not accept the packets of an earlier one",
-        "kernels/nvidia/expert_parallel/packets.py",
+        "kernels/common/exchange/packet_calls.py",
         "return tl.load(epochs_ptr + tl.program_id(0)) + 1",
         "return 0 * tl.load(epochs_ptr + tl.program_id(0)) + 1",
         EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "decode attention: an output is weighted by the LSE of its own rank",
+        _DECODE_PACKETS,
+        "lse = tl.where(source < rank, lses[source], lse)",
+        "lse = tl.where(source < rank, own_lse, lse)",
+        DECODE_ATTENTION,
+    ),
+    Mutant(
+        "decode attention: a shard's first key is at the end of the shards before it",
+        _DECODE_KERNEL,
+        "position = before + index",
+        "position = before + index + (rank > 0).to(tl.int32)",
+        DECODE_ATTENTION,
+    ),
+    Mutant(
+        "decode attention: keys after the end of a shard are invisible",
+        _DECODE_KERNEL,
+        "in_keys = key < end_key",
+        "in_keys = key <= end_key",
+        DECODE_ATTENTION,
+    ),
+    Mutant(
+        "decode attention: parts are read after all programs have stored them",
+        _DECODE_PACKETS,
+        "dl.wait(counter_ptr, 1, arrived, packets.timeout_words, SIZED=True)",
+        "pass",
+        DECODE_ATTENTION,
+    ),
+    Mutant(
+        "decode attention: a call does not accept the packets of an earlier one",
+        _DECODE_PACKETS,
+        "clear(shards[peer], line, in_row)",
+        "pass",
+        DECODE_ATTENTION,
     ),
     Mutant(
         "fp8: long sums are promoted to fp32",

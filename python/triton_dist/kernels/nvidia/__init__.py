@@ -47,6 +47,11 @@ from triton_dist.kernels.nvidia.allreduce import (
     get_allreduce_methods,
     to_allreduce_method,
 )
+from triton_dist.kernels.nvidia.decode_attention import (
+    SpDecodeContext,
+    create_sp_decode_context,
+    sp_decode_attn,
+)
 from triton_dist.kernels.nvidia.expert_parallel import (
     EPContext,
     create_ep_context,
@@ -115,6 +120,7 @@ __all__ = [
     "ReduceScatterMethod",
     "LibraryAlgorithm",
     "UlyssesContext",
+    "SpDecodeContext",
     "ag_gemm",
     "ag_group_gemm",
     "all_gather",
@@ -132,6 +138,7 @@ __all__ = [
     "create_moe_rs_context",
     "create_reduce_scatter_ctx",
     "create_ulysses_context",
+    "create_sp_decode_context",
     "ep_combine",
     "ep_dispatch",
     "ep_send",
@@ -149,6 +156,7 @@ __all__ = [
     "run_moe_reduce_ar_triton_non_overlap",
     "run_moe_reduce_rs",
     "run_moe_reduce_rs_triton_non_overlap",
+    "sp_decode_attn",
     "to_allreduce_method",
     "ulysses_post_attn",
     "ulysses_pre_attn",

@@ -8,6 +8,7 @@ from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.base import OpInfo
 from triton_dist.testing.opinfo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from triton_dist.testing.opinfo.decode_attention import SP_DECODE_ATTN
 from triton_dist.testing.opinfo.expert_parallel import EP_COMBINE, EP_DISPATCH
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
@@ -21,8 +22,8 @@ OPINFOS: dict[str, OpInfo[Any]] = {
     info.name: info
     for info in (
         AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, EP_COMBINE, EP_DISPATCH, GEMM_AR, GEMM_RS,
-        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS, ULYSSES_POST_ATTN,
-        ULYSSES_PRE_ATTN,
+        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS, SP_DECODE_ATTN,
+        ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN,
     )
 }  # fmt: skip
 """OpInfos of all ops, by name."""

@@ -25,6 +25,13 @@ from __future__ import annotations
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.packet_calls import (
+    clear,
+    end_call,
+    next_epoch,
+    peers_of,
+    shards_of,
+)
 from triton_dist.kernels.common.exchange.packets import (
     add_lines,
     packet_offset,
@@ -35,7 +42,7 @@ from triton_dist.kernels.common.exchange.packets import (
     tag_of,
     values_of,
 )
-from triton_dist.kernels.common.exchange.protocol import LINE_WORDS, MAX_CTAS
+from triton_dist.kernels.common.exchange.protocol import LINE_WORDS
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     FAULT_ID,
@@ -57,42 +64,6 @@ _CLEARED = tl.constexpr(512)
 
 
 @jit
-def next_epoch(epochs_ptr):
-    """Return the number of this call, from 1. An atomic counter would need a barrier here."""
-    return tl.load(epochs_ptr + tl.program_id(0)) + 1
-
-
-@jit
-def end_call(epochs_ptr, epoch):
-    """Store ``epoch`` in this program's word of ``epochs_ptr`` [MAX_CTAS].
-
-    The programs share the words after the grid, because a later grid may be larger.
-    """
-    tl.debug_barrier()  # all threads have read the word
-    for word in range(tl.program_id(0), MAX_CTAS, tl.num_programs(0)):
-        tl.store(epochs_ptr + word, epoch)
-
-
-@jit
-def peers_of(rank, NUM_RANKS: tl.constexpr):
-    """Return the NUM_RANKS - 1 other ranks in order."""
-    peers = tl.tuple([])
-    for peer in tl.static_range(NUM_RANKS - 1):
-        peers = peers + (peer + (peer >= rank).to(tl.int32),)  # noqa: RUF005
-    return peers
-
-
-@jit
-def shards_of(packets, epoch, peers, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Return pointers to the packets of each peer."""
-    shards = tl.tuple([])
-    for peer in tl.static_range(NUM_RANKS - 1):
-        offset = packet_offset(epoch, peers[peer], packets.shard_words, NUM_RANKS, SLOTS)
-        shards = shards + (packets.words + offset,)  # noqa: RUF005
-    return shards
-
-
-@jit
 def await_sent(lines, is_sent, tag, mask, timeout_ptr):
     """Wait for the ``lines`` that are sent. Return a payload per line, arbitrary if not sent."""
     some, present = is_sent[0], lines[0]
@@ -104,13 +75,6 @@ def await_sent(lines, is_sent, tag, mask, timeout_ptr):
     for index in tl.static_range(len(lines)):
         polled = polled + (tl.where(is_sent[index], lines[index], present),)  # noqa: RUF005
     return poll_lines(polled, tag, mask & some, timeout_ptr)
-
-
-@jit
-def clear(shard_ptr, line, mask):
-    """Set lines to 0. Other threads may have read them, so a barrier must precede the call."""
-    word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
-    tl.store(shard_ptr + word, tl.zeros(word.shape, tl.int64), mask=mask[:, None])
 
 
 @jit

@@ -1,0 +1,563 @@
+"""Algorithms of decode attention over ranks: checks, candidates and launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.errors import CandidateFailed, InvalidArgument
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.exchange.buffer import (
+    MAX_CTAS,
+    all_gather_exchange,
+    params_for_device,
+)
+from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
+from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.nvidia.decode_attention.context import (
+    FP8,
+    DecodeKey,
+    SpDecodeContext,
+    checked_key,
+)
+from triton_dist.kernels.nvidia.decode_attention.kernel import (
+    KV,
+    Parts,
+    Query,
+    Spec,
+    Target,
+    kernel_attend,
+    kernel_combine,
+    kernel_merge,
+)
+from triton_dist.kernels.nvidia.decode_attention.packets import kernel_decode_packets
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.launch import Launch, dot_precision
+
+TUNABLES = ("ctas_per_sm", "block_n", "num_stages", "num_warps")
+_PARAMS = tuple(
+    (per_sm, block_n, stages, warps)
+    for per_sm, warps in ((2, 4), (1, 8), (1, 4), (2, 8))
+    for block_n in (64, 128, 32)
+    for stages in (3, 2, 4)
+)
+_FREE_SMS = 4
+_MAX_ACCUMULATORS = 128
+"""fp32 accumulators of a thread."""
+_ELEMENTS = 4096
+"""Elements of an item's parts that a program loads together."""
+_LSE_BYTES = 16
+"""Bytes of a packed row after the output: the LSE, and padding to whole vectors."""
+
+
+@functools.cache
+def blocks_of(size: int) -> tuple[int, int]:
+    """Return the powers of two, at least 16 or 0, that together hold ``size`` elements."""
+    first = 1 << (size.bit_length() - 1)
+    rest = size - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def block_m(sizes: DecodeKey) -> int:
+    """Return the rows of a tile."""
+    rows = sizes.q_heads // sizes.kv_heads * sizes.q_len
+    return int(min(64, max(16, triton.next_power_of_2(rows))))
+
+
+def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
+    """Return whether ``ctas_per_sm`` programs fit on a multiprocessor. An estimate."""
+    device = current_device()
+    if device.interprets:
+        return True
+    row = sum(blocks_of(sizes.head_dim))
+    row += 0 if sizes.shares_v else sum(blocks_of(sizes.v_head_dim))
+    # The converted block of an fp8 cache is in shared memory, too.
+    element = sizes.kv_dtype.itemsize * config["num_stages"]
+    element += sizes.dtype.itemsize if sizes.kv_dtype == FP8 else 0
+    rows = block_m(sizes)
+    nbytes = config["block_n"] * row * element
+    nbytes += rows * (sum(blocks_of(sizes.head_dim)) + config["block_n"]) * sizes.dtype.itemsize
+    accumulators = rows * sum(blocks_of(sizes.v_head_dim)) // (32 * config["num_warps"])
+    return bool(
+        nbytes <= device.shared_memory_bytes() // config["ctas_per_sm"]
+        and accumulators * config["ctas_per_sm"] * config["num_warps"] <= 8 * _MAX_ACCUMULATORS
+        and accumulators <= _MAX_ACCUMULATORS
+    )
+
+
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+class Call(OpCall):
+    """One call of ``sp_decode_attn``: its arguments."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    kv_lens: torch.Tensor
+    ctx: SpDecodeContext
+    block_table: torch.Tensor | None = None
+    scale: float | None = None
+    soft_cap: float = 0.0
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    interleave: int | None = None
+    shard_output: bool = False
+    lse_base: str = "e"
+    max_kv_len: int | None = None
+    ctas_per_sm: int | None = None
+    block_n: int | None = None
+    num_stages: int | None = None
+    num_warps: int | None = None
+    algorithm: str | None = None
+    accepted_key: Any = None
+    chosen: Algorithm[Call, DecodeKey] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = checked_key(self) if self.accepted_key is None else self.accepted_key
+        default = Packets.name if self.ctx.num_ranks > 1 else AllToAll.name
+        self.chosen = ALGORITHMS[self.algorithm or default]
+        self.chosen.check(self)
+        self.batch, self.q_len = self.q.shape[0], self.key.q_len
+        self.out_heads = self.key.q_heads
+        if self.shard_output:
+            self.out_heads //= self.ctx.num_ranks
+
+    def params(self) -> tuple[int, int, int, int]:
+        """Return the tunables; those that the caller omits are of the first candidate that fits."""
+        per_sm, block_n, stages, warps = default_params(self.key)
+        return (
+            self.ctas_per_sm or per_sm, self.block_n or block_n, self.num_stages or stages,
+            self.num_warps or warps,
+        )  # fmt: skip
+
+    def programs(self) -> int:
+        """Return the programs of a launch, which all are resident.
+
+        Ranks may start the launches of two contexts in different orders, so some multiprocessors
+        remain for the second launch.
+        """
+        device = current_device()
+        if device.interprets:
+            return device.num_sms
+        return min(MAX_CTAS, self.params()[0] * max(1, device.num_sms - _FREE_SMS))
+
+    def spec(self) -> Spec:
+        key = self.key
+        per_sm = self.params()
+        return spec_of(
+            key, self.batch, self.programs(), per_sm[1], self.out_heads, self.q.shape[-2],
+            self.interleave or 0, self.window or 0, self.soft_cap > 0,
+            self.k_scale is not None and len(self.k_scale) > 1, self.lse_base == "2",
+        )  # fmt: skip
+
+    def columns(self) -> int:
+        return int(triton.next_power_of_2(self.key.v_head_dim))
+
+    def tiles(self, spec: Spec) -> int:
+        """Return the number of tiles of the call."""
+        return int(self.batch * spec.TILES)
+
+    def new_parts(self, spec: Spec) -> Parts:
+        tiles, programs = self.tiles(spec) * spec.BLOCK_M, self.programs() * spec.BLOCK_M
+        width, rows = spec.V0 + spec.V1, tiles + programs
+        memory = self.q.new_empty(rows * (width + 1), dtype=torch.float32)
+        sizes = (tiles * width, programs * width, tiles, programs)
+        return Parts(*memory.split(sizes))
+
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (*self.q.shape[:-2], self.out_heads)
+        out = self.q.new_empty((*shape, self.key.v_head_dim))
+        return out, self.q.new_empty(shape, dtype=torch.float32)
+
+    def target(self, out: torch.Tensor, lse: torch.Tensor) -> Target:
+        return Target(out, lse, self.sinks, self.key.v_head_dim, 1)
+
+    def scale_of(self) -> float:
+        return float(self.key.head_dim**-0.5 if self.scale is None else self.scale)
+
+    def query(self, q: torch.Tensor) -> Query:
+        """Return the kernel argument of queries, or of gathered shards [ranks, *shape of q]."""
+        is_gathered = q.ndim > self.q.ndim
+        shard = q.stride(0) if is_gathered else 0
+        own = q[0] if is_gathered else q
+        token = own.stride(1) if own.ndim == 4 else 0
+        return Query(q, shard, own.stride(0), token, own.stride(-2))
+
+    def kv(self) -> KV:
+        k = self.k_cache
+        v = k if self.v_cache is None else self.v_cache
+        table = self.block_table
+        strides = *k.stride()[:3], *v.stride()[:3], 0 if table is None else table.stride(0)
+        return KV._make((k, v, table, self.kv_lens, self.k_scale, self.v_scale, *strides))
+
+    def gathered_queries(self, in_kernel: bool) -> torch.Tensor:
+        """Return q, or the shards of all ranks if q is sharded by heads. Collective then."""
+        q, ctx = self.q.detach(), self.ctx
+        if not self.key.has_sharded_queries:
+            return q
+        flat = q.contiguous().view(1, -1)
+        if in_kernel:
+            exchange, rows = all_gather_exchange(
+                flat, ctx.num_ranks, params_for_device(), self.digest()
+            )
+            ctx.buffer.run(exchange, flat, rows)
+        else:
+            rows = libraries.all_gather_rows(flat, ctx.group)
+        return rows.view(ctx.num_ranks, *q.shape)
+
+    def digest(self) -> int:
+        """Fold the arguments that must be equal on all ranks into the size of a flag."""
+        options = (
+            self.batch, self.key._replace(max_kv_len=0, page_size=0), self.window, self.interleave,
+            float(self.soft_cap), self.scale_of(), self.sinks is None,
+        )  # fmt: skip
+        return digest_of(*options)
+
+    def attend(self, spec: Spec, parts: Parts, q: torch.Tensor) -> Launch:
+        arguments = (
+            self.query(q), self.kv(), parts, self.scale_of(), float(self.soft_cap), self.batch,
+            self.ctx.rank,
+        )  # fmt: skip
+        return Launch(
+            kernel_attend, (self.programs(),), arguments, {"spec": spec, **self.options()}
+        )
+
+    def options(self) -> dict[str, int]:
+        per_sm, _, stages, warps = self.params()
+        maxnreg = min(255, 2048 // (per_sm * warps))
+        return {"num_stages": stages, "num_warps": warps, "maxnreg": maxnreg}
+
+    def combine(self, spec: Spec, parts: Parts, target: Target, is_final: bool) -> Launch:
+        arguments = (self.kv_lens, parts, target, self.batch, self.ctx.rank, self.programs())
+        options = {
+            "IS_FINAL": is_final,
+            "COLUMNS": self.columns(),
+            "spec": spec,
+            "num_warps": 4,
+        }
+        items = self.tiles(spec) * spec.ITEMS
+        return Launch(kernel_combine, (items,), arguments, options)
+
+    def own_attention(self, packed: torch.Tensor) -> None:
+        """Store this rank's partial outputs in ``packed`` [rows, DV + pad], with our kernels."""
+        spec, q = self.spec(), self.gathered_queries(False)
+        parts, launcher = self.new_parts(spec), self.ctx.buffer.launcher
+        launcher.repeat(self.attend(spec, parts, q))
+        launcher.repeat(self.combine(spec, parts, self.packed_target(packed), False))
+
+    def packed_target(self, packed: torch.Tensor) -> Target:
+        return Target(packed, self.packed_lse(packed), None, packed.stride(0),
+                      packed.stride(0) * packed.element_size() // 4)  # fmt: skip
+
+    def packed_lse(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the column of LSEs in packed rows."""
+        return packed.view(torch.float32)[:, self.key.v_head_dim * packed.element_size() // 4]
+
+    def library_attention(self, packed: torch.Tensor) -> None:
+        """Store this rank's partial outputs in ``packed`` with PyTorch's flash attention."""
+        q, k, v = self.gathered_queries(False), self.k_cache, self.v_cache
+        assert v is not None
+        ctx, batch, tokens, dim = self.ctx, self.batch, k.shape[1], self.key.v_head_dim
+        if q.ndim > self.q.ndim:
+            q = q.movedim(0, -3)
+        heads = self.key.q_heads
+        lens = self.kv_lens if self.interleave is None else self.own_lens()
+        lens = lens[ctx.rank] if self.interleave is None else lens
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q.reshape(batch, heads, -1), k.view(batch * tokens, *k.shape[2:]),
+            v.view(batch * tokens, *v.shape[2:]), ends, ends * tokens, 1, tokens, 0.0, False,
+            False, scale=self.scale_of(), seqused_k=lens,
+        )  # fmt: skip
+        empty = (lens <= 0)[:, None]
+        shards = heads // self.out_heads
+        out = out.masked_fill(empty[..., None], 0).view(batch, shards, -1, dim).transpose(0, 1)
+        lse = (lse.T / math.log(2)).masked_fill(empty, -math.inf).view(batch, shards, -1)
+        packed.view(shards, batch, -1, packed.shape[1])[..., :dim].copy_(out)
+        self.packed_lse(packed).view(shards, batch, -1).copy_(lse.transpose(0, 1))
+
+    def own_lens(self) -> torch.Tensor:
+        """Return this rank's number of keys of each sequence of a cyclic cache."""
+        step = self.interleave or 1
+        cycle = step * self.ctx.num_ranks
+        rest = (self.kv_lens % cycle - self.ctx.rank * step).clamp(0, step)
+        return (self.kv_lens // cycle * step + rest).int()
+
+    def new_packed(self, num_shards: int = 1) -> torch.Tensor:
+        rows = num_shards * self.batch * self.q_len * self.out_heads
+        columns = self.key.v_head_dim + _LSE_BYTES // self.q.element_size()
+        return self.q.new_empty((rows, columns))
+
+
+@functools.lru_cache(4096)
+def digest_of(*arguments: object) -> int:
+    return fold_count(zlib.crc32(repr(arguments).encode()))
+
+
+@functools.lru_cache(4096)
+def default_params(sizes: DecodeKey) -> tuple[int, int, int, int]:
+    """Return the first candidate that fits, or the smallest."""
+    configs = (dict(zip(TUNABLES, each, strict=True)) for each in _PARAMS)
+    smallest = {"ctas_per_sm": 1, "block_n": 16, "num_stages": 1, "num_warps": 8}
+    config = next((each for each in configs if fits_device(each, sizes)), smallest)
+    return tuple(config[name] for name in TUNABLES)  # type: ignore[return-value]
+
+
+@functools.lru_cache(4096)
+def spec_of(
+    key: DecodeKey, batch: int, programs: int, block_n: int, out_heads: int, shard_heads: int,
+    interleave: int, window: int, has_soft_cap: bool, has_head_scales: bool, base_2: bool,
+) -> Spec:  # fmt: skip
+    d0, d1 = blocks_of(key.head_dim)
+    v0, v1 = blocks_of(key.v_head_dim)
+    columns, rows = triton.next_power_of_2(key.v_head_dim), key.q_heads // key.kv_heads * key.q_len
+    item = triton.next_power_of_2(max(1, batch * key.q_len * key.q_heads // programs))
+    tile, head_tiles = block_m(key), -(-rows // block_m(key))
+    item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 2 // columns))
+    return Spec(
+        NUM_RANKS=key.num_ranks, LANES=max(16, triton.next_power_of_2(batch)), Q_LEN=key.q_len,
+        HEADS=key.q_heads, KV_HEADS=key.kv_heads, SHARD_HEADS=shard_heads, OUT_HEADS=out_heads,
+        D=key.head_dim, D0=d0, D1=d1, DV=key.v_head_dim, V0=v0, V1=v1,
+        SHARED_V=key.shares_v and v1 == 0 and v0 == d0, PAGE=key.page_size, INTERLEAVE=interleave,
+        WINDOW=window, HAS_SOFT_CAP=has_soft_cap, HEAD_SCALES=has_head_scales, BASE_2=base_2,
+        BLOCK_M=tile, BLOCK_N=block_n, HEAD_TILES=head_tiles, TILES=key.kv_heads * head_tiles,
+        ROWS=item, ITEMS=-(-min(rows, tile) // item),
+        PARTS=max(1, _ELEMENTS // (item * columns)), PRECISION=dot_precision(key.dtype),
+    )  # fmt: skip
+
+
+class _Algorithm(Algorithm[Call, DecodeKey]):
+    """Base of the algorithms that run our attention."""
+
+    tunables: ClassVar[tuple[str, ...]] = TUNABLES
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return ((1, 64, 2, 4), (1, 32, 2, 4)) if current_device().interprets else _PARAMS
+
+    def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
+        values = tuple(config[name] for name in TUNABLES)
+        return fits_device(config, sizes) or values == default_params(sizes)
+
+
+class Packets(_Algorithm):
+    """One launch: rows travel in words that mark their own arrival."""
+
+    name = "packets"
+
+    def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
+        return sizes.num_ranks > 1 and super().fits(config, sizes)
+
+    def check(self, call: Call) -> None:
+        if call.ctx.num_ranks == 1:
+            expected = "another algorithm than 'packets', which requires several ranks"
+            raise InvalidArgument("sp_decode_attn", "algorithm", self.name, expected)
+
+    def launch(self, call: Call, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> Launch:
+        ctx, spec = call.ctx, call.spec()
+        arguments = (
+            call.query(q), call.kv(), call.new_parts(spec), call.target(out, lse), ctx.packets(),
+            ctx.words[1], call.scale_of(), float(call.soft_cap), call.batch, ctx.rank,
+            call.digest(),
+        )  # fmt: skip
+        options = {"COLUMNS": call.columns(), "spec": spec, **call.options()}
+        return Launch(kernel_decode_packets, (call.programs(),), arguments, options)
+
+    def compile(self, call: Call) -> None:
+        q = call.q
+        if call.key.has_sharded_queries:
+            q = q.new_empty((call.ctx.num_ranks, *q.shape))
+        self.check_resident(call, self.launch(call, *call.outputs(), q))
+
+    def check_resident(self, call: Call, launch: Launch) -> None:
+        """Raise ``CandidateFailed`` if the programs do not fit on the device together."""
+        known = call.params(), launch.options["spec"]
+        if call.ctx.device.interprets or known in call.ctx.resident:
+            return
+        launch.compile()
+        compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+        if compiled is None:  # only collecting kernels
+            return
+        limit = call.ctx.device.shared_memory_bytes() // call.params()[0]
+        if compiled.metadata.shared > limit:
+            raise CandidateFailed(f"{compiled.metadata.shared} bytes of shared memory, not {limit}")
+        call.ctx.resident.add(known)
+
+    def run(self, call: Call) -> Any:
+        ctx, (out, lse) = call.ctx, call.outputs()
+        q = call.gathered_queries(True)
+        launch = self.launch(call, out, lse, q)
+        self.check_resident(call, launch)
+        ctx.buffer.begin(1, 1, 1)
+        ctx.buffer.launcher.repeat(launch)
+        ctx.buffer.timeout_words.end()
+        return out, lse
+
+
+class AllToAll(_Algorithm):
+    """Our attention, then NCCL's all-to-all of packed rows (all-gather of a replicated output)."""
+
+    name = "all_to_all"
+
+    def compile(self, call: Call) -> None:
+        spec, ranks = call.spec(), call.ctx.num_ranks
+        parts, q = call.new_parts(spec), call.q
+        if call.key.has_sharded_queries:
+            q = q.new_empty((ranks, *q.shape))
+        call.attend(spec, parts, q).compile()
+        if ranks == 1:
+            call.combine(spec, parts, call.target(*call.outputs()), True).compile()
+        else:
+            packed = call.new_packed(call.key.q_heads // call.out_heads)
+            call.combine(spec, parts, call.packed_target(packed), False).compile()
+
+    def run(self, call: Call) -> Any:
+        if call.ctx.num_ranks == 1:
+            out, lse = call.outputs()
+            spec, launcher = call.spec(), call.ctx.buffer.launcher
+            parts = call.new_parts(spec)
+            launcher.repeat(call.attend(spec, parts, call.gathered_queries(False)))
+            launcher.repeat(call.combine(spec, parts, call.target(out, lse), True))
+            return out, lse
+        packed = self.partial(call)
+        rows = len(packed) // (call.key.q_heads // call.out_heads)
+        if call.shard_output:
+            arrived = torch.empty_like(packed)
+            dist.all_to_all_single(arrived, packed, group=call.ctx.group)
+        else:
+            arrived = libraries.all_gather_rows(packed, call.ctx.group)
+        return self.merge(call, arrived, rows)
+
+    def partial(self, call: Call) -> torch.Tensor:
+        """Return this rank's packed partial outputs, sorted by output shards."""
+        packed = call.new_packed(call.key.q_heads // call.out_heads)
+        call.own_attention(packed)
+        return packed
+
+    def merge(self, call: Call, packed: torch.Tensor, rows: int) -> Any:
+        """Merge ``rows`` packed rows of each rank."""
+        out, lse = call.outputs()
+        partial = call.packed_target(packed)
+        block = max(1, min(16, 2048 // call.columns()))
+        arguments = (
+            packed, partial.lse, partial.row, partial.lse_row, call.target(out, lse), rows,
+            call.ctx.rank,
+        )  # fmt: skip
+        options = {
+            "ROWS": block,
+            "COLUMNS": call.columns(),
+            "spec": call.spec(),
+            "num_warps": 4,
+        }
+        launch = Launch(kernel_merge, (-(-rows // block),), arguments, options)
+        call.ctx.buffer.launcher.repeat(launch)
+        return out, lse
+
+
+class ReduceScatter(AllToAll):
+    """Our attention, then the all-gather of LSEs and the reduce-scatter or all-reduce of NCCL."""
+
+    name = "reduce_scatter"
+
+    def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
+        return sizes.num_ranks > 1 and super().fits(config, sizes)
+
+    def check(self, call: Call) -> None:
+        if call.ctx.num_ranks == 1:
+            expected = f"another algorithm than {self.name!r}, which requires several ranks"
+            raise InvalidArgument("sp_decode_attn", "algorithm", self.name, expected)
+
+    def run(self, call: Call) -> Any:
+        ctx, packed = call.ctx, self.partial(call)
+        dim, heads = call.key.v_head_dim, call.out_heads
+        own = call.packed_lse(packed)
+        lses = libraries.all_gather_rows(own.contiguous().view(1, -1), ctx.group)
+        shape = (-1, call.batch, call.q_len, heads)
+        if call.sinks is not None:
+            sinks = call.sinks.view(-1, 1, 1, heads) / math.log(2)
+            sinks = sinks.expand(-1, call.batch, call.q_len, -1).reshape(1, -1)
+            lses = torch.cat([lses, sinks])
+        largest = lses.amax(0).clamp(min=torch.finfo(torch.float32).min)
+        total = torch.exp2(lses - largest).sum(0)
+        lse = largest + total.log2()
+        weight = torch.exp2(own - lse.clamp(min=torch.finfo(torch.float32).min))
+        addend = (packed[:, :dim] * weight[:, None]).to(packed.dtype)
+        lse = lse.view(shape) if call.lse_base == "2" else (lse * math.log(2)).view(shape)
+        if call.shard_output:
+            out, lse = libraries.reduce_scatter(addend, ctx.group), lse[ctx.rank]
+        else:
+            out, lse = libraries.all_reduce(addend, ctx.group), lse[0]
+        shape = (*call.q.shape[:-2], heads)
+        return out.view(*shape, dim), lse.reshape(shape)
+
+
+def fits_library(sizes: DecodeKey) -> bool:
+    """Return whether PyTorch's flash attention can compute a rank's part."""
+    return (
+        not current_device().interprets
+        and sizes.dtype != torch.float32
+        and sizes.kv_dtype == sizes.dtype
+        and sizes.page_size == 0
+        and not sizes.shares_v
+        and not sizes.has_mask
+        and sizes.head_dim == sizes.v_head_dim <= 256
+    )
+
+
+def check_library(call: Call) -> None:
+    caches = (call.k_cache, call.v_cache)
+    contiguous = all(each is not None and each.is_contiguous() for each in caches)
+    if not (fits_library(call.key) and contiguous and call.ctx.num_ranks > 1):
+        expected = "another algorithm: PyTorch's flash attention requires GPUs, several ranks, a "
+        expected += "dense contiguous cache of fp16 or bf16, one new token, equal dimensions up to "
+        expected += "256, no window and no soft cap"
+        raise InvalidArgument("sp_decode_attn", "algorithm", call.algorithm, expected)
+
+
+class Library(AllToAll):
+    """PyTorch's flash attention with the exchange of ``"all_to_all"``."""
+
+    name, tunables, is_fallback = "library", (), True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()] if current_device().has_nccl else []
+
+    def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
+        return sizes.num_ranks > 1 and fits_library(sizes)
+
+    def check(self, call: Call) -> None:
+        check_library(call)
+
+    def compile(self, call: Call) -> None:
+        pass
+
+    def partial(self, call: Call) -> torch.Tensor:
+        packed = call.new_packed(call.key.q_heads // call.out_heads)
+        call.library_attention(packed)
+        return packed
+
+
+class LibraryReduceScatter(Library, ReduceScatter):
+    """PyTorch's flash attention with the exchange of ``"reduce_scatter"``."""
+
+    name = "library_reduce_scatter"
+    run = ReduceScatter.run
+
+
+ALGORITHMS = Algorithms(
+    "sp_decode_attn",
+    (Packets(), AllToAll(), ReduceScatter(), Library(), LibraryReduceScatter()),
+)
+
+
+def decode_key(*args: Any, **kwargs: Any) -> DecodeKey:
+    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+    return Call(*args, **kwargs).key

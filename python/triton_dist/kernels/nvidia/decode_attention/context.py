@@ -1,0 +1,277 @@
+"""Context of decode attention over ranks, and checks of calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    OpContext,
+    agree_to_create,
+    checked_buffer,
+    from_1_to,
+    gradient_check,
+    group_checks,
+    int_checks,
+    is_int,
+    raise_first_error,
+    tensor_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import (
+    LINE_BYTES,
+    MAX_CTAS,
+    ExchangeBuffer,
+    bytes_of_slot,
+)
+from triton_dist.kernels.common.exchange.protocol import Packets
+from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.runtime.ranks import Group, process_group_of
+
+FP8 = torch.float8_e4m3fn
+MAX_QUERY_LENGTH, MAX_BATCH, MAX_HEAD_DIM = 8, 4096, 1024
+_LSE_BASES = ("e", "2")
+
+
+class SpDecodeContext(OpContext[ExchangeBuffer]):
+    """Symmetric memory of ``sp_decode_attn``. A context manager."""
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_q_len: int,
+        num_q_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        shard_queries: bool,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__("sp_decode_attn", group)
+        self.max_batch, self.max_q_len, self.num_q_heads = max_batch, max_q_len, num_q_heads
+        self.head_dim, self.v_head_dim, self.dtype = head_dim, v_head_dim, dtype
+        self.shard_queries = shard_queries
+        rows, lines = max_batch * max_q_len * num_q_heads, v_head_dim * dtype.itemsize // LINE_BYTES
+        packet_bytes = rows * (lines + 1) * LINE_BYTES if self.num_ranks > 1 else 0
+        shard = rows // self.num_ranks * head_dim if shard_queries else 0
+        slot_bytes = bytes_of_slot(shard, dtype, self.num_ranks)
+        what = "digest of the shapes and options of sp_decode_attn"
+        disagreements = Disagreements(what, group)
+        with self.allocating() as add:
+            buffer = ExchangeBuffer(
+                slot_bytes, group, "sp_decode_attn", packet_bytes, disagreements
+            )
+            self.buffer = add(buffer)
+        device = self.device.torch_device
+        # Epochs of packets and flags of the grid barrier, one word per program.
+        self.words = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
+        self.resident: set[object] = set()
+        """Launches whose programs are known to be resident at the same time."""
+
+    def packets(self) -> Packets:
+        """Return the packets with the epochs of their calls."""
+        return self.buffer.packet_regions()._replace(calls=self.words[0])
+
+    def reset(self) -> None:
+        super().reset()
+        self.words.zero_()
+        self.device.synchronize()
+
+
+def create_sp_decode_context(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_batch: int,
+    num_q_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    v_head_dim: int | None = None,
+    max_q_len: int = 1,
+    shard_queries: bool = False,
+    group: Group = None,
+) -> SpDecodeContext:
+    """Create the context of ``sp_decode_attn``. Collective over ``group``.
+
+    Allocates per rank about ``4 * world_size * max_batch * max_q_len * num_q_heads * v_head_dim``
+    elements of ``dtype``.
+
+    Args:
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        max_batch: largest number of sequences, 1 to 4096.
+        num_q_heads: query heads over all ranks.
+        head_dim: elements of a query and of a key, a multiple of 8, 16 to 1024.
+        dtype: dtype of queries and outputs: fp16, bf16 or fp32.
+        v_head_dim: elements of a value, a multiple of 8, 16 to 1024; default: ``head_dim``.
+        max_q_len: largest number of new tokens of a sequence, 1 to 8.
+        shard_queries: also allocate memory for queries that are sharded by heads.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+    """
+    group = process_group_of(group)
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    sizes = {
+        "max_batch": max_batch, "max_q_len": max_q_len, "num_q_heads": num_q_heads,
+        "head_dim": head_dim, "v_head_dim": v_head_dim,
+    }  # fmt: skip
+
+    def checks() -> Iterator[Check]:
+        yield from int_checks(**sizes)
+        yield from group_checks(
+            group, rank, world_size=world_size, local_world_size=local_world_size
+        )
+        yield from_1_to(MAX_BATCH, "max_batch", max_batch)
+        yield from_1_to(MAX_QUERY_LENGTH, "max_q_len", max_q_len)
+        yield "num_q_heads", num_q_heads, num_q_heads >= 1, "at least 1"
+        for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+            fits = size % 8 == 0 and 16 <= size <= MAX_HEAD_DIM
+            yield name, size, fits, f"a multiple of 8, 16 to {MAX_HEAD_DIM}"
+        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        fits = not shard_queries or num_q_heads % world_size == 0
+        expected = f"False, or num_q_heads = {num_q_heads} a multiple of {world_size}"
+        yield "shard_queries", shard_queries, fits, expected
+
+    equal_arguments = {**sizes, "dtype": dtype, "shard_queries": shard_queries}
+    agree_to_create("create_sp_decode_context", "an attention", equal_arguments, checks(), group)
+    return SpDecodeContext(
+        max_batch, max_q_len, num_q_heads, head_dim, v_head_dim, dtype, bool(shard_queries), group
+    )
+
+
+class DecodeKey(NamedTuple):
+    """Tuning key of a call, which is also its sizes."""
+
+    batch: int
+    max_kv_len: int
+    """Largest number of keys of a sequence on this rank."""
+    q_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    """0 for a dense cache."""
+    shares_v: bool
+    has_mask: bool
+    """Whether the call has a window, a soft cap or several new tokens."""
+    has_sharded_queries: bool
+    shards_output: bool
+    num_ranks: int
+
+
+def checked_key(call: Any) -> DecodeKey:
+    """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+    ctx, q, k, v = call.ctx, call.q, call.k_cache, call.v_cache
+    checked_buffer(ctx, SpDecodeContext, "sp_decode_attn", "create_sp_decode_context")
+    device, heads, table = ctx.device.torch_device, ctx.num_q_heads, call.block_table
+    values = k if v is None else v
+
+    def checks() -> Iterator[Check]:
+        optional = {
+            "block_table": table, "sinks": call.sinks, "k_scale": call.k_scale,
+            "v_scale": call.v_scale,
+        }  # fmt: skip
+        tensors = {"q": q, "k_cache": k, "v_cache": values, "kv_lens": call.kv_lens}
+        tensors |= {name: each for name, each in optional.items() if each is not None}
+        yield from tensor_checks(**tensors)
+        for name, each in tensors.items():
+            yield f"{name}.device", each.device, each.device == device, f"{device}"
+        for name, each in (("q", q), ("k_cache", k), ("v_cache", values)):
+            yield gradient_check(name, each)
+        yield "q.dtype", q.dtype, q.dtype == ctx.dtype, f"the context's {ctx.dtype}"
+        shape = tuple(q.shape)
+        counts = [heads] + ([heads // ctx.num_ranks] if ctx.shard_queries else [])
+        fits = len(shape) in (3, 4) and 1 <= shape[0] <= ctx.max_batch
+        fits = fits and (len(shape) == 3 or 1 <= shape[1] <= ctx.max_q_len)
+        fits = fits and shape[-2] in counts and shape[-1] == ctx.head_dim
+        expected = f"[1 to {ctx.max_batch}, (1 to {ctx.max_q_len},) "
+        expected += f"{' or '.join(map(str, counts))}, {ctx.head_dim}]"
+        yield "q.shape", shape, fits, expected
+        batch = shape[0]
+        yield "k_cache.dtype", k.dtype, k.dtype in (ctx.dtype, FP8), f"{ctx.dtype} or {FP8}"
+        yield "v_cache.dtype", values.dtype, values.dtype == k.dtype, f"{k.dtype}"
+        for name, each in (("q", q), ("k_cache", k), ("v_cache", values)):
+            fits = each.stride(-1) == 1
+            yield f"{name}.stride(-1)", each.stride(-1), fits, "1"
+        fits = k.ndim == 4 and k.shape[3] == ctx.head_dim and k.shape[2] >= 1
+        fits = fits and heads % k.shape[2] == 0 and k.shape[1] >= 1
+        expected = f"[blocks, tokens, a divisor of {heads}, {ctx.head_dim}]"
+        yield "k_cache.shape", tuple(k.shape), fits, expected
+        size = max(values.shape[-1], ctx.v_head_dim) if v is None else ctx.v_head_dim
+        fits = tuple(values.shape) == (*k.shape[:3], size) and ctx.v_head_dim <= size
+        expected = f"{[*k.shape[:3], ctx.v_head_dim]}"
+        yield "v_cache.shape", tuple(values.shape), fits, expected
+        if table is None:
+            expected = f"{batch} sequences without a block_table"
+            yield "k_cache.shape[0]", k.shape[0], k.shape[0] == batch, expected
+        else:
+            fits = table.ndim == 2 and table.shape[0] == batch and table.shape[1] >= 1
+            yield "block_table.shape", tuple(table.shape), fits, f"[{batch}, pages]"
+            yield "block_table.stride(-1)", table.stride(-1), table.stride(-1) == 1, "1"
+        for name in ("block_table", "kv_lens"):
+            if name in tensors:
+                found = tensors[name].dtype
+                yield f"{name}.dtype", found, found == torch.int32, "torch.int32"
+        step = call.interleave
+        fits = step is None or (is_int(step) and step >= 1)
+        yield "interleave", step, fits, "None, or tokens, at least 1"
+        wanted = (ctx.num_ranks, batch) if step is None else (batch,)
+        fits = tuple(call.kv_lens.shape) == wanted and call.kv_lens.is_contiguous()
+        yield "kv_lens.shape", tuple(call.kv_lens.shape), fits, f"{list(wanted)}, contiguous"
+        fits = call.window is None or (is_int(call.window) and call.window >= 1)
+        yield "window", call.window, fits, "None, or tokens, at least 1"
+        cap = call.soft_cap
+        fits = isinstance(cap, float | int) and math.isfinite(cap) and cap >= 0
+        yield "soft_cap", cap, fits, "a number, 0 or more"
+        scale = call.scale
+        fits = scale is None or (isinstance(scale, float | int) and math.isfinite(scale))
+        yield "scale", scale, fits, "None or a number"
+        scales = ((1,), (k.shape[2],))
+        for name, sizes in (("sinks", ((heads,),)), ("k_scale", scales), ("v_scale", scales)):
+            if name in tensors:
+                each = tensors[name]
+                is_float = each.dtype == torch.float32 and each.is_contiguous()
+                fits = tuple(each.shape) in sizes and is_float
+                expected = f"fp32, contiguous, {' or '.join(str(list(s)) for s in sizes)}"
+                yield name, (tuple(each.shape), each.dtype), fits, expected
+        if call.k_scale is not None or call.v_scale is not None:
+            both = call.k_scale is not None and call.v_scale is not None
+            equal = both and call.k_scale.shape == call.v_scale.shape
+            yield "v_scale", call.v_scale, equal, "the shape of k_scale: pass both or none"
+        fits = isinstance(call.shard_output, bool)
+        fits = fits and (not call.shard_output or heads % ctx.num_ranks == 0)
+        expected = f"False, or True if {heads} heads are a multiple of {ctx.num_ranks} ranks"
+        yield "shard_output", call.shard_output, fits, expected
+        bases = " or ".join(map(repr, _LSE_BASES))
+        yield "lse_base", call.lse_base, call.lse_base in _LSE_BASES, bases
+        limit = call.max_kv_len
+        fits = limit is None or (is_int(limit) and limit >= 1)
+        yield "max_kv_len", limit, fits, "None, or tokens, at least 1"
+
+    raise_first_error("sp_decode_attn", checks())
+    room = k.shape[1] * (1 if table is None else table.shape[1])
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    return DecodeKey(
+        q.shape[0], min(room, call.max_kv_len or room), q_len, heads, k.shape[2], ctx.head_dim,
+        ctx.v_head_dim, q.dtype, k.dtype, 0 if table is None else k.shape[1], v is None,
+        q_len > 1 or call.window is not None or call.soft_cap > 0, q.shape[-2] < heads,
+        call.shard_output, ctx.num_ranks,
+    )  # fmt: skip

@@ -1,0 +1,493 @@
+"""Kernels of decode attention: split-KV attention, and the combination of its parts.
+
+*Work.* A tile is a sequence and up to BLOCK_M rows of one KV head; a row is a new token and a query
+head. A unit is a tile and BLOCK_N keys. All units, in the order of sequences and heads, are divided
+evenly over the programs, which read the lengths on the device. A program therefore works on the end
+of one tile, on whole tiles, and on the begin of another. Each tile has at least one unit, which may
+have no keys.
+
+*Parts.* The program with a tile's first unit stores its part at ``parts.first[tile]``. Others store
+theirs at ``parts.later[program]``, because a program has one such tile at most. A part is a
+normalised output in fp32 and the base-2 logarithm of its softmax denominator (LSE).
+
+*Items.* After all parts are stored, each item, ROWS rows of a tile, is combined by one program.
+
+======================  ==========  ===================================================
+argument                dtype       shape
+======================  ==========  ===================================================
+query.q                 any         by strides; heads in shards of SHARD_HEADS
+kv.k, kv.v              any         [blocks, tokens, KV_HEADS, D] by strides
+kv.table                int32       [batch, pages], or ``None`` for a dense cache
+kv.lens                 int32       [NUM_RANKS, batch], or totals [batch] if cyclic
+kv.k_scale, kv.v_scale  fp32        [1] or [KV_HEADS], or ``None``
+parts.first             fp32        [tiles, BLOCK_M, V0 + V1]
+parts.later             fp32        [programs, BLOCK_M, V0 + V1]
+parts.first_lse, …      fp32        [tiles, BLOCK_M], [programs, BLOCK_M]
+target.out              of q        rows of DV elements, ``target.row`` elements apart
+target.lse              fp32        ``target.lse_row`` elements apart
+======================  ==========  ===================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from triton_dist._jit import jit
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Query(NamedTuple):
+    q: Any
+    shard: Any
+    batch: Any
+    token: Any
+    head: Any
+    """Strides of the shards, of sequences, of new tokens and of heads."""
+
+
+class KV(NamedTuple):
+    k: Any
+    v: Any
+    table: Any
+    lens: Any
+    k_scale: Any
+    v_scale: Any
+    k_block: Any
+    k_token: Any
+    k_head: Any
+    v_block: Any
+    v_token: Any
+    v_head: Any
+    table_row: Any
+
+
+class Parts(NamedTuple):
+    first: Any
+    later: Any
+    first_lse: Any
+    later_lse: Any
+
+
+class Target(NamedTuple):
+    out: Any
+    lse: Any
+    sinks: Any
+    row: Any
+    lse_row: Any
+
+
+class Spec(NamedTuple):
+    """Constants of a launch.
+
+    D and DV are the dimensions of keys and values. Each is computed as two blocks, whose sizes are
+    powers of two: D0 and D1, V0 and V1; the second may be 0. SHARED_V: values are the first DV
+    elements of keys, and V0 equals D0. PAGE is 0 for a dense cache. INTERLEAVE is the number of
+    consecutive tokens on a rank of a cyclic cache, or 0 for a contiguous one. WINDOW is 0 without a
+    window. OUT_HEADS are the heads of an output shard. HEAD_TILES are the tiles of a KV head, TILES
+    the tiles of a sequence, and ITEMS the items of a tile.
+    """
+
+    NUM_RANKS: Any
+    LANES: Any
+    Q_LEN: Any
+    HEADS: Any
+    KV_HEADS: Any
+    SHARD_HEADS: Any
+    OUT_HEADS: Any
+    D: Any
+    D0: Any
+    D1: Any
+    DV: Any
+    V0: Any
+    V1: Any
+    SHARED_V: Any
+    PAGE: Any
+    INTERLEAVE: Any
+    WINDOW: Any
+    HAS_SOFT_CAP: Any
+    HEAD_SCALES: Any
+    BASE_2: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    HEAD_TILES: Any
+    TILES: Any
+    ROWS: Any
+    ITEMS: Any
+    PARTS: Any
+    PRECISION: Any
+
+
+@jit
+def local_keys(lens_ptr, sequence, valid, batch, rank, spec: tl.constexpr):
+    """Return the begin and end of this rank's visible keys of ``sequence``, the position of its
+    first key, and the length of the sequence; scalars or blocks."""
+    NUM_RANKS: tl.constexpr = spec.NUM_RANKS
+    total = tl.load(lens_ptr + sequence, mask=valid, other=0)
+    before = total * 0
+    if spec.INTERLEAVE > 0:
+        cycle = spec.INTERLEAVE * spec.NUM_RANKS
+        rest = total % cycle - rank * spec.INTERLEAVE
+        rest = tl.minimum(tl.maximum(rest, 0), spec.INTERLEAVE)
+        end = total // cycle * spec.INTERLEAVE + rest
+    else:
+        total = tl.maximum(total, 0)
+        end = total * (rank == 0).to(tl.int32)
+        for other in tl.static_range(1, NUM_RANKS):
+            keys = tl.load(lens_ptr + other * batch + sequence, mask=valid, other=0)
+            keys = tl.maximum(keys, 0)
+            before = tl.where(rank == other, total, before)
+            end = tl.where(rank == other, keys, end)
+            total += keys
+    begin = end * 0
+    if spec.WINDOW > 0:
+        first = tl.maximum(total - spec.Q_LEN - spec.WINDOW + 1, 0)
+        if spec.INTERLEAVE > 0:
+            begin = first // (spec.INTERLEAVE * spec.NUM_RANKS) * spec.INTERLEAVE
+        else:
+            begin = tl.maximum(first - before, 0)
+        begin = tl.minimum(begin, end)
+    return begin, end, before, total
+
+
+@jit
+def position_of(index, before, rank, spec: tl.constexpr):
+    """Return the positions of this rank's keys in their sequence."""
+    if spec.INTERLEAVE > 0:
+        block = index // spec.INTERLEAVE * spec.NUM_RANKS + rank
+        position = block * spec.INTERLEAVE + index % spec.INTERLEAVE
+    else:
+        position = before + index
+    return position
+
+
+@jit
+def units_of(lens_ptr, batch, rank, spec: tl.constexpr):
+    """Return the units of a tile of each sequence, int32 [LANES]."""
+    lane = tl.arange(0, spec.LANES)
+    begin, end, _, _ = local_keys(lens_ptr, lane, lane < batch, batch, rank, spec)
+    units = tl.maximum(tl.cdiv(end - begin, spec.BLOCK_N), 1)
+    return tl.where(lane < batch, units, 0)
+
+
+@jit
+def tile_of(unit, units, spec: tl.constexpr):
+    """Return the tile that contains ``unit``, and the tile's first unit."""
+    TILES: tl.constexpr = spec.TILES
+    lane = tl.arange(0, spec.LANES)
+    sequence = tl.sum((tl.cumsum(units * TILES, 0) <= unit).to(tl.int32), 0)
+    before = tl.sum(tl.where(lane < sequence, units * TILES, 0), 0)
+    own = tl.sum(tl.where(lane == sequence, units, 0), 0)
+    tile = (unit - before) // own
+    return sequence * TILES + tile, before + tile * own
+
+
+@jit
+def rows_of(tile, row, spec: tl.constexpr):
+    """Return sequence, KV head, new token, query head and validity of ``row`` of ``tile``."""
+    TILES: tl.constexpr = spec.TILES
+    PER_HEAD: tl.constexpr = spec.HEAD_TILES
+    GROUP: tl.constexpr = spec.HEADS // spec.KV_HEADS
+    within = tile % TILES
+    kv_head = within // PER_HEAD
+    row += within % PER_HEAD * spec.BLOCK_M
+    return (
+        tile // TILES,
+        kv_head,
+        row // GROUP,
+        kv_head * GROUP + row % GROUP,
+        (row < GROUP * spec.Q_LEN),
+    )
+
+
+@jit
+def load_tile(
+    ptr, offset, rows, BEGIN: tl.constexpr, valid, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Load elements BEGIN to BEGIN + BLOCK, of SIZE, of rows at offsets ``rows``."""
+    column = BEGIN + tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if BEGIN + BLOCK > SIZE:
+        mask = mask & (column < SIZE)[None, :]
+    return tl.load(ptr + offset + rows[:, None] + column[None, :], mask=mask, other=0.0).to(DTYPE)
+
+
+@jit
+def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
+    """Compute this program's units and store their parts."""
+    DTYPE: tl.constexpr = query.q.dtype.element_ty
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    V0: tl.constexpr = spec.V0
+    V1: tl.constexpr = spec.V1
+    WIDTH: tl.constexpr = spec.V0 + spec.V1
+    units = units_of(kv.lens, batch, rank, spec)
+    total = tl.sum(units, 0) * spec.TILES
+    share = tl.cdiv(total, tl.num_programs(0))
+    begin = tl.program_id(0) * share
+    end = tl.minimum(begin + share, total)
+    tile, tile_begin = tile_of(tl.minimum(begin, total - 1), units, spec)
+    last_tile, _ = tile_of(tl.maximum(end - 1, 0), units, spec)
+    row = tl.arange(0, BLOCK_M)
+    # A program after the last unit has begin >= end and no tiles.
+    for index in range(tl.where(begin < end, last_tile + 1 - tile, 0)):
+        current = tile + index
+        sequence, kv_head, token, head, in_tile = rows_of(current, row, spec)
+        first_key, end_key, before, length = local_keys(kv.lens, sequence, True, batch, rank, spec)
+        q_row = head // spec.SHARD_HEADS * query.shard.to(tl.int64)
+        q_row += sequence.to(tl.int64) * query.batch + token * query.token
+        q_row += head % spec.SHARD_HEADS * query.head
+        q0 = load_tile(query.q, 0, q_row, 0, in_tile, spec.D, spec.D0, DTYPE)
+        if spec.D1 > 0:
+            q1 = load_tile(query.q, 0, q_row, spec.D0, in_tile, spec.D, spec.D1, DTYPE)
+        score_scale, value_scale = scale, 1.0
+        if kv.k_scale is not None:
+            score_scale *= tl.load(kv.k_scale + (kv_head if spec.HEAD_SCALES else 0))
+        if kv.v_scale is not None:
+            value_scale *= tl.load(kv.v_scale + (kv_head if spec.HEAD_SCALES else 0))
+        if not spec.HAS_SOFT_CAP:
+            score_scale *= LOG2E
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        denominator = tl.zeros([BLOCK_M], tl.float32)
+        acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+        if spec.V1 > 0:
+            acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+        k_head, v_head = kv_head.to(tl.int64) * kv.k_head, kv_head.to(tl.int64) * kv.v_head
+        blocks = tl.maximum(tl.cdiv(end_key - first_key, spec.BLOCK_N), 1)
+        first_block = tl.maximum(begin - tile_begin, 0)
+        for block in range(first_block, tl.minimum(end - tile_begin, blocks)):
+            key = first_key + block * spec.BLOCK_N + tl.arange(0, spec.BLOCK_N)
+            in_keys = key < end_key
+            if spec.PAGE > 0:
+                page_ptr = kv.table + sequence.to(tl.int64) * kv.table_row + key // spec.PAGE
+                page = tl.load(page_ptr, mask=in_keys, other=0).to(tl.int64)
+                k_row = page * kv.k_block + key % spec.PAGE * kv.k_token
+            else:
+                page = sequence.to(tl.int64)
+                k_row = page * kv.k_block + key.to(tl.int64) * kv.k_token
+            k0 = load_tile(kv.k, k_head, k_row, 0, in_keys, spec.D, spec.D0, DTYPE)
+            scores = tl.dot(q0, tl.trans(k0), input_precision=spec.PRECISION)
+            if spec.D1 > 0:
+                k1 = load_tile(
+                    kv.k,
+                    k_head,
+                    k_row,
+                    spec.D0,
+                    in_keys,
+                    spec.D,
+                    spec.D1,
+                    DTYPE,
+                )
+                scores = tl.dot(q1, tl.trans(k1), scores, input_precision=spec.PRECISION)
+            scores *= score_scale
+            if spec.HAS_SOFT_CAP:  # cap * tanh(scores / cap)
+                scores = soft_cap * (2 * tl.sigmoid(2 / soft_cap * scores) - 1) * LOG2E
+            visible = in_keys[None, :]
+            if spec.Q_LEN > 1 or spec.WINDOW > 0:
+                distance = (length - spec.Q_LEN + token)[:, None]
+                distance = distance - position_of(key, before, rank, spec)[None, :]
+                visible = visible & (distance >= 0)
+                if spec.WINDOW > 0:
+                    visible = visible & (distance < spec.WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+            weights = tl.exp2(scores - base[:, None])
+            decay = tl.exp2(largest - base)
+            denominator = denominator * decay + tl.sum(weights, 1)
+            largest = larger
+            weights = weights.to(DTYPE)
+            if spec.SHARED_V:
+                v0 = k0
+            else:
+                if spec.PAGE > 0:
+                    v_row = page * kv.v_block + key % spec.PAGE * kv.v_token
+                else:
+                    v_row = page * kv.v_block + key.to(tl.int64) * kv.v_token
+                v0 = load_tile(kv.v, v_head, v_row, 0, in_keys, spec.DV, spec.V0, DTYPE)
+            acc0 = acc0 * decay[:, None]
+            acc0 = tl.dot(weights, v0, acc0, input_precision=spec.PRECISION)
+            if spec.V1 > 0:
+                v1 = load_tile(
+                    kv.v,
+                    v_head,
+                    v_row,
+                    spec.V0,
+                    in_keys,
+                    spec.DV,
+                    spec.V1,
+                    DTYPE,
+                )
+                acc1 = acc1 * decay[:, None]
+                acc1 = tl.dot(weights, v1, acc1, input_precision=spec.PRECISION)
+        # Rows without keys: avoid 0 / 0 and log2(0).
+        divisor = tl.where(denominator > 0, denominator, 1.0)
+        inverse = value_scale / divisor
+        lse = tl.where(denominator > 0, largest + tl.log2(divisor), float("-inf"))
+        is_first = tile_begin >= begin
+        at = tl.where(is_first, current, tl.program_id(0)).to(tl.int64) * BLOCK_M + row
+        part = tl.where(is_first, parts.first, parts.later)
+        part_lse = tl.where(is_first, parts.first_lse, parts.later_lse)
+        tl.store(part_lse + at, lse, mask=in_tile)
+        column = tl.arange(0, spec.V0)
+        acc0 *= inverse[:, None]
+        tl.store(part + at[:, None] * WIDTH + column[None, :], acc0, mask=in_tile[:, None])
+        if spec.V1 > 0:
+            column = spec.V0 + tl.arange(0, spec.V1)
+            acc1 *= inverse[:, None]
+            tl.store(part + at[:, None] * WIDTH + column[None, :], acc1, mask=in_tile[:, None])
+        tile_begin += blocks
+
+
+@jit
+def rows_of_item(item, spec: tl.constexpr):
+    """Return tile and rows, int32 [ROWS], of an item."""
+    ITEMS: tl.constexpr = spec.ITEMS
+    return item // ITEMS, item % ITEMS * spec.ROWS + tl.arange(0, spec.ROWS)
+
+
+@jit
+def item_exists(item, spec: tl.constexpr):
+    """Return whether any row of the item is valid."""
+    tile, row = rows_of_item(item, spec)
+    _, _, _, _, valid = rows_of(tile, row, spec)
+    return tl.max(valid.to(tl.int32), 0) != 0
+
+
+@jit
+def combine_item(parts, units, programs, item, spec: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return output, fp32 [ROWS, COLUMNS], and LSE, [ROWS], of the item over its parts.
+
+    ``programs`` is the number of programs that ran ``attend``.
+    """
+    TILES: tl.constexpr = spec.TILES
+    WIDTH: tl.constexpr = spec.V0 + spec.V1
+    tile, row = rows_of_item(item, spec)
+    _, _, _, _, valid = rows_of(tile, row, spec)
+    column = tl.arange(0, COLUMNS)
+    mask = valid[:, None] & (column < spec.DV)[None, :]
+    at = tile.to(tl.int64) * spec.BLOCK_M + row
+    lse = tl.load(parts.first_lse + at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    first_ptr = parts.first + at[:, None] * WIDTH + column[None, :]
+    out = tl.load(first_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+    lane = tl.arange(0, spec.LANES)
+    sequence = tile // TILES
+    own = tl.sum(tl.where(lane == sequence, units, 0), 0)
+    tile_begin = tl.sum(tl.where(lane < sequence, units, 0), 0) * TILES + tile % TILES * own
+    share = tl.cdiv(tl.sum(units, 0) * TILES, programs)
+    first_program, last_program = tile_begin // share, (tile_begin + own - 1) // share
+    for begin in range(first_program + 1, last_program + 1, spec.PARTS):
+        program = begin + tl.arange(0, spec.PARTS)
+        exists = (program <= last_program)[:, None] & valid[None, :]
+        later = program.to(tl.int64)[:, None] * spec.BLOCK_M + row[None, :]
+        part_lse = tl.load(
+            parts.later_lse + later, mask=exists, other=float("-inf"), cache_modifier=".cg"
+        )
+        part_ptr = parts.later + later[:, :, None] * WIDTH + column[None, None, :]
+        part_mask = exists[:, :, None] & (column < spec.DV)[None, None, :]
+        part = tl.load(part_ptr, mask=part_mask, other=0.0, cache_modifier=".cg")
+        larger = tl.maximum(lse, tl.max(part_lse, 0))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight, part_weight = tl.exp2(lse - base), tl.exp2(part_lse - base[None, :])
+        total = weight + tl.sum(part_weight, 0)
+        out = out * weight[:, None] + tl.sum(part * part_weight[:, :, None], 0)
+        divisor = tl.where(total > 0, total, 1.0)
+        out = out / divisor[:, None]
+        lse = tl.where(total > 0, base + tl.log2(divisor), float("-inf"))
+    return out, lse
+
+
+@jit
+def shard_row(sequence, token, head, batch, spec: tl.constexpr):
+    """Return the index of a row in an output sorted by shards of OUT_HEADS heads."""
+    index = (head // spec.OUT_HEADS * batch + sequence) * spec.Q_LEN + token
+    return index * spec.OUT_HEADS + head % spec.OUT_HEADS
+
+
+@jit
+def with_sink(largest, sinks_ptr, head, valid):
+    """Return the base of exponents and the weight of the sink of each head."""
+    sink = tl.full(largest.shape, float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
+    base = tl.maximum(largest, sink)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    return base, tl.exp2(sink - base)
+
+
+@jit
+def lse_of(base, total, spec: tl.constexpr):
+    """Return the LSE in the base of the caller."""
+    lse = base + tl.log2(tl.where(total > 0, total, 1.0))
+    lse = tl.where(total > 0, lse, float("-inf"))
+    return lse if spec.BASE_2 else lse * LN2
+
+
+@jit(do_not_specialize=["batch", "rank"])
+def kernel_attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
+    """Store the parts of all tiles. Grid (programs,)."""
+    attend(query, kv, parts, scale, soft_cap, batch, rank, spec)
+
+
+@jit(do_not_specialize=["batch", "rank", "programs"])
+def kernel_combine(
+    lens_ptr, parts, target, batch, rank, programs, IS_FINAL: tl.constexpr,
+    COLUMNS: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """Combine the parts of this rank. Grid (items,).
+
+    Unless IS_FINAL, other ranks have parts too: the LSE stays in base 2 and sinks are not added.
+    """
+    item = tl.program_id(0)
+    if item_exists(item, spec):
+        units = units_of(lens_ptr, batch, rank, spec)
+        out, lse = combine_item(parts, units, programs, item, spec, COLUMNS)
+        tile, row = rows_of_item(item, spec)
+        sequence, _, token, head, valid = rows_of(tile, row, spec)
+        if IS_FINAL:
+            base, sink = with_sink(lse, target.sinks, head, valid)
+            weight = tl.exp2(lse - base)
+            out = out * (weight / tl.where(weight + sink > 0, weight + sink, 1.0))[:, None]
+            lse = lse_of(base, weight + sink, spec)
+        index = shard_row(sequence, token, head, batch, spec).to(tl.int64)
+        column = tl.arange(0, COLUMNS)
+        mask = valid[:, None] & (column < spec.DV)[None, :]
+        out_ptr = target.out + index[:, None] * target.row + column[None, :]
+        tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
+        tl.store(target.lse + index * target.lse_row, lse, mask=valid)
+
+
+@jit(do_not_specialize=["rows", "rank"])
+def kernel_merge(
+    partial_ptr, partial_lse_ptr, partial_row, partial_lse_row, target, rows, rank,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial outputs [NUM_RANKS, rows] of all ranks. Grid (blocks of ROWS rows,)."""
+    NUM_RANKS: tl.constexpr = spec.NUM_RANKS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid, column = row < rows, tl.arange(0, COLUMNS)
+    mask = valid[:, None] & (column < spec.DV)[None, :]
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    for source in tl.static_range(NUM_RANKS):
+        at = (source * rows + row).to(tl.int64)
+        lse_ptr = partial_lse_ptr + at * partial_lse_row
+        largest = tl.maximum(largest, tl.load(lse_ptr, mask=valid, other=float("-inf")))
+    head = row % spec.OUT_HEADS
+    if spec.OUT_HEADS < spec.HEADS:
+        head += rank * spec.OUT_HEADS
+    base, total = with_sink(largest, target.sinks, head, valid)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for source in tl.static_range(NUM_RANKS):
+        at = (source * rows + row).to(tl.int64)
+        lse_ptr = partial_lse_ptr + at * partial_lse_row
+        weight = tl.exp2(tl.load(lse_ptr, mask=valid, other=float("-inf")) - base)
+        part_ptr = partial_ptr + at[:, None] * partial_row + column[None, :]
+        sums += tl.load(part_ptr, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
+        total += weight
+    out = sums / tl.where(total > 0, total, 1.0)[:, None]
+    out_ptr = target.out + row.to(tl.int64)[:, None] * target.row + column[None, :]
+    tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
+    tl.store(target.lse + row * target.lse_row, lse_of(base, total, spec), mask=valid)

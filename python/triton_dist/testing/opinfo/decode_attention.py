@@ -1,0 +1,197 @@
+"""OpInfo of decode attention over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Generator
+
+from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.base import (
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    OpInfo,
+    meta,
+    other_dtype,
+    tolerance,
+    uniform,
+)
+from triton_dist.testing.opinfo.expert_parallel import LIBRARY, gathered
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """``batch`` sequences of up to ``tokens`` tokens over all ranks."""
+
+    tokens: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens x {self.batch}, {self.heads}/{self.kv_heads} x {self.head_dim}"
+        )
+
+
+class DecodeOpInfo(OpInfo[DecodeShape]):
+    """Operands ``q`` [batch, heads, head_dim], equal on all ranks, a dense cache and lengths."""
+
+    shape, shapes = DecodeShape, (DecodeShape(65536, 1, 96, 12, 128),)
+    transfer, serial, overlaps = "all-gather", LIBRARY, False
+    library_algorithms = ("library", "library_reduce_scatter")
+
+    def smaller(self, shape: DecodeShape, divisor: int, num_ranks: int) -> DecodeShape:
+        tokens = max(4, shape.tokens // divisor // num_ranks) * num_ranks
+        kv_heads = max(1, shape.kv_heads // divisor)
+        heads = kv_heads * min(num_ranks * 2, shape.heads // shape.kv_heads)
+        return DecodeShape(tokens, shape.batch, heads, kv_heads, max(16, shape.head_dim // divisor))
+
+    def context(
+        self, shape: DecodeShape, dtype: torch.dtype, group: Any = None, **options: Any
+    ) -> Any:
+        ranks = group_for(group)
+        return create_sp_decode_context(
+            ranks.rank, ranks.size, ranks.size, shape.batch, shape.heads, shape.head_dim, dtype,
+            group=group, **options,
+        )  # fmt: skip
+
+    def allocate(
+        self, shape: DecodeShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        device, tokens = current_device().torch_device, shape.tokens // num_ranks
+        cache = shape.batch, tokens, shape.kv_heads, shape.head_dim
+        # All ranks must draw equal queries.
+        equal = torch.Generator(device).manual_seed(shape.tokens)
+        late = torch.arange(num_ranks)[:, None] + torch.arange(shape.batch)
+        return {
+            "q": uniform((shape.batch, shape.heads, shape.head_dim), dtype, equal, 3.0),
+            "k_cache": torch.empty(cache, dtype=dtype, device=device),
+            "v_cache": torch.empty(cache, dtype=dtype, device=device),
+            "kv_lens": (tokens - late % min(tokens, 4)).int().to(device),
+        }
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
+    ) -> None:
+        for name in ("k_cache", "v_cache"):
+            cache = operands[name]
+            cache.copy_(uniform(cache.shape, cache.dtype, generator))
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> DecodeShape:
+        q, cache = operands["q"], operands["k_cache"]
+        return DecodeShape(
+            cache.shape[1] * num_ranks, len(q), q.shape[-2], cache.shape[2], q.shape[-1]
+        )
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        q, k, v, lens = (operands[name] for name in ("q", "k_cache", "v_cache", "kv_lens"))
+        return (q, k, v, lens, ctx), {}
+
+    def output(self, result: Any) -> torch.Tensor:
+        """Return the output without the LSE."""
+        out: torch.Tensor = result[0]
+        return out
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        q, lens = operands["q"], operands["kv_lens"].flatten()
+        # [ranks * batch, tokens, KV heads, head_dim]
+        k, v = (gathered(operands[name], group).float() for name in ("k_cache", "v_cache"))
+        tokens, share = k.shape[1], q.shape[1] // k.shape[2]
+        k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
+        queries = q.float().repeat(len(k) // len(q), 1, 1)
+        scores = torch.einsum("bhd,bnhd->bhn", queries, k) * q.shape[-1] ** -0.5
+        absent = torch.arange(tokens, device=q.device) >= lens[:, None]
+        scores = scores.masked_fill(absent[:, None], float("-inf")).unflatten(0, (-1, len(q)))
+        weights = scores.movedim(0, 2).flatten(2).softmax(-1)
+        values = v.unflatten(0, (-1, len(q))).movedim(0, 1).flatten(1, 2)
+        return torch.einsum("bhn,bnhd->bhd", weights, values).to(q.dtype)
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype, num_ranks + 1)
+
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        """Return our attention with the library's exchange."""
+        args, _ = self.arguments(operands, ctx)
+
+        def library() -> torch.Tensor:
+            return self.output(self.op.fn(*args, algorithm="all_to_all"))
+
+        return {LIBRARY: self.whole(library, operands, ctx.group)}
+
+    def cost(self, shape: DecodeShape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """Return the cost of full sequences."""
+        keys = shape.tokens / num_ranks * shape.batch
+        rows = shape.batch * shape.heads * shape.head_dim
+        cache = 2 * keys * shape.kv_heads * shape.head_dim
+        return Cost(
+            dtype, flops=4 * keys * shape.heads * shape.head_dim,
+            read_bytes=(cache + rows) * dtype.itemsize, written_bytes=rows * dtype.itemsize,
+            link_bytes=rows * dtype.itemsize * (num_ranks - 1),
+        )  # fmt: skip
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        q, k, v, lens = (good[name] for name in ("q", "k_cache", "v_cache", "kv_lens"))
+        heads = q.shape[1]
+        return {
+            "q": {"q": None},
+            "q.dtype": {"q": q.to(other_dtype(q.dtype))},
+            "q.device": {"q": q.to("meta")},
+            "q.shape": {"q": q.new_ones(len(q), heads + 1, q.shape[2])},
+            "q.shape (new tokens)": {"q": q.new_ones(len(q), 2, *q.shape[1:])},
+            "q.stride(-1)": {"q": q.mT.contiguous().mT},
+            "q.requires_grad": {"q": q.clone().requires_grad_()},
+            "k_cache.requires_grad": {"k_cache": k.clone().requires_grad_()},
+            "k_cache.dtype": {"k_cache": k.double(), "v_cache": v.double()},
+            "k_cache.shape": {"k_cache": k[..., :8]},
+            "k_cache.shape[0]": {"k_cache": k.repeat(2, 1, 1, 1), "v_cache": v.repeat(2, 1, 1, 1)},
+            "v_cache.dtype": {"v_cache": v.double()},
+            "v_cache.shape": {"v_cache": v[:, 1:]},
+            "kv_lens.dtype": {"kv_lens": lens.long()},
+            "kv_lens.shape": {"kv_lens": lens[:, None]},
+            "kv_lens.shape (cyclic)": {"interleave": 1},
+            "block_table.shape": {"block_table": lens.new_ones(len(q) + 1, 1)},
+            "scale": {"scale": float("inf")},
+            "soft_cap": {"soft_cap": -1.0},
+            "window": {"window": 0},
+            "sinks": {"sinks": q.new_ones(heads)},
+            "k_scale": {"k_scale": lens.new_ones(3).float()},
+            "v_scale": {"k_scale": lens.new_ones(1).float()},
+            "interleave": {"interleave": 0},
+            "shard_output": {"shard_output": 1},
+            "lse_base": {"lse_base": "10"},
+            "max_kv_len": {"max_kv_len": 0},
+            "algorithm": {"algorithm": "ring"},
+        }
+
+    def example_keys(self) -> Iterator[Any]:
+        for tokens in (1024, 8192, 131072):
+            for batch in (1, 8, 64, 256):
+                for heads, kv_heads in ((96, 12), (32, 8)):
+                    yield SimpleNamespace(
+                        batch=batch, max_kv_len=tokens, q_heads=heads, kv_heads=kv_heads,
+                        head_dim=128, dtype=torch.bfloat16, num_ranks=4,
+                    )  # fmt: skip
+
+    def inputs_for(self, key: Any) -> Call:
+        ctx = SimpleNamespace(
+            max_batch=key.batch, max_q_len=1, num_q_heads=key.q_heads, head_dim=key.head_dim,
+            v_head_dim=key.head_dim, dtype=key.dtype, shard_queries=False, num_ranks=key.num_ranks,
+            buffer=None, device=SimpleNamespace(torch_device=torch.device("meta")),
+        )  # fmt: skip
+        cache = meta(key.dtype, key.batch, key.max_kv_len, key.kv_heads, key.head_dim)
+        q = meta(key.dtype, key.batch, key.q_heads, key.head_dim)
+        return (q, cache, cache, meta(torch.int32, key.num_ranks, key.batch), ctx), {}
+
+
+SP_DECODE_ATTN = DecodeOpInfo(sp_decode_attn)
