@@ -6,8 +6,11 @@
     bash scripts/launch.sh benchmarks/bench_sequence_parallel.py --tokens-random 40 --best 4
 
 The baseline of the Ulysses ops is NCCL's all-to-all between two permutations; their limit is the
-bytes that a rank sends, at --link GB/s. Every result is compared with the baseline. Calls are
-interleaved, with a cold L2 cache; a sample is the slowest rank's time.
+bytes that a rank sends, at --link GB/s. The baselines of AllGather-attention are NCCL's all-gather
+before the attention, and torch's ``context_parallel``, which runs without graph; its limit is the
+larger of the rank's share of attention by the best library and of NCCL's all-gather. Every result
+is compared with the baseline. Calls are interleaved, with a cold L2 cache; a sample is the slowest
+rank's time.
 """
 
 from __future__ import annotations
@@ -17,13 +20,24 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from overlap.any_m import random_sizes
+from torch.nn.functional import scaled_dot_product_attention
 
-from triton_dist.kernels.nvidia import create_ulysses_context, ulysses_post_attn, ulysses_pre_attn
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.nvidia import (
+    create_sp_ag_attention_context,
+    create_ulysses_context,
+    sp_ag_attention,
+    ulysses_post_attn,
+    ulysses_pre_attn,
+)
+from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import attention as library_attention
+from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import backends
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
@@ -100,11 +114,85 @@ def ulysses(tokens: int, heads: tuple[int, int], options: argparse.Namespace) ->
     return ratios
 
 
+def attention(tokens: int, heads: tuple[int, int], options: argparse.Namespace) -> list[float]:
+    """Measure AllGather-attention; return the speed relative to NCCL and context_parallel."""
+    rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    device, dim = current_device().torch_device, options.dim
+    local = tokens // size // 2 * 2
+    q, k, v = (
+        torch.randn(1, local, n, dim, device=device, dtype=dtype)
+        for n in (heads[0], *heads[1:] * 2)
+    )
+    whole = [torch.cat([x] * size, 1) for x in (q, k, v)]
+    with create_sp_ag_attention_context(
+        rank, size, size, local, heads[1], dim, dtype
+    ) as ctx, ExitStack() as stack:  # fmt: skip
+        calls: dict[str, Callable[[], Any]] = {}
+        for backend in backends():
+            for name in ("copy_engine", "collective"):
+                config = {"algorithm": name, "backend": backend}
+                calls[f"{name} {backend}"] = captured(
+                    lambda c=config: sp_ag_attention.fn(q, k, v, ctx, **c)
+                )
+            calls[f"alone {backend}"] = captured(
+                lambda b=backend: library_attention(b, *whole, True, None)
+            )
+        out, want = (
+            sp_ag_attention.fn(q, k, v, ctx, algorithm=name)[0].float()
+            for name in ("copy_engine", "collective")
+        )
+        assert (out - want).abs().max() < 0.05
+        packed = torch.cat([k, v], 2)
+        calls["all-gather alone"] = captured(lambda: libraries.all_gather_rows(packed, None))
+        if is_cuda():
+            others = context_parallel_calls(whole, stack)
+            for name, call in others.items():
+                try:
+                    call()
+                    calls[name] = call
+                except Exception as failure:  # on all ranks: torch does not support the call
+                    log(f"  {name}: {type(failure).__name__}: {str(failure)[:200]}")
+        samples = interleaved(calls, options.rounds)
+        ctx.check()
+    times = {each: sample.median * 1e3 for each, sample in samples.items()}
+    best = {
+        kind: min(time for each, time in times.items() if each.startswith(kind))
+        for kind in ("copy_engine", "collective", "alone")
+    }
+    ours, limit = best["copy_engine"], max(best["alone"] / size, times["all-gather alone"])
+    log(f"  attn  {ours:8.1f} us; limit {limit:.1f}, {ours / limit:.2f} x")
+    for each, microseconds in times.items():
+        log(f"      {microseconds:8.1f} {each} ({microseconds / ours:.2f} x ours)")
+    return [time / ours for each, time in times.items() if each.startswith(("coll", "context"))]
+
+
+def context_parallel_calls(
+    whole: Sequence[torch.Tensor], stack: ExitStack
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return torch's causal attention inside ``context_parallel``, which ``stack`` enters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    buffers = [x.transpose(1, 2).contiguous() for x in whole]
+    groups = buffers[0].shape[1] // buffers[1].shape[1]
+    buffers[1:] = [x.repeat_interleave(groups, 1) for x in buffers[1:]]
+
+    def call(method: str) -> torch.Tensor:
+        set_rotate_method(method)
+        return scaled_dot_product_attention(*buffers, is_causal=True)
+
+    stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]))
+    names = ("allgather", "alltoall")
+    return {f"context_parallel {each}": lambda m=each: call(m) for each in names}
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", default="pre,post", help="some of: %(default)s")
+    parser.add_argument("--ops", default="pre,post,attn", help="some of: %(default)s")
     parser.add_argument("--tokens", default="8000,16384", help="of all ranks")
     parser.add_argument("--tokens-random", type=int, metavar="N", help="measure N random numbers")
     parser.add_argument("--heads", default="32/32,32/8", help="q heads / KV heads")
@@ -143,7 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             q_heads, kv_heads = map(int, text.split("/"))
             number = max(1, tokens // options.scale // size) * size
             log(f"{number} tokens, {text} heads of {options.dim}, {size} ranks")
-            ratios += ulysses(number, (q_heads, kv_heads), options)
+            if {"pre", "post"} & set(options.ops.split(",")):
+                ratios += ulysses(number, (q_heads, kv_heads), options)
+            if "attn" in options.ops.split(","):
+                ratios += attention(number, (q_heads, kv_heads), options)
             faulthandler.cancel_dump_traceback_later()
     if ratios:
         log(f"worst {min(ratios):.2f} x the library, {sum(r < 0.98 for r in ratios)} below 0.98")

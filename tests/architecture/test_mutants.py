@@ -10,7 +10,7 @@ from tests.mutants.table import MUTANTS, Mutant
 AREAS = (
     "wait", "release", "epoch", "reset", "bound", "row mask", "deferred tiles", "agreement",
     "routing", "route sum", "runner", "samples", "sizes", "store", "fp8",
-    "expert parallel", "ulysses", "decode attention",
+    "expert parallel", "ulysses", "decode attention", "attention",
 )  # fmt: skip
 
 

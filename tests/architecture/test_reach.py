@@ -22,6 +22,7 @@ MOST = {
     "shard_collectives": (13, 1950),
     "allreduce": (11, 1990),
     "expert_parallel": (18, 3710),
+    "sp_ag_attention": (13, 2250),
     "ulysses": (12, 2270),
     "decode_attention": (14, 2890),
 }

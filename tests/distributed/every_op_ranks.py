@@ -254,6 +254,10 @@ def context_inputs(
             "dtype": torch.int8, "capacity": 7,
         }  # fmt: skip
         return nvidia.create_ep_context, good, bad
+    if name == "sp_ag_attention":
+        good = {"max_tokens": 6, "kv_heads": 2, "head_dim": 8, "dtype": DTYPE, **ranks}
+        bad = {**bad_ranks, "max_tokens": 0, "kv_heads": 0, "head_dim": 4, "dtype": torch.int8}
+        return nvidia.create_sp_ag_attention_context, good, bad
     if name.startswith("ulysses"):
         good = {
             "max_tokens": 6 * size, "q_heads": 2 * size, "kv_heads": size, "head_dim": 8,

@@ -23,6 +23,7 @@ LAUNCHES = {
     "reduce_scatter": ["kernel_reduce_scatter"],
     "run_moe_reduce_ar": [*MAP, *PUSHED_CHUNK, "kernel_all_gather"],
     "run_moe_reduce_rs": [*MAP, *PUSHED_CHUNK],
+    "sp_ag_attention": ["kernel_await_shard", "kernel_merge", "kernel_finish_epoch"],
     "ulysses_post_attn": ["kernel_exchange_heads"],
     "ulysses_pre_attn": ["kernel_exchange_heads"],
     "sp_decode_attn": ["kernel_decode_packets"],

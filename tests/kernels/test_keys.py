@@ -46,6 +46,7 @@ OPTIONS = {
     "run_moe_reduce_ar": REDUCE,
     "sp_decode_attn": [{"window": 4}, {"shard_output": True}],
     "run_moe_reduce_rs": REDUCE,
+    "sp_ag_attention": [{"is_causal": False}, {"zigzag": False}, {"seq_lens": [8, 8]}],
     "ulysses_post_attn": [{"seq_lens": [16]}],
     "ulysses_pre_attn": [{"seq_lens": [16]}],
 }

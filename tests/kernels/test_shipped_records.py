@@ -39,6 +39,8 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.decode_attention.algorithms import DecodeKey
 from triton_dist.kernels.nvidia.expert_parallel.algorithms import Key as EPKey
 from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
+from triton_dist.kernels.nvidia.sp_ag_attention.algorithms import AttentionKey
+from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -47,7 +49,10 @@ from triton_dist.testing.opinfo import OPINFOS
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
 KEYS: dict[str, Any] = {
-    kind.__name__: kind for kind in (DecodeKey, EPKey, GroupedKey, ProductKey, RoutedKey, SumKey)
+    kind.__name__: kind
+    for kind in (
+        AttentionKey, DecodeKey, EPKey, GroupedKey, HeadsKey, ProductKey, RoutedKey, SumKey,
+    )
 }
 FOUR = {"world_size": "4", "local_world_size": "4"}
 

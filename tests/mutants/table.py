@@ -50,6 +50,7 @@ AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py", EACH_OP)
 TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
+SP_ATTENTION = ("tests/distributed/test_sp_attention.py",)
 ULYSSES = ("tests/distributed/test_ulysses.py",)
 DECODE_ATTENTION = ("tests/distributed/test_decode_attention.py",)
 STORE = ("tests/tuning/test_store.py",)
@@ -69,6 +70,20 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
+    Mutant(
+        "attention: partial results are merged by their sums of exponentials",
+        "kernels/nvidia/sp_ag_attention/kernel.py",
+        "part * (other_sum / total)[:, None]",
+        "part * (own_sum / total)[:, None]",
+        SP_ATTENTION,
+    ),
+    Mutant(
+        "attention: a part is read after it has arrived",
+        "kernels/nvidia/sp_ag_attention/kernel.py",
+        "    dl.wait(pushed.arrivals + source, 1, value, timeout_word_of(pushed.epoch), True)\n",
+        "",
+        SP_ATTENTION,
+    ),
     Mutant(
         "ulysses: blocks begin after the blocks of earlier sources",
         _ULYSSES_KERNEL,

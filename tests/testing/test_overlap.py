@@ -68,8 +68,8 @@ def everything_there_is(device="cpu"):
         checked_baselines(info, GroupedShape(6, 192, 288, 3, 2), torch.bfloat16)
     for name in ("ep_combine", "ep_dispatch"):
         checked_baselines(OPINFOS[name], TokenShape(6, 40, 2), torch.bfloat16)
-    for name in ("ulysses_post_attn", "ulysses_pre_attn"):
-        checked_baselines(OPINFOS[name], HeadsShape(6, 4, 2, 8), torch.bfloat16)
+    for name in ("sp_ag_attention", "ulysses_post_attn", "ulysses_pre_attn"):
+        checked_baselines(OPINFOS[name], HeadsShape(8, 4, 2, 8), torch.bfloat16)
     return kinds
 
 

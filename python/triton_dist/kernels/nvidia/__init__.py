@@ -95,6 +95,11 @@ from triton_dist.kernels.nvidia.reduce_scatter import (
     create_reduce_scatter_ctx,
     reduce_scatter,
 )
+from triton_dist.kernels.nvidia.sp_ag_attention import (
+    SPAttentionContext,
+    create_sp_ag_attention_context,
+    sp_ag_attention,
+)
 from triton_dist.kernels.nvidia.ulysses import (
     UlyssesContext,
     create_ulysses_context,
@@ -119,6 +124,7 @@ __all__ = [
     "ReduceScatterContext",
     "ReduceScatterMethod",
     "LibraryAlgorithm",
+    "SPAttentionContext",
     "UlyssesContext",
     "SpDecodeContext",
     "ag_gemm",
@@ -137,6 +143,7 @@ __all__ = [
     "create_moe_ar_context",
     "create_moe_rs_context",
     "create_reduce_scatter_ctx",
+    "create_sp_ag_attention_context",
     "create_ulysses_context",
     "create_sp_decode_context",
     "ep_combine",
@@ -156,6 +163,7 @@ __all__ = [
     "run_moe_reduce_ar_triton_non_overlap",
     "run_moe_reduce_rs",
     "run_moe_reduce_rs_triton_non_overlap",
+    "sp_ag_attention",
     "sp_decode_attn",
     "to_allreduce_method",
     "ulysses_post_attn",

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from triton_dist.kernels.nvidia import UlyssesContext, ulysses_post_attn, ulysses_pre_attn
+from triton_dist.kernels.nvidia import (
+    SPAttentionContext,
+    UlyssesContext,
+    sp_ag_attention,
+    ulysses_post_attn,
+    ulysses_pre_attn,
+)
+from triton_dist.kernels.nvidia.sp_ag_attention import sp_ag_attention_backward
 
 
 def pre_attn(
@@ -62,3 +69,31 @@ class _PostAttn(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> Any:
         rows = do.contiguous()
         return ulysses_pre_attn(rows, None, None, ctx.memory, ctx.seq_lens)[0], None, None
+
+
+def ag_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: SPAttentionContext, **options: Any
+) -> torch.Tensor:
+    """Return attention of q over k and v of all ranks. Differentiable.
+
+    ``options`` are arguments of ``sp_ag_attention``, which documents arguments and errors.
+    """
+    result: torch.Tensor = _AGAttention.apply(q, k, v, ctx, options)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AGAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, memory: Any, options: Any) -> Any:
+        ctx.memory, ctx.options = memory, options
+        out, lse = sp_ag_attention(q, k, v, memory, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        options = {name: value for name, value in ctx.options.items() if name != "autotune"}
+        q, k, v, out, lse = ctx.saved_tensors
+        found = sp_ag_attention_backward(grad, q, k, v, out, lse, ctx.memory, **options)
+        return *found, None, None

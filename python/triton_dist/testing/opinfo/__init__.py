@@ -13,6 +13,7 @@ from triton_dist.testing.opinfo.expert_parallel import EP_COMBINE, EP_DISPATCH
 from triton_dist.testing.opinfo.gemm import GEMMOpInfo
 from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
+from triton_dist.testing.opinfo.sp_ag_attention import SP_AG_ATTENTION
 from triton_dist.testing.opinfo.summed_gemm import GEMM_AR, GEMM_RS
 from triton_dist.testing.opinfo.ulysses import ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN
 
@@ -22,8 +23,8 @@ OPINFOS: dict[str, OpInfo[Any]] = {
     info.name: info
     for info in (
         AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, EP_COMBINE, EP_DISPATCH, GEMM_AR, GEMM_RS,
-        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS, SP_DECODE_ATTN,
-        ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN,
+        GROUPED_GEMM, REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS, SP_AG_ATTENTION,
+        SP_DECODE_ATTN, ULYSSES_POST_ATTN, ULYSSES_PRE_ATTN,
     )
 }  # fmt: skip
 """OpInfos of all ops, by name."""

@@ -12,7 +12,7 @@ from torch import Generator
 
 from triton_dist.kernels.common import libraries
 from triton_dist.kernels.nvidia import create_ulysses_context, ulysses_post_attn, ulysses_pre_attn
-from triton_dist.kernels.nvidia.ulysses.algorithms import Key
+from triton_dist.kernels.nvidia.ulysses.algorithms import HeadsKey
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.opinfo.base import (
@@ -129,7 +129,7 @@ class UlyssesOpInfo(OpInfo[HeadsShape]):
         for M in (256, 512, 2048, 4096, 8192, 16384):
             for kv_width in (2048, 128):
                 for has_lengths in (False, True):
-                    yield Key(
+                    yield HeadsKey(
                         M, (2048, kv_width, kv_width), torch.bfloat16, 1, False, has_lengths, 2
                     )  # fmt: skip
 

@@ -49,7 +49,7 @@ _COPY_ENGINE = tuple(
 _MIN_COPY_ENGINE_BYTES = 1 << 20
 
 
-class Key(NamedTuple):
+class HeadsKey(NamedTuple):
     """Tuning key of a call, which is also its sizes."""
 
     M: int
@@ -102,7 +102,7 @@ class HeadsCall(OpCall):
                 for part, width in enumerate(heads)
             ]
         self.widths = (heads[0], heads[1], heads[2])
-        self.key = self.accepted_key or Key(
+        self.key = self.accepted_key or HeadsKey(
             self.batch * self.total, self.widths, first.dtype, ctx.replicas, self.batch > 1,
             lengths is not None, ctx.num_ranks,
         )  # fmt: skip
@@ -171,9 +171,9 @@ class HeadsCall(OpCall):
         return x.is_contiguous() or (in_row and one_distance)
 
     @classmethod
-    def key_fn(cls, *args: Any, **kwargs: Any) -> Key:
+    def key_fn(cls, *args: Any, **kwargs: Any) -> HeadsKey:
         """Return the key that a tuning is recorded under. Raise if the call cannot work."""
-        key: Key = cls(*args, **kwargs).key
+        key: HeadsKey = cls(*args, **kwargs).key
         return key
 
     @classmethod
@@ -291,7 +291,7 @@ class PostAttnCall(HeadsCall):
         return {"o": self.o, "k": self.k, "v": self.v}
 
 
-class _Algorithm(Algorithm[HeadsCall, Key]):
+class _Algorithm(Algorithm[HeadsCall, HeadsKey]):
     """Base of the algorithms of both ops."""
 
     def run(self, call: HeadsCall) -> Any:
@@ -319,7 +319,7 @@ class Push(_Algorithm):
         candidates = dict.fromkeys((params_for_device(_DEFAULT), *_PUSH))
         return (params.values for params in candidates)
 
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
         # Each program has a block of q to send per chunk, or the config is the smallest.
         nbytes = sizes.M // sizes.num_ranks * sizes.widths[0] * sizes.dtype.itemsize
         block, chunks = config["block_bytes"], config["num_chunks"]
@@ -376,7 +376,7 @@ class CopyEngine(Push):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return (params.values for params in map(params_for_device, _COPY_ENGINE))
 
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
         nbytes = sizes.M * sum(sizes.widths) * sizes.dtype.itemsize
         return sizes.num_ranks > 1 and nbytes >= _MIN_COPY_ENGINE_BYTES
 
@@ -456,7 +456,7 @@ class Collective(_Algorithm):
         # CPU ranks test our kernels, so the library is not a candidate there.
         return [()] if current_device().has_nccl else []
 
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
         return sizes.num_ranks > 1
 
     def move(self, call: HeadsCall, out: list[torch.Tensor | None]) -> None:

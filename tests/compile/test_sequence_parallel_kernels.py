@@ -1,4 +1,4 @@
-"""The kernels of the Ulysses ops, for sm_90 without a GPU."""
+"""The kernels of sequence parallelism, for sm_90 without a GPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.compile.scattered import RELEASE, assert_fits, compile_launch, matrix, words
+from tests.compile.scattered import ACQUIRE, RELEASE, assert_fits, compile_launch, matrix, words
 from tests.compile.test_ep_kernels import VECTOR_LOAD, VECTOR_STORE
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
+from triton_dist.kernels.common.exchange.pushed import Pushed
+from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard, kernel_merge
 from triton_dist.kernels.nvidia.ulysses import UlyssesContext
 from triton_dist.kernels.nvidia.ulysses.algorithms import PostAttnCall, PreAttnCall
+from triton_dist.runtime.launch import Launch
 
 
 def context(num_ranks, q_heads, kv_heads, dim=128, tokens=8000):
@@ -31,6 +34,17 @@ def context(num_ranks, q_heads, kv_heads, dim=128, tokens=8000):
         _buffer=SimpleNamespace(regions=lambda _: (exchanged, peers)),
     )  # fmt: skip
     return ctx
+
+
+def test_partial_results_are_merged_in_vectors(sm90):
+    out, lse = matrix(1, 4096, 32, 128), matrix(1, 32, 4096, dtype=torch.float32)
+    arguments = (out, lse, out, lse, 32 * 2048, 4096, 2048, 2048)
+    options = {"HEADS": 32, "DIM": 128, "LANES": 128, "BLOCK": 32, "num_warps": 4}
+    kernel = compile_launch(Launch(kernel_merge, (2048,), arguments, options))
+    assert_fits(kernel, stack_bytes=0, programs=4, has=[VECTOR_LOAD, VECTOR_STORE])
+    pushed = Pushed(words(), words(), words())
+    kernel = compile_launch(Launch(kernel_await_shard, (1,), (pushed, 7, 1), {"num_warps": 1}))
+    assert_fits(kernel, has=[ACQUIRE])
 
 
 class FakeSlots(dict):

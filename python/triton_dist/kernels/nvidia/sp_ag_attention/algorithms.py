@@ -1,0 +1,418 @@
+"""Algorithms of AllGather-attention: how k and v are gathered, and which library attends."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import libraries
+from triton_dist.kernels.common.context import (
+    Check,
+    checked_buffer,
+    is_int,
+    operand_checks,
+    raise_first_error,
+    tensor_checks,
+)
+from triton_dist.kernels.common.exchange.pushed import Pushed
+from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
+from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
+from triton_dist.kernels.nvidia.sp_ag_attention.context import SPAttentionContext
+from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard, kernel_merge
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.transfer import Copy, InputRows, Step
+from triton_dist.runtime.launch import Launch
+
+_MERGE_ELEMENTS = 4096
+"""Elements that a program merges."""
+Gathered = tuple[torch.Tensor, torch.Tensor]
+"""k and v of a rank, [batch, tokens, kv_heads, head_dim]."""
+
+
+class AttentionKey(NamedTuple):
+    """Tuning key of a call, which is also its sizes."""
+
+    M: int
+    """Tokens of a rank, over all batches."""
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    is_causal: bool
+    zigzag: bool
+    sequences: int
+    num_ranks: int
+
+
+class Piece(NamedTuple):
+    """Attention of some tokens of this rank over some tokens of another: [first, end)."""
+
+    first: int
+    end: int
+    k_first: int
+    k_end: int
+    is_causal: bool
+
+
+@dataclass(eq=False, repr=False)  # not frozen: created per call, and freezing costs 1 us
+class AttentionCall(OpCall):
+    """One call of ``sp_ag_attention``: its arguments."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    ctx: SPAttentionContext
+    is_causal: bool = True
+    zigzag: bool = True
+    seq_lens: Sequence[int] | None = None
+    scale: float | None = None
+    backend: str | None = None
+    algorithm: str | None = None
+    accepted_key: Any = None
+
+    def __post_init__(self) -> None:
+        if self.accepted_key is None:
+            checked_buffer(
+                self.ctx, SPAttentionContext, "sp_ag_attention", "create_sp_ag_attention_context"
+            )
+            raise_first_error("sp_ag_attention", self.checks())
+        batch, tokens, heads, dim = self.q.shape
+        self.lengths = (tokens,) if self.seq_lens is None else tuple(map(int, self.seq_lens))
+        self.key = self.accepted_key or AttentionKey(
+            batch * tokens, batch, heads, self.k.shape[2], dim, self.q.dtype, self.is_causal,
+            self.is_causal and self.zigzag, len(self.lengths), self.ctx.num_ranks,
+        )  # fmt: skip
+        self.backend = self.backend or backends()[0]
+        self.chosen = ALGORITHMS[self.algorithm or CopyEngine.name]
+        if self.backend not in backends():
+            expected = f"None or one of {', '.join(map(repr, backends()))}"
+            raise InvalidArgument("sp_ag_attention", "backend", self.backend, expected)
+
+    def checks(self) -> Iterator[Check]:
+        ctx, q, k, v = self.ctx, self.q, self.k, self.v
+        yield from tensor_checks(q=q, k=k, v=v)
+        shape, dim = tuple(q.shape), ctx.head_dim
+        fits = q.ndim == 4 and shape[3] == dim and shape[2] >= 1 and shape[2] % ctx.kv_heads == 0
+        expected = f"[batch, tokens, a multiple of {ctx.kv_heads}, {dim}]"
+        yield "q.shape", shape, fits, expected
+        fits = 1 <= shape[0] * shape[1] <= ctx.max_tokens
+        yield "q.shape", shape, fits, f"1 to {ctx.max_tokens} tokens, the context's max_tokens"
+        expected_shape = (*shape[:2], ctx.kv_heads, dim)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if name != "q":
+                fits = tuple(x.shape) == expected_shape
+                yield f"{name}.shape", tuple(x.shape), fits, f"{expected_shape}"
+            yield from operand_checks(ctx.dtype, ctx.device.torch_device, **{name: x})
+            fits = x.is_contiguous() or (x.stride(3) == 1 and x.stride(2) == dim)
+            fits = fits and (1 in shape[:2] or x.stride(0) == shape[1] * x.stride(1))
+            yield f"{name}.stride()", x.stride(), fits, "contiguous heads, equally distant tokens"
+        lengths = self.seq_lens
+        if lengths is not None:
+            fits = isinstance(lengths, Sequence) and all(is_int(n) and n >= 0 for n in lengths)
+            expected = f"tokens whose sum is {shape[1]}, for a batch of 1"
+            fits = fits and shape[0] == 1 and sum(lengths) == shape[1]
+            yield "seq_lens", lengths, fits, expected
+        if self.is_causal and self.zigzag and ctx.num_ranks > 1:
+            fits = all(n % 2 == 0 for n in lengths or (shape[1],))
+            name, value = ("q.shape", shape) if lengths is None else ("seq_lens", lengths)
+            yield name, value, fits, "even numbers of tokens for zigzag order"
+
+    @classmethod
+    def key_fn(cls, *args: Any, **kwargs: Any) -> AttentionKey:
+        """Return the key that a tuning is recorded under. Raise if the call cannot work."""
+        key: AttentionKey = cls(*args, **kwargs).key
+        return key
+
+    @classmethod
+    def agree_fn(cls, *args: Any, **kwargs: Any) -> str:
+        """Return the text on which ranks must agree in addition to the key."""
+        call = cls(*args, **kwargs)
+        return f"{call.key.M} tokens, seq_lens {call.lengths}"
+
+    @property
+    def digest(self) -> int:
+        """Value that must be equal on all ranks."""
+        return fold_count(zlib.crc32(repr((self.key, self.lengths)).encode()))
+
+    def pieces(self, source: int) -> Iterator[Piece]:
+        """Yield the attention of this rank's tokens over the tokens of rank ``source``."""
+        rank, first = self.ctx.rank, 0
+        for length in self.lengths:
+            middle, end = first + length // 2, first + length
+            if length == 0:
+                continue
+            if source == rank or not self.is_causal:
+                yield Piece(first, end, first, end, self.is_causal)
+            elif not self.zigzag:
+                if source < rank:
+                    yield Piece(first, end, first, end, False)
+            elif source < rank:
+                yield Piece(first, end, first, middle, False)
+            else:
+                yield Piece(middle, end, first, end, False)
+            first = end
+
+    def run_all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        result: Any = self.run()
+        return result  # type: ignore[no-any-return]
+
+    def attend(self, gathered: Callable[[int], Gathered]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the parts of all ranks; ``gathered`` waits for a part and returns it."""
+        ctx, q = self.ctx, self.q.detach()
+        own = self.k.detach(), self.v.detach()
+        parts = [self.partial(q, *own, piece) for piece in self.pieces(ctx.rank)]
+        out, lse = parts[0]
+        if len(parts) > 1:
+            out, lse = torch.cat([o for o, _ in parts], 1), torch.cat([s for _, s in parts], 2)
+        for step in range(1, ctx.num_ranks):
+            source = (ctx.rank + step) % ctx.num_ranks
+            k, v = gathered(source)
+            for piece in self.pieces(source):
+                self.merge(out, lse, *self.partial(q, k, v, piece), piece.first)
+        return out, lse
+
+    def partial(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = slice(piece.k_first, piece.k_end)
+        q, k, v = q[:, piece.first : piece.end], k[:, keys], v[:, keys]
+        return attention(str(self.backend), q, k, v, piece.is_causal, self.scale)
+
+    def merge(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        part: torch.Tensor,
+        other: torch.Tensor,
+        first: int,
+    ) -> None:
+        batch, tokens, heads, dim = part.shape
+        lanes = triton.next_power_of_2(dim)
+        block = max(1, _MERGE_ELEMENTS // lanes)
+        rows = batch * tokens * heads
+        arguments = (out, lse, part, other, rows, out.shape[1], tokens, first)
+        options = {"HEADS": heads, "DIM": dim, "LANES": lanes, "BLOCK": block, "num_warps": 4}
+        grid = (-(-rows // block),)
+        self.ctx.buffer.slots.launcher.repeat(Launch(kernel_merge, grid, arguments, options))
+
+    def gradients(
+        self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and v, for the gradient of ``out``."""
+        ctx, q, size = self.ctx, self.q.detach(), self.ctx.num_ranks
+        dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+        dkv = q.new_zeros((size, 2, *self.k.shape))
+
+        def add(source: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            for piece in self.pieces(source):
+                rows, keys = slice(piece.first, piece.end), slice(piece.k_first, piece.k_end)
+                one, *others = attention_gradients(
+                    str(self.backend), grad[:, rows], q[:, rows], k[:, keys], v[:, keys],
+                    out[:, rows], lse[:, :, rows], piece.is_causal, self.scale,
+                )  # fmt: skip
+                dq[:, rows] += one
+                dkv[source, 0, :, keys], dkv[source, 1, :, keys] = others
+
+        def attend(gathered: Callable[[int], Gathered]) -> None:
+            add(ctx.rank, self.k.detach(), self.v.detach())
+            for step in range(1, size):
+                source = (ctx.rank + step) % size
+                add(source, *gathered(source))
+
+        if size == 1:
+            attend(lambda _: (self.k, self.v))
+            dk, dv = dkv[0]
+        else:
+            self.chosen.gather(self, attend)  # type: ignore[attr-defined]
+            dk, dv = libraries.reduce_scatter(dkv.flatten(0, 1), ctx.group)
+        return dq.to(q.dtype), dk, dv
+
+
+def backends() -> tuple[str, ...]:
+    """Return the libraries' attention on this device, the usually fastest first."""
+    return ("cpu",) if current_device().torch_device.type == "cpu" else ("cudnn", "flash")
+
+
+def attention(
+    backend: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention [batch, tokens, heads, dim] and its log-sum-exp [batch, heads, tokens]."""
+    ops = torch.ops.aten
+    if backend == "cpu":
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if backend == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    elif backend == "flash":
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    else:
+        out, lse, *_ = ops._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+    return out.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3]).contiguous()
+
+
+def attention_gradients(
+    backend: str,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v. ``out`` and ``lse`` belong to the whole sequence."""
+    ops, groups = torch.ops.aten, q.shape[2] // k.shape[2]
+    if backend == "cpu":
+        k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
+    if backend == "cpu":
+        found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    else:
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        rest = (None, None, *lengths, 0.0, causal)
+        if backend == "flash":
+            found = ops._scaled_dot_product_flash_attention_backward(
+                grad, q, k, v, out, lse, *rest, random, random[:0], scale=scale
+            )
+        else:
+            found = ops._scaled_dot_product_cudnn_attention_backward(
+                grad, q, k, v, out, lse[..., None], random[:1].long(), random[:1].long(), None,
+                *rest, scale=scale,
+            )  # fmt: skip
+    dq, dk, dv = (x.transpose(1, 2) for x in found)
+    if backend == "cpu":
+        dk, dv = (x.unflatten(2, (-1, groups)).sum(3) for x in (dk, dv))
+    return dq, dk, dv
+
+
+class _Algorithm(Algorithm[AttentionCall, AttentionKey]):
+    """Base of the algorithms: the library that attends is tuned."""
+
+    tunables: ClassVar[tuple[str, ...]] = ("backend",)
+
+    def fits(self, config: Mapping[str, Any], sizes: AttentionKey) -> bool:
+        return True
+
+    def run(self, call: AttentionCall) -> Any:
+        if call.ctx.num_ranks == 1:
+            return call.attend(lambda _: (call.k, call.v))
+        return self.gather(call, call.attend)
+
+    @abstractmethod
+    def gather(
+        self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
+    ) -> Any:
+        """Return ``attend`` of a function that waits for a part of k and v and returns it."""
+
+
+class CopyEngine(_Algorithm):
+    """Copy engines push k and v while the library attends to the parts that are here."""
+
+    name = "copy_engine"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [(backend,) for backend in backends()]
+
+    def compile(self, call: AttentionCall) -> None:
+        if call.ctx.num_ranks > 1:
+            self.wait(call, 0).compile()
+
+    def wait(self, call: AttentionCall, source: int) -> Launch:
+        slots = call.ctx.buffer.slots
+        pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
+        arguments = (pushed, call.digest, source)
+        return Launch(kernel_await_shard, (1,), arguments, {"num_warps": 1})
+
+    def gather(
+        self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
+    ) -> Any:
+        buffer, stream = call.ctx.buffer, call.ctx.device.current_stream()
+        slots, awaited, transfer = buffer.slots, False, None
+        slots.take(call.digest, copied=True)
+        try:
+            key = slots.index, call.k.shape
+            transfer = buffer.transfer(key, lambda: self.steps(call))
+            transfer.start((rows_of(call.k), rows_of(call.v)), stream)
+            result = attend(lambda source: self.part(call, source))
+            awaited = True
+        finally:
+            if transfer is not None:
+                transfer.join(stream)
+            flags = buffer.flags_of_peers(1)
+            slots.finish(awaited, expected=lambda: {"arrivals": flags})
+        return result
+
+    def part(self, call: AttentionCall, source: int) -> Gathered:
+        slots = call.ctx.buffer.slots
+        key = kernel_await_shard, slots.index, call.digest, source
+        slots.launcher.run(key, lambda: self.wait(call, source))
+        return self.shard(call, call.ctx.rank, source)
+
+    @staticmethod
+    def shard(call: AttentionCall, rank: int, source: int) -> Gathered:
+        """Return the memory of ``rank`` for k and v of ``source``."""
+        elements = call.k.numel()
+        memory = call.ctx.buffer.slots["shards"].peers[rank].view(call.k.dtype)
+        k, v = memory[2 * source * elements :][: 2 * elements].view(2, *call.k.shape)
+        return k, v
+
+    def steps(self, call: AttentionCall) -> Iterator[Step]:
+        ctx, slots = call.ctx, call.ctx.buffer.slots
+        rows, width = call.k.shape[0] * call.k.shape[1], call.k.shape[2] * call.k.shape[3]
+        for step in range(1, ctx.num_ranks):
+            stream, peer = step % PUSH_STREAMS, (ctx.rank - step) % ctx.num_ranks
+            for tensor, target in enumerate(self.shard(call, peer, ctx.rank)):
+                part = InputRows(0, rows, (0, width), tensor)
+                yield Copy(stream, target.view(rows, width), part)
+            arrivals = slots["arrivals"].peers[peer]
+            yield Copy(stream, arrivals[ctx.rank : ctx.rank + 1], slots.epoch[:1])
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Return [batch * tokens, heads * dim] of a tensor."""
+    batch, tokens, heads, dim = x.shape
+    distance = x.stride(1) if tokens > 1 else x.stride(0)
+    distance = heads * dim if x.is_contiguous() else distance
+    return x.detach().as_strided((batch * tokens, heads * dim), (distance, 1))
+
+
+class Collective(_Algorithm):
+    """The group's all-gather (NCCL; gloo on CPU ranks) before all attention."""
+
+    name = "collective"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        # CPU ranks test our kernels, so the library is not a candidate there.
+        return [(backend,) for backend in backends()] if current_device().has_nccl else []
+
+    def gather(
+        self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
+    ) -> Any:
+        batch, group = call.q.shape[0], call.ctx.group
+        k, v = (libraries.all_gather_rows(x.detach().contiguous(), group) for x in (call.k, call.v))
+        return attend(lambda source: (k[source * batch :][:batch], v[source * batch :][:batch]))
+
+
+ALGORITHMS = Algorithms("sp_ag_attention", (CopyEngine(), Collective()))

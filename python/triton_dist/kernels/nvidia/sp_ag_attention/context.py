@@ -1,0 +1,100 @@
+"""Context of AllGather-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.collective.pushed import PushedShards
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    OpContext,
+    agree_to_create,
+    group_checks,
+    int_checks,
+)
+from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.runtime.ranks import Group, process_group_of
+
+
+class SPAttentionContext(OpContext[PushedShards]):
+    """Symmetric memory of ``sp_ag_attention``, which receives k and v. A context manager."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__("sp_ag_attention", group)
+        self.max_tokens, self.kv_heads, self.head_dim = max_tokens, kv_heads, head_dim
+        self.dtype = dtype
+        nbytes = 2 * max_tokens * kv_heads * head_dim * dtype.itemsize
+        what = "digest of the shapes and options of a call of sp_ag_attention"
+        with self.allocating() as add:
+            self.buffer = add(
+                PushedShards(
+                    nbytes if self.num_ranks > 1 else 16, group, "sp_ag_attention",
+                    Disagreements(what, group),
+                )
+            )  # fmt: skip
+
+
+def create_sp_ag_attention_context(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    group: Group = None,
+) -> SPAttentionContext:
+    """Create the context of ``sp_ag_attention``. Collective over ``group``.
+
+    Allocates per rank twice the k and v of all ranks.
+
+    Args:
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        local_world_size: ranks on one host, clamped to ``world_size``.
+        max_tokens: largest number of tokens of a rank, over all batches.
+        kv_heads: heads of k and v.
+        head_dim: elements of a head, a multiple of 8.
+        dtype: dtype of q, k and v: fp16 or bf16; on CPU ranks also fp32.
+        group: process group; default: the world, or this process alone.
+
+    Returns:
+        The context. Call ``finalize()`` or use ``with`` to free it.
+
+    Raises:
+        InvalidArgument: a value is out of range; raised on every rank.
+        RankDisagreement: ranks pass different sizes or dtypes.
+        SymmetricMemoryFull: a rank has too little memory; raised on every rank.
+    """
+    group = process_group_of(group)
+    sizes = {"max_tokens": max_tokens, "kv_heads": kv_heads, "head_dim": head_dim}
+
+    def checks() -> Iterator[Check]:
+        yield from int_checks(**sizes)
+        yield from group_checks(
+            group, rank, world_size=world_size, local_world_size=local_world_size
+        )
+        yield "max_tokens", max_tokens, max_tokens >= 1, "at least 1"
+        yield "kv_heads", kv_heads, kv_heads >= 1, "at least 1"
+        fits = head_dim >= 8 and head_dim % 8 == 0
+        yield "head_dim", head_dim, fits, "a positive multiple of 8"
+        yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+
+    agree_to_create(
+        "create_sp_ag_attention_context", "an AllGather-attention",
+        {**sizes, "dtype": str(dtype)}, checks(), group,
+    )  # fmt: skip
+    return SPAttentionContext(max_tokens, kv_heads, head_dim, dtype, group)

@@ -1,0 +1,17 @@
+"""AllGather-attention over real processes: kernels in the interpreter, memory in /dev/shm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import sp_attention_ranks
+
+
+@pytest.mark.parametrize(("world_size", "seed", "rounds"), [(2, 1, 3), (3, 2, 2), (4, 3, 2)])
+def test_random_calls(on_ranks, world_size, seed, rounds):
+    count = on_ranks(world_size)(sp_attention_ranks.random_calls, seed, rounds)
+    assert count == [3 * rounds] * world_size
+
+
+def test_no_race_and_no_access_out_of_bounds(on_two):
+    assert on_two(sp_attention_ranks.checked) == [3, 3]
