@@ -51,7 +51,14 @@ SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
 KEYS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        AttentionKey, DecodeKey, EPKey, GroupedKey, HeadsKey, ProductKey, RoutedKey, SumKey,
+        AttentionKey,
+        DecodeKey,
+        EPKey,
+        GroupedKey,
+        HeadsKey,
+        ProductKey,
+        RoutedKey,
+        SumKey,
     )
 }
 FOUR = {"world_size": "4", "local_world_size": "4"}
