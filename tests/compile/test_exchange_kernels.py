@@ -119,7 +119,7 @@ def test_an_exchange_moves_vectors_behind_flags_and_spills_nothing(sm90, name, s
     # Of one, a constant for Triton, the kernel that does most.
     quick(
         [*((name, 4097) for name in KERNELS), ("two shot", 1)],
-        *(("one shot", 4097), ("two shot", 4097), ("two shot", 1), ("add", 4097)),
+        *(("one shot", 4097), ("two shot", 1), ("add", 4097)),
     ),
 )
 def test_odd_sizes(sm90, name, elements):

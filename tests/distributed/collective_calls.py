@@ -106,12 +106,16 @@ class Collective(Calls):
 
     @classmethod
     def config_space(cls) -> list[Options]:
-        """Return the space; of programs without work, which take the interpreter long, only 4."""
+        """Return the space, on CPU ranks without configs that differ only in more than 4 programs.
+
+        Interpreting programs that have no work takes long.
+        """
         most = 4 if current_device().interprets else 1 << 10
-        return [
+        space = [
             {**each, **({"num_ctas": min(each["num_ctas"], most)} if "num_ctas" in each else {})}
             for each in cls.op.config_space
         ]
+        return [each for number, each in enumerate(space) if each not in space[:number]]
 
     @classmethod
     def algorithm(cls, name: str) -> dict[str, Any]:

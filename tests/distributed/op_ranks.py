@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.distributed.calls import NAN, Calls, Options
+from tests.distributed.calls import NAN, Calls, Options, some_configs
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_calls import GEMMCalls
 from triton_dist.errors import WaitTimeout
@@ -94,7 +94,7 @@ def in_groups(kinds: Sequence[Kind], members: Sequence[Sequence[int]], tune: boo
         calls = kind.in_group(mine, groups[mine])
         for number in range(3 + mine):  # groups are not in step
             if tune:
-                with kind.few_configs():
+                with some_configs(kind.op, most=2):
                     calls(5 + mine, op=kind.op, autotune_pg=groups[mine])
             else:
                 calls(1 + number % 5, **kind.in_sequence(number, is_second=True))

@@ -226,7 +226,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("name", OPINFOS)
 def test_every_record_of_a_file_made_here_is_a_hit(on, folder, name):
     tree = made(on, folder, op=OPINFOS[name].op)
-    assert every_record_is_a_hit(tree, on) == 24
+    assert every_record_is_a_hit(tree, on, step=3) == 8
 
 
 def drop_a_config(tree: Any) -> None:

@@ -206,7 +206,7 @@ def test_a_quarantine_in_a_followers_own_folder_counts(tmp_path):
 WORLD = 2
 SEARCHES = ("racing", "exhaustive")
 POINTS = 30
-IN_EVERY_RUN = 2
+IN_EVERY_RUN = 1
 SECONDS = 15.0
 """A rank that is killed is noticed at once; one that is slow for its machine is not given up."""
 

@@ -105,10 +105,10 @@ def test_new_shapes_are_new_keys():
     def model(a, b):
         return scaled(a, b)
 
-    for size in (3, 4, 5, 4, 3):
+    for size in (3, 4, 3):
         a, b = torch.randn(size), torch.randn(size)
         torch.testing.assert_close(model(a, b), a * 3 + b)
-    assert scaled.tuning_count == 3
+    assert scaled.tuning_count == 2
 
 
 def test_gradients():
