@@ -37,7 +37,8 @@ fresh:
 	bash scripts/fresh.sh $(TESTS)
 
 # Kill writers of tuning records thousands of times, and call expert parallelism with random routings on 2
-# to 8 ranks; print counts. Compile every tile of every kernel for sm_90. Takes half an hour.
+# to 8 ranks; print counts. Compile every tile of every kernel for sm_90. Train with DDP, and tune kernels
+# of a library. Takes half an hour.
 stress:
 	bash scripts/test.sh tests/stress tests/distributed tests/layers tests/compile -m stress -rP
 

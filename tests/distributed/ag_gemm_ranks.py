@@ -102,7 +102,7 @@ def fused_push(rounds: int) -> int:
     """Shards that the consumer sends itself: odd sizes, of which a config has another in each
     round, chunks that are empty, both kernels, each rank late in turn, and configs that take turns
     with each other and with other methods."""
-    calls = AllGatherGEMM(max_rows=70, columns=72, K=200)
+    calls = AllGatherGEMM(max_rows=70, columns=72, K=136)
     narrow = AllGatherGEMM(max_rows=5, columns=16, K=8, dtype=torch.bfloat16)
     push, size = AllGatherMethod.FUSED_PUSH, dist.get_world_size()
     others = itertools.cycle(method for method in AllGatherMethod if method is not push)

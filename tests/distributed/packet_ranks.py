@@ -85,7 +85,7 @@ def odd_values() -> int:
 def large(elements: int) -> int:
     """More than one launch takes, whatever its shape."""
     calls = AllReduce(4 * elements)
-    for number, dtype in enumerate(DTYPES):
+    for number, dtype in enumerate(DTYPES[:2]):
         calls(elements, dtype=dtype, num_ctas=(4, 64)[number % 2], block_bytes=8192, **PACKETS)
     return calls.finish()
 

@@ -51,6 +51,5 @@ def test_different_arguments_are_an_error_on_every_rank(on_two):
     on_two(ep_ranks.different_arguments)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_no_race_and_no_access_out_of_bounds(on_ranks, world_size):
-    assert on_ranks(world_size)(ep_ranks.checked) == [6] * world_size
+def test_no_race_and_no_access_out_of_bounds(on_any):
+    assert on_any(ep_ranks.checked) == [6] * 3
