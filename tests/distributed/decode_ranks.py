@@ -10,13 +10,21 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.calls import some_configs
-from tests.stress.decode_attn import Sizes, create, fill_call, run_call
+from tests.stress.decode_attn import (
+    Sizes,
+    arguments,
+    create,
+    expected,
+    fill_call,
+    run_call,
+)
 from triton_dist import knobs
 from triton_dist.debugging.checks import checking
 from triton_dist.debugging.modes import checks_of
-from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
 from triton_dist.kernels.nvidia.decode_attention import SpDecodeContext
+from triton_dist.layers.nvidia import SpGQAFlashDecodeAttention
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose
@@ -208,3 +216,26 @@ def checked() -> int:
             count += 1
         ctx.check()
     return count
+
+
+def layer() -> None:
+    """Call the layer as test_sp_decode_attn.py does, then with more sequences."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    op = SpGQAFlashDecodeAttention(
+        rank, 0, size, 1, 8, 2, 32, 32, page_size=1, scale=0.2, soft_cap=0, max_allowed_batch=1,
+        thrink_buffer_threshold=500, stages=20,
+    )  # fmt: skip
+    with some_configs(sp_decode_attn):
+        for batch in (1, 2, 1):
+            sizes = Sizes(size, batch, 1, 8, 2, 32, 32, FP16, False)
+            options = {"interleave": None, "lse_base": "e", "scale": 0.2}
+            rng = np.random.default_rng(batch)
+            call = fill_call(rng, sizes, batch, 1, 30, 1, False, False, options)
+            q, k, v, lens, table = arguments(call, rank)
+            out = op(q[:, 0], k, v, lens, table)
+            want, _, bound, _ = expected(call, rank)
+            assert bool(((out.double().cpu() - want[:, 0]).abs() <= bound[:, 0]).all())
+        with pytest.raises(InvalidArgument, match=r"k_cache\.shape\[1:3\] is \(1, 1\)"):
+            op(q[:, 0], k[:, :, :1], v, lens, table)
+    op.finalize()
+    op.finalize()

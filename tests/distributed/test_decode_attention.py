@@ -53,3 +53,7 @@ def test_different_arguments_are_an_error_on_every_rank(on_two):
 
 def test_no_race_and_no_access_out_of_bounds(on_two):
     assert on_two(decode_ranks.checked) == [3] * 2
+
+
+def test_layer_for_scripts(on_two):
+    on_two(decode_ranks.layer)

@@ -59,6 +59,12 @@ from triton_dist.kernels.nvidia.expert_parallel import (
     ep_dispatch,
     ep_send,
 )
+from triton_dist.kernels.nvidia.flash_decode import (
+    gqa_fwd_batch_decode,
+    gqa_fwd_batch_decode_aot,
+    gqa_fwd_batch_decode_persistent,
+    gqa_fwd_batch_decode_persistent_aot,
+)
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.kernels.nvidia.gemm_allreduce import (
     GEMMAllReduceMethod,
@@ -155,6 +161,10 @@ __all__ = [
     "gemm_persistent",
     "gemm_rs",
     "get_allreduce_methods",
+    "gqa_fwd_batch_decode",
+    "gqa_fwd_batch_decode_aot",
+    "gqa_fwd_batch_decode_persistent",
+    "gqa_fwd_batch_decode_persistent_aot",
     "grouped_gemm",
     "matmul",
     "reduce_scatter",

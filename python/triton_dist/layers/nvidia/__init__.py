@@ -6,6 +6,7 @@ from triton_dist.layers.nvidia.ep_a2a_layer import EPAll2AllLayer, EPLowLatencyA
 from triton_dist.layers.nvidia.ep_moe import EP_MoE
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer
 from triton_dist.layers.nvidia.parallelize import parallelize
+from triton_dist.layers.nvidia.sp_flash_decode_layer import SpGQAFlashDecodeAttention
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.layers.nvidia.tp_attn import TP_Attn
 from triton_dist.layers.nvidia.tp_mlp import TP_MLP
@@ -18,6 +19,7 @@ __all__ = [
     "EPLowLatencyAllToAllLayer",
     "EP_MoE",
     "GemmARLayer",
+    "SpGQAFlashDecodeAttention",
     "TP_MLP",
     "TP_Attn",
     "TP_MoE",
