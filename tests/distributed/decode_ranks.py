@@ -231,7 +231,7 @@ def layer() -> None:
             options = {"interleave": None, "lse_base": "e", "scale": 0.2}
             rng = np.random.default_rng(batch)
             call = fill_call(rng, sizes, batch, 1, 30, 1, False, False, options)
-            q, k, v, lens, table = arguments(call, rank)
+            q, k, v, lens, table = arguments(call, rank, 40)
             out = op(q[:, 0], k, v, lens, table)
             want, _, bound, _ = expected(call, rank)
             assert bool(((out.double().cpu() - want[:, 0]).abs() <= bound[:, 0]).all())

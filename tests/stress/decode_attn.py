@@ -200,13 +200,16 @@ def expected(call: RandomCall, rank: int) -> tuple[torch.Tensor, ...]:
     return out, lse, out_bound, lse_bound
 
 
-def arguments(call: RandomCall, rank: int) -> tuple[Any, ...]:
-    """Return q, caches, lengths and block table of a rank; unused memory is NaN."""
+def arguments(call: RandomCall, rank: int, room: int = 0) -> tuple[Any, ...]:
+    """Return q, caches with ``room`` keys per sequence, lengths and block table of a rank.
+
+    Unused memory is NaN. By default, the rooms of the ranks differ.
+    """
     device, sizes = current_device().torch_device, call.sizes
     rng = np.random.default_rng(call.seed + rank)
     batch, dtype = len(call.keys), call.keys[0].dtype
     own = call.counts[rank]
-    room = max(1, int(own.max()) + int(rng.integers(0, 3)))
+    room = room or max(1, int(own.max()) + int(rng.integers(0, 3)))
     page = call.page or room
     pages = -(-room // page)
     number = batch * pages + (3 if call.page else 0)

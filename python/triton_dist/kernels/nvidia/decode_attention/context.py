@@ -270,7 +270,7 @@ def checked_key(call: Any) -> DecodeKey:
     room = k.shape[1] * (1 if table is None else table.shape[1])
     q_len = q.shape[1] if q.ndim == 4 else 1
     return DecodeKey(
-        q.shape[0], min(room, call.max_kv_len or room), q_len, heads, k.shape[2], ctx.head_dim,
+        q.shape[0], call.max_kv_len or room, q_len, heads, k.shape[2], ctx.head_dim,
         ctx.v_head_dim, q.dtype, k.dtype, 0 if table is None else k.shape[1], v is None,
         q_len > 1 or call.window is not None or call.soft_cap > 0, q.shape[-2] < heads,
         call.shard_output, ctx.num_ranks,

@@ -89,8 +89,8 @@ def sp_decode_attn(
         interleave: the ranks hold this number of consecutive tokens in turn, beginning with rank 0.
         shard_output: return only this rank's heads, ``rank * heads / ranks`` on.
         lse_base: base of the LSE: ``"e"`` or ``"2"``.
-        max_kv_len: bound of the keys of a sequence on a rank, for which the op is tuned; default:
-            the room in the cache.
+        max_kv_len: bound of the keys of a sequence on a rank, for which the op is tuned, equal on
+            all ranks; default: the room in the cache. It does not limit the keys.
         ctas_per_sm: programs per multiprocessor; all of them share the keys equally (tuned).
         block_n, num_stages, num_warps: keys of a block, blocks in flight, and warps (tuned).
         algorithm: see the module docstring (tuned).
