@@ -4,6 +4,9 @@ A small model with random weights learns to repeat a few sequences. ``paralleliz
 attention and feed-forward layers over tensor-parallel ranks, and tokens are spread over these ranks
 too. With ``--fsdp N``, N replicas train on other sequences, and FSDP2 shards all parameters over
 them. The same model is trained on one rank, and the losses are compared.
+
+With ``--sp N``, the layers are not sharded. All ranks share each sequence: ``SP_Attn`` exchanges
+heads among N ranks, and gathers k and v between the groups of N ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from triton_dist.layers.nvidia import clip_grad_norm_, parallelize, sum_gradients
+from triton_dist.layers.nvidia import SP_Attn, clip_grad_norm_, parallelize, sum_gradients
 from triton_dist.layers.nvidia.functional import shard_rows
 from triton_dist.models.llama import Llama
 from triton_dist.models.utils import init_model_cpu, seed_everything
@@ -34,6 +37,47 @@ def optimiser_of(model: Llama) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def train_on_parts_of_sequences(
+    args: argparse.Namespace, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Train with ``SP_Attn``: a rank has some tokens of each sequence, and all weights."""
+    world, device_type = dist.get_world_size(), "cuda" if is_cuda() else "cpu"
+    mesh = init_device_mesh(device_type, (world // args.sp, args.sp))
+    model, whole = (init_model_cpu(args.model, dtype) for _ in range(2))
+    config, length = model.config, -(-args.tokens // (2 * world)) * 2 * world
+    attention = SP_Attn(
+        mesh, args.batch * length // world, config.num_attention_heads,
+        config.num_key_value_heads, config.head_dim, dtype,
+    )  # fmt: skip
+    mine = attention.tokens(length)
+    model.to(mine.device)
+    whole.to(mine.device)
+    for block in model.model.layers:
+        block.self_attn.sp_attn = attention
+    ids = torch.randint(config.vocab_size, (args.batch, length + 1)).to(mine.device)
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    optimiser, alone = optimiser_of(model), optimiser_of(whole)
+    for step in range(args.steps):
+        optimiser.zero_grad()
+        logits = model(inputs[:, mine], position_ids=mine).logits.flatten(0, 1).float()
+        own = cross_entropy(logits, targets[:, mine].flatten(), reduction="sum") / targets.numel()
+        own.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimiser.step()
+        loss = own.detach().clone()
+        dist.all_reduce(loss)
+
+        alone.zero_grad()
+        expected = cross_entropy(whole(inputs).logits.flatten(0, 1).float(), targets.flatten())
+        expected.backward()
+        alone.step()
+        close = abs(loss.item() - expected.item()) <= tolerance * abs(expected.item())
+        assert close, f"step {step}: loss {loss.item()}, on one rank {expected.item()}"
+        dist_print(f"step {step}: loss {loss.item():.4f}, on one rank {expected.item():.4f}")
+    attention.finalize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny", help="tiny, tiny-moe, or a folder's config.json")
@@ -42,12 +86,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64 if is_cuda() else 9, help="a sequence")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--fsdp", type=int, default=1, help="number of replicas")
+    parser.add_argument("--sp", type=int, default=0, help="sequence parallelism: ranks per group")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
 
     initialize_distributed()
     seed_everything(0)
+    if args.sp:
+        train_on_parts_of_sequences(args, dtype, tolerance)
+        finalize_distributed()
+        return
     sizes = (args.fsdp, dist.get_world_size() // args.fsdp)
     device_type = "cuda" if is_cuda() else "cpu"
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("fsdp", "tp"))

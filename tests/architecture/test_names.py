@@ -28,7 +28,8 @@ NAMES = {
     "triton_dist.profiler_utils":
         "perf_func perf_func_with_l2_reset get_torch_prof_ctx group_profile "
         "benchmark_latency_memory print_benchmark_comparison",
-    "triton_dist.layers.nvidia": "GemmARLayer EPAll2AllLayer EPLowLatencyAllToAllLayer",
+    "triton_dist.layers.nvidia":
+        "GemmARLayer EPAll2AllLayer EPLowLatencyAllToAllLayer UlyssesSPAllToAllLayer",
     "triton_dist.layers.nvidia.tp_mlp": "TP_MLP",
     "triton_dist.layers.nvidia.tp_attn": "TP_Attn _set_cos_sin_cache",
     "triton_dist.layers.nvidia.tp_moe": "TP_MoE",

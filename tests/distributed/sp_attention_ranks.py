@@ -6,19 +6,23 @@ import random
 from collections.abc import Sequence
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from triton_dist import knobs
 from triton_dist.debugging.checks import checking
 from triton_dist.debugging.modes import checks_of
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import create_sp_ag_attention_context, sp_ag_attention
-from triton_dist.layers.nvidia import sequence_parallel
+from triton_dist.layers.nvidia import SP_Attn, UlyssesSPAllToAllLayer, sequence_parallel
 from triton_dist.layers.nvidia.sequence_parallel import ag_attention
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.sp_ag_attention import tokens_of_rank
+from triton_dist.testing.opinfo.ulysses import local_part, shared_heads
 
 
 def whole_attention(
@@ -92,3 +96,48 @@ def checked() -> int:
     active = checks_of(knobs.debug.get())
     with checking(*(check for check in ("race", "bounds") if check not in active)):
         return random_calls(5, 1)
+
+
+def layer(exchange_ranks: int) -> None:
+    """Compare ``SP_Attn`` on a mesh, and its gradients, with one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // exchange_ranks, exchange_ranks))
+    length, heads, kv, dim = 4 * size, 4, 2, 8
+    with pytest.raises(InvalidArgument, match=r"mesh\.ndim"):
+        SP_Attn(init_device_mesh("cpu", (size,)), 4, 4, 2, 8)
+    op = SP_Attn(mesh, length // size, heads, kv, dim, torch.float32)
+    mine = op.tokens(length)
+    everyone: list[list[int]] = [[] for _ in range(size)]
+    dist.all_gather_object(everyone, mine.tolist())
+    assert sorted(token for each in everyone for token in each) == list(range(length))
+    with pytest.raises(InvalidArgument, match="length is"):
+        op.tokens(length + 1)
+    torch.manual_seed(0)
+    whole = [torch.randn(1, length, n, dim).requires_grad_() for n in (heads, kv, kv)]
+    weight = torch.randn(1, length, heads, dim)
+    own = [x.detach()[:, mine].requires_grad_() for x in whole]
+    out = op(*own)
+    (out * weight[:, mine]).sum().backward()
+    want = whole_attention(*whole, [length], True)
+    (want * weight).sum().backward()
+    assert_allclose(out.detach(), want.detach()[:, mine], rtol=1e-4, atol=1e-4)
+    for x, reference in zip(own, whole, strict=True):
+        assert x.grad is not None
+        assert reference.grad is not None
+        assert_allclose(x.grad, reference.grad[:, mine], rtol=1e-4, atol=1e-4)
+    op.finalize()
+    names = UlyssesSPAllToAllLayer(
+        None, 1, max_seq=length, q_nheads=heads, kv_nheads=kv, k_head_dim=dim, v_head_dim=dim,
+        group_size=2, dtype=torch.float32, local_world_size=size,
+    )  # fmt: skip
+    parts = [local_part(x.detach(), [4] * size, rank) for x in whole]
+    for skip in (False, True):
+        found = names.pre_attn_qkv_pack_a2a(*parts, skip_q_a2a=skip)
+        assert (found[0] is None) is skip
+        for result, x in list(zip(found, whole, strict=True))[skip:]:
+            assert result is not None
+            assert torch.equal(result, shared_heads(x.detach(), size)[rank])
+    rows = 4 * dim * 4 * (size - 1)
+    heads_sent = heads // size + 2 * max(1, kv // size)
+    assert names.get_comm_nbytes(*parts) == (0, rows * heads_sent, 0, rows * heads_sent)
+    names.finalize()

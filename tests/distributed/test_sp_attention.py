@@ -13,5 +13,12 @@ def test_random_calls(on_ranks, world_size, seed, rounds):
     assert count == [3 * rounds] * world_size
 
 
+@pytest.mark.parametrize(("world_size", "exchange_ranks"), [(4, 2), (2, 1)])
+def test_layer_on_a_mesh(on_ranks, world_size, exchange_ranks):
+    on_ranks(world_size)(
+        sp_attention_ranks.layer, exchange_ranks, env={"TRITON_DIST_AUTOTUNE": "0"}
+    )
+
+
 def test_no_race_and_no_access_out_of_bounds(on_two):
     assert on_two(sp_attention_ranks.checked) == [3, 3]

@@ -132,6 +132,8 @@ class Attention(nn.Module):
         norm = RMSNorm if config.qk_norm else lambda *_: None
         self.q_norm = norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, config.rms_norm_eps)
+        self.sp_attn: Callable[..., torch.Tensor] | None = None
+        """Causal attention of q, k and v [batch, tokens, heads, head_dim] over ranks."""
 
     def forward(
         self,
@@ -153,10 +155,13 @@ class Attention(nn.Module):
             rotated(split_heads(self.q_proj, self.q_norm)),
             rotated(split_heads(self.k_proj, self.k_norm)),
         )
+        v = split_heads(self.v_proj)
+        if self.sp_attn is not None:
+            rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+            return self.o_proj(self.sp_attn(*rows).flatten(2)), None
         seen = scaled_dot_product_attention(
-            q, k, split_heads(self.v_proj), attention_mask,
-            is_causal=attention_mask is None, enable_gqa=True,
-        )  # fmt: skip
+            q, k, v, attention_mask, is_causal=attention_mask is None, enable_gqa=True
+        )
         return self.o_proj(seen.transpose(1, 2).flatten(2)), None
 
 

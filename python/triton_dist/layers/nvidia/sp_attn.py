@@ -1,0 +1,92 @@
+"""Attention over a sequence that ranks share: Ulysses within groups, all-gather between them."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia import create_sp_ag_attention_context, create_ulysses_context
+from triton_dist.layers.nvidia.sequence_parallel import ag_attention, post_attn, pre_attn
+from triton_dist.runtime.ranks import group_for
+
+
+class SP_Attn(torch.nn.Module):
+    """Attention of q, k and v whose tokens are spread over ranks. Differentiable; collective.
+
+    Ulysses requires a head for each rank of its group; ``sp_ag_attention`` moves k and v but works
+    with any number of heads. A mesh combines both.
+
+    Args:
+        mesh: 2-D mesh of G x U ranks: G ranks gather k and v, U ranks exchange heads. A size of 1
+            switches a part off.
+        max_tokens: largest number of tokens of a rank, over all batches.
+        q_heads: heads of q, a multiple of U and of ``kv_heads``.
+        kv_heads: heads of k and v, a multiple or a divisor of U.
+        head_dim: elements of a head, a multiple of 8.
+        dtype: fp16 or bf16; on CPU ranks also fp32.
+
+    Raises:
+        InvalidArgument, RankDisagreement, SymmetricMemoryFull: see ``create_ulysses_context`` and
+            ``create_sp_ag_attention_context``.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, max_tokens: int, q_heads: int, kv_heads: int, head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if mesh.ndim != 2:
+            expected = "a mesh of 2 dimensions"
+            raise InvalidArgument("SP_Attn", "mesh.ndim", mesh.ndim, expected)
+        gather, exchange = mesh.get_group(0), mesh.get_group(1)
+        outer, inner = group_for(gather), group_for(exchange)
+        self.gather_rank, self.gather_size = outer.rank, outer.size
+        self.exchange_rank, self.exchange_size = inner.rank, inner.size
+        size = inner.size
+        self.exchange = create_ulysses_context(
+            inner.rank, size, size, size * max_tokens, q_heads, kv_heads, head_dim, dtype,
+            group=exchange,
+        )  # fmt: skip
+        local_kv_heads = max(1, kv_heads // size)
+        self.gather = create_sp_ag_attention_context(
+            outer.rank, outer.size, outer.size, size * max_tokens, local_kv_heads, head_dim, dtype,
+            group=gather,
+        )  # fmt: skip
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = True
+    ) -> torch.Tensor:
+        """Return attention [batch, tokens of this rank, q_heads, head_dim].
+
+        Args:
+            q, k, v: [batch, tokens of this rank, heads, head_dim], tokens in the order of
+                ``tokens``, equally many on all ranks.
+            is_causal: a token attends to itself and earlier tokens.
+        """
+        q, k, v = pre_attn(q, k, v, self.exchange)
+        return post_attn(ag_attention(q, k, v, self.gather, is_causal=is_causal), self.exchange)
+
+    def tokens(self, length: int) -> torch.Tensor:
+        """Return the positions of this rank's tokens in a sequence of ``length`` tokens.
+
+        The G ranks have chunks of the sequence in zig-zag order; the U ranks divide them.
+
+        Raises:
+            InvalidArgument: ``length`` is not a multiple of 2 G and of G U.
+        """
+        size, rank = self.gather_size, self.gather_rank
+        if length % (2 * size) or length % (size * self.exchange_size):
+            expected = f"a multiple of {2 * size} and of {size * self.exchange_size}"
+            raise InvalidArgument("SP_Attn.tokens", "length", length, expected)
+        chunks = torch.arange(length, device=self.gather.device.torch_device).chunk(2 * size)
+        if size == 1:
+            own = torch.cat(chunks)
+        else:
+            own = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+        return own.chunk(self.exchange_size)[self.exchange_rank]
+
+    def finalize(self) -> None:
+        """Free the contexts; idempotent. Collective."""
+        self.exchange.finalize()
+        self.gather.finalize()
