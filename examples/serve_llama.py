@@ -7,17 +7,23 @@ captured in a CUDA graph and replayed. The tokens are compared with the model's 
 ``--fp8`` quantises the weights of the layers, by row or by blocks of 128 (``--fp8 block``), and
 stores them with their scales as fp8 checkpoints do. Rounding may then change which of two close
 tokens is the best, so the logits of the served tokens are compared instead.
+
+``--kv-shards`` stores every second token (of two ranks) with all heads on a rank, instead of all
+tokens with a part of the heads. Decoding then uses ``sp_decode_attn``.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from triton_dist.kernels.common.libraries import all_gather_rows
+from triton_dist.kernels.nvidia import create_sp_decode_context, sp_decode_attn
 from triton_dist.layers.nvidia import TensorParallel, parallelize
 from triton_dist.layers.nvidia.tp_attn import _set_cos_sin_cache
 from triton_dist.models.kv_cache import KV_Cache
@@ -32,17 +38,64 @@ from triton_dist.utils import (
 )
 
 
+class ShardedCache:
+    """Keys and values of all heads; the ranks hold the tokens in turn."""
+
+    def __init__(self, config: Any, batch: int, most: int, dtype: torch.dtype, device: Any) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.room = -(-most // self.size)
+        heads, kv_heads, dim = (
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+        )  # fmt: skip
+        # The last place takes tokens of other ranks.
+        shape = (config.num_hidden_layers, batch, self.room + 1, kv_heads, dim)
+        self.k, self.v = torch.zeros(2, *shape, dtype=dtype, device=device)
+        self.kv_offset = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.ctx = create_sp_decode_context(
+            self.rank, self.size, self.size, batch, heads, dim, dtype, shard_queries=True
+        )
+
+    def inc_offset(self, tokens: int) -> None:
+        self.kv_offset += tokens
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Store the new tokens, and return the attention of this rank's heads."""
+        batch, tokens = q.shape[:2]
+        position = self.kv_offset[:, None] + torch.arange(tokens, device=q.device)
+        place = torch.where(position % self.size == self.rank, position // self.size, self.room)
+        sequence = torch.arange(batch, device=q.device)[:, None]
+        for cache, new in ((self.k, k), (self.v, v)):
+            heads = all_gather_rows(new.contiguous()[None]).movedim(0, 2).flatten(2, 3)
+            cache[layer][sequence, place] = heads
+        if tokens > 1:  # the prompt, which no token precedes
+            heads = (each.transpose(1, 2) for each in (q, k, v))
+            out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2)
+        lens = self.kv_offset + 1
+        out, _ = sp_decode_attn(
+            q.contiguous(), self.k[layer], self.v[layer], lens, self.ctx, interleave=1,
+            shard_output=True,
+        )  # fmt: skip
+        return out
+
+
 class Server:
     """A parallelized model, with its cache and current tokens."""
 
-    def __init__(self, model: Llama, ranks: TensorParallel, batch: int, most: int) -> None:
+    def __init__(
+        self, model: Llama, ranks: TensorParallel, batch: int, most: int, shards_tokens: bool
+    ) -> None:
         self.model, config = model, model.config
         dtype = model.lm_head.weight.dtype
         self.cos_sin = _set_cos_sin_cache(model.model.rotary_emb.inv_freq, most)
-        self.cache = KV_Cache(
-            config.num_hidden_layers, batch, most, config.num_key_value_heads, config.head_dim,
-            dtype, ranks.num_ranks,
-        )  # fmt: skip
+        self.cache: Any
+        if shards_tokens:
+            self.cache = ShardedCache(config, batch, most, dtype, ranks.device)
+        else:
+            self.cache = KV_Cache(
+                config.num_hidden_layers, batch, most, config.num_key_value_heads, config.head_dim,
+                dtype, ranks.num_ranks,
+            )  # fmt: skip
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=ranks.device)
 
     def step(self) -> None:
@@ -128,6 +181,7 @@ def main() -> None:
     parser.add_argument(
         "--fp8", nargs="?", const="row", choices=("row", "block"), help="scales of fp8 weights"
     )
+    parser.add_argument("--kv-shards", action="store_true", help="shard the cache by tokens")
     args = parser.parse_args()
 
     initialize_distributed()
@@ -139,7 +193,7 @@ def main() -> None:
         quantise_layers(model, args.fp8)
 
     with parallelize(model, max_M=args.batch * args.prompt) as ranks:
-        server = Server(model, ranks, args.batch, args.prompt + args.tokens + 1)
+        server = Server(model, ranks, args.batch, args.prompt + args.tokens + 1, args.kv_shards)
         server.token.copy_(server.next_token(prompts.to(ranks.device)))
         tokens = [server.token.clone()]
         server.step()  # tune the shapes of a step before the capture
@@ -153,6 +207,8 @@ def main() -> None:
             tokens.append(server.token.clone())
         found = torch.cat(tokens, 1).cpu()
         del step  # delete the graph before the contexts that it uses
+        if args.kv_shards:
+            server.cache.ctx.finalize()
     if args.fp8:
         gap = check(found, stock, prompts)
         assert gap < 0.5, gap

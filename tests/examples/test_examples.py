@@ -23,6 +23,7 @@ PROGRAMS = {
     "train_llama --sp 2": (2, ["step 3: loss ", ", on one rank "]),
     "save_and_resume": (4, ["the resumed loss is equal; the stock model has 12 weights"]),
     "serve_llama": (2, [" sequences, as on one rank: [["]),
+    "serve_llama --kv-shards": (2, [" sequences, as on one rank: [["]),
     "serve_llama --fp8": (2, [" sequences, logits at most 0."]),
     "serve_llama --model tiny-moe --fp8 block": (2, [" sequences, logits at most 0."]),
     "model_folder": (1, [": 1 layers of tiny, "]),
@@ -31,6 +32,11 @@ PROGRAMS = {
     "own_search": (1, ["optuna "]),
     "model_step": (2, ["step 2: loss ", "2 ranks agree on "]),
 }
+
+ONLY_ON_GPUS = (
+    "model_step", "serve_llama --fp8", "serve_llama --kv-shards", "train_llama --sp 2",
+)  # fmt: skip
+"""Programs that take too long for CPU ranks."""
 
 
 def run(name, spawn_ranks, device):
@@ -45,14 +51,7 @@ def run(name, spawn_ranks, device):
         assert line.format(device=device) in printed[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in PROGRAMS
-        if name not in ("model_step", "serve_llama --fp8", "train_llama --sp 2")
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ONLY_ON_GPUS])
 def test_example_runs(name, spawn_ranks):
     run(name, spawn_ranks, "cpu")
 

@@ -322,8 +322,16 @@ class TP_Attn(TensorParallelLayer):
 
         Shapes depend only on the cache's maximum, so one CUDA graph serves all positions.
         """
+        cos, sin = (
+            torch.cat([half, half], -1).unsqueeze(-2)
+            for half in cos_sin_cache[position_ids].chunk(2, -1)
+        )
+        tokens = position_ids.shape[1]
+        if hasattr(kv_cache, "attend"):
+            attend_layer = partial(kv_cache.attend, layer_idx)
+            return self._run(x, ranks, sequence_parallel, tokens, cos, sin, attend_layer)
         k_cache, v_cache, offset = kv_cache.update_kv_cache(None, None, layer_idx)
-        most, tokens = k_cache.shape[1], position_ids.shape[1]
+        most = k_cache.shape[1]
         if k_cache.shape[2] != self.num_kv_heads:
             expected = f"{self.num_kv_heads}, the heads of this rank"
             raise self._invalid("heads of kv_cache", k_cache.shape[2], expected)
@@ -334,10 +342,6 @@ class TP_Attn(TensorParallelLayer):
         if batch > k_cache.shape[0]:
             expected = f"at most the cache's batch_size = {k_cache.shape[0]}"
             raise self._invalid("batch", batch, expected)
-        cos, sin = (
-            torch.cat([half, half], -1).unsqueeze(-2)
-            for half in cos_sin_cache[position_ids].chunk(2, -1)
-        )
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             at = offset[:batch, None] + torch.arange(tokens, device=x.device)
@@ -372,7 +376,9 @@ class TP_Attn(TensorParallelLayer):
             x: [batch, tokens, hidden].
             position_ids: [batch or 1, tokens], of the whole batch.
             cos_sin_cache: [positions, head_dim] from ``_set_cos_sin_cache``.
-            kv_cache: ``triton_dist.models.kv_cache.KV_Cache`` or an equivalent object.
+            kv_cache: ``triton_dist.models.kv_cache.KV_Cache`` or an equivalent object; or an object
+                whose ``attend(layer_idx, q, k, v)`` returns the attention of this rank's heads,
+                [batch, tokens, heads, head_dim].
             layer_idx: index of the layer in the cache.
         """
         return self._with_cache(
