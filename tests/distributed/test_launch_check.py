@@ -126,6 +126,7 @@ def test_allreduce_checks(run_script):
     options = (
         "--stress", "--verify_shapes", "2", "--verify_hang", "6", "--iters", "1", "--no-autotune",
         "--dtype", "fp32", "--alignment", "1", "--method", "two_shot", "--seed", "3", "--debug",
+        "--simulate_straggler",
     )  # fmt: skip
     assert "✅ check passed: 2 ranks, cpu" in run_script("test_allreduce.py", *options)
 

@@ -44,8 +44,9 @@ NOT_RUN = {
     r"(bash scripts/launch\.sh|scripts/python)( --\S+)* examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
     r"bash scripts/launch\.sh test_ep_a2a\.py": "test_ep_ll_a2a.py runs its functions",
-    r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$":
-        "tests/distributed/test_launch_check.py runs it",
+    r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$|"
+    r"bash scripts/launch\.sh test_allreduce\.py --case check ":
+        "tests/distributed/test_launch_check.py runs it, the all-reduce with fewer sizes",
 }  # fmt: skip
 # Lines that others are printed among, by a part of the command.
 SHOWN = {

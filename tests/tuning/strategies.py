@@ -23,7 +23,7 @@ from triton_dist._tuning.values import (
 from triton_dist._tuning.values.outcome import FAILURE_KINDS
 
 # A loaded machine is slow now and then: no test is about how long an example takes.
-settings.register_profile("triton_dist", deadline=None, max_examples=50)
+settings.register_profile("triton_dist", deadline=None, max_examples=30)
 settings.load_profile("triton_dist")
 
 
