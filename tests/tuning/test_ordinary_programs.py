@@ -587,6 +587,15 @@ import sys; sys.modules.setdefault("program", sys.modules[__name__])
 def helper(x): return 0
 return helper(x)
 import elsewhere
+=== a helper that another module replaces by a function of this module
+import program
+program.helper = program.fast
+---
+import sys; sys.modules.setdefault("program", sys.modules[__name__])
+def helper(x): return 0
+def fast(x): return VALUE
+return helper(x)
+import elsewhere
 === an expression of literals
 A = VALUE
 SIZE = 2 * A

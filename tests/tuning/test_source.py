@@ -141,6 +141,14 @@ def test_an_installed_package_is_followed_if_the_function_is_of_it(install, tmp_
     assert "helper" not in names_of([lambda x: helper(x)])
 
 
+def test_a_script_in_an_installed_package_is_followed(tmp_path, imported, monkeypatch):
+    """``python package/script.py`` gives the module another name than its package."""
+    module = imported(target(tmp_path), "installed_ops")
+    monkeypatch.setitem(sys.modules, "script", module)
+    module.op.__module__ = "script"
+    assert set(all_of([module.op])) == {"op", "helper"}
+
+
 def test_another_version_of_a_library_is_seen(tmp_path, imported):
     folder = site_packages(tmp_path)
     module = imported(folder, "installed_ops")
@@ -194,6 +202,15 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(
     assert edited != as_imported  # but a later process does not take it for either file
     path.write_text("def op(x):\n    return x + 2\n")
     assert all_of([imported(tmp_path, "edited_ops").op]) != edited
+
+
+def test_a_module_whose_asserts_pytest_rewrites_is_followed(tmp_path, imported):
+    path = tmp_path / "rewritten_ops.py"
+    path.write_text("TABLE = [1]\ndef op(x): return TABLE\ndef check(x): assert x\n")
+    module = imported(tmp_path, "rewritten_ops")
+    exec(compile("\n\ndef check(x): return x", str(path), "exec"), vars(module))
+    module.__loader__ = type("Hook", (), {"__module__": "_pytest.assertion.rewrite"})()
+    assert set(source_of([module.op]).digests) == {"op", "TABLE"}
 
 
 def test_a_module_in_a_zip_archive_is_followed(tmp_path, imported):

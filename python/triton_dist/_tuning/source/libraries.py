@@ -40,6 +40,7 @@ class Libraries:
         if "__main__" in names:  # ``python -m package.module`` names the module so
             names.add(getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", ""))
         self._own = {_OWN} | {name.partition(".")[0] for name in names}
+        self._own_files = {_file_of(name) for name in names} - {""}
         self.has_module = functools.cache(self._has_module)
         self._has_file = functools.cache(self._is_installed)
 
@@ -64,6 +65,8 @@ class Libraries:
             return None
 
     def _is_installed(self, file: str) -> bool:
+        if file in self._own_files:
+            return False
         installed = [_top(each) for each in _INSTALLED.split(file)[1:]]
         for folder in () if installed else filter(None, map(str, sys.path)):
             # ``pip install --target`` installs into any folder, which may contain programs too.
