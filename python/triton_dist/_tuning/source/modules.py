@@ -300,9 +300,10 @@ class File:
 
         For ``module.name``, return those that assign it, a part of it, or what it is a part of.
         """
-        if "." not in name:
+        parts = name.split(".")
+        if len(parts) == 1:
             return self._by_name.get(name, [])
-        return [x for place, x in self._dotted if all(map(operator.eq, place, name.split(".")))]
+        return [x for place, x in self._dotted if all(map(operator.eq, place, parts))]
 
     def has(self, code: types.CodeType) -> bool:
         """Return whether the file compiles to ``code``: it was not edited after the import."""

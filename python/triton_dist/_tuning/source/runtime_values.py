@@ -209,6 +209,8 @@ def function_in(value: Any) -> types.FunctionType | None:
     for _ in range(_MAX_DEPTH):
         if value is None or isinstance(value, types.FunctionType):
             return value
+        if isinstance(value, _NEVER_WRAPPERS):  # saves the time of a generator
+            return None
         value = next(wrapped_objects(value), None)
     return None
 

@@ -373,11 +373,11 @@ class Slice:
         if type(value).__name__ == "constexpr":
             value = value.value
             nodes = [next(iter(getattr(each, "args", ())), _UNKNOWN) for each in nodes]
-        kinds = {type(part) for node in nodes for part in ast.walk(node)}
         text = text_of(value) if is_marked or not isinstance(value, CONTAINERS) else None
         if text is None:
             return
         source, unique = self.source, self._unique(name, scope)
+        kinds = {type(part) for node in nodes for part in ast.walk(node)}
         if (id(scope), name) in self._set_at_run_time:
             source.uncounted[unique] = "it changes as the program runs"
         elif is_marked:
