@@ -39,6 +39,16 @@ def of_one_process(
     return y
 
 
+def check(found: list[Any], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Compare elements in fp32; norms in 16 bits, where sums of many addends cancel."""
+    if dtype is torch.float32:
+        same(found, wanted)
+        return
+    for one, other in zip(found, wanted, strict=True):
+        difference = (one.float() - other).norm()
+        assert difference <= 2e-2 * other.norm() + 1e-6, (one.shape, float(difference))
+
+
 def random_routings(seed: int, rounds: int, dtype: torch.dtype = torch.float32) -> int:
     """Compare results and gradients with one process; return the number of checked tensors.
 
@@ -47,7 +57,6 @@ def random_routings(seed: int, rounds: int, dtype: torch.dtype = torch.float32) 
     rank, size, device = dist.get_rank(), dist.get_world_size(), current_device().torch_device
     shared, count, limit = random.Random(seed), 0, 9
     own = EXPERTS // size
-    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
     with TensorParallel(limit * size) as ranks:
         for number in range(rounds):
             topk = shared.choice([1, 2, 4])
@@ -83,11 +92,11 @@ def random_routings(seed: int, rounds: int, dtype: torch.dtype = torch.float32) 
                     keep_gathered=keep,
                 )  # fmt: skip
                 (y * weights[mine].to(dtype)).sum().backward()
-                same([y, *(each.grad for each in leaves)], expected, tolerance)
+                check([y, *(each.grad for each in leaves)], expected, dtype)
                 count += len(expected)
             with torch.no_grad():
                 y = ep_experts(local[0], ids[mine], *local[1:], ranks, 7)
-            same([y], expected[:1], tolerance)
+            check([y], expected[:1], dtype)
     return count
 
 

@@ -51,6 +51,7 @@ TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 EXPERT_PARALLEL = ("tests/distributed/test_ep.py",)
 SP_ATTENTION = ("tests/distributed/test_sp_attention.py",)
+EP_LAYERS = ("tests/layers/test_ep_moe.py",)
 ULYSSES = ("tests/distributed/test_ulysses.py",)
 DECODE_ATTENTION = ("tests/distributed/test_decode_attention.py",)
 STORE = ("tests/tuning/test_store.py",)
@@ -181,6 +182,41 @@ MUTANTS = (
         "clear(shards[peer], line, in_row)",
         "pass",
         DECODE_ATTENTION,
+    ),
+    Mutant(
+        "expert-parallel layers: an expert's tiles begin at its first position",
+        "kernels/common/moe/sorted_rows.py",
+        "low = tl.sum(tl.where(lane == expert, begin, 0), 0)",
+        "low = tl.sum(tl.where(lane == expert, begin, 0), 0) * 0",
+        EP_LAYERS,
+    ),
+    Mutant(
+        "expert-parallel layers: the gradient of a product has the weight of its choice",
+        "kernels/common/moe/activation.py",
+        "            grad *= weight\n",
+        "",
+        EP_LAYERS,
+    ),
+    Mutant(
+        "expert-parallel layers: gradients of routing weights return to the token's rank",
+        "layers/nvidia/expert_parallel.py",
+        "group.reduce_scatter(of_routes)",
+        "of_routes",
+        EP_LAYERS,
+    ),
+    Mutant(
+        "expert-parallel layers: kept tokens are not those of a later dispatch",
+        "layers/nvidia/expert_parallel.py",
+        "replace(received, rows=rows).expanded()",
+        "received.expanded()",
+        EP_LAYERS,
+    ),
+    Mutant(
+        "expert-parallel layers: experts are chosen from the best groups",
+        "layers/nvidia/tp_moe.py",
+        'order.masked_fill(~is_chosen[..., None], float("-inf"))',
+        "order",
+        EP_LAYERS,
     ),
     Mutant(
         "fp8: long sums are promoted to fp32",

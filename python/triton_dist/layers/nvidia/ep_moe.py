@@ -169,8 +169,7 @@ class EP_MoE(TP_MoE):
         )  # fmt: skip
 
     def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        local, own = ids - self.rank * len(self.gate_up_proj), len(self.gate_up_proj)
-        return torch.where((local >= 0) & (local < own), local, -1)
+        return ids - self.rank * (self.num_experts // self.world_size)
 
     def _start_shared(self, rows: torch.Tensor, out: list[torch.Tensor]) -> Any:
         """Append the result of the shared experts to ``out``, on a second stream.

@@ -65,23 +65,32 @@ def is_silu(function: object) -> bool:
 
 @torch.library.custom_op("triton_dist::quantise", mutates_args=())
 def quantise(
-    x: torch.Tensor, is_block: bool, silu_mul: bool, static_scale: torch.Tensor | None = None
+    x: torch.Tensor,
+    is_block: bool,
+    silu_mul: bool,
+    static_scale: torch.Tensor | None = None,
+    used_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [rows, K] in fp8, and its scales in the layout of the GEMMs.
 
     With ``silu_mul``, x is [rows, 2 * K], and silu(left half) * right half is quantised. Of
-    several elements of ``static_scale``, the largest is used.
+    several elements of ``static_scale``, the largest is used. ``used_rows``, int32, is the number
+    of rows to quantise; default: all.
     """
     out, scale = _quantised(x, is_block, silu_mul, static_scale)
     if len(out):
         x = x if x.stride(1) == 1 else x.contiguous()
-        quantisation(x, out, scale, silu_mul, static_scale).run()
+        quantisation(x, out, scale, silu_mul, static_scale, used_rows).run()
     return out, scale
 
 
 @quantise.register_fake
 def _quantised(
-    x: torch.Tensor, is_block: bool, silu_mul: bool, static_scale: torch.Tensor | None = None
+    x: torch.Tensor,
+    is_block: bool,
+    silu_mul: bool,
+    static_scale: torch.Tensor | None = None,
+    used_rows: torch.Tensor | None = None,
 ) -> Any:
     """Return memory for the results of ``quantise``."""
     rows, K = len(x), x.shape[1] // (2 if silu_mul else 1)

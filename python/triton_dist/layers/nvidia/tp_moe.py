@@ -235,7 +235,7 @@ class TP_MoE(TokenLayer):
         return self._products(rows, ids, scales, ranks, sequence_parallel).view(x.shape)
 
     def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the index of each expert among this rank's experts; -1 for other experts."""
+        """Return the index of each expert among this rank's; out of range for other experts."""
         return ids
 
     def _products(

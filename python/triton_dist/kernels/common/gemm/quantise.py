@@ -27,6 +27,7 @@ def kernel_quantise(
     stride_sk,
     static_scale_ptr,
     num_static_scales,
+    used_rows_ptr,
     SILU_MUL: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
@@ -37,8 +38,10 @@ def kernel_quantise(
     out: [rows, columns]. With SILU_MUL, x has twice the columns, and out is
     silu(left half) * right half. If ``static_scale_ptr`` is not ``None``, the largest of its
     numbers is the scale of all elements. STATIC_SCALES: ``num_static_scales``, rounded up to a
-    power of two.
+    power of two. If ``used_rows_ptr`` is not ``None``, rows from the number there on are skipped.
     """
+    if used_rows_ptr is not None:
+        rows = tl.load(used_rows_ptr)
     row = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
     column = tl.program_id(1) * BLOCK_SIZE_K + tl.arange(0, BLOCK_SIZE_K)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -68,6 +71,7 @@ def quantisation(
     scale: torch.Tensor,
     silu_mul: bool,
     static_scale: torch.Tensor | None = None,
+    used_rows: torch.Tensor | None = None,
 ) -> Launch:
     """Return the launch that quantises x to ``out`` [rows, K].
 
@@ -78,6 +82,7 @@ def quantisation(
         scale: result, [rows], or [rows, K / 128] with strides (1, rows); [1] with a static scale.
         static_scale: known before the call; if it has several elements, the largest is used.
             Quotients beyond the range of fp8 become its largest number.
+        used_rows: int32, number of rows to quantise; default: all.
     """
     rows, K = out.shape
     num_static_scales = 0 if static_scale is None else static_scale.numel()
@@ -98,6 +103,7 @@ def quantisation(
             rows,
             static_scale,
             num_static_scales,
+            used_rows,
         ),
         {
             "SILU_MUL": silu_mul,
