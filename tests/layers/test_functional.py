@@ -69,7 +69,7 @@ def test_torchs_checks_of_custom_ops():
         "moe_reduce_rs": (leaf(8, 3), W, IDS, scales, ranks.name),
         "moe_reduce_ar": (leaf(8, 3), W, IDS, scales, ranks.name),
         "expert_sums": (A.detach(), torch.randn(8, 2), IDS, 3),
-        "ep_experts": (A, IDS.clamp(min=0), scales, W, leaf(3, 1, 3), name, 4, True),
+        "ep_experts": (A, IDS.clamp(min=0), scales, W, leaf(3, 1, 3), name, 4, False, True),
     }
     for op, arguments in calls.items():
         found = torch.library.opcheck(getattr(ops, op).default, arguments)

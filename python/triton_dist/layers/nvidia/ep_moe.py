@@ -33,6 +33,9 @@ class EP_MoE(TP_MoE):
     Shared experts are kept whole on each rank as ``shared_experts``, the stock module. On a GPU
     they run on a second stream while tokens travel.
 
+    With ``exact_sizes``, the host reads the number of received tokens, and memory is allocated for
+    them instead of the worst routing. The call then cannot be captured in a CUDA graph.
+
     Attributes:
         gate_up_proj: [E / ranks, hidden, 2 * I].
         down_proj: [E / ranks, I, hidden].
@@ -46,12 +49,13 @@ class EP_MoE(TP_MoE):
         autotune: bool = True,
         *,
         sequence_parallel: bool = True,
+        exact_sizes: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(
             rank, world_size, group, autotune, sequence_parallel=sequence_parallel, **options
         )
-        self._shared_name = ""
+        self._shared_name, self.exact_sizes = "", exact_sizes
 
     def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
         """Copy this rank's experts of an MoE module, see ``TP_MoE``.
@@ -157,7 +161,7 @@ class EP_MoE(TP_MoE):
         if self.scales is None:
             return ep_experts(
                 rows, ids, scales, self.gate_up_proj, self.down_proj, ranks, max_tokens,
-                keep_gathered=self.keep_gathered,
+                keep_gathered=self.keep_gathered, exact_sizes=self.exact_sizes,
             )  # fmt: skip
         self._check_inference(rows)
         names = "gate_up_proj", "down_proj"
@@ -166,6 +170,7 @@ class EP_MoE(TP_MoE):
         return ep_experts_fp8(  # type: ignore[no-any-return]
             rows.contiguous(), ids, scales, weights, [each for each in static if each is not None],
             self.scales.is_block, ranks.name, max_tokens,
+            self.exact_sizes and not torch.compiler.is_compiling(),
         )  # fmt: skip
 
     def _own_ids(self, ids: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.scales import blocks
 from triton_dist.kernels.common.moe.activation import silu_mul, silu_mul_backward
+from triton_dist.kernels.common.moe.positions import Positions
 from triton_dist.kernels.nvidia import grouped_gemm
 from triton_dist.kernels.nvidia.expert_parallel import Received
 from triton_dist.layers.nvidia.experts import sums_of_sorted_rows
@@ -46,11 +47,12 @@ def ep_experts(
     max_tokens: int,
     *,
     keep_gathered: bool = False,
+    exact_sizes: bool = False,
 ) -> torch.Tensor:
     """Return the weighted sum over experts of ``(silu(x @ gate) * (x @ up)) @ down``. Collective.
 
-    Differentiable. The host does not wait, except for the gradients of weights if torch has no
-    native grouped GEMM.
+    Differentiable. The host does not wait, except with ``exact_sizes``, and for the gradients of
+    weights if torch has no native grouped GEMM.
 
     Args:
         x: [tokens, hidden], tokens of this rank, also 0; fp16, bf16 or fp32.
@@ -62,6 +64,9 @@ def ep_experts(
         max_tokens: largest number of tokens of any rank, equal on all ranks.
         keep_gathered: keep the received tokens and the first products for the backward, instead
             of sending the tokens again and multiplying again.
+        exact_sizes: read the number of received routes on the host, and allocate memory for them
+            instead of the worst routing, ``ranks * max_tokens * topk``. Cannot be captured in a
+            CUDA graph. Ignored in ``torch.compile``.
 
     Returns:
         [tokens, hidden].
@@ -78,10 +83,11 @@ def ep_experts(
         raise InvalidArgument("ep_experts", "shapes of gate_up and down", shapes, expected)
     check_operand("ep_experts", "x", x, gate_up[0], ranks)
     operands = x.contiguous(), ids.contiguous(), scales.contiguous(), gate_up, down
+    exact = exact_sizes and not torch.compiler.is_compiling()
     if is_eager_inference(*operands):
-        return _forward(*operands, ranks, max_tokens)[0]
+        return _forward(*operands, ranks, max_tokens, exact)[0]
     keeps = keep_gathered and torch.is_grad_enabled()
-    out, _, _ = torch.ops.triton_dist.ep_experts(*operands, ranks.name, max_tokens, keeps)
+    out, _, _ = torch.ops.triton_dist.ep_experts(*operands, ranks.name, max_tokens, exact, keeps)
     return out  # type: ignore[no-any-return]
 
 
@@ -93,10 +99,11 @@ def _forward(
     down: torch.Tensor,
     ranks: Any,
     max_tokens: int,
+    exact: bool,
     keeps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     received = _dispatch(x, ids, scales, gate_up, ranks, max_tokens)
-    positions = received.positions
+    positions = _positions(received, exact)
     if keeps:
         rows = received.rows.clone()
         products = grouped_gemm(received.rows, gate_up, positions)
@@ -121,6 +128,11 @@ def _dispatch(
     return received
 
 
+def _positions(received: Received, exact: bool) -> Positions:
+    positions = received.positions
+    return positions.limited(received.num_positions()) if exact else positions
+
+
 @torch.library.custom_op("triton_dist::ep_experts", mutates_args=())
 def _ep_experts(
     x: torch.Tensor,
@@ -130,14 +142,15 @@ def _ep_experts(
     down: torch.Tensor,
     ranks: str,
     max_tokens: int,
+    exact: bool,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, ids, scales, gate_up, down, ranks_by_name(ranks), max_tokens, keeps)
+    return _forward(x, ids, scales, gate_up, down, ranks_by_name(ranks), max_tokens, exact, keeps)
 
 
 @_ep_experts.register_fake
 def _(x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, ranks: str, max_tokens: int,
-      keeps: bool) -> Any:  # fmt: skip
+      exact: bool, keeps: bool) -> Any:  # fmt: skip
     rows = ranks_by_name(ranks).num_ranks * max_tokens
     if not keeps:
         return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
@@ -157,28 +170,36 @@ def _ep_experts_backward(
     products: torch.Tensor,
     ranks: str,
     max_tokens: int,
+    exact: bool,
     needs_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, scales, gate_up and down; the last two empty if not needed."""
     group: Any = ranks_by_name(ranks)
     tokens = None
+
+    def expanded(received: Received) -> torch.Tensor:
+        return received.expanded(x.new_empty(positions.number, x.shape[1]))[0]
+
     if not len(products):
         received = _dispatch(x, ids, scales, gate_up, group, max_tokens)
-        products = grouped_gemm(received.rows, gate_up, received.positions)
+        positions = _positions(received, exact)
+        products = grouped_gemm(received.rows, gate_up, positions)
         if needs_weights:  # before the next dispatch overwrites the rows
-            tokens, _ = received.expanded()
+            tokens = expanded(received)
     received = _dispatch(dy.contiguous(), ids, scales, gate_up, group, max_tokens)
-    positions, weights = received.positions, received.weights
-    assert weights is not None
+    # The ids are those of the forward, and so is the number of positions.
+    positions = received.positions.limited(len(products))
+    assert received.weights is not None
+    weights = received.weights[: positions.number]
     in_order = positions.of_sorted_rows()
     grads = grouped_gemm(received.rows, down.mT, positions)
     weighted, d_products, d_weights = silu_mul_backward(products, grads, weights, positions)
     d_gate_up, d_down = x.new_empty(0), x.new_empty(0)
     if needs_weights:
         if tokens is None:
-            tokens, _ = replace(received, rows=rows).expanded()
+            tokens = expanded(replace(received, rows=rows))
         d_gate_up = sums_of_sorted_rows(tokens, d_products, positions.ends)
-        d_down = sums_of_sorted_rows(weighted, received.expanded()[0], positions.ends)
+        d_down = sums_of_sorted_rows(weighted, expanded(received), positions.ends)
     places = received.position_of_route
     of_routes = torch.where(places >= 0, d_weights[places.clamp(min=0)], 0)
     d_scales = group.reduce_scatter(of_routes)[: len(x)].to(scales.dtype)
@@ -188,7 +209,7 @@ def _ep_experts_backward(
 
 @_ep_experts_backward.register_fake
 def _(dy: Any, x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, rows: Any, products: Any,
-      ranks: str, max_tokens: int, needs_weights: bool) -> Any:  # fmt: skip
+      ranks: str, max_tokens: int, exact: bool, needs_weights: bool) -> Any:  # fmt: skip
     grads = [torch.empty_like(each) for each in (x, scales)]
     for each in (gate_up, down):
         grads.append(each.new_empty(each.shape if needs_weights else 0))
@@ -196,7 +217,7 @@ def _(dy: Any, x: Any, ids: Any, scales: Any, gate_up: Any, down: Any, rows: Any
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.ranks, ctx.max_tokens, _ = inputs
+    *tensors, ctx.ranks, ctx.max_tokens, ctx.exact, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
@@ -204,15 +225,15 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 @once_differentiable
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
     if dy is None:
-        return (None,) * 8
+        return (None,) * 9
     needs = ctx.needs_input_grad
     grads = torch.ops.triton_dist.ep_experts_backward(
-        dy, *ctx.saved_tensors, ctx.ranks, ctx.max_tokens, needs[3] or needs[4]
+        dy, *ctx.saved_tensors, ctx.ranks, ctx.max_tokens, ctx.exact, needs[3] or needs[4]
     )
     dx, d_scales, d_gate_up, d_down = grads
     return (
         dx if needs[0] else None, None, d_scales if needs[2] else None,
-        d_gate_up if needs[3] else None, d_down if needs[4] else None, None, None, None,
+        d_gate_up if needs[3] else None, d_down if needs[4] else None, *(None,) * 4,
     )  # fmt: skip
 
 
@@ -229,11 +250,12 @@ def ep_experts_fp8(
     is_block: bool,
     ranks: str,
     max_tokens: int,
+    exact: bool,
 ) -> torch.Tensor:
     """Return ``ep_experts`` for fp8 weights. Tokens are quantised before they are sent.
 
     Args:
-        x, ids, scales, max_tokens: see ``ep_experts``.
+        x, ids, scales, max_tokens, exact: see ``ep_experts``.
         weights: gate_up and its scales, down and its scales.
         input_scales: static scales of the inputs of both products, or none.
         is_block: scales of blocks of 128, else of rows.
@@ -254,7 +276,7 @@ def ep_experts_fp8(
     A_scale = received.scales
     if not is_block:
         A_scale = A_scale[:, :1].contiguous() if static is None else static.max().view(1)
-    positions = received.positions
+    positions = _positions(received, exact)
     products = grouped_gemm(
         received.rows, gate_up, positions, A_scale=A_scale, B_scale=gate_up_scale,
         out_dtype=x.dtype,
@@ -271,5 +293,5 @@ def ep_experts_fp8(
 
 @ep_experts_fp8.register_fake
 def _(x: Any, ids: Any, scales: Any, weights: Any, input_scales: Any, is_block: bool, ranks: str,
-      max_tokens: int) -> Any:  # fmt: skip
+      max_tokens: int, exact: bool) -> Any:  # fmt: skip
     return torch.empty_like(x)

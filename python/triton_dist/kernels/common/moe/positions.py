@@ -16,7 +16,7 @@ class Positions:
 
     Attributes:
         ends: int32 [E], end of the positions of each expert. Positions after the last are unused.
-        number: number of positions under the worst routing.
+        number: number of positions under the worst routing, or the number of used positions.
         rows: int32 [number], row of A of each position; ``None``: A has one row per position.
         tokens: largest number of tokens of a rank, for the tuning key.
         topk: choices of a token, for the tuning key.
@@ -27,6 +27,12 @@ class Positions:
     rows: torch.Tensor | None
     tokens: int
     topk: int
+
+    def limited(self, number: int) -> Positions:
+        """Return these positions if only ``number`` of them are used."""
+        number = max(number, 1)
+        rows = None if self.rows is None else self.rows[:number]
+        return Positions(self.ends, number, rows, self.tokens, self.topk)
 
     def of_sorted_rows(self) -> Positions:
         """Return these positions for an A that has one row per position."""
