@@ -207,8 +207,8 @@ MUTANTS = (
     Mutant(
         "expert-parallel layers: kept tokens are not those of a later dispatch",
         "layers/nvidia/expert_parallel.py",
-        "replace(received, rows=rows).expanded()",
-        "received.expanded()",
+        "expanded(replace(received, rows=rows))",
+        "expanded(received)",
         EP_LAYERS,
     ),
     Mutant(
