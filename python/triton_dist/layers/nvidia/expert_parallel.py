@@ -187,7 +187,7 @@ def _ep_experts_backward(
         if needs_weights:  # before the next dispatch overwrites the rows
             tokens = expanded(received)
     received = _dispatch(dy.contiguous(), ids, scales, gate_up, group, max_tokens)
-    # The ids are those of the forward, and so is the number of positions.
+    # The first dispatch had equal ids, so it had the same number of positions.
     positions = received.positions.limited(len(products))
     assert received.weights is not None
     weights = received.weights[: positions.number]
