@@ -3,32 +3,57 @@
     scripts/python benchmarks/bench_fp8.py
     scripts/python benchmarks/bench_fp8.py --shapes 256,14336,8192 --kinds row block
 
+    scripts/python benchmarks/bench_fp8.py --models "Mixtral 8x7B" --tokens 64 8192 --kinds block
+
 Each kind of scales is measured with each tile config. Calls write memory that holds NaN, and are
 checked against the fp64 product of the dequantised operands. Then they are timed in CUDA graphs,
 interleaved, with a cold L2 cache. A ratio is the library's time divided by ours.
+
+With ``--models``, both products of MoE layers are measured instead, by ``grouped_gemm``. Its time
+includes routing. The library is ``scaled_grouped_mm`` alone, of rows that are sorted already; "with
+copies" includes routing. torch has no block scales for it: row-wise scales replace them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm.scales import Recipe, Scaling, library_matmul
 from triton_dist.kernels.common.gemm.spaces import fits_gemm, tile_shapes
-from triton_dist.kernels.nvidia import matmul
+from triton_dist.kernels.common.moe.spaces import fits_grouped, grouped_tiles
+from triton_dist.kernels.nvidia import grouped_gemm, matmul
 from triton_dist.kernels.nvidia.gemm.op import matmul_configs
+from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.opinfo.base import uniform
-from triton_dist.testing.opinfo.scaled import new_scales
+from triton_dist.testing.opinfo.moe import (
+    FIRST_PRODUCTS,
+    SECOND_PRODUCTS,
+    GroupedShape,
+    even_ids,
+)
+from triton_dist.testing.opinfo.scaled import (
+    by_row,
+    library_product,
+    new_scales,
+    of_expert,
+    rows_of,
+)
 from triton_dist.testing.timing import captured, interleaved
 
+TOKENS = (64, 512, 2048, 8192)
+_CHECKED_ROUTES = 256
 SHAPES = ("8192,14848,8192", "2048,14336,8192", "256,14336,8192")
 KINDS = {
     "row": ("row", False),
@@ -37,7 +62,7 @@ KINDS = {
     "block": ("block", False),
 }
 # Tiles that the prune function drops because they spill a few registers.
-_SPILLING = ((128, 256, 8, 3), (256, 128, 8, 3))
+_SPILLING = ("128x256x8x3", "256x128x8x3", "ws 128x256x8x3", "ws 128x256x8x4 sub")
 
 
 def configs(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, spilling: bool) -> dict[str, Any]:
@@ -46,24 +71,31 @@ def configs(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, spilling: bool) 
     space = [each["gemm_config"] for each in matmul_configs() if each["persistent"]]
     found = {}
     for tiles in tile_shapes([each for each in space if each is not None]):
-        kwargs = tiles.kwargs
-        shape = (kwargs["BLOCK_SIZE_M"], kwargs["BLOCK_SIZE_N"], tiles.num_warps, tiles.num_stages)
-        specialized = kwargs.get("WARP_SPECIALIZED", False)
-        fits = fits_gemm({"gemm_config": tiles}, A, B, **options)
-        if fits or (spilling and shape in _SPILLING and not specialized):
-            name = "ws " * bool(specialized) + "x".join(map(str, shape))
-            found[name + " sub" * bool(kwargs.get("EPILOGUE_SUBTILE"))] = tiles
+        name = tiles_name(tiles)
+        if fits_gemm({"gemm_config": tiles}, A, B, **options) or (spilling and name in _SPILLING):
+            found[name] = tiles
     return found
 
 
 def checked(
-    call: Callable[[], torch.Tensor], expected: torch.Tensor, magnitudes: torch.Tensor
+    call: Callable[[], torch.Tensor],
+    expected: torch.Tensor,
+    magnitudes: torch.Tensor,
+    output: Sequence[int] | None = None,
 ) -> float:
     """Return the largest error of a call relative to the sum of magnitudes of its products."""
-    poison = torch.full_like(expected, float("nan"), dtype=torch.bfloat16)
+    shape = tuple(output or expected.shape)
+    poison = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=expected.device)
     del poison  # the allocator reuses this block for the output
     error = (call().double() - expected).abs() / magnitudes
     return float(error.nan_to_num(nan=float("inf")).max())
+
+
+def tiles_name(tiles: triton.Config) -> str:
+    kwargs = tiles.kwargs
+    shape = (kwargs["BLOCK_SIZE_M"], kwargs["BLOCK_SIZE_N"], tiles.num_warps, tiles.num_stages)
+    name = "ws " * kwargs.get("WARP_SPECIALIZED", False) + "x".join(map(str, shape))
+    return name + " sub" * kwargs.get("EPILOGUE_SUBTILE", False)
 
 
 def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dict[str, Any]:
@@ -84,10 +116,72 @@ def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dic
     }
     for name, tiles in configs(A, B, scaling, spilling).items():
         calls[name] = functools.partial(matmul.fn, A, B, tiles, True, **scaling._asdict())
+    result = timed(calls, lambda call: checked(call, expected, magnitudes), rounds)
+    return {"shape": shape, "kind": kind, **result}
+
+
+def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "") -> dict[str, Any]:
+    """Measure a grouped product with one row of A per token, or per route if K is the ffn size."""
+    M, N, K, E, topk = shape.M, shape.N, shape.K, shape.E, shape.topk
+    recipe, fast = KINDS[kind]
+    device = current_device().torch_device
+    generator = torch.Generator(device).manual_seed(M + N + K)
+    rows = M if N > K else M * topk
+    A, B = (uniform(sizes, torch.float8_e4m3fn, generator) for sizes in ((rows, K), (E, N, K)))
+    B = B.mT
+    ids = even_ids(M, E, topk, device, generator)
+    scales = new_scales(A, B, Recipe(recipe), generator)
+    scales["A_scale"].uniform_(0.5, 1, generator=generator)
+    options = {**scales, "use_fast_accum": fast}
+    order = ids.flatten().argsort(stable=True)
+    ends = torch.bincount(ids.flatten(), minlength=E).cumsum(0).int()
+    of_library = by_row(A, B, scales)
+    order_of_rows = order // (M * topk // rows)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "library": library_product(A, B, ends, order_of_rows, scales),
+        "with copies": functools.partial(
+            grouped_gemm.fn, A, B, ids, algorithm="library", **of_library
+        ),
+    }
+    key = GroupedKey.of(A, B, ids, **options)
+    for tiles in tile_shapes(grouped_tiles()):
+        if fits_grouped({"gemm_config": tiles}, A.dtype, E, N, M, topk, key):
+            name = f"{tiles_name(tiles)} p{tiles.kwargs['PROGRAMS']}"
+            if re.search(only, name):
+                call = functools.partial(grouped_gemm.fn, A, B, ids, **options)
+                calls[name] = functools.partial(call, gemm_config=tiles)
+    # Check some routes: the fp64 product of all would take longer than the measurement.
+    chosen = torch.randperm(M * topk, generator=generator, device=device)[:_CHECKED_ROUTES]
+    expected = torch.empty(len(chosen), N, dtype=torch.float64, device=device)
+    magnitudes = torch.empty_like(expected)
+    experts = ids.flatten()[chosen]
+    for expert in experts.unique().tolist():
+        of_expert_rows = chosen[experts == expert] // (M * topk // rows)
+        each = of_expert(scales, of_expert_rows, expert)
+        a = rows_of(A, of_expert_rows)
+        a, b = Scaling(**each).dequantised(a, B[expert], torch.float64)
+        expected[experts == expert], magnitudes[experts == expert] = a @ b, a.abs() @ b.abs()
+
+    def error(call: Callable[[], torch.Tensor]) -> float:
+        return checked(lambda: call()[chosen], expected, magnitudes, (M * topk, N))
+
+    # "library" sorts its rows by expert.
+    unchecked = ("library", "with copies") if recipe == "block" else ("library",)
+    result = timed(calls, error, rounds, unchecked)
+    return {"shape": (M, N, K, E), "topk": topk, "kind": kind, **result}
+
+
+def timed(
+    calls: dict[str, Callable[[], torch.Tensor]],
+    error: Callable[[Callable[[], torch.Tensor]], float],
+    rounds: int,
+    unchecked: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the median times of the calls, their errors, and what failed."""
     errors, failed = {}, {}
     for name, call in list(calls.items()):
         try:
-            errors[name] = checked(call, expected, magnitudes)
+            errors[name] = 0.0 if name in unchecked else error(call)
         except (CandidateFailed, RuntimeError, triton_error()) as failure:
             failed[name] = f"{type(failure).__name__}: {failure}"[:200]
             del calls[name]
@@ -96,10 +190,9 @@ def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dic
         if not errors[name] <= max(2 * errors.get("library", 0.0), 2**-8):
             failed[name] = f"wrong: error {errors[name]:.1e} of the sum of magnitudes"
             del calls[name]
-    del expected, magnitudes
     times = interleaved({name: captured(call) for name, call in calls.items()}, rounds=rounds)
     found = {name: samples.median for name, samples in times.items()}
-    return {"shape": shape, "kind": kind, "ms": found, "errors": errors, "failed": failed}
+    return {"ms": found, "errors": errors, "failed": failed}
 
 
 def triton_error() -> type[Exception]:
@@ -110,11 +203,12 @@ def triton_error() -> type[Exception]:
 
 
 def show(result: dict[str, Any]) -> None:
-    M, N, K = result["shape"]
+    M, N, K = result["shape"][:3]
     ms = dict(result["ms"])
     library = ms.pop("library", float("nan"))
-    flops = 2 * M * N * K / 1e9
-    print(f"{M}x{N}x{K} {result['kind']}: library {flops / library:.0f} TFLOP/s,"
+    flops = 2 * M * N * K * result.get("topk", 1) / 1e9
+    name = "x".join(map(str, result["shape"]))
+    print(f"{name} {result['kind']}: library {flops / library:.0f} TFLOP/s,"
           f" error {result['errors'].get('library', float('nan')):.1e}")  # fmt: skip
     for name, each in sorted(ms.items(), key=lambda item: item[1]):
         print(f"  {name:24s} {flops / each:6.0f} TFLOP/s  error {result['errors'][name]:.1e}"
@@ -127,15 +221,27 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description="fp8 matmul and torch's scaled_mm.")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="M,N,K")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--models", nargs="+", default=(), choices=FIRST_PRODUCTS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="with --models")
+    parser.add_argument("--only", default="", help="regular expression of tiles, with --models")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--spilling", action="store_true", help="also tiles that spill a little")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     results = []
+    products = [
+        dataclasses.replace(product[model], M=tokens)
+        for model in options.models
+        for product in (FIRST_PRODUCTS, SECOND_PRODUCTS)
+        for tokens in options.tokens
+    ]
     for kind in options.kinds:
-        for text in options.shapes:
-            shape = [int(each) for each in text.split(",")]
-            results.append(measure(shape, kind, options.rounds, options.spilling))
+        for shape in products or options.shapes:
+            if isinstance(shape, GroupedShape):
+                results.append(measure_grouped(shape, kind, options.rounds, options.only))
+            else:
+                sizes = [int(each) for each in shape.split(",")]
+                results.append(measure(sizes, kind, options.rounds, options.spilling))
             show(results[-1])
             if options.json:
                 options.json.write_text(json.dumps(results))

@@ -8,27 +8,43 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.compile.scattered import assert_fits, compile_launch, matrix, quick, words
+from tests.compile.scattered import (
+    ACQUIRE,
+    WGMMA,
+    assert_fits,
+    compile_launch,
+    matrix,
+    quick,
+    words,
+)
 from tests.compile.test_scaled_gemm_kernels import FP8_WGMMA
 from triton_dist.kernels.common.gemm.quantise import quantisation
-from triton_dist.kernels.common.gemm.scales import Scaling, blocks
+from triton_dist.kernels.common.gemm.scales import ScaledKey, Scaling, blocks
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.scales import OperandScales, packed_form, unpacked
-from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, fits_scaled
+from triton_dist.kernels.common.moe.spaces import (
+    GROUPED_TILES,
+    WARP_SPECIALIZED_GROUPED_TILES,
+    fits_grouped,
+    fits_scaled,
+    grouped_tiles,
+)
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS
+from triton_dist.kernels.nvidia.allgather_group_gemm.algorithms import consumer
+from triton_dist.kernels.nvidia.grouped_gemm.algorithms import GroupedKey
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.compile_only import compile_only
 
 TOKENS, TOPK, E, K, N, RANKS = 4096, 8, 128, 2048, 1536, 4
 FP8, FP32 = torch.float8_e4m3fn, torch.float32
+ARRIVAL_OF_COPIES = "cp.async.mbarrier.arrive.noinc"
 LOWEST = 64
 """Lower tiles multiply in fp16, which e4m3 converts to exactly."""
 
 
-def compiled(recipe, index, fast=False, silu_mul=False, is_gathered=False):
-    config = GROUPED_TILES[index]
+def launched(recipe, config, fast=False, silu_mul=False, is_gathered=False, K=K):
     B = matrix(E, N, K, dtype=FP8).mT
     scaling = Scaling(matrix(TOKENS, dtype=FP32), matrix(E, N, dtype=FP32), use_fast_accum=fast)
     if recipe == "block":
@@ -44,13 +60,14 @@ def compiled(recipe, index, fast=False, silu_mul=False, is_gathered=False):
         gathered = GatheredShards(unpacked(rows, FP8, K), words(), words(32), 1, MAX_CHUNKS)
         options = {"gathered": gathered, "rank": 1}
         sources = {"rank": 1, "num_sources": RANKS, "group_ends": (1, RANKS)}
+    ids = matrix(TOKENS, TOPK, dtype=torch.int32)
+    routes = block_map(ids, E, config.kwargs["BLOCK_SIZE_M"], **sources)
+    return grouped_product(A, B, C, routes, config, silu_mul=silu_mul, scales=scales, **options)
+
+
+def compiled(recipe, config, *options):
     with compile_only(90):
-        ids = matrix(TOKENS, TOPK, dtype=torch.int32)
-        routes = block_map(ids, E, config.kwargs["BLOCK_SIZE_M"], **sources)
-        launch = grouped_product(
-            A, B, C, routes, config, silu_mul=silu_mul, scales=scales, **options
-        )
-        return compile_launch(launch)
+        return compile_launch(launched(recipe, config, *options))
 
 
 def is_candidate(index, recipe, fast):
@@ -79,7 +96,7 @@ EVERY_TILE = [
 def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, index, silu_mul, is_gathered):
     if not is_candidate(index, recipe, fast):
         pytest.skip("the tile is not tried")
-    kernel = compiled(recipe, index, fast, silu_mul, is_gathered)
+    kernel = compiled(recipe, GROUPED_TILES[index], fast, silu_mul, is_gathered)
     is_low = GROUPED_TILES[index].kwargs["BLOCK_SIZE_M"] < LOWEST
     assert_fits(
         kernel,
@@ -88,6 +105,55 @@ def test_a_tile_multiplies_fp8_and_does_not_spill(recipe, fast, index, silu_mul,
     )
     if not is_low and not silu_mul:  # partial sums of wgmma are added, unless fast
         assert bool(re.search(r"(add|fma)(\.rn)?\.f32", kernel.ptx)) is not fast
+
+
+@pytest.mark.parametrize(
+    ("index", "silu_mul", "is_gathered"),
+    quick(
+        [(index, *options) for index in (0, 2) for options in ((0, 0), (1, 0), (0, 1))],
+        (0, 0, 1),
+        (2, 1, 0),
+    ),
+)
+def test_warp_specialized_tiles_gather_rows(index, silu_mul, is_gathered):
+    tiles = WARP_SPECIALIZED_GROUPED_TILES[index]
+    kernel = compiled("block", tiles, False, silu_mul, is_gathered)
+    assert kernel.name == "kernel_grouped_gemm_warp_specialized"
+    assert kernel.num_warps == 12
+    assert_fits(kernel, tma_loads=2, has=[FP8_WGMMA, ARRIVAL_OF_COPIES])
+    copies = [match.start() for match in re.finditer(r"cp\.async\.cg\.shared", kernel.ptx)]
+    assert len(copies) == tiles.kwargs["BLOCK_SIZE_M"] // 16  # 16 bytes per thread
+    # A gathered row's scales have arrived once its stage is full; only the producer polls flags.
+    if is_gathered:
+        acquires = [match.start() for match in re.finditer(re.escape(ACQUIRE), kernel.ptx)]
+        assert acquires[-1] < copies[0]
+        assert WGMMA not in kernel.ptx[acquires[0] : copies[-1]]
+        assert kernel.ptx.index("mbarrier.try_wait") < kernel.ptx.index("ld.global.cg")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "K", "arch", "name"),
+    [
+        ("block", 1024, 90, "kernel_grouped_gemm_warp_specialized"),
+        ("block", 1040, 90, "kernel_grouped_gemm"),
+        ("block", 1024, 100, "kernel_grouped_gemm"),
+        ("row", 1024, 90, "kernel_grouped_gemm"),
+    ],
+)
+def test_warp_specialization_requires_block_scales_whole_blocks_and_hopper(recipe, K, arch, name):
+    tiles = WARP_SPECIALIZED_GROUPED_TILES[0]
+    key = GroupedKey(TOKENS, N, K, E, TOPK, FP8, "column-major", "token", "route", None)
+    key = ScaledKey(key, recipe, (False, False), torch.bfloat16, False, False)
+    with compile_only(arch):
+        launch = launched(recipe, tiles, K=K)
+        assert launch.kernel.fn.__name__ == name
+        assert "WARP_SPECIALIZED" not in launch.options
+        assert consumer(launch) is launch  # which replaces kernels that scripts have replaced
+        with mock.patch.object(type(current_device()), "interprets", False):
+            is_tried = tiles in grouped_tiles() and fits_grouped(
+                {"gemm_config": tiles}, FP8, E, N, TOKENS, TOPK, key
+            )
+    assert is_tried is (name != "kernel_grouped_gemm")
 
 
 @pytest.mark.parametrize(("K", "kind"), [(29568, "row"), (7168, "block"), (7168, "static")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from tests.distributed import scaled_gemm_ranks, scaled_moe_ranks
 from tests.distributed.scaled_moe_ranks import GATHERS, SUMS
-from tests.fp8 import largest_error, quantised
+from tests.fp8 import error_of_sum, largest_error, quantised, quantised_experts
 from tests.gpu.ranks import few_ranks
 from tests.layers import fp8_ranks, test_symm_mem
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
-from triton_dist.kernels.nvidia import matmul
+from triton_dist.kernels.common.moe.spaces import WARP_SPECIALIZED_GROUPED_TILES
+from triton_dist.kernels.nvidia import grouped_gemm, matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
 from triton_dist.layers.nvidia import TP_MLP, EP_MoE, TP_Attn, TP_MoE
 from triton_dist.layers.nvidia.fp8 import quantise
@@ -112,6 +114,40 @@ def test_functions_return_what_torch_returns(on_gpus, alternate):
         pytest.skip("torch's operators need a GPU for each rank")
     on_gpus(test_symm_mem.gathers)
     on_gpus(test_symm_mem.scatters)
+
+
+@pytest.mark.parametrize(
+    ("M", "topk", "E", "K", "N", "per_route", "dtype"),
+    [
+        (1, 1, 1, 256, 7, True, E4M3),
+        (17, 3, 4, 384, 131, False, E5M2),
+        (4, 2, 12, 256, 144, False, E4M3),
+        (601, 2, 3, 1024, 768, True, E4M3),
+        (2000, 3, 5, 640, 1000, False, E4M3),
+    ],
+)
+@pytest.mark.parametrize("index", [0, 2])
+def test_warp_specialized_grouped_products(index, M, topk, E, K, N, per_route, dtype):
+    """Expert 0 has no token; some tokens are dropped."""
+    A, B = (scaled_moe_ranks.random(n, n, K) for n in (M * topk if per_route else M, E * N))
+    B = B.view(E, N, K) * torch.arange(1, E + 1, device="cuda")[:, None, None]
+    a, b, scales = quantised_experts(A, B, "block", dtype)
+    ids = scaled_moe_ranks.ids_of(M, topk, E)
+    expected, magnitudes = scaled_moe_ranks.products(
+        *Scaling(**scales).dequantised(a, b, torch.float64), ids
+    )
+    bound = error_of_sum(K, on_gpu=True) * magnitudes + 2.0**-30 + 2.0**-8 * expected.abs()
+    tiles = WARP_SPECIALIZED_GROUPED_TILES[index]
+    call = functools.partial(grouped_gemm.fn, a, b, ids, gemm_config=tiles, **scales)
+    C = call()
+    assert ((C.double() - expected).abs() / bound).nan_to_num(nan=9.0).max() <= 1
+    order = torch.where((ids < 0) | (ids >= E), E, ids).flatten().argsort(stable=True)
+    assert torch.equal(call(order="sorted"), C[order])
+    if N % 256 == 0:
+        gate, up = C.float().chunk(2, 1)
+        gated = call(activation="silu_mul", out_dtype=torch.float32)
+        error = (gated - torch.nn.functional.silu(gate) * up).abs()
+        assert (error <= 2.0**-6 * (gate * up).abs() + 1e-6).all()
 
 
 @few_ranks

@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "fp8: rows have the scales of the rank that sent them",
         "kernels/common/moe/product.py",
-        "scale_rows = tl.where(is_local, own, scales.a)",
-        "scale_rows = tl.where(is_local, own, own)",
+        "scales.a, scales.own, a_row,",
+        "scales.own, scales.own, a_row,",
         ("tests/distributed/test_scaled_moe.py",),
     ),
     Mutant(
@@ -529,23 +529,23 @@ MUTANTS = (
     ),
     Mutant(
         "routing: a tile waits for the last shard that it has rows of",
-        _PRODUCT,
+        _ROUTING,
         "    while awaited < last:",
         "    while awaited < last - 1:",
         AG_GROUPED,
     ),
     Mutant(
         "routing: who has waited for a shard has waited for all before it",
-        _PRODUCT,
+        _ROUTING,
         "    token = 0\n    while awaited < last:",
         "    token = 0\n    awaited = tl.maximum(awaited, last - 1)\n    while awaited < last:",
         AG_GROUPED,
     ),
     Mutant(
         "routing: own rows are read where they lie, the others where they arrive",
-        _PRODUCT,
-        "(a_row < (rank + 1) * shard_rows)",
-        "(a_row <= (rank + 1) * shard_rows)",
+        _ROUTING,
+        "(row < (rank + 1) * shard_rows)",
+        "(row <= (rank + 1) * shard_rows)",
         AG_GROUPED,
     ),
     Mutant(

@@ -277,9 +277,7 @@ def fits_registers(tiles: triton.Config, recipe: Recipe | None, use_fast_accum: 
     block_n = tiles.kwargs["BLOCK_SIZE_N"]
     accumulator = tiles.kwargs["BLOCK_SIZE_M"] * block_n // (32 * tiles.num_warps)
     if tiles.kwargs.get("WARP_SPECIALIZED"):
-        # Promoted products cannot split K. BLOCK scales of wider tiles spill.
-        fits = recipe is not Recipe.BLOCK or block_n <= BLOCK_ELEMENTS
-        return fits and "SPLIT_K" not in tiles.kwargs
+        return "SPLIT_K" not in tiles.kwargs  # promoted products cannot split K
     # Without scales per block, the partial sum of one instruction of 64 rows is promoted at a time.
     partial = accumulator if recipe is Recipe.BLOCK else min(accumulator, block_n // 2)
     return bool(accumulator + partial <= _MAX_PROMOTED_REGISTERS)

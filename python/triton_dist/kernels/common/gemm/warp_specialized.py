@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from triton_dist import language as dl
+from triton_dist.kernels.common.gemm.ring import BlockScales, multiply_promoted, next_stage
 from triton_dist.kernels.common.gemm.scales import (
     BLOCKWISE,
     FAST,
@@ -51,13 +52,6 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 tma_load, tma_store = gluon_tma_copies()
-
-
-@gluon.jit
-# The phase bit of the barriers flips each time the ring wraps around.
-def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
-    wraps = stage == NUM_STAGES - 1
-    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
 
 
 @gluon.jit
@@ -109,7 +103,7 @@ def _load_tile(
             tma_load(b_desc, [column, k], full.index(stage), b_ring.index(stage))
         else:
             tma_load(b_desc, [k, column], full.index(stage), b_ring.index(stage))
-        stage, phase = _next_stage(stage, phase, NUM_STAGES)
+        stage, phase = next_stage(stage, phase, NUM_STAGES)
     return stage, phase
 
 
@@ -210,70 +204,10 @@ def _multiply_half(
         # One product stays in flight. The previous product is complete, so its stage is free.
         accumulator = warpgroup_mma_wait(1, deps=(accumulator,))
         mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=step > 0)
-        stage, phase = _next_stage(stage, phase, NUM_STAGES)
+        stage, phase = next_stage(stage, phase, NUM_STAGES)
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=num_steps > 0)
     return accumulator, stage, phase
-
-
-@gluon.jit
-def _multiply_promoted(
-    GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps, scales, a_scale_ptr,
-    row, rows, column, N, LAYOUT: gl.constexpr, SCALING: gl.constexpr,
-):  # fmt: skip
-    """Multiply fp8 like ``_multiply_half``; add the product of each step in fp32.
-
-    Return the left and the right half of the columns separately: the products of both would not fit
-    in registers.
-    """
-    NUM_STAGES: gl.constexpr = a_ring.shape[0]
-    HALF_M: gl.constexpr = a_ring.shape[1] // 2
-    HALF_N: gl.constexpr = b_ring.shape[1] // 2
-    zeros = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
-    left = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
-    right = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
-    if SCALING == BLOCKWISE:
-        # Registers are scarce: clamp indices instead of masking the loads, use the known strides
-        # of BLOCK scales, and read one scale of B for both halves of the columns.
-        gl.static_assert(2 * HALF_N <= 128)
-        row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
-        row_index = gl.minimum(row_index, rows - 1)
-        b_scale_ptr = scales.b_scale + column // 128 * scales.stride_bn
-        # Scales of a gathered shard arrive before its rows, for which only the producer waits.
-        mbarrier.wait(full.index(stage), phase)
-        a_scale = gl.load(a_scale_ptr + row_index, cache_modifier=".cg")
-        b_scale = gl.load(b_scale_ptr)
-    for step in range(num_steps):
-        mbarrier.wait(full.index(stage), phase)
-        a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
-        b = b_ring.index(stage).slice(0, HALF_N, dim=0).permute((1, 0))
-        product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-        if SCALING == BLOCKWISE:
-            scale = a_scale * b_scale
-        product = warpgroup_mma_wait(0, deps=(product,))
-        if SCALING == BLOCKWISE:
-            left += product * scale[:, None]
-        else:
-            left += product
-        # Finish these additions before the next product, which needs the registers.
-        left = warpgroup_mma_wait(0, deps=(left,))
-        b = b_ring.index(stage).slice(HALF_N, HALF_N, dim=0).permute((1, 0))
-        product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-        if SCALING == BLOCKWISE:
-            # Load the scales of the next step, because a load takes longer than one product.
-            a_scale_ptr += gl.where(step + 1 < num_steps, rows, 0)
-            b_scale_ptr += gl.where(step + 1 < num_steps, 1, 0)
-            a_scale = gl.load(a_scale_ptr + row_index, cache_modifier=".cg")
-            b_scale = gl.load(b_scale_ptr)
-        product = warpgroup_mma_wait(0, deps=(product,))
-        mbarrier.arrive(empty.index(stage))
-        if SCALING == BLOCKWISE:
-            right += product * scale[:, None]
-        else:
-            right += product
-        right = warpgroup_mma_wait(0, deps=(right,))
-        stage, phase = _next_stage(stage, phase, NUM_STAGES)
-    return left, right, stage, phase
 
 
 @gluon.jit
@@ -407,9 +341,22 @@ def _consume(
                 a_scale_ptr = scales_of_shard(scales, shard, SCALING)
         if PROMOTES:
             with dl.mark("mma"):
-                left, right, stage, phase = _multiply_promoted(
-                    GROUP, a_ring, b_ring, full, empty, stage, phase, end_step, scales,
-                    a_scale_ptr, row, rows, column, N, LAYOUT, SCALING,
+                block_scales = None
+                if SCALING == BLOCKWISE:
+                    # Clamp indices instead of masking the loads, because registers are scarce.
+                    row_index = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
+                    has_right_block = (BLOCK_SIZE_N > 128) & (column + 128 < N)
+                    block_scales = BlockScales(
+                        a=a_scale_ptr + gl.minimum(row_index, rows - 1), stride_ak=rows,
+                        b=scales.b_scale + column // 128 * scales.stride_bn,
+                        right=gl.where(has_right_block, scales.stride_bn, 0), stride_bk=1,
+                    )  # fmt: skip
+                    # Scales of a gathered shard arrive before its rows, for which only the producer
+                    # waits.
+                    mbarrier.wait(full.index(stage), phase)
+                left, right, stage, phase = multiply_promoted(
+                    GROUP, a_ring, b_ring, full, empty, stage, phase, end_step, block_scales,
+                    LAYOUT, SCALING,
                 )  # fmt: skip
             with dl.mark("store"):
                 left = _finish_scales(left, scales, a_scale_ptr, row, rows, column, N, SCALING)

@@ -33,11 +33,16 @@ from triton_dist.kernels.common.gemm.scales import (
     add_product,
     apply_scales,
 )
-from triton_dist.kernels.common.gemm.spaces import config_for
-from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
-from triton_dist.kernels.common.moe.routing import RECORD_WORDS, BlockMap
+from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for
+from triton_dist.kernels.common.moe.routing import (
+    RECORD_WORDS,
+    BlockMap,
+    addresses_of_rows,
+    await_positions,
+    tile_of_work_item,
+)
 from triton_dist.kernels.common.moe.scales import OperandScales
-from triton_dist.kernels.common.peers import GatheredShards, timeout_word_of
+from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision
 
@@ -74,7 +79,7 @@ class GroupedPlan(NamedTuple):
     the rows of A, else they are gathered. SILU_MUL: C is
     silu(left half) * right half, N / 2 wide; a tile has BLOCK_SIZE_N / 2 columns of each half.
     DESCRIPTORS: read B by TMA. SCALING: see ``gemm/scales.py``. SINGLE_B_SCALE: the
-    columns of a tile lie in one block of scales.
+    columns of a tile lie in one block of scales. NUM_STAGES: only for the warp-specialized kernel.
     """
 
     A_ALIGNED: Any
@@ -89,64 +94,14 @@ class GroupedPlan(NamedTuple):
     FLAGS_PER_RANK: Any
     SCALING: Any
     SINGLE_B_SCALE: Any
-
-
-@jit
-def tile_of_work_item(
-    tiles_ptr, work_item, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
-):
-    """Return (expert, first row, end of rows, column tile, tile) of a work item.
-
-    A run of L tiles from tile a on has the work items ``a * tiles_n`` to ``(a + L) * tiles_n``.
-    Tile ``work_item // tiles_n`` therefore belongs to the same run, and its record describes the
-    run.
-    """
-    record = tiles_ptr + work_item // tiles_n * RECORD_WORDS
-    expert = tl.load(record)
-    row = tl.load(record + 1)
-    end = tl.load(record + 2)
-    first = tl.load(record + 3)
-    tiles = tl.load(record + 4)
-    m, n = tile_in_group(work_item - first * tiles_n, tiles, tiles_n, GROUP_SIZE_M)
-    return expert, row + m * BLOCK_SIZE_M, end, n, first + m
-
-
-@jit
-def await_positions(
-    awaited,
-    last,
-    sources,
-    rank,
-    grouped_plan: tl.constexpr,
-):
-    """Wait for the shards of positions after ``awaited`` up to ``last``.
-
-    Return the last position that has been awaited so far, and a token.
-    """
-    token = 0
-    while awaited < last:
-        awaited += 1
-        source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
-        flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
-        # Flags are copies of the peers' epoch words, which contain the size of the call.
-        value = tl.load(sources.epoch)
-        token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
-    return awaited, token
+    NUM_STAGES: Any = 0
 
 
 @jit
 def load_weights(
-    b,
-    expert,
-    k,
-    column,
-    N,
-    K,
-    weight_strides,
-    grouped_plan: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    b, expert, k, column, N, K, weight_strides, grouped_plan: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
-):
+):  # fmt: skip
     """Return [BLOCK_SIZE_K, COLUMNS] of an expert's weights, zero beyond K.
 
     ``b`` is a descriptor or the pointer.
@@ -171,26 +126,11 @@ def load_weights(
 
 @jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows"])
 def kernel_grouped_gemm(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    blocks,
-    E,
-    N,
-    K,
-    weight_strides,
-    width,
-    routes_of_row,
-    grouped_plan: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
-    sources=None,
-    rank=0,
-    shard_rows=1,
+    a_ptr, b_ptr, c_ptr, blocks, E, N, K, weight_strides, width, routes_of_row,
+    grouped_plan: tl.constexpr, BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr, sources=None, rank=0, shard_rows=1,
     scales=None,
-):
+):  # fmt: skip
     """Compute C [R, width] from A and B [E, K, N]. Any grid.
 
     A row of A has ``routes_of_row`` routes. With ``NUM_SOURCES`` above 1, rows come in shards of
@@ -206,28 +146,21 @@ def kernel_grouped_gemm(
     if grouped_plan.DESCRIPTORS:
         if grouped_plan.B_COLUMN_MAJOR:
             b = tl.make_tensor_descriptor(
-                b_ptr,
-                [E, N, K],
-                [weight_strides.be, weight_strides.bn, 1],
+                b_ptr, [E, N, K], [weight_strides.be, weight_strides.bn, 1],
                 [1, COLUMNS, BLOCK_SIZE_K],
-            )
+            )  # fmt: skip
         else:
             b = tl.make_tensor_descriptor(
-                b_ptr,
-                [E, K, N],
-                [weight_strides.be, weight_strides.bk, 1],
+                b_ptr, [E, K, N], [weight_strides.be, weight_strides.bk, 1],
                 [1, BLOCK_SIZE_K, COLUMNS],
-            )
+            )  # fmt: skip
     k = tl.arange(0, BLOCK_SIZE_K)
     # The host does not know the number of tiles.
     work_items = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
-    local_base_ptr = a_ptr
-    # A virtual base, so that local rows have the same row numbers as gathered rows.
+    own_ptr = a_ptr
     if grouped_plan.NUM_SOURCES > 1:
-        local_base_ptr = (
-            sources.local_shard - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
-        )
+        own_ptr = sources.local_shard
     for work_item in range(tl.program_id(0), work_items, tl.num_programs(0)):
         expert, row, end, n, tile = tile_of_work_item(
             blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
@@ -239,25 +172,23 @@ def kernel_grouped_gemm(
         if not grouped_plan.A_SORTED:
             route = tl.load(blocks.routes + rows, mask=inside, other=0)
         a_row = route // routes_of_row
-        rows_ptr = a_ptr
         if grouped_plan.NUM_SOURCES > 1:
             # Word 6: last position of arrival among the rows of the tile.
             last = tl.load(blocks.tiles + tile * RECORD_WORDS + 6)
             awaited, token = await_positions(awaited, last, sources, rank, grouped_plan)
             a_row = dl.consume_token(a_row, token)
-            is_local = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
-            rows_ptr = tl.where(is_local, local_base_ptr, a_ptr)
-        a_rows = rows_ptr + a_row.to(tl.int64) * weight_strides.am
+        a_rows = addresses_of_rows(
+            a_ptr, own_ptr, a_row, rank, shard_rows, weight_strides.am, grouped_plan.NUM_SOURCES
+        )
         if grouped_plan.A_ALIGNED:
             a_rows = tl.multiple_of(a_rows, 16)
         scale_rows = 0
         b_scale_ptr = 0
         if SCALING != UNSCALED:
-            scale_rows = scales.a
-            if grouped_plan.NUM_SOURCES > 1:
-                own = scales.own - tl.cast(rank, tl.int64) * shard_rows * scales.stride_am
-                scale_rows = tl.where(is_local, own, scales.a)
-            scale_rows += a_row.to(tl.int64) * scales.stride_am
+            scale_rows = addresses_of_rows(
+                scales.a, scales.own, a_row, rank, shard_rows, scales.stride_am,
+                grouped_plan.NUM_SOURCES,
+            )  # fmt: skip
             b_scale_ptr = scales.b + expert.to(tl.int64) * scales.stride_be
         product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
         if grouped_plan.SILU_MUL:
@@ -289,17 +220,9 @@ def kernel_grouped_gemm(
                 )  # fmt: skip
                 if grouped_plan.SILU_MUL:
                     weights = load_weights(
-                        b,
-                        expert,
-                        at,
-                        width + column,
-                        N,
-                        K,
-                        weight_strides,
-                        grouped_plan,
-                        COLUMNS,
+                        b, expert, at, width + column, N, K, weight_strides, grouped_plan, COLUMNS,
                         BLOCK_SIZE_K,
-                    )
+                    )  # fmt: skip
                     up = add_product(
                         up, a, weights, at, width + column, N, a_scale, b_scale_ptr, scales,
                         SINGLE_B_SCALE, PRECISION, SCALING,
@@ -369,8 +292,9 @@ def grouped_product(
         A: [M, K], one row per token, or [R, K], one row per route; unit stride along K.
         B: [E, K, N], any strides.
         blocks: map with tiles of the config's BLOCK_SIZE_M.
-        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K; optionally GROUP_SIZE_M, and PROGRAMS, the
-            number of programs per SM.
+        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K; optionally GROUP_SIZE_M, PROGRAMS, the
+            number of programs per SM, and WARP_SPECIALIZED, which is ignored if the
+            warp-specialized kernel cannot multiply the operands: fp8 with BLOCK scales.
         is_sorted: rows of C are sorted by expert, else in the order of routes.
         silu_mul: multiply silu of the left half of the product by the right half.
         gathered: shards of peers as they arrive. A is then the contiguous shard of ``rank``, and
@@ -416,8 +340,24 @@ def grouped_product(
         routes_of_row = len(blocks.routes) // rows.shape[0]
     width = C.shape[1]
     E, K, N = B.shape
+    kernel: Any = kernel_grouped_gemm
+    fits_specialized = (
+        can_specialize_warps(A.dtype)
+        and (scales is not None and scales.is_block and K % BLOCK_ELEMENTS == 0)
+        and (plan.A_ALIGNED and plan.DESCRIPTORS and plan.B_COLUMN_MAJOR)
+        and B.stride(0) % B.stride(2) == 0  # experts are stacked along the columns
+        and not (silu_mul and width % columns)
+    )
+    if options.pop("WARP_SPECIALIZED", False) and fits_specialized:
+        # Imported late, because not every Triton has Gluon.
+        from triton_dist.kernels.common.moe.warp_specialized import (
+            kernel_grouped_gemm_warp_specialized as kernel,
+        )
+
+        plan = plan._replace(NUM_STAGES=options["num_stages"], PRECISION="", SINGLE_B_SCALE=False)
+        options["num_warps"] = 4  # Triton adds the other groups
     return Launch(
-        kernel_grouped_gemm,
+        kernel,
         (min(programs, work_items),),
         (rows, B, C, memory, E, N, K, strides, width, max(1, routes_of_row)),
         {**options, "grouped_plan": plan},

@@ -35,8 +35,11 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
+from triton_dist.kernels.common.peers import timeout_word_of
 from triton_dist.runtime.launch import Launch
 
 RECORD_WORDS = tl.constexpr(8)
@@ -301,6 +304,57 @@ def kernel_map_blocks(
             NUM_SOURCES * chunks * steps, chunks, steps, routes, rank, E, E_PAD, NUM_SOURCES, BLOCK,
             ROWS,
         )  # fmt: skip
+
+
+@jit
+def tile_of_work_item(
+    tiles_ptr, work_item, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr
+):
+    """Return (expert, first row, end of rows, column tile, tile) of a work item.
+
+    A run of L tiles from tile a on has the work items ``a * tiles_n`` to ``(a + L) * tiles_n``.
+    Tile ``work_item // tiles_n`` therefore belongs to the same run, and its record describes the
+    run.
+    """
+    record = tiles_ptr + work_item // tiles_n * RECORD_WORDS
+    expert = tl.load(record)
+    row = tl.load(record + 1)
+    end = tl.load(record + 2)
+    first = tl.load(record + 3)
+    tiles = tl.load(record + 4)
+    m, n = tile_in_group(work_item - first * tiles_n, tiles, tiles_n, GROUP_SIZE_M)
+    return expert, row + m * BLOCK_SIZE_M, end, n, first + m
+
+
+@jit
+def await_positions(awaited, last, sources, rank, grouped_plan: tl.constexpr):
+    """Wait for the shards of positions after ``awaited`` up to ``last``.
+
+    Return the last position that has been awaited so far, and a token.
+    """
+    token = 0
+    while awaited < last:
+        awaited += 1
+        source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
+        flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
+        # Flags are copies of the peers' epoch words, which contain the size of the call.
+        value = tl.load(sources.epoch)
+        token += dl.wait(flag_ptr, 1, value, timeout_word_of(sources.epoch), True)
+    return awaited, token
+
+
+@jit
+def addresses_of_rows(
+    gathered_ptr, own_ptr, row, rank, shard_rows, stride, NUM_SOURCES: tl.constexpr
+):
+    """Return the addresses of rows: this rank's at ``own_ptr`` if there are several sources."""
+    base_ptr = gathered_ptr
+    if NUM_SOURCES > 1:
+        # A virtual base, so that local rows have the same row numbers as gathered rows.
+        own_base_ptr = own_ptr - tl.cast(rank, tl.int64) * shard_rows * stride
+        is_own = (row >= rank * shard_rows) & (row < (rank + 1) * shard_rows)
+        base_ptr = tl.where(is_own, own_base_ptr, gathered_ptr)
+    return base_ptr + row.to(tl.int64) * stride
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import triton
 
-from triton_dist.kernels.common.gemm.scales import FP8, Recipe
+from triton_dist.kernels.common.gemm.scales import BLOCK_ELEMENTS, FP8, Recipe
 from triton_dist.kernels.common.gemm.spaces import (
+    can_specialize_warps,
     config_for,
     fits_registers,
     max_rows_of_key,
@@ -68,6 +69,17 @@ GROUPED_TILES = _tiles(
     (16, 64, 256, 4, 4, 8, 1),
     (16, 32, 256, 4, 4, 8, 2),
 )
+# Only for fp8 operands with BLOCK scales.
+WARP_SPECIALIZED_GROUPED_TILES = tuple(
+    triton.Config(
+        config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
+    )
+    for config in _tiles(
+        (128, 256, 64, 8, 4, 8, 1),
+        (128, 256, 64, 8, 4, 1, 1),
+        (128, 128, 64, 8, 6, 8, 1),
+    )
+)
 # Small tiles: the small GEMMs of the interpreter then have several tiles per expert, some partial.
 INTERPRETED_GROUPED_TILES = _tiles(
     (16, 32, 32, 4, 2, 2, 1), (32, 64, 64, 4, 2, 1, 2), (64, 32, 64, 4, 2, 4, 1)
@@ -76,7 +88,10 @@ INTERPRETED_GROUPED_TILES = _tiles(
 
 def grouped_tiles() -> list[triton.Config]:
     """Return the tiles to try on this device; the first is the default."""
-    return list(INTERPRETED_GROUPED_TILES if current_device().interprets else GROUPED_TILES)
+    if current_device().interprets:
+        return list(INTERPRETED_GROUPED_TILES)
+    specialized = can_specialize_warps(FP8[0])
+    return [*GROUPED_TILES, *(WARP_SPECIALIZED_GROUPED_TILES if specialized else ())]
 
 
 def fits_grouped(
@@ -103,7 +118,13 @@ def fits_grouped(
     rows = max_rows_of_key(tokens) * topk / E
     is_high_enough = rows <= _MAX_TILES_PER_EXPERT * m or m == _MAX_BLOCK_M
     launched = {"gemm_config": config_for(tiles, dtype)}
-    if dtype in FP8 and not fits_scaled(tiles, key.recipe, key.use_fast_accum):
+    if tiles.kwargs.get("WARP_SPECIALIZED"):
+        is_block = dtype in FP8 and key.recipe == Recipe.BLOCK.value
+        if not is_block or key.K % BLOCK_ELEMENTS or key.layout != "column-major":
+            return False
+        if getattr(key, "activation", None) and columns % n:
+            return False
+    elif dtype in FP8 and not fits_scaled(tiles, key.recipe, key.use_fast_accum):
         return False
     return (
         m <= max(_MAX_BLOCK_M_FEW_ROWS, 4 * rows)

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.scales import call_size, scaling_of
 from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
-from triton_dist.kernels.common.moe.product import grouped_product
+from triton_dist.kernels.common.moe.product import grouped_product, kernel_grouped_gemm
 from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
     ROWS_OF_SINGLE_TILE,
@@ -369,7 +369,7 @@ def consumer(launch: Launch) -> Launch:
     If the replacement is wrapped in ``triton.autotune``, drop the options that its configs set.
     """
     kernel = sys.modules[__package__].kernel_consumer_m_parallel_scatter_group_gemm
-    if kernel is launch.kernel:
+    if kernel is kernel_grouped_gemm:
         return launch
     chosen = set().union(*(each.all_kwargs() for each in kernel.configs))
     options = {name: value for name, value in launch.options.items() if name not in chosen}
