@@ -62,7 +62,7 @@ KINDS = {
     "block": ("block", False),
 }
 # Tiles that the prune function drops because they spill a few registers.
-_SPILLING = ("128x256x8x3", "256x128x8x3", "ws 128x256x8x3", "ws 128x256x8x4 sub")
+_SPILLING = ("128x256x8x3", "256x128x8x3")
 
 
 def configs(A: torch.Tensor, B: torch.Tensor, scaling: Scaling, spilling: bool) -> dict[str, Any]:
@@ -98,7 +98,9 @@ def tiles_name(tiles: triton.Config) -> str:
     return name + " sub" * kwargs.get("EPILOGUE_SUBTILE", False)
 
 
-def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dict[str, Any]:
+def measure(
+    shape: Sequence[int], kind: str, rounds: int, spilling: bool, only: str = ""
+) -> dict[str, Any]:
     M, N, K = shape
     recipe, fast = KINDS[kind]
     device = current_device().torch_device
@@ -115,7 +117,8 @@ def measure(shape: Sequence[int], kind: str, rounds: int, spilling: bool) -> dic
         "library": functools.partial(library_matmul, A, B, scaling)
     }
     for name, tiles in configs(A, B, scaling, spilling).items():
-        calls[name] = functools.partial(matmul.fn, A, B, tiles, True, **scaling._asdict())
+        if re.search(only, name):
+            calls[name] = functools.partial(matmul.fn, A, B, tiles, True, **scaling._asdict())
     result = timed(calls, lambda call: checked(call, expected, magnitudes), rounds)
     return {"shape": shape, "kind": kind, **result}
 
@@ -144,9 +147,9 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
         ),
     }
     key = GroupedKey.of(A, B, ids, **options)
-    for tiles in tile_shapes(grouped_tiles()):
+    for tiles in grouped_tiles():
         if fits_grouped({"gemm_config": tiles}, A.dtype, E, N, M, topk, key):
-            name = f"{tiles_name(tiles)} p{tiles.kwargs['PROGRAMS']}"
+            name = tiles_name(tiles) + " p{PROGRAMS} g{GROUP_SIZE_M}".format(**tiles.kwargs)
             if re.search(only, name):
                 call = functools.partial(grouped_gemm.fn, A, B, ids, **options)
                 calls[name] = functools.partial(call, gemm_config=tiles)
@@ -223,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--models", nargs="+", default=(), choices=FIRST_PRODUCTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="with --models")
-    parser.add_argument("--only", default="", help="regular expression of tiles, with --models")
+    parser.add_argument("--only", default="", help="regular expression of tile configs")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--spilling", action="store_true", help="also tiles that spill a little")
     parser.add_argument("--json", type=Path)
@@ -241,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 results.append(measure_grouped(shape, kind, options.rounds, options.only))
             else:
                 sizes = [int(each) for each in shape.split(",")]
-                results.append(measure(sizes, kind, options.rounds, options.spilling))
+                results.append(measure(sizes, kind, options.rounds, options.spilling, options.only))
             show(results[-1])
             if options.json:
                 options.json.write_text(json.dumps(results))

@@ -126,7 +126,7 @@ def test_functions_return_what_torch_returns(on_gpus, alternate):
         (2000, 3, 5, 640, 1000, False, E4M3),
     ],
 )
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("index", [0, -1])
 def test_warp_specialized_grouped_products(index, M, topk, E, K, N, per_route, dtype):
     """Expert 0 has no token; some tokens are dropped."""
     A, B = (scaled_moe_ranks.random(n, n, K) for n in (M * topk if per_route else M, E * N))

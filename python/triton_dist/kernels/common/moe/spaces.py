@@ -77,6 +77,7 @@ WARP_SPECIALIZED_GROUPED_TILES = tuple(
     for config in _tiles(
         (128, 256, 64, 8, 4, 8, 1),
         (128, 256, 64, 8, 4, 1, 1),
+        (128, 256, 64, 8, 4, 16, 1),
         (128, 128, 64, 8, 6, 8, 1),
     )
 )
