@@ -67,20 +67,9 @@ def experts_of(ids_ptr, source, local_route, valid, routes, E):
 
 @jit(do_not_specialize=["chunks", "steps", "routes", "rank", "E"])
 def kernel_count_routes(
-    ids_ptr,
-    counts_ptr,
-    before_ptr,
-    chunks,
-    steps,
-    routes,
-    rank,
-    E,
-    E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    ids_ptr, counts_ptr, before_ptr, chunks, steps, routes, rank, E, E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Count routes per expert. Grid (all chunks, groups of ``EXPERTS`` up to E).
 
     Write ``counts[chunk, expert]`` [all chunks, E_PAD], and ``before[expert, block]`` [E + 1, all
@@ -136,22 +125,9 @@ class MapMemory(NamedTuple):
 
 @jit
 def place_routes(
-    ids_ptr,
-    counts_ptr,
-    before_ptr,
-    map_memory,
-    block,
-    blocks,
-    chunks,
-    steps,
-    routes,
-    rank,
-    E,
-    E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    ids_ptr, counts_ptr, before_ptr, map_memory, block, blocks, chunks, steps, routes, rank, E,
+    E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Store the row of each route of a block, and the route of each of these rows.
 
     There are ``blocks`` blocks.
@@ -177,14 +153,9 @@ def place_routes(
 
 @jit
 def rows_by_position(
-    counts_ptr,
-    expert,
-    chunks,
-    E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    SOURCES_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    counts_ptr, expert, chunks, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr,
+    SOURCES_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Return the rows of an expert that arrive up to and including each position, [SOURCES_PAD]."""
     position = tl.arange(0, SOURCES_PAD)
     rows = tl.zeros((SOURCES_PAD,), tl.int32)
@@ -201,20 +172,10 @@ def rows_by_position(
 
 @jit
 def write_tiles(
-    counts_ptr,
-    map_memory,
-    expert,
-    chunks,
-    group_ends,
-    block_m,
-    E,
-    E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    SOURCES_PAD: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    counts_ptr, map_memory, expert, chunks, group_ends, block_m, E, E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Store the tiles of an expert, and the end of its rows."""
     experts = tl.arange(0, E_PAD)
     position = tl.arange(0, SOURCES_PAD)
@@ -270,24 +231,10 @@ def write_tiles(
 
 @jit(do_not_specialize=["chunks", "steps", "routes", "rank", "group_ends", "block_m", "E"])
 def kernel_map_blocks(
-    ids_ptr,
-    counts_ptr,
-    before_ptr,
-    map_memory,
-    chunks,
-    steps,
-    routes,
-    rank,
-    group_ends,
-    block_m,
-    E,
-    E_PAD: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    SOURCES_PAD: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    ids_ptr, counts_ptr, before_ptr, map_memory, chunks, steps, routes, rank, group_ends, block_m,
+    E, E_PAD: tl.constexpr, NUM_SOURCES: tl.constexpr, SOURCES_PAD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the block map. Grid (all chunks * ``steps`` + E + 1,).
 
     ``group_ends`` has one byte per group: the position after its last.

@@ -33,12 +33,12 @@ _OTHER_BATCHES = 3
 _MIN_ROWS_PER_EXPERT, _MAX_ROUTES = 16, 1 << 16
 
 
-def _tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
+def _tiles(*rows: tuple[int, ...], **constants: bool) -> tuple[triton.Config, ...]:
     """Build configs from (BLOCK_SIZE_M, N, K, warps, stages, GROUP_SIZE_M, PROGRAMS)."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "PROGRAMS")
     return tuple(
         triton.Config(
-            dict(zip(names, (m, n, k, group, programs), strict=True)),
+            dict(zip(names, (m, n, k, group, programs), strict=True)) | constants,
             num_warps=warps,
             num_stages=stages,
         )
@@ -70,16 +70,11 @@ GROUPED_TILES = _tiles(
     (16, 32, 256, 4, 4, 8, 2),
 )
 # Only for fp8 operands with BLOCK scales.
-WARP_SPECIALIZED_GROUPED_TILES = tuple(
-    triton.Config(
-        config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
-    )
-    for config in _tiles(
-        (128, 256, 64, 8, 4, 8, 1),
-        (128, 256, 64, 8, 4, 1, 1),
-        (128, 256, 64, 8, 4, 16, 1),
-        (128, 128, 64, 8, 6, 8, 1),
-    )
+WARP_SPECIALIZED_GROUPED_TILES = _tiles(
+    (128, 256, 64, 8, 4, 8, 1),
+    (128, 256, 64, 8, 4, 1, 1),
+    (128, 128, 64, 8, 6, 8, 1),
+    WARP_SPECIALIZED=True,
 )
 # Small tiles: the small GEMMs of the interpreter then have several tiles per expert, some partial.
 INTERPRETED_GROUPED_TILES = _tiles(

@@ -26,7 +26,6 @@ tma_load, _ = gluon_tma_copies()
 
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
-PRODUCER_THREADS = gl.constexpr(128)
 
 
 @gluon.jit
@@ -216,9 +215,9 @@ def kernel_grouped_gemm_warp_specialized(
     )
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    # A stage is full after the arrivals of TMA and of all threads that gather rows.
+    # A stage is full after the arrivals of TMA and of the 128 threads that gather rows.
     for stage in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(stage), count=1 + PRODUCER_THREADS)
+        mbarrier.init(full.index(stage), count=1 + 128)
         mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize(
         [
