@@ -190,6 +190,31 @@ def make(steps):
     def op(x, n): return steps[0][0]
     return op
 op = make([(VALUE, len)])
+=== the order of functions in a tuple of a closure
+def one(x): return x
+def two(x): return -x
+def make(steps):
+    @autotune(S, K)
+    def op(x, n): return steps[0](steps[1](x))
+    return op
+op = make((one, two)[:: 3 - 2 * VALUE])
+=== the order of functions in a list of a closure
+def one(x): return x
+def two(x): return -x
+def make(steps):
+    @autotune(S, K)
+    def op(x, n): return steps[0](steps[1](x))
+    return op
+op = make([one, two][:: 3 - 2 * VALUE])
+=== a dataclass that is not frozen in a tuple of a closure
+@dataclasses.dataclass
+class Plan:
+    width: int
+def make(plans):
+    @autotune(S, K)
+    def op(x, n): return plans[0].width
+    return op
+op = make((Plan(VALUE), len))
 === a long list of a closure
 def make(items):
     @autotune(S, K)

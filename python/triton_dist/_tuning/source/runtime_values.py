@@ -108,11 +108,12 @@ class Snapshot:
 
 
 def _container_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a container; a part without a text is replaced by its type."""
-    text, name = text_of(value), type(value).__name__
-    if text is not None or depth > _MAX_DEPTH or not isinstance(value, (*CONTAINERS, tuple)):
+    """Return the text of a container; a part without a text is replaced by its function's name or
+    its type."""
+    text, name = text_of(value), getattr(function_in(value), "__qualname__", type(value).__name__)
+    items = value.items() if isinstance(value, dict) else items_of(value).values()
+    if text is not None or depth > _MAX_DEPTH or not items:
         return text or name
-    items = value.items() if isinstance(value, dict) else value
     texts = [_container_text(item, depth + 1) for item in items]
     return f"{name} {sorted(texts) if isinstance(value, set) else texts}"
 
