@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,10 @@ def test_partial_results_are_merged_in_vectors(sm90):
     options = {"HEADS": 32, "DIM": 128, "LANES": 128, "BLOCK": 32, "num_warps": 4}
     kernel = compile_launch(Launch(kernel_merge, (2048,), arguments, options))
     assert_fits(kernel, stack_bytes=0, programs=4, has=[VECTOR_LOAD, VECTOR_STORE])
+    *_, last_load = re.finditer(r"ld\.global", kernel.ptx)
+    *_, lse_store = re.finditer(r"st\.global", kernel.ptx)
+    # Warps that hold the same rows must have loaded the log-sum-exps before a warp replaces them.
+    assert "bar.sync" in kernel.ptx[last_load.end() : lse_store.start()]
     pushed = Pushed(words(), words(), words())
     kernel = compile_launch(Launch(kernel_await_shard, (1,), (pushed, 7, 1), {"num_warps": 1}))
     assert_fits(kernel, has=[ACQUIRE])

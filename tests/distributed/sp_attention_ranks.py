@@ -47,7 +47,7 @@ def random_calls(seed: int, rounds: int) -> int:
     dtype, limit = (torch.bfloat16, 0.03) if on_gpu else (torch.float32, 1e-4)
     for number in range(rounds):
         kv, groups, dim = shared.choice([1, 2]), shared.choice([1, 2, 4]), 64 if on_gpu else 8
-        scale = 16 if on_gpu else 1
+        kv, scale = (8 * kv, 64) if on_gpu else (kv, 1)
         with create_sp_ag_attention_context(rank, size, size, 32 * scale, kv, dim, dtype) as ctx:
             for algorithm in ("copy_engine", "collective", "copy_engine"):
                 causal, zigzag = shared.random() < 0.7, shared.random() < 0.7

@@ -20,7 +20,7 @@ PROGRAMS = {
     "ag_gemm_layer": (2, ["step 0: ", " tokens per rank -> y (", "step 2: "]),
     "wait_for_a_peer": (2, ["rank 0 received the data of rank 1"]),
     "train_llama": (2, ["step 3: loss ", ", on one rank "]),
-    "train_llama --sp 2": (2, ["step 3: loss ", ", on one rank "]),
+    "train_llama --sp 2 --dtype bfloat16": (2, ["step 3: loss ", ", on one rank "]),
     "save_and_resume": (4, ["the resumed loss is equal; the stock model has 12 weights"]),
     "serve_llama": (2, [" sequences, as on one rank: [["]),
     "serve_llama --kv-shards": (2, [" sequences, as on one rank: [["]),
@@ -34,7 +34,7 @@ PROGRAMS = {
 }
 
 ONLY_ON_GPUS = (
-    "model_step", "serve_llama --fp8", "serve_llama --kv-shards", "train_llama --sp 2",
+    "model_step", "serve_llama --fp8", "serve_llama --kv-shards", "train_llama --sp 2 --dtype bfloat16",
 )  # fmt: skip
 """Programs that take too long for CPU ranks."""
 

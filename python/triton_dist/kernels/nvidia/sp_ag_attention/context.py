@@ -18,6 +18,7 @@ from triton_dist.kernels.common.context import (
     int_checks,
 )
 from triton_dist.kernels.common.peers import Disagreements
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 
@@ -92,6 +93,9 @@ def create_sp_ag_attention_context(
         fits = head_dim >= 8 and head_dim % 8 == 0
         yield "head_dim", head_dim, fits, "a positive multiple of 8"
         yield "dtype", dtype, dtype in DTYPES, DTYPE_NAMES
+        on_cpu = current_device().torch_device.type == "cpu"
+        fits = on_cpu or dtype is not torch.float32
+        yield "dtype", dtype, fits, "torch.float16 or torch.bfloat16, which libraries support"
 
     agree_to_create(
         "create_sp_ag_attention_context", "an AllGather-attention",

@@ -44,9 +44,11 @@ def kernel_merge(
     largest = tl.maximum(own, other)
     own_sum, other_sum = tl.exp(own - largest), tl.exp(other - largest)
     total = own_sum + other_sum
-    tl.store(lse_ptr + at, largest + tl.log(total), mask=exists)
     out = out_ptr + (((batch * tokens + first + token) * HEADS + head) * DIM)[:, None] + column
     part = tl.load(part_ptr + (row * DIM)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(out, mask=mask, other=0.0).to(tl.float32)
     value = value * (own_sum / total)[:, None] + part * (other_sum / total)[:, None]
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+    # All warps must have loaded lse: without the barrier, some read merged values.
+    tl.debug_barrier()
+    tl.store(lse_ptr + at, largest + tl.log(total), mask=exists)

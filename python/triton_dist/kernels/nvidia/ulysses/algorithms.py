@@ -40,9 +40,12 @@ from triton_dist.runtime.launch import Launch
 _DEFAULT = LaunchParams(64, 16384, 4)
 _PUSH = tuple(
     LaunchParams(ctas, nbytes, chunks)
-    for ctas, nbytes in ((16, 8192), (64, 8192), (128, 8192), (32, 16384), (64, 16384))
-    for chunks in (1, 4, 8)
-)
+    for ctas, nbytes, every in (
+        (16, 8192, (1, 4)), (64, 8192, (1, 4)), (32, 16384, (4, 8)), (128, 8192, (4, 8, 16)),
+        (64, 16384, (1, 4, 8, 16)),
+    )
+    for chunks in every
+)  # fmt: skip
 _COPY_ENGINE = tuple(
     LaunchParams(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (2, 4, 8)
 )
