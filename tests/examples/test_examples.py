@@ -34,7 +34,8 @@ PROGRAMS = {
 }
 
 ONLY_ON_GPUS = (
-    "model_step", "serve_llama --fp8", "serve_llama --kv-shards", "train_llama --sp 2 --dtype bfloat16",
+    "model_step", "serve_llama --fp8", "serve_llama --kv-shards",
+    "train_llama --sp 2 --dtype bfloat16",
 )  # fmt: skip
 """Programs that take too long for CPU ranks."""
 
