@@ -22,9 +22,9 @@ class OpSuite:
         calls = number - (-number // 3)
         assert set(on_any(op_ranks.back_to_back, self.kind, number)) == {calls}
 
-    def test_any_rank_may_be_late(self, on_any):
+    def test_any_rank_may_be_late(self, on_any, rounds):
         counts = on_any(op_ranks.stragglers, self.kind)
-        delays = len(counts) if torch.cuda.is_available() else 1
+        delays = len(counts) if rounds(1, cpu=0) else 1  # CPU ranks call each algorithm once
         calls = len(self.kind.algorithms) * delays + len(counts)
         assert set(counts) == {calls}
 
