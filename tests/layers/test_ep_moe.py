@@ -10,14 +10,22 @@ from tests.layers import ep_ranks
 from tests.layers.conftest import FIRST_CONFIG
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_random_routings(on_ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "rounds"), [(2, 2), (3, 1), (4, 1), pytest.param(4, 9, marks=pytest.mark.stress)]
+)
+def test_random_routings(on_ranks, num_ranks, rounds):
     run = functools.partial(on_ranks(num_ranks), env=FIRST_CONFIG)
-    assert run(ep_ranks.random_routings, num_ranks, 2) == [20] * num_ranks
+    assert run(ep_ranks.random_routings, num_ranks, rounds) == [10 * rounds] * num_ranks
 
 
 @pytest.mark.parametrize(
-    ("kind", "pairs"), [("qwen", 5), ("stacked", 5), ("deepseek", 8), ("gated", 9)]
+    ("kind", "pairs"),
+    [
+        pytest.param("qwen", 5, marks=pytest.mark.stress),
+        ("stacked", 5),
+        pytest.param("deepseek", 8, marks=pytest.mark.stress),
+        ("gated", 9),
+    ],
 )
 def test_layers(on_two_ranks, kind, pairs):
     assert on_two_ranks(ep_ranks.layers_like_one_process, kind) == [pairs, pairs]

@@ -20,7 +20,7 @@ from triton_dist.layers.nvidia.fp8 import quantise
         (TP_MoE, "static", 24, False),
         (TP_MoE, "block", 136, True),
         (EP_MoE, "static", 24, False),
-        (EP_MoE, "row", 24, False),
+        pytest.param(EP_MoE, "row", 24, False, marks=pytest.mark.stress),
         (EP_MoE, "block", 136, True),
     ],
 )

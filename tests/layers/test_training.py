@@ -14,7 +14,9 @@ from tests.layers.conftest import FIRST_CONFIG
     "arguments",
     [
         pytest.param(("fsdp2", 1), id="fsdp2, replicated kv head"),
-        pytest.param(("fsdp2", 2, 4, True), id="fsdp2, experts, sequence-parallel"),
+        pytest.param(
+            ("fsdp2", 2, 4, True), id="fsdp2, experts, sequence-parallel", marks=pytest.mark.stress
+        ),
         pytest.param(("ddp", 1), id="ddp", marks=pytest.mark.stress),
     ],
 )
