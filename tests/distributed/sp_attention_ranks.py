@@ -16,13 +16,21 @@ from triton_dist import knobs
 from triton_dist.debugging.checks import checking
 from triton_dist.debugging.modes import checks_of
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.nvidia import create_sp_ag_attention_context, sp_ag_attention
+from triton_dist.kernels.nvidia import (
+    create_sp_ag_attention_context,
+    create_ulysses_context,
+    sp_ag_attention,
+    ulysses_post_attn,
+    ulysses_pre_attn,
+)
 from triton_dist.layers.nvidia import SP_Attn, UlyssesSPAllToAllLayer, sequence_parallel
 from triton_dist.layers.nvidia.sequence_parallel import ag_attention
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.assertions import assert_bitwise_equal
 from triton_dist.testing.opinfo.sp_ag_attention import tokens_of_rank
 from triton_dist.testing.opinfo.ulysses import local_part, shared_heads
+from triton_dist.testing.timing import captured
 
 
 def whole_attention(
@@ -141,3 +149,48 @@ def layer(exchange_ranks: int) -> None:
     heads_sent = heads // size + 2 * max(1, kv // size)
     assert names.get_comm_nbytes(*parts) == (0, rows * heads_sent, 0, rows * heads_sent)
     names.finalize()
+
+
+def replayed(rounds: int) -> int:
+    """Replay graphs of the three ops with new operands; return the number of checked results."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), current_device()
+    on_gpu = device.name == "cuda"
+    dtype, tokens, dim = (torch.bfloat16, 512, 64) if on_gpu else (torch.float32, 4, 8)
+    heads, count = 2 * size, 0
+    x = torch.empty(3, 1, tokens, heads, dim, dtype=dtype, device=device.torch_device)
+    q, k, v = x
+    with (
+        create_ulysses_context(
+            rank, size, size, size * tokens, heads, heads, dim, dtype
+        ) as exchange,
+        create_sp_ag_attention_context(rank, size, size, tokens, heads, dim, dtype) as gather,
+    ):  # fmt: skip
+        results: list[torch.Tensor] = []
+
+        def call(**options: str) -> list[torch.Tensor]:
+            whole = ulysses_pre_attn.fn(q, k, v, exchange, **options)
+            (back,) = ulysses_post_attn.fn(whole[0], exchange, **options)
+            options.pop("algorithm", None)
+            return [*whole, back, sp_ag_attention.fn(q, k, v, gather, **options)[0]]
+
+        graphs = []
+        for algorithm in ("push", "copy_engine"):
+            options = {"algorithm": algorithm}
+            graphs.append(captured(lambda o=options: results.__setitem__(slice(None), call(**o))))
+            graphs[-1] = graphs[-1], list(results)
+        for number in range(rounds):
+            x.copy_(
+                torch.randn(x.shape, generator=torch.Generator().manual_seed(7 * number + rank))
+            )
+            for replay, out in graphs:
+                replay()
+                device.synchronize()
+                found = [each.clone() for each in (out if on_gpu else results)]
+                dist.barrier()
+                assert_bitwise_equal(found[3], q)
+                for result, expected in zip(found, call(algorithm="collective"), strict=True):
+                    assert_bitwise_equal(result, expected)
+                    count += 1
+        exchange.check()
+        gather.check()
+    return count

@@ -20,5 +20,9 @@ def test_layer_on_a_mesh(on_ranks, world_size, exchange_ranks):
     )
 
 
+def test_calls_of_all_three_ops_alternate(on_two):
+    assert on_two(sp_attention_ranks.replayed, 2) == [20, 20]
+
+
 def test_no_race_and_no_access_out_of_bounds(on_two):
     assert on_two(sp_attention_ranks.checked) == [3, 3]

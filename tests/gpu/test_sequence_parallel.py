@@ -15,3 +15,8 @@ def test_random_exchanges(on_gpus):
 
 def test_random_attention(on_gpus):
     assert set(on_gpus(sp_attention_ranks.random_calls, 1, 4)) == {12}
+
+
+def test_replays_of_graphs(on_gpus, rounds):
+    number = rounds(20)
+    assert set(on_gpus(sp_attention_ranks.replayed, number)) == {10 * number}
