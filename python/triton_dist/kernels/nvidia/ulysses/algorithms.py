@@ -37,7 +37,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, InputRows, Step
 from triton_dist.runtime.launch import Launch
 
-_DEFAULT = LaunchParams(64, 16384, 4)
+_DEFAULT, _INTERPRETED = LaunchParams(64, 16384, 4), LaunchParams(2, 16384, 2)
 _PUSH = tuple(
     LaunchParams(ctas, nbytes, chunks)
     for ctas, nbytes, every in (
@@ -111,7 +111,7 @@ class HeadsCall(OpCall):
         )  # fmt: skip
         self.chosen = self.algorithms[self.algorithm or Push.name]
         self.params = checked_params(
-            function, self.num_ctas, self.block_bytes, self.num_chunks, _DEFAULT
+            function, self.num_ctas, self.block_bytes, self.num_chunks, default_params()
         )
         if self.params.num_ctas > MAX_CTAS // 2:
             raise InvalidArgument(function, "num_ctas", self.num_ctas, f"1 to {MAX_CTAS // 2}")
@@ -245,6 +245,11 @@ class HeadsCall(OpCall):
         )  # fmt: skip
 
 
+def default_params() -> LaunchParams:
+    """Return the parameters of calls that pass none. The interpreter runs programs in sequence."""
+    return _INTERPRETED if current_device().interprets else _DEFAULT
+
+
 def row_stride(x: torch.Tensor) -> int:
     """Return the elements between two tokens."""
     if x.is_contiguous():  # whose strides of dimensions of size 1 are arbitrary
@@ -319,7 +324,7 @@ class Push(_Algorithm):
     tunables = "num_ctas", "block_bytes", "num_chunks"
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys((params_for_device(_DEFAULT), *_PUSH))
+        candidates = dict.fromkeys((default_params(), *_PUSH))
         return (params.values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: HeadsKey) -> bool:
