@@ -44,6 +44,7 @@ class ShardedCache:
     def __init__(self, config: Any, batch: int, most: int, dtype: torch.dtype, device: Any) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.room = -(-most // self.size)
+        self.replicas = max(1, self.size // config.num_key_value_heads)
         heads, kv_heads, dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim,
         )  # fmt: skip
@@ -65,8 +66,8 @@ class ShardedCache:
         place = torch.where(position % self.size == self.rank, position // self.size, self.room)
         sequence = torch.arange(batch, device=q.device)[:, None]
         for cache, new in ((self.k, k), (self.v, v)):
-            heads = all_gather_rows(new.contiguous()[None]).movedim(0, 2).flatten(2, 3)
-            cache[layer][sequence, place] = heads
+            heads = all_gather_rows(new.contiguous()[None])[:: self.replicas]
+            cache[layer][sequence, place] = heads.movedim(0, 2).flatten(2, 3)
         if tokens > 1:  # the prompt, which no token precedes
             heads = (each.transpose(1, 2) for each in (q, k, v))
             out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)

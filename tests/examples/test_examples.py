@@ -5,7 +5,11 @@ On CPU ranks ``tests/distributed/test_model_step.py`` runs ``model_step``, and g
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tests.docs.markdown import ROOT
 from tests.docs.run_blocks import run_program
@@ -66,6 +70,26 @@ def test_example_runs(name, spawn_ranks):
 )
 def test_example_runs_on_gpus(name, spawn_ranks):
     run(name, spawn_ranks, "cuda")
+
+
+def test_a_sharded_cache_stores_replicated_heads_once(monkeypatch):
+    """Ranks 0 and 1 have key-value head 0, ranks 2 and 3 head 1."""
+    spec = importlib.util.spec_from_file_location("serve_llama", EXAMPLES / "serve_llama.py")
+    serve = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    heads = torch.randn(2, 1, 8, 1, 4)
+    ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 4)
+    monkeypatch.setattr(serve, "dist", ranks)
+    monkeypatch.setattr(serve, "create_sp_decode_context", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "all_gather_rows", lambda _: heads.repeat_interleave(2, 0))
+    config = SimpleNamespace(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_hidden_layers=1
+    )
+    cache = serve.ShardedCache(config, 1, 8, torch.float32, "cpu")
+    cache.attend(0, heads[0], heads[0], heads[0])
+    expected = heads[:, 0, [1, 5], 0].transpose(0, 1)
+    for stored in (cache.k, cache.v):
+        assert torch.equal(stored[0, 0, :2], expected)
 
 
 def test_every_example_is_tested():
