@@ -354,8 +354,12 @@ class Push(_Algorithm):
         }
         strides = tuple(None if x is None else row_stride(x) for x in call.x)
         slot = call.ctx.pushed.slots.index
-        key = self.name, slot, call.key, call.batch, call.lengths, call.params, strides
-        launcher.run((*key, call.to_heads), lambda: self.launch(call, out), tensors)
+        lengths = call.ctx.lengths(call.lengths) if call.key.has_lengths else None
+        key = (
+            self.name, slot, call.key, call.batch, call.lengths, call.params, strides,
+            call.to_heads, id(lengths),
+        )  # fmt: skip
+        launcher.run(key, lambda: self.launch(call, out), tensors, keep_alive=lengths)
 
     def launch(self, call: HeadsCall, out: Sequence[torch.Tensor | None]) -> Launch:
         before, after = call.arguments(out)

@@ -56,18 +56,24 @@ class UlyssesContext(OpContext[ExchangeBuffer]):
             shard_bytes = -(-nbytes // (16 * self.num_ranks)) * 16
             self.pushed = add(PushedShards(shard_bytes, group, "ulysses", disagreements))
         self._lengths: BoundedDict[tuple[int, ...], torch.Tensor] = BoundedDict()
+        self._captured_lengths: dict[tuple[int, ...], torch.Tensor] = {}
+        """Lengths that CUDA graphs read."""
 
     def lengths(self, seq_lens: tuple[int, ...]) -> torch.Tensor:
         """Return ``seq_lens`` and the sums of the lengths before each, int32 [2, ranks].
 
         The first call for some lengths copies them to the device, which a capture does not allow.
         """
-        known = self._lengths.get(seq_lens)
+        known = self._captured_lengths.get(seq_lens)
+        if known is None:
+            known = self._lengths.get(seq_lens)
         if known is None:
             before = [sum(seq_lens[:rank]) for rank in range(self.num_ranks)]
             device = self.device.torch_device
             known = torch.tensor([seq_lens, before], dtype=torch.int32, device=device)
             self._lengths[seq_lens] = known
+        if self.device.is_capturing():
+            self._captured_lengths[seq_lens] = known
         return known
 
 
