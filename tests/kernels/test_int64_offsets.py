@@ -23,10 +23,12 @@ from triton_dist.kernels.common.scatter.tiles import (
 from triton_dist.kernels.common.scatter.to_all import copy_sums, kernel_copy_sums
 from triton_dist.kernels.nvidia import (
     create_gemm_rs_context,
+    create_sp_decode_context,
     gemm_non_persistent,
     gemm_persistent,
     gemm_rs,
     matmul,
+    sp_decode_attn,
 )
 from triton_dist.language.signals import sized
 from triton_dist.testing import assert_allclose
@@ -69,6 +71,16 @@ def test_tiles_that_are_summed_of_operands_that_are_far_apart_along_k():
     with create_gemm_rs_context(5, 24, 0, 1, 8, torch.float16) as ctx:
         for config in first.values():
             check(gemm_rs.fn(A, far, ctx, **config))
+
+
+def test_attention_to_tokens_of_a_page_that_are_far_apart():
+    keys = uniform(3, (1, ROWS, 1, COLUMNS), torch.float16)
+    q, lens = keys[:, 0], torch.full((1, 1), ROWS, dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with create_sp_decode_context(0, 1, 1, 1, 1, COLUMNS, torch.float16) as ctx:
+        near, _ = sp_decode_attn.fn(q, keys, keys, lens, ctx, table)
+        far = spread(keys, (COLUMNS, FAR, COLUMNS, 1))
+        assert torch.equal(sp_decode_attn.fn(q, far, far, lens, ctx, table)[0], near)
 
 
 def test_kernels_use_64_bits_only_where_they_must():

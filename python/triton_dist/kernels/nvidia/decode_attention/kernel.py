@@ -264,7 +264,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             if spec.PAGE > 0:
                 page_ptr = kv.table + sequence.to(tl.int64) * kv.table_row + key // spec.PAGE
                 page = tl.load(page_ptr, mask=in_keys, other=0).to(tl.int64)
-                k_row = page * kv.k_block + key % spec.PAGE * kv.k_token
+                k_row = page * kv.k_block + (key % spec.PAGE).to(tl.int64) * kv.k_token
             else:
                 page = sequence.to(tl.int64)
                 k_row = page * kv.k_block + key.to(tl.int64) * kv.k_token
@@ -304,7 +304,7 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
                 v0 = k0
             else:
                 if spec.PAGE > 0:
-                    v_row = page * kv.v_block + key % spec.PAGE * kv.v_token
+                    v_row = page * kv.v_block + (key % spec.PAGE).to(tl.int64) * kv.v_token
                 else:
                     v_row = page * kv.v_block + key.to(tl.int64) * kv.v_token
                 v0 = load_tile(kv.v, v_head, v_row, 0, in_keys, spec.DV, spec.V0, DTYPE)
