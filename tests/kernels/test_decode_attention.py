@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.stress.decode_attn import Sizes, arguments, create, expected, fill_call, run_call
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import CandidateFailed, InvalidArgument
 from triton_dist.kernels.nvidia import (
     gqa_fwd_batch_decode,
     gqa_fwd_batch_decode_aot,
@@ -17,7 +17,7 @@ from triton_dist.kernels.nvidia import (
     gqa_fwd_batch_decode_persistent_aot,
     sp_decode_attn,
 )
-from triton_dist.kernels.nvidia.decode_attention.algorithms import Call
+from triton_dist.kernels.nvidia.decode_attention.algorithms import Call, Packets
 from triton_dist.layers.nvidia import SpGQAFlashDecodeAttention
 
 
@@ -87,6 +87,50 @@ def test_programs_leave_room_for_a_second_context(monkeypatch):
             "triton_dist.kernels.nvidia.decode_attention.algorithms.current_device", lambda: device
         )
         assert made.programs() == 256
+
+
+@pytest.mark.parametrize(("shared", "fits"), [(113 * 1024, True), (113 * 1024 + 1, False)])
+def test_programs_of_a_grid_barrier_fit_together(monkeypatch, shared, fits):
+    """A multiprocessor of an H100 has 228 KiB, of which each program reserves 1 KiB."""
+    call = one_rank()
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=shared))
+    launch = SimpleNamespace(
+        compile=lambda: None, kernel=SimpleNamespace(warmup=lambda *_, **__: compiled), args=(),
+        grid=(1,), options={"spec": None},
+    )  # fmt: skip
+    with create(call.sizes) as ctx:
+        q, k, v, lens, table = arguments(call, 0)
+        made = Call(q, k, v, lens, ctx, table, ctas_per_sm=2)
+        fp8 = Call(
+            q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), lens, ctx, table,
+            ctas_per_sm=2,
+        )  # fmt: skip
+        device = SimpleNamespace(interprets=False, num_sms=132, shared_memory_bytes=lambda: 232448)
+        monkeypatch.setattr(
+            "triton_dist.kernels.nvidia.decode_attention.algorithms.current_device", lambda: device
+        )
+        monkeypatch.setattr(ctx, "device", device)
+        # The kernel of another cache was checked; its dtype does not occur in the constants.
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled.metadata, "shared", 0)
+            Packets().check_resident(fp8, launch)
+        if fits:
+            Packets().check_resident(made, launch)
+        else:
+            with pytest.raises(CandidateFailed, match="bytes of shared memory"):
+                Packets().check_resident(made, launch)
+        monkeypatch.undo()
+
+
+def test_libraries_do_not_compute_scales():
+    call = one_rank()
+    scale = torch.full((1,), 2.0)
+    with create(call.sizes) as ctx:
+        q, k, v, lens, table = arguments(call, 0)
+        fp8 = [x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)]
+        for caches, has_mask in (((k, v), True), (fp8, False)):
+            made = Call(q, *caches, lens, ctx, table, k_scale=scale, v_scale=scale)
+            assert made.key.has_mask is has_mask
 
 
 def test_a_layer_over_hosts_is_refused():

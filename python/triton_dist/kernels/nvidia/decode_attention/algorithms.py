@@ -56,6 +56,8 @@ _ELEMENTS = 4096
 """Elements of an item's parts that a program loads together."""
 _LSE_BYTES = 16
 """Bytes of a packed row after the output: the LSE, and padding to whole vectors."""
+_RESERVED_BYTES = 1024
+"""Shared memory that CUDA reserves for each program."""
 
 
 @functools.cache
@@ -70,6 +72,12 @@ def block_m(sizes: DecodeKey) -> int:
     """Return the rows of a tile."""
     rows = sizes.q_heads // sizes.kv_heads * sizes.q_len
     return int(min(64, max(16, triton.next_power_of_2(rows))))
+
+
+def shared_memory_of(ctas_per_sm: int) -> int:
+    """Return the bytes of shared memory of each of ``ctas_per_sm`` programs."""
+    nbytes = current_device().shared_memory_bytes() + _RESERVED_BYTES
+    return nbytes // ctas_per_sm - _RESERVED_BYTES
 
 
 def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
@@ -87,7 +95,7 @@ def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
     nbytes += rows * (sum(blocks_of(sizes.head_dim)) + config["block_n"]) * sizes.dtype.itemsize
     accumulators = rows * sum(blocks_of(sizes.v_head_dim)) // (32 * config["num_warps"])
     return bool(
-        nbytes <= device.shared_memory_bytes() // config["ctas_per_sm"]
+        nbytes <= shared_memory_of(config["ctas_per_sm"])
         and accumulators * config["ctas_per_sm"] * config["num_warps"] <= 8 * _MAX_ACCUMULATORS
         and accumulators <= _MAX_ACCUMULATORS
     )
@@ -379,14 +387,14 @@ class Packets(_Algorithm):
 
     def check_resident(self, call: Call, launch: Launch) -> None:
         """Raise ``CandidateFailed`` if the programs do not fit on the device together."""
-        known = call.params(), launch.options["spec"]
+        known = call.params(), call.key.kv_dtype, launch.options["spec"]
         if call.ctx.device.interprets or known in call.ctx.resident:
             return
         launch.compile()
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
         if compiled is None:  # only collecting kernels
             return
-        limit = call.ctx.device.shared_memory_bytes() // call.params()[0]
+        limit = shared_memory_of(call.params()[0])
         if compiled.metadata.shared > limit:
             raise CandidateFailed(f"{compiled.metadata.shared} bytes of shared memory, not {limit}")
         call.ctx.resident.add(known)
@@ -518,7 +526,7 @@ def check_library(call: Call) -> None:
     if not (fits_library(call.key) and contiguous and call.ctx.num_ranks > 1):
         expected = "another algorithm: PyTorch's flash attention requires GPUs, several ranks, a "
         expected += "dense contiguous cache of fp16 or bf16, one new token, equal dimensions up to "
-        expected += "256, no window and no soft cap"
+        expected += "256, no window, no soft cap and no scales"
         raise InvalidArgument("sp_decode_attn", "algorithm", call.algorithm, expected)
 
 

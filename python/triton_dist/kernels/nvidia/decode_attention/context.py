@@ -171,7 +171,7 @@ class DecodeKey(NamedTuple):
     """0 for a dense cache."""
     shares_v: bool
     has_mask: bool
-    """Whether the call has a window, a soft cap or several new tokens."""
+    """Whether the call has a window, a soft cap, several new tokens, or scales without fp8."""
     has_sharded_queries: bool
     shards_output: bool
     num_ranks: int
@@ -269,9 +269,10 @@ def checked_key(call: Any) -> DecodeKey:
     raise_first_error("sp_decode_attn", checks())
     room = k.shape[1] * (1 if table is None else table.shape[1])
     q_len = q.shape[1] if q.ndim == 4 else 1
+    has_mask = q_len > 1 or call.window is not None or call.soft_cap > 0
+    has_mask = has_mask or (call.k_scale is not None and k.dtype != FP8)
     return DecodeKey(
         q.shape[0], call.max_kv_len or room, q_len, heads, k.shape[2], ctx.head_dim,
         ctx.v_head_dim, q.dtype, k.dtype, 0 if table is None else k.shape[1], v is None,
-        q_len > 1 or call.window is not None or call.soft_cap > 0, q.shape[-2] < heads,
-        call.shard_output, ctx.num_ranks,
+        has_mask, q.shape[-2] < heads, call.shard_output, ctx.num_ranks,
     )  # fmt: skip
