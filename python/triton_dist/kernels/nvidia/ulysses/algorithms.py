@@ -163,7 +163,8 @@ class HeadsCall(OpCall):
         fits = batch * most <= ctx.max_local_tokens
         expected = f"at most {ctx.max_local_tokens} tokens of a rank (max_local_tokens)"
         yield f"{names[0]}.shape", tuple(first.shape), fits, expected
-        yield "v", given.get("v"), "v" not in given or "k" in given, "None if k is None"
+        v = tuple(given["v"].shape) if "v" in given else None
+        yield "v", v, v is None or "k" in given, "None if k is None"
 
     @staticmethod
     def has_rows(x: torch.Tensor) -> bool:
