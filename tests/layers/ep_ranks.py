@@ -195,7 +195,7 @@ def layers_like_one_process(kind: str, rtol: float = 1e-4) -> int:
     expected = (Stacked(stock) if kind == "stacked" else stock).state_dict()
     assert saved.keys() == expected.keys()
     for name, weight in expected.items():
-        assert torch.equal(saved[name], weight.cpu()), name
+        assert torch.equal(saved[name].cpu(), weight.cpu()), name
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.data.zero_()
     layer.load_state_dict(saved)
