@@ -77,7 +77,7 @@ def test_programs_without_keys_and_sequences_without_tokens():
         assert bool((lse == -torch.inf).all())
 
 
-def test_programs_leave_room_for_a_second_context(monkeypatch):
+def test_programs_leave_room_for_other_kernels(monkeypatch):
     call = one_rank()
     with create(call.sizes) as ctx:
         q, k, v, lens, table = arguments(call, 0)

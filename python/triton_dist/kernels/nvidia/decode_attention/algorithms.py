@@ -150,8 +150,8 @@ class Call(OpCall):
     def programs(self) -> int:
         """Return the programs of a launch, which all are resident.
 
-        Ranks may start the launches of two contexts in different orders, so some multiprocessors
-        remain for the second launch.
+        Some multiprocessors remain for the kernels of other ops, which a peer may start first. Two
+        launches of this op must start in the same order on all ranks.
         """
         device = current_device()
         if device.interprets:
