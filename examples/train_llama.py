@@ -6,7 +6,8 @@ too. With ``--fsdp N``, N replicas train on other sequences, and FSDP2 shards al
 them. The same model is trained on one rank, and the losses are compared.
 
 With ``--sp N``, the layers are not sharded. All ranks share each sequence: ``SP_Attn`` exchanges
-heads among N ranks, and gathers k and v between the groups of N ranks.
+heads among N ranks, and gathers k and v between the groups of N ranks. On GPUs, also pass
+``--dtype bfloat16``, because the libraries for attention do not support fp32.
 """
 
 from __future__ import annotations
