@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         "decode attention: an output is weighted by the LSE of its own rank",
         _DECODE_PACKETS,
-        "lse = tl.where(source < rank, lses[source], lse)",
-        "lse = tl.where(source < rank, own_lse, lse)",
+        "source_lse = tl.where(source < rank, lses[source], source_lse)",
+        "source_lse = tl.where(source < rank, own_lse, source_lse)",
         DECODE_ATTENTION,
     ),
     Mutant(

@@ -24,6 +24,7 @@ from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
 from triton_dist.kernels.common.peers import fold_count
 from triton_dist.kernels.nvidia.decode_attention.context import (
     FP8,
+    MIN_COLUMNS,
     DecodeKey,
     SpDecodeContext,
     checked_key,
@@ -43,12 +44,13 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision
 
 TUNABLES = ("ctas_per_sm", "block_n", "num_stages", "num_warps")
-_PARAMS = tuple(
-    (per_sm, block_n, stages, warps)
-    for per_sm, warps in ((2, 4), (1, 8), (1, 4), (2, 8))
-    for block_n in (64, 128, 32)
-    for stages in (3, 2, 4)
-)
+_PARAMS = (
+    (2, 64, 3, 4), (2, 64, 4, 4), (1, 128, 3, 8), (1, 64, 3, 4), (2, 32, 3, 4), (1, 64, 3, 8),
+    (2, 32, 4, 4), (2, 64, 2, 4), (2, 64, 6, 4), (2, 32, 6, 4), (1, 32, 3, 8), (1, 32, 2, 8),
+    (1, 16, 1, 8),
+)  # fmt: skip
+_FEW_PARAMS = ((2, 64, 3, 4), (1, 64, 3, 4), (2, 32, 3, 4), (1, 32, 3, 8), (1, 16, 1, 8))
+"""Candidates of algorithms that are rarely the best."""
 _FREE_SMS = 4
 _MAX_ACCUMULATORS = 128
 """fp32 accumulators of a thread."""
@@ -88,7 +90,7 @@ def fits_device(config: Mapping[str, Any], sizes: DecodeKey) -> bool:
     row = sum(blocks_of(sizes.head_dim))
     row += 0 if sizes.shares_v else sum(blocks_of(sizes.v_head_dim))
     # The converted block of an fp8 cache is in shared memory, too.
-    element = sizes.kv_dtype.itemsize * config["num_stages"]
+    element = sizes.kv_dtype.itemsize * max(1, config["num_stages"] - 1)
     element += sizes.dtype.itemsize if sizes.kv_dtype == FP8 else 0
     rows = block_m(sizes)
     nbytes = config["block_n"] * row * element
@@ -159,23 +161,14 @@ class Call(OpCall):
         return min(MAX_CTAS, self.params()[0] * max(1, device.num_sms - _FREE_SMS))
 
     def spec(self) -> Spec:
-        key = self.key
-        per_sm = self.params()
         return spec_of(
-            key, self.batch, self.programs(), per_sm[1], self.out_heads, self.q.shape[-2],
-            self.interleave or 0, self.window or 0, self.soft_cap > 0,
+            self.key, self.batch, self.programs(), self.params()[1], self.out_heads,
+            self.q.shape[-2], self.interleave or 0, self.window or 0, self.soft_cap > 0,
             self.k_scale is not None and len(self.k_scale) > 1, self.lse_base == "2",
         )  # fmt: skip
 
-    def columns(self) -> int:
-        return int(triton.next_power_of_2(self.key.v_head_dim))
-
-    def tiles(self, spec: Spec) -> int:
-        """Return the number of tiles of the call."""
-        return int(self.batch * spec.TILES)
-
     def new_parts(self, spec: Spec) -> Parts:
-        tiles, programs = self.tiles(spec) * spec.BLOCK_M, self.programs() * spec.BLOCK_M
+        tiles, programs = (n * spec.BLOCK_M for n in (self.batch * spec.TILES, self.programs()))
         width, rows = spec.V0 + spec.V1, tiles + programs
         memory = self.q.new_empty(rows * (width + 1), dtype=torch.float32)
         sizes = (tiles * width, programs * width, tiles, programs)
@@ -226,7 +219,7 @@ class Call(OpCall):
         """Fold the arguments that must be equal on all ranks into the size of a flag."""
         options = (
             self.batch, self.key._replace(max_kv_len=0, page_size=0), self.window, self.interleave,
-            float(self.soft_cap), self.scale_of(), self.sinks is None,
+            float(self.soft_cap), self.scale_of(), self.sinks is None, self.programs(),
         )  # fmt: skip
         return digest_of(*options)
 
@@ -235,9 +228,8 @@ class Call(OpCall):
             self.query(q), self.kv(), parts, self.scale_of(), float(self.soft_cap), self.batch,
             self.ctx.rank,
         )  # fmt: skip
-        return Launch(
-            kernel_attend, (self.programs(),), arguments, {"spec": spec, **self.options()}
-        )
+        options = {"spec": spec, **self.options()}
+        return Launch(kernel_attend, (self.programs(),), arguments, options)
 
     def options(self) -> dict[str, int]:
         per_sm, _, stages, warps = self.params()
@@ -246,13 +238,8 @@ class Call(OpCall):
 
     def combine(self, spec: Spec, parts: Parts, target: Target, is_final: bool) -> Launch:
         arguments = (self.kv_lens, parts, target, self.batch, self.ctx.rank, self.programs())
-        options = {
-            "IS_FINAL": is_final,
-            "COLUMNS": self.columns(),
-            "spec": spec,
-            "num_warps": 4,
-        }
-        items = self.tiles(spec) * spec.ITEMS
+        options = {"IS_FINAL": is_final, "spec": spec, "num_warps": 4}
+        items = self.batch * spec.TILES * spec.ITEMS * spec.CHUNKS
         return Launch(kernel_combine, (items,), arguments, options)
 
     def own_attention(self, packed: torch.Tensor) -> None:
@@ -314,9 +301,8 @@ def digest_of(*arguments: object) -> int:
 @functools.lru_cache(4096)
 def default_params(sizes: DecodeKey) -> tuple[int, int, int, int]:
     """Return the first candidate that fits, or the smallest."""
-    configs = (dict(zip(TUNABLES, each, strict=True)) for each in _PARAMS)
-    smallest = {"ctas_per_sm": 1, "block_n": 16, "num_stages": 1, "num_warps": 8}
-    config = next((each for each in configs if fits_device(each, sizes)), smallest)
+    configs = [dict(zip(TUNABLES, each, strict=True)) for each in _PARAMS]
+    config = next((each for each in configs if fits_device(each, sizes)), configs[-1])
     return tuple(config[name] for name in TUNABLES)  # type: ignore[return-value]
 
 
@@ -327,10 +313,14 @@ def spec_of(
 ) -> Spec:  # fmt: skip
     d0, d1 = blocks_of(key.head_dim)
     v0, v1 = blocks_of(key.v_head_dim)
-    columns, rows = triton.next_power_of_2(key.v_head_dim), key.q_heads // key.kv_heads * key.q_len
-    item = triton.next_power_of_2(max(1, batch * key.q_len * key.q_heads // programs))
-    tile, head_tiles = block_m(key), -(-rows // block_m(key))
-    item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 2 // columns))
+    rows, tile = key.q_heads // key.kv_heads * key.q_len, block_m(key)
+    # As many items as programs, if possible: several rows, or a chunk of a row.
+    columns, all_rows = triton.next_power_of_2(key.v_head_dim), batch * key.q_len * key.q_heads
+    chunk = triton.next_power_of_2(max(1, columns * all_rows // programs))
+    chunk = min(columns, max(MIN_COLUMNS, chunk))
+    item = triton.next_power_of_2(max(1, all_rows // programs))
+    item = min(item, triton.next_power_of_2(rows), tile, max(1, _ELEMENTS // 2 // chunk))
+    head_tiles = -(-rows // tile)
     return Spec(
         NUM_RANKS=key.num_ranks, LANES=max(16, triton.next_power_of_2(batch)), Q_LEN=key.q_len,
         HEADS=key.q_heads, KV_HEADS=key.kv_heads, SHARD_HEADS=shard_heads, OUT_HEADS=out_heads,
@@ -338,8 +328,9 @@ def spec_of(
         SHARED_V=key.shares_v and v1 == 0 and v0 == d0, PAGE=key.page_size, INTERLEAVE=interleave,
         WINDOW=window, HAS_SOFT_CAP=has_soft_cap, HEAD_SCALES=has_head_scales, BASE_2=base_2,
         BLOCK_M=tile, BLOCK_N=block_n, HEAD_TILES=head_tiles, TILES=key.kv_heads * head_tiles,
-        ROWS=item, ITEMS=-(-min(rows, tile) // item),
-        PARTS=max(1, _ELEMENTS // (item * columns)), PRECISION=dot_precision(key.dtype),
+        ROWS=item, ITEMS=-(-min(rows, tile) // item), COLUMNS=chunk,
+        CHUNKS=-(-key.v_head_dim // chunk), PARTS=max(1, _ELEMENTS // (item * chunk)),
+        PRECISION=dot_precision(key.dtype),
     )  # fmt: skip
 
 
@@ -347,9 +338,10 @@ class _Algorithm(Algorithm[Call, DecodeKey]):
     """Base of the algorithms that run our attention."""
 
     tunables: ClassVar[tuple[str, ...]] = TUNABLES
+    params: ClassVar[tuple[tuple[int, ...], ...]] = _FEW_PARAMS
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return ((1, 64, 2, 4), (1, 32, 2, 4)) if current_device().interprets else _PARAMS
+        return ((1, 64, 2, 4), (1, 32, 2, 4)) if current_device().interprets else self.params
 
     def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
         values = tuple(config[name] for name in TUNABLES)
@@ -359,7 +351,7 @@ class _Algorithm(Algorithm[Call, DecodeKey]):
 class Packets(_Algorithm):
     """One launch: rows travel in words that mark their own arrival."""
 
-    name = "packets"
+    name, params = "packets", _PARAMS
 
     def fits(self, config: Mapping[str, Any], sizes: DecodeKey) -> bool:
         return sizes.num_ranks > 1 and super().fits(config, sizes)
@@ -376,7 +368,7 @@ class Packets(_Algorithm):
             ctx.words[1], call.scale_of(), float(call.soft_cap), call.batch, ctx.rank,
             call.digest(),
         )  # fmt: skip
-        options = {"COLUMNS": call.columns(), "spec": spec, **call.options()}
+        options = {"spec": spec, **call.options()}
         return Launch(kernel_decode_packets, (call.programs(),), arguments, options)
 
     def compile(self, call: Call) -> None:
@@ -453,18 +445,13 @@ class AllToAll(_Algorithm):
     def merge(self, call: Call, packed: torch.Tensor, rows: int) -> Any:
         """Merge ``rows`` packed rows of each rank."""
         out, lse = call.outputs()
-        partial = call.packed_target(packed)
-        block = max(1, min(16, 2048 // call.columns()))
+        partial, columns = call.packed_target(packed), triton.next_power_of_2(call.key.v_head_dim)
+        block = max(1, min(16, 2048 // columns))
         arguments = (
             packed, partial.lse, partial.row, partial.lse_row, call.target(out, lse), rows,
             call.ctx.rank,
         )  # fmt: skip
-        options = {
-            "ROWS": block,
-            "COLUMNS": call.columns(),
-            "spec": call.spec(),
-            "num_warps": 4,
-        }
+        options = {"ROWS": block, "COLUMNS": columns, "spec": call.spec(), "num_warps": 4}
         launch = Launch(kernel_merge, (-(-rows // block),), arguments, options)
         call.ctx.buffer.launcher.repeat(launch)
         return out, lse
@@ -514,6 +501,7 @@ def fits_library(sizes: DecodeKey) -> bool:
         and sizes.dtype != torch.float32
         and sizes.kv_dtype == sizes.dtype
         and sizes.page_size == 0
+        and sizes.is_contiguous
         and not sizes.shares_v
         and not sizes.has_mask
         and sizes.head_dim == sizes.v_head_dim <= 256
@@ -521,9 +509,7 @@ def fits_library(sizes: DecodeKey) -> bool:
 
 
 def check_library(call: Call) -> None:
-    caches = (call.k_cache, call.v_cache)
-    contiguous = all(each is not None and each.is_contiguous() for each in caches)
-    if not (fits_library(call.key) and contiguous and call.ctx.num_ranks > 1):
+    if not (fits_library(call.key) and call.ctx.num_ranks > 1):
         expected = "another algorithm: PyTorch's flash attention requires GPUs, several ranks, a "
         expected += "dense contiguous cache of fp16 or bf16, one new token, equal dimensions up to "
         expected += "256, no window, no soft cap and no scales"

@@ -36,6 +36,8 @@ from triton_dist.runtime.ranks import Group, process_group_of
 
 FP8 = torch.float8_e4m3fn
 MAX_QUERY_LENGTH, MAX_BATCH, MAX_HEAD_DIM = 8, 4096, 1024
+MIN_COLUMNS = 64
+"""Smallest chunk of columns, unless all columns are fewer."""
 _LSE_BASES = ("e", "2")
 
 
@@ -58,7 +60,8 @@ class SpDecodeContext(OpContext[ExchangeBuffer]):
         self.head_dim, self.v_head_dim, self.dtype = head_dim, v_head_dim, dtype
         self.shard_queries = shard_queries
         rows, lines = max_batch * max_q_len * num_q_heads, v_head_dim * dtype.itemsize // LINE_BYTES
-        packet_bytes = rows * (lines + 1) * LINE_BYTES if self.num_ranks > 1 else 0
+        lines += -(-v_head_dim // MIN_COLUMNS)  # an LSE for each chunk of columns
+        packet_bytes = rows * lines * LINE_BYTES if self.num_ranks > 1 else 0
         shard = rows // self.num_ranks * head_dim if shard_queries else 0
         slot_bytes = bytes_of_slot(shard, dtype, self.num_ranks)
         what = "digest of the shapes and options of sp_decode_attn"
@@ -169,6 +172,8 @@ class DecodeKey(NamedTuple):
     kv_dtype: torch.dtype
     page_size: int
     """0 for a dense cache."""
+    is_contiguous: bool
+    """Whether the caches are contiguous."""
     shares_v: bool
     has_mask: bool
     """Whether the call has a window, a soft cap, several new tokens, or scales without fp8."""
@@ -273,6 +278,7 @@ def checked_key(call: Any) -> DecodeKey:
     has_mask = has_mask or (call.k_scale is not None and k.dtype != FP8)
     return DecodeKey(
         q.shape[0], call.max_kv_len or room, q_len, heads, k.shape[2], ctx.head_dim,
-        ctx.v_head_dim, q.dtype, k.dtype, 0 if table is None else k.shape[1], v is None,
-        has_mask, q.shape[-2] < heads, call.shard_output, ctx.num_ranks,
+        ctx.v_head_dim, q.dtype, k.dtype, 0 if table is None else k.shape[1],
+        k.is_contiguous() and values.is_contiguous(), v is None, has_mask, q.shape[-2] < heads,
+        call.shard_output, ctx.num_ranks,
     )  # fmt: skip

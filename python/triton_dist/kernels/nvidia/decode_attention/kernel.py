@@ -10,7 +10,8 @@ have no keys.
 theirs at ``parts.later[program]``, because a program has one such tile at most. A part is a
 normalised output in fp32 and the base-2 logarithm of its softmax denominator (LSE).
 
-*Items.* After all parts are stored, each item, ROWS rows of a tile, is combined by one program.
+*Items.* After all parts are stored, each item, ROWS rows and COLUMNS columns of a tile, is combined
+by one program.
 
 ======================  ==========  ===================================================
 argument                dtype       shape
@@ -88,7 +89,8 @@ class Spec(NamedTuple):
     elements of keys, and V0 equals D0. PAGE is 0 for a dense cache. INTERLEAVE is the number of
     consecutive tokens on a rank of a cyclic cache, or 0 for a contiguous one. WINDOW is 0 without a
     window. OUT_HEADS are the heads of an output shard. HEAD_TILES are the tiles of a KV head, TILES
-    the tiles of a sequence, and ITEMS the items of a tile.
+    the tiles of a sequence. An item is ROWS rows and COLUMNS columns; a tile has ITEMS blocks of
+    rows and CHUNKS chunks of columns.
     """
 
     NUM_RANKS: Any
@@ -117,15 +119,19 @@ class Spec(NamedTuple):
     TILES: Any
     ROWS: Any
     ITEMS: Any
+    COLUMNS: Any
+    CHUNKS: Any
     PARTS: Any
     PRECISION: Any
 
 
 @jit
-def local_keys(lens_ptr, sequence, valid, batch, rank, spec: tl.constexpr):
-    """Return the begin and end of this rank's visible keys of ``sequence``, the position of its
-    first key, and the length of the sequence; scalars or blocks."""
+def local_keys(lens_ptr, batch, rank, spec: tl.constexpr):
+    """Return for each sequence the begin and end of this rank's visible keys, the position of its
+    first key, and the length of the sequence; int32 [LANES]."""
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
+    sequence = tl.arange(0, spec.LANES)
+    valid = sequence < batch
     total = tl.load(lens_ptr + sequence, mask=valid, other=0)
     before = total * 0
     if spec.INTERLEAVE > 0:
@@ -165,12 +171,16 @@ def position_of(index, before, rank, spec: tl.constexpr):
 
 
 @jit
-def units_of(lens_ptr, batch, rank, spec: tl.constexpr):
-    """Return the units of a tile of each sequence, int32 [LANES]."""
-    lane = tl.arange(0, spec.LANES)
-    begin, end, _, _ = local_keys(lens_ptr, lane, lane < batch, batch, rank, spec)
+def units_of(begin, end, batch, spec: tl.constexpr):
+    """Return the units of a tile of each sequence, int32 [LANES], for keys ``begin`` to ``end``."""
     units = tl.maximum(tl.cdiv(end - begin, spec.BLOCK_N), 1)
-    return tl.where(lane < batch, units, 0)
+    return tl.where(tl.arange(0, spec.LANES) < batch, units, 0)
+
+
+@jit
+def element(values, index, spec: tl.constexpr):
+    """Return element ``index`` of values [LANES]. Memory would have to be loaded again."""
+    return tl.sum(tl.where(tl.arange(0, spec.LANES) == index, values, 0), 0)
 
 
 @jit
@@ -218,13 +228,14 @@ def load_tile(
 
 @jit
 def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
-    """Compute this program's units and store their parts."""
+    """Compute this program's units and store their parts. Return the units of tiles, [LANES]."""
     DTYPE: tl.constexpr = query.q.dtype.element_ty
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     V0: tl.constexpr = spec.V0
     V1: tl.constexpr = spec.V1
     WIDTH: tl.constexpr = spec.V0 + spec.V1
-    units = units_of(kv.lens, batch, rank, spec)
+    begins, ends, befores, lengths = local_keys(kv.lens, batch, rank, spec)
+    units = units_of(begins, ends, batch, spec)
     total = tl.sum(units, 0) * spec.TILES
     share = tl.cdiv(total, tl.num_programs(0))
     begin = tl.program_id(0) * share
@@ -236,7 +247,8 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
     for index in range(tl.where(begin < end, last_tile + 1 - tile, 0)):
         current = tile + index
         sequence, kv_head, token, head, in_tile = rows_of(current, row, spec)
-        first_key, end_key, before, length = local_keys(kv.lens, sequence, True, batch, rank, spec)
+        first_key, end_key = element(begins, sequence, spec), element(ends, sequence, spec)
+        before, length = element(befores, sequence, spec), element(lengths, sequence, spec)
         q_row = head // spec.SHARD_HEADS * query.shard.to(tl.int64)
         q_row += sequence.to(tl.int64) * query.batch + token * query.token
         q_row += head % spec.SHARD_HEADS * query.head
@@ -340,34 +352,38 @@ def attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.constexpr):
             acc1 *= inverse[:, None]
             tl.store(part + at[:, None] * WIDTH + column[None, :], acc1, mask=in_tile[:, None])
         tile_begin += blocks
+    return units
 
 
 @jit
 def rows_of_item(item, spec: tl.constexpr):
-    """Return tile and rows, int32 [ROWS], of an item."""
+    """Return tile, rows, int32 [ROWS], and chunk of the columns of an item."""
+    CHUNKS: tl.constexpr = spec.CHUNKS
     ITEMS: tl.constexpr = spec.ITEMS
-    return item // ITEMS, item % ITEMS * spec.ROWS + tl.arange(0, spec.ROWS)
+    block = item // CHUNKS
+    row = block % ITEMS * spec.ROWS + tl.arange(0, spec.ROWS)
+    return block // ITEMS, row, item % CHUNKS
 
 
 @jit
 def item_exists(item, spec: tl.constexpr):
     """Return whether any row of the item is valid."""
-    tile, row = rows_of_item(item, spec)
+    tile, row, _ = rows_of_item(item, spec)
     _, _, _, _, valid = rows_of(tile, row, spec)
     return tl.max(valid.to(tl.int32), 0) != 0
 
 
 @jit
-def combine_item(parts, units, programs, item, spec: tl.constexpr, COLUMNS: tl.constexpr):
+def combine_item(parts, units, programs, item, spec: tl.constexpr):
     """Return output, fp32 [ROWS, COLUMNS], and LSE, [ROWS], of the item over its parts.
 
     ``programs`` is the number of programs that ran ``attend``.
     """
     TILES: tl.constexpr = spec.TILES
     WIDTH: tl.constexpr = spec.V0 + spec.V1
-    tile, row = rows_of_item(item, spec)
+    tile, row, chunk = rows_of_item(item, spec)
     _, _, _, _, valid = rows_of(tile, row, spec)
-    column = tl.arange(0, COLUMNS)
+    column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
     mask = valid[:, None] & (column < spec.DV)[None, :]
     at = tile.to(tl.int64) * spec.BLOCK_M + row
     lse = tl.load(parts.first_lse + at, mask=valid, other=float("-inf"), cache_modifier=".cg")
@@ -434,8 +450,7 @@ def kernel_attend(query, kv, parts, scale, soft_cap, batch, rank, spec: tl.const
 
 @jit(do_not_specialize=["batch", "rank", "programs"])
 def kernel_combine(
-    lens_ptr, parts, target, batch, rank, programs, IS_FINAL: tl.constexpr,
-    COLUMNS: tl.constexpr, spec: tl.constexpr,
+    lens_ptr, parts, target, batch, rank, programs, IS_FINAL: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of this rank. Grid (items,).
 
@@ -443,9 +458,10 @@ def kernel_combine(
     """
     item = tl.program_id(0)
     if item_exists(item, spec):
-        units = units_of(lens_ptr, batch, rank, spec)
-        out, lse = combine_item(parts, units, programs, item, spec, COLUMNS)
-        tile, row = rows_of_item(item, spec)
+        begins, ends, _, _ = local_keys(lens_ptr, batch, rank, spec)
+        units = units_of(begins, ends, batch, spec)
+        out, lse = combine_item(parts, units, programs, item, spec)
+        tile, row, chunk = rows_of_item(item, spec)
         sequence, _, token, head, valid = rows_of(tile, row, spec)
         if IS_FINAL:
             base, sink = with_sink(lse, target.sinks, head, valid)
@@ -453,11 +469,11 @@ def kernel_combine(
             out = out * (weight / tl.where(weight + sink > 0, weight + sink, 1.0))[:, None]
             lse = lse_of(base, weight + sink, spec)
         index = shard_row(sequence, token, head, batch, spec).to(tl.int64)
-        column = tl.arange(0, COLUMNS)
+        column = chunk * spec.COLUMNS + tl.arange(0, spec.COLUMNS)
         mask = valid[:, None] & (column < spec.DV)[None, :]
         out_ptr = target.out + index[:, None] * target.row + column[None, :]
         tl.store(out_ptr, out.to(target.out.dtype.element_ty), mask=mask)
-        tl.store(target.lse + index * target.lse_row, lse, mask=valid)
+        tl.store(target.lse + index * target.lse_row, lse, mask=valid & (chunk == 0))
 
 
 @jit(do_not_specialize=["rows", "rank"])

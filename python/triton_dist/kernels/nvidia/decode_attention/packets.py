@@ -7,9 +7,10 @@ each program combines its items, sends the rows, and merges them with the rows o
 travel in words that mark their own arrival (``common/exchange/packets.py``), so nothing else is
 awaited. All programs must be resident at the same time.
 
-In memory, a row of a source rank is ``DV`` elements in the dtype of the output, then a line with
-the base-2 LSE. A rank rounds its own rows, too, and adds in the order of ranks, so all ranks get
-equal bits. If the output is sharded by heads, a row goes only to the owner of its head.
+In memory, a row of a source rank is, for each chunk of columns, a line with the base-2 LSE and the
+elements in the dtype of the output. A rank rounds its own rows, too, and adds in the order of
+ranks, so all ranks get equal bits. If the output is sharded by heads, a row goes only to the owner
+of its head.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from triton_dist.kernels.nvidia.decode_attention.kernel import (
     lse_of,
     rows_of,
     rows_of_item,
-    units_of,
     with_sink,
 )
 from triton_dist.language.signals import SIZE_BITS
@@ -63,106 +63,88 @@ def owners(head, rank, spec: tl.constexpr):
 
 
 @jit
-def lines_of(row, spec: tl.constexpr, COLUMNS: tl.constexpr, PER_LINE: tl.constexpr):
-    """Return the lines of rows, the line of their LSE, and the first column of each line; flat."""
-    SIZE: tl.constexpr = row.shape[0] * (COLUMNS // PER_LINE)
-    row_lines = spec.DV // PER_LINE + 1
-    column = tl.arange(0, COLUMNS // PER_LINE)[None, :] + row[:, None] * 0
-    line = row[:, None] * row_lines + column
-    lse_line = row[:, None] * row_lines + spec.DV // PER_LINE + column * 0
-    return (
-        tl.reshape(line, [SIZE]),
-        tl.reshape(lse_line, [SIZE]),
-        tl.reshape(column * PER_LINE, [SIZE]),
-    )
+def lines_of(row, chunk, spec: tl.constexpr, PER_LINE: tl.constexpr):
+    """Return the lines of an item's rows, the line of each LSE, and the first columns; flat."""
+    LINES: tl.constexpr = spec.COLUMNS // PER_LINE
+    SIZE: tl.constexpr = row.shape[0] * LINES
+    lse_line = row * (spec.DV // PER_LINE + spec.CHUNKS) + chunk * (LINES + 1)
+    within = tl.arange(0, LINES)[None, :] + row[:, None] * 0
+    line = lse_line[:, None] + 1 + within
+    column = chunk * spec.COLUMNS + within * PER_LINE
+    return tl.reshape(line, [SIZE]), lse_line, tl.reshape(column, [SIZE])
 
 
 @jit
-def per_line(values, COLUMNS: tl.constexpr, PER_LINE: tl.constexpr):
+def per_line(values, spec: tl.constexpr, PER_LINE: tl.constexpr):
     """Repeat values [rows] for each line of a row, flat."""
-    LINES: tl.constexpr = COLUMNS // PER_LINE
+    LINES: tl.constexpr = spec.COLUMNS // PER_LINE
     repeated = tl.broadcast_to(values[:, None], [values.shape[0], LINES])
     return tl.reshape(repeated, [values.shape[0] * LINES])
 
 
 @jit
 def send_item(
-    targets, offset, tag, out, lse, row, head, valid, rank, spec: tl.constexpr,
-    COLUMNS: tl.constexpr, PER_LINE: tl.constexpr,
+    targets, offset, tag, payload, lse, line, lse_line, column, head, valid, rank,
+    spec: tl.constexpr, PER_LINE: tl.constexpr,
 ):  # fmt: skip
     """Send the rows of an item to all peers, or to the owners of their heads."""
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
-    line, _, column = lines_of(row, spec, COLUMNS, PER_LINE)
-    payload = payload_of(tl.reshape(out, [out.numel]))
     lse_payload = tl.join(lse.to(tl.int32, bitcast=True), tl.zeros(lse.shape, tl.int32))
-    lse_line = row * (spec.DV // PER_LINE + 1) + spec.DV // PER_LINE
     owner = owners(head, rank, spec)
     for step in tl.static_range(1, NUM_RANKS):
         goes = valid
         if spec.OUT_HEADS < spec.HEADS:
             goes = valid & (owner == (rank + step) % spec.NUM_RANKS)
         target = (targets[step - 1],)
-        send_lines(target, offset, lse_payload, lse_line, goes, tag)
-        in_row = per_line(goes.to(tl.int32), COLUMNS, PER_LINE) != 0
+        in_row = per_line(goes.to(tl.int32), spec, PER_LINE) != 0
         send_lines(target, offset, payload, line, in_row & (column < spec.DV), tag)
+        send_lines(target, offset, lse_payload, lse_line, goes, tag)
 
 
 @jit
 def merge_item(
-    parts, target, packets, shards, tag, item, batch, rank, spec: tl.constexpr,
-    COLUMNS: tl.constexpr, PER_LINE: tl.constexpr,
+    target, packets, shards, tag, payload, lse, line, lse_line, column, index, head, valid, rank,
+    spec: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the rows of an item of all peers, and store the result."""
+    """Wait for the rows of an item of all peers, and store the result. ``payload`` [lines, 2] and
+    ``lse`` [rows] are this rank's; ``index`` [rows] are rows of the output."""
     NUM_RANKS: tl.constexpr = spec.NUM_RANKS
     DTYPE: tl.constexpr = target.out.dtype.element_ty
+    PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
     PEERS: tl.constexpr = NUM_RANKS - 1
-    WIDTH: tl.constexpr = spec.V0 + spec.V1
-    tile, tile_row = rows_of_item(item, spec)
-    sequence, _, token, head, valid = rows_of(tile, tile_row, spec)
-    valid = valid & (owners(head, rank, spec) == rank)
-    row = (sequence * spec.Q_LEN + token) * spec.HEADS + head
-    line, lse_line, column = lines_of(row, spec, COLUMNS, PER_LINE)
-    in_row = (per_line(valid.to(tl.int32), COLUMNS, PER_LINE) != 0) & (column < spec.DV)
-    # The program itself stored its combined rows in place of the first parts.
-    at = per_line(tile.to(tl.int64) * spec.BLOCK_M + tile_row, COLUMNS, PER_LINE)
-    element = tl.arange(0, PER_LINE)[None, :]
-    own_ptr = parts.first + (at * WIDTH + column)[:, None] + element
-    own = tl.load(own_ptr, mask=in_row[:, None], other=0.0, cache_modifier=".cg")
-    own_lse = tl.load(parts.first_lse + at, mask=in_row, other=0.0, cache_modifier=".cg")
+    in_row = (per_line(valid.to(tl.int32), spec, PER_LINE) != 0) & (column < spec.DV)
+    own_lse, all_lse_lines = per_line(lse, spec, PER_LINE), per_line(lse_line, spec, PER_LINE)
     lines, lse_lines = tl.tuple([]), tl.tuple([])
     for peer in tl.static_range(PEERS):
         lines = lines + (shards[peer] + line * LINE_WORDS,)  # noqa: RUF005
-        lse_lines = lse_lines + (shards[peer] + lse_line * LINE_WORDS,)  # noqa: RUF005
+        lse_lines = lse_lines + (shards[peer] + all_lse_lines * LINE_WORDS,)  # noqa: RUF005
     payloads = poll_lines(lines + lse_lines, tag, in_row, packets.timeout_words)
     tl.debug_barrier()
     largest, lses = own_lse, tl.tuple([])
     for peer in tl.static_range(PEERS):
         clear(shards[peer], line, in_row)
-        clear(shards[peer], lse_line, in_row & (column == 0))
+        clear(shards[peer], lse_line, valid)
         bits, _ = tl.split(payloads[PEERS + peer])
-        lse = bits.to(tl.float32, bitcast=True)
-        lses = lses + (lse,)  # noqa: RUF005
-        largest = tl.maximum(largest, lse)
-    heads = per_line(head, COLUMNS, PER_LINE)
-    base, total = with_sink(largest, target.sinks, heads, in_row)
-    sums = tl.zeros(own.shape, tl.float32)
+        peer_lse = bits.to(tl.float32, bitcast=True)
+        lses = lses + (peer_lse,)  # noqa: RUF005
+        largest = tl.maximum(largest, peer_lse)
+    base, total = with_sink(largest, target.sinks, per_line(head, spec, PER_LINE), in_row)
+    sums = tl.zeros([payload.shape[0], PER_LINE], tl.float32)
     for source in tl.static_range(NUM_RANKS):
-        addend, lse = own, own_lse  # Select instead of branching: ``rank`` is not a constant.
+        addend, source_lse = payload, own_lse  # Select, because ``rank`` is not a constant.
         if source < PEERS:
-            values = tl.reshape(values_of(payloads[source], DTYPE), own.shape).to(tl.float32)
-            addend = tl.where(source < rank, values, addend)
-            lse = tl.where(source < rank, lses[source], lse)
+            addend = tl.where(source < rank, payloads[source], addend)
+            source_lse = tl.where(source < rank, lses[source], source_lse)
         if source > 0:
-            values = tl.reshape(values_of(payloads[source - 1], DTYPE), own.shape).to(tl.float32)
-            addend = tl.where(source > rank, values, addend)
-            lse = tl.where(source > rank, lses[source - 1], lse)
-        weight = tl.exp2(lse - base)
-        sums += addend * weight[:, None]
+            addend = tl.where(source > rank, payloads[source - 1], addend)
+            source_lse = tl.where(source > rank, lses[source - 1], source_lse)
+        weight = tl.exp2(source_lse - base)
+        values = tl.reshape(values_of(addend, DTYPE), sums.shape)
+        sums += values.to(tl.float32) * weight[:, None]
         total += weight
     out = sums / tl.where(total > 0, total, 1.0)[:, None]
-    index = (sequence * spec.Q_LEN + token) * spec.OUT_HEADS + head % spec.OUT_HEADS
-    index = per_line(index, COLUMNS, PER_LINE).to(tl.int64)
-    out_ptr = target.out + (index * target.row + column)[:, None] + element
+    index = per_line(index, spec, PER_LINE).to(tl.int64)
+    out_ptr = target.out + (index * target.row + column)[:, None] + tl.arange(0, PER_LINE)[None, :]
     tl.store(out_ptr, out.to(DTYPE), mask=in_row[:, None])
     lse = lse_of(base, total, spec)
     tl.store(target.lse + index * target.lse_row, lse, mask=in_row & (column == 0))
@@ -171,23 +153,20 @@ def merge_item(
 @jit(do_not_specialize=["batch", "rank", "size"])
 def kernel_decode_packets(
     query, kv, parts, target, packets, counter_ptr, scale, soft_cap, batch, rank, size,
-    COLUMNS: tl.constexpr, spec: tl.constexpr,
+    spec: tl.constexpr,
 ):  # fmt: skip
     """Run a call over all ranks. Grid (programs,), all of them resident."""
     DTYPE: tl.constexpr = target.out.dtype.element_ty
     PER_LINE: tl.constexpr = 64 // DTYPE.primitive_bitwidth
-    WIDTH: tl.constexpr = spec.V0 + spec.V1
     epoch = next_epoch(packets.calls)
+    units = attend(query, kv, parts, scale, soft_cap, batch, rank, spec)
+    arrive(counter_ptr)
     tag = tag_of(epoch, size)
-    attend(query, kv, parts, scale, soft_cap, batch, rank, spec)
     targets = peers_at(packets, rank, spec.NUM_RANKS)
     offset = packet_offset(epoch, rank, packets.shard_words, spec.NUM_RANKS)
     shards = shards_of(packets, epoch, peers_of(rank, spec.NUM_RANKS), spec.NUM_RANKS, 2)
-    units = units_of(kv.lens, batch, rank, spec)
-    items = batch * spec.TILES * spec.ITEMS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    arrive(counter_ptr)
-    column = tl.arange(0, COLUMNS)
+    items = batch * spec.TILES * spec.ITEMS * spec.CHUNKS
     rounds = tl.cdiv(items - program, programs)
     if rounds > 0:
         arrived = (epoch * MAX_CTAS) << SIZE_BITS
@@ -195,46 +174,20 @@ def kernel_decode_packets(
     for index in range(rounds):
         item = program + index * programs
         if item_exists(item, spec):
-            out, lse = combine_item(parts, units, programs, item, spec, COLUMNS)
-            out = out.to(DTYPE)
-            tile, tile_row = rows_of_item(item, spec)
+            out, lse = combine_item(parts, units, programs, item, spec)
+            # This rank's rows are rounded like the rows of peers.
+            payload = payload_of(tl.reshape(out.to(DTYPE), [out.numel]))
+            tile, tile_row, chunk = rows_of_item(item, spec)
             sequence, _, token, head, valid = rows_of(tile, tile_row, spec)
-            row = (sequence * spec.Q_LEN + token) * spec.HEADS + head
+            row = sequence * spec.Q_LEN + token
+            line, lse_line, column = lines_of(row * spec.HEADS + head, chunk, spec, PER_LINE)
             send_item(
-                targets,
-                offset,
-                tag,
-                out,
-                lse,
-                row,
-                head,
-                valid,
-                rank,
-                spec,
-                COLUMNS,
-                PER_LINE,
-            )
-            tl.debug_barrier()  # all threads have read the first parts
-            at = tile.to(tl.int64) * spec.BLOCK_M + tile_row
-            mask = valid[:, None] & (column < spec.DV)[None, :]
-            first_ptr = parts.first + at[:, None] * WIDTH + column[None, :]
-            tl.store(first_ptr, out.to(tl.float32), mask=mask)
-            tl.store(parts.first_lse + at, lse, mask=valid)
-    tl.debug_barrier()
-    for index in range(rounds):
-        item = program + index * programs
-        if item_exists(item, spec):
+                targets, offset, tag, payload, lse, line, lse_line, column, head, valid, rank,
+                spec, PER_LINE,
+            )  # fmt: skip
+            valid = valid & (owners(head, rank, spec) == rank)
             merge_item(
-                parts,
-                target,
-                packets,
-                shards,
-                tag,
-                item,
-                batch,
-                rank,
-                spec,
-                COLUMNS,
-                PER_LINE,
-            )
+                target, packets, shards, tag, payload, lse, line, lse_line, column,
+                row * spec.OUT_HEADS + head % spec.OUT_HEADS, head, valid, rank, spec,
+            )  # fmt: skip
     end_call(packets.calls, epoch)
