@@ -14,6 +14,8 @@ from tests.fp8 import error_of_sum, largest_error, quantised, quantised_experts
 from tests.gpu.ranks import few_ranks
 from tests.layers import fp8_ranks, test_symm_mem
 from triton_dist.kernels.common.gemm.scales import FP8, Scaling
+from triton_dist.kernels.common.moe.positions import Positions
+from triton_dist.kernels.common.moe.routing import RECORD_WORDS, max_tiles
 from triton_dist.kernels.common.moe.spaces import WARP_SPECIALIZED_GROUPED_TILES
 from triton_dist.kernels.nvidia import grouped_gemm, matmul
 from triton_dist.kernels.nvidia.gemm.op import fits_matmul, matmul_configs
@@ -148,6 +150,23 @@ def test_warp_specialized_grouped_products(index, M, topk, E, K, N, per_route, d
         gated = call(activation="silu_mul", out_dtype=torch.float32)
         error = (gated - torch.nn.functional.silu(gate) * up).abs()
         assert (error <= 2.0**-6 * (gate * up).abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", ["gathered", "position"])
+def test_warp_specialized_grouped_products_without_routes(kind):
+    """The records of tiles are uninitialised; they may not reach an address."""
+    E, K, N, number = 3, 256, 256, 512
+    A, B = scaled_moe_ranks.random(number, number, K), scaled_moe_ranks.random(E * N, E * N, K)
+    a, b, scales = quantised_experts(A, B.view(E, N, K), "block", E4M3)
+    ends, rows = torch.zeros((number + E,), dtype=torch.int32, device="cuda").split((E, number))
+    positions = Positions(ends, number, rows if kind == "gathered" else None, number, 1)
+    tiles = WARP_SPECIALIZED_GROUPED_TILES[0]
+    # The records take this memory again.
+    torch.full(
+        (max_tiles(number, E, 128), RECORD_WORDS.value), 2**30, dtype=torch.int32, device="cuda"
+    )
+    grouped_gemm.fn(a, b, positions, gemm_config=tiles, **scales)
+    torch.cuda.synchronize()
 
 
 @few_ranks

@@ -107,14 +107,18 @@ def _tile_and_scales(
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return (expert, first row, end of rows, column tile) of a group's half of a work item, and
-    the addresses of its scales of A. After the last work item, return the last."""
+    the addresses of its scales of A. After the last work item, return the last.
+
+    Without work items, the record is uninitialised: the addresses stay in the arrays.
+    """
     HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
+    work_item = gl.maximum(gl.minimum(work_item, work_items - 1), 0)
     expert, row, end, n, _ = tile_of_work_item(
-        blocks.tiles, gl.minimum(work_item, work_items - 1), tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
+        blocks.tiles, work_item, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
     )
     row += GROUP * HALF_M
     rows = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
-    a_row = gl.minimum(rows, end - 1)
+    a_row = gl.where(work_items > 0, gl.minimum(rows, end - 1), 0)
     if not grouped_plan.A_SORTED:
         a_row = gl.load(blocks.routes + a_row) // routes_of_row
     a_scale_ptr = addresses_of_rows(
