@@ -108,7 +108,7 @@ def configs(algorithms: Any, quick: bool, best: int) -> list[dict[str, Any]]:
     space = [each for each in algorithms.config_space() if each["algorithm"] != "collective"]
     if quick:
         space = [each for each in space if each["block_bytes"] in (8192, 16384)]
-        space = [each for each in space if each["num_ctas"] in (128, 240, 256)]
+        space = [each for each in space if each["num_ctas"] in (128, 160, 192, 256)]
     return space[:best] if best else space
 
 

@@ -25,9 +25,9 @@ def test_every_candidate_gives_the_same(on_two):
 
 
 def test_a_call_that_gave_up_leaves_nothing_behind(on_two):
-    dispatched = ["ep_dispatch.arrivals", "ep_combine.arrivals"]
-    packets = ["ep_dispatch.packets", "ep_combine.packets"]
-    assert on_two(ep_ranks.give_up_and_start_again) == [[*dispatched, *packets], []]
+    push = ["ep_dispatch.arrivals", "ep_combine.arrivals"]
+    packets = ["ep_dispatch.packets", "ep_combine.arrivals"]
+    assert on_two(ep_ranks.give_up_and_start_again) == [[*push, *packets], []]
 
 
 def test_tuned_over_the_ranks(on_two):

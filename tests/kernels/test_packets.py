@@ -16,6 +16,7 @@ from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_CANDIDATES
+from triton_dist.kernels.nvidia.expert_parallel.lines import unmarked_of
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {
@@ -33,6 +34,12 @@ def there_and_back(x_ptr, payload_ptr, out_ptr, N: tl.constexpr, WORDS: tl.const
 
 
 @triton_dist.jit
+def unmarked(x_ptr, out_ptr, N: tl.constexpr):
+    index = tl.arange(0, N)
+    tl.store(out_ptr + index, unmarked_of(tl.load(x_ptr + index)))
+
+
+@triton_dist.jit
 def tag_at(epoch_ptr, tag_ptr, size):
     tl.store(tag_ptr, tag_of(tl.load(epoch_ptr), size))
 
@@ -47,6 +54,18 @@ def test_a_payload_is_the_bytes_of_its_elements(dtype):
     there_and_back[(1,)](x, payload, out, N=64, WORDS=payload.numel())
     assert torch.equal(payload, x.view(torch.int32))
     assert_bitwise_equal(out, x)
+
+
+@pytest.mark.parametrize("dtype", list(WHOLE), ids=str)
+def test_unmarked_words_are_complements_and_never_zero(dtype):
+    bits = torch.arange(-(2**15), 2**15).to(WHOLE[dtype])
+    out = torch.empty_like(bits)
+    unmarked[(1,)](bits.view(dtype), out, N=2**16)
+    assert bool((out != 0).all())
+    back = (~out).view(dtype)
+    same = (~out == bits) | (bits == -1)
+    assert bool(same.all())
+    assert bool(back[bits == -1].isnan().all())
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 2**31 - 1, 2**31, 2**32, 2**40 + 7])

@@ -130,8 +130,15 @@ MUTANTS = (
     Mutant(
         "expert parallel: rows travel only after the peer has begun the call",
         _EP_KERNEL,
-        "    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)\n",
-        "",
+        "await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)",
+        "pass",
+        EXPERT_PARALLEL,
+    ),
+    Mutant(
+        "expert parallel: received sums are cleared for the next call",
+        "kernels/nvidia/expert_parallel/combine.py",
+        "clear(packets.words, line, is_sent[peer])",
+        "clear(packets.words, line, is_sent[peer] & (index < 0))",
         EXPERT_PARALLEL,
     ),
     Mutant(

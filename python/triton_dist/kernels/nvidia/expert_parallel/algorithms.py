@@ -39,6 +39,7 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     Received,
     block_tokens,
     matrix_checks,
+    packet_block_tokens,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
@@ -56,8 +57,10 @@ _MAX_META, _MAX_LAYOUTS = 32, 64
 _MIN_PROGRAMS = 4
 """A dispatch has a program of each kind."""
 _FREE_SMS = 4
+LINE_ELEMENTS = 16
+"""A row in packets has whole lines of 16 bytes in every dtype."""
 _DISPATCH = tuple(
-    LaunchParams(ctas, nbytes) for ctas in (128, 64, 24) for nbytes in (16384, 8192, 4096)
+    LaunchParams(ctas, nbytes) for ctas in (160, 128, 64) for nbytes in (16384, 8192, 4096)
 )
 _PACKETS = tuple(
     LaunchParams(ctas, nbytes) for nbytes in (8192, 4096, 16384) for ctas in (128, 192)
@@ -128,10 +131,10 @@ def launch_options(params: LaunchParams, per_sm: int = 2) -> dict[str, int]:
     return {"num_warps": params.num_warps, "maxnreg": min(255, 2048 // (per_sm * params.num_warps))}
 
 
-def packet_options(params: LaunchParams, num_ranks: int) -> dict[str, int]:
+def packet_options(params: LaunchParams, per_sm: int) -> dict[str, int]:
     """Return launch options for a kernel in which each thread polls lines of all peers together."""
-    warps = min(16, params.num_warps_in_packets)
-    return {"num_warps": warps, "maxnreg": 128 // packet_programs_of_sm(num_ranks)}
+    warps = min(16, max(1, params.block_bytes // 1024))
+    return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
 def packet_programs_of_sm(num_ranks: int) -> int:
@@ -139,13 +142,15 @@ def packet_programs_of_sm(num_ranks: int) -> int:
 
 
 def fits_packets(sizes: Key) -> bool:
-    return sizes.num_ranks > 1 and sizes.M <= MAX_PACKET_TOKENS and not sizes.has_capacity
+    has_lines = sizes.num_ranks > 1 and sizes.hidden % LINE_ELEMENTS == 0
+    return has_lines and sizes.M <= MAX_PACKET_TOKENS and not sizes.has_capacity
 
 
 def check_packets(function: str, sizes: Key) -> None:
     if not fits_packets(sizes):
         expected = "another algorithm than 'packets', which requires several ranks, max_tokens of "
-        expected += f"at most {MAX_PACKET_TOKENS} and a capacity of max_tokens"
+        expected += f"at most {MAX_PACKET_TOKENS}, a capacity of max_tokens, and a hidden that is "
+        expected += f"a multiple of {LINE_ELEMENTS}"
         raise InvalidArgument(function, "algorithm", "packets", expected)
 
 
@@ -155,9 +160,9 @@ def plan_of(num_ranks: int, experts: int, topk: int, **constants: Any) -> EPPlan
     lanes, topk_lanes = triton.next_power_of_2(num_ranks), triton.next_power_of_2(topk)
     plan = EPPlan(
         NUM_RANKS=num_ranks, LANES=lanes, BLOCK=1, TOPK=topk, TOPK_LANES=topk_lanes,
-        EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(experts),
-        BINS=triton.next_power_of_2(max(128, num_ranks * experts + 1)),
-        META_LANES=_MAX_META * lanes, FLAG_LANES=MAX_CTAS * lanes, ROUTES=1, META_TOKENS=1,
+        EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(8, experts)),
+        BINS=triton.next_power_of_2(max(128, num_ranks * experts + 8)),
+        META_LANES=_MAX_META * lanes, FLAG_LANES=MAX_CTAS * lanes, BLOCKS=1, META_TOKENS=1,
         REPLICAS=0, ALIGNMENT=1, SCALES="none",
     )  # fmt: skip
     return plan._replace(**constants)
@@ -412,25 +417,30 @@ class Packets(Push):
 
     def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
+        meta_tokens = packet_block_tokens(topk)
+        metas = ceil_div(call.limit, meta_tokens)
         plan = call.plan()._replace(
-            BLOCK=max(2 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
-            ROUTES=max(4, triton.next_power_of_2(ctx.num_ranks * call.limit * topk)),
-        )
-        total = most_programs(call.num_sms, packet_programs_of_sm(ctx.num_ranks))
-        copies = min(call.params.num_ctas, total - min(plan.EXPERTS, total // 2))
+            BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
+            BLOCKS=triton.next_power_of_2(ctx.num_ranks * metas), META_TOKENS=meta_tokens,
+        )  # fmt: skip
+        per_sm = packet_programs_of_sm(ctx.num_ranks)
+        total = most_programs(call.num_sms, per_sm)
+        metas = min(metas, ceil_div(total, 8))
+        layouts = min(ctx.num_ranks * metas, ceil_div(total, 4))
+        copies = min(call.params.num_ctas, total - metas - layouts)
         # One program per block of a row: a program then waits only for smaller program numbers.
         blocks = ceil_div(ctx.hidden, plan.BLOCK)
         copies -= copies % blocks if copies > blocks else 0
-        programs = copies + min(plan.EXPERTS, total - copies)
-        digest = call.digest(plan, copies)
+        programs = metas + copies + layouts
+        digest = call.digest(plan, metas, copies)
         has_scales = plan.SCALES != "none"
         arguments = (
             call.x, call.x_scale, call.topk_ids, call.topk_weights, call.expert_map, call.wire(),
             ctx.buffer.memory["scales"].local if has_scales else None, ctx.packets(ctx.buffer),
             layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
-            ctx.meta_lines, copies, digest,
+            ctx.meta_lines, metas, copies, digest,
         )  # fmt: skip
-        options = {"ep_plan": plan, **packet_options(call.params, ctx.num_ranks)}
+        options = {"ep_plan": plan, **packet_options(call.params, per_sm)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
 
 

@@ -1,4 +1,9 @@
-"""Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op."""
+"""Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op.
+
+Sums travel as unmarked lines (``lines.py``), so each program adds a block as soon
+as its words have arrived. A rank sends after all ranks have begun the call, which means that they
+have read and cleared the lines of the last call.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,16 @@ from triton_dist.kernels.common.exchange.buffer import (
     params_for_device,
     params_in,
 )
+from triton_dist.kernels.common.exchange.packet_calls import (
+    clear,
+    end_call,
+    next_epoch,
+    peers_of,
+)
+from triton_dist.kernels.common.exchange.packets import add_lines, packet_offset, payload_of
 from triton_dist.kernels.common.exchange.protocol import (
-    after_wait,
+    MAX_CTAS,
+    Call,
     await_programs,
     chunk_flag,
     notify_ranks,
@@ -35,10 +48,7 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     DEFAULT_PARAMS,
     Key,
     ceil_div,
-    check_packets,
     digest_of,
-    fits_packets,
-    launch_options,
     most_programs,
     num_sms_check,
     packet_options,
@@ -54,132 +64,167 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
     EPPlan,
-    begin_call_of,
     check_rows,
     sum_of_choices,
 )
-from triton_dist.kernels.nvidia.expert_parallel.packets import kernel_combine_packets
+from triton_dist.kernels.nvidia.expert_parallel.lines import (
+    LINE_BITS,
+    line_of,
+    poll_unmarked,
+    send_unmarked,
+)
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 _COMBINE = tuple(
     LaunchParams(ctas, nbytes, chunks)
-    for ctas in (256, 128, 64, 24)
+    for ctas in (256, 128)
     for nbytes in (16384, 8192, 4096)
-    for chunks in (1, 4, 8, 16)
+    for chunks in (1, 4, 16)
 )
-_PACKETS = tuple(LaunchParams(256, nbytes) for nbytes in (4096, 2048, 8192))
-_MIN_TOKENS_OF_CHUNKS = 4
 
 
-def programs_of_sm(params: LaunchParams) -> int:
+def programs_of_sm(params: LaunchParams, num_ranks: int) -> int:
     """Return the programs that fit on a multiprocessor; large blocks need more registers."""
-    return 2 if params.block_bytes <= 8192 else 1
+    return packet_programs_of_sm(num_ranks) if params.block_bytes <= 8192 else 1
 
 
 @jit
 def send_sums(
-    y_ptr, y_rows, partials_ptr, partials_table, ep_layout, call, token, max_tokens, hidden,
+    y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Send the sums of a token of each peer, if this rank has products of it."""
+    """Send block ``item`` of the sums of each peer, if this rank has products of the token.
+
+    Wait until all ranks have begun the call, unless ``begun`` is 1. Return its new value.
+    """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
+    blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, PER_LINE)
+    token = item // blocks
+    column = item % blocks * ep_plan.BLOCK + tl.arange(0, ep_plan.BLOCK)
     TOPK: tl.constexpr = ep_plan.TOPK
     for step in range(1, NUM_RANKS):
         source = (call.rank + step) % NUM_RANKS
-        target_ptr = target_at(partials_table, source, partials_ptr)
+        target = target_at(packets.table, source, packets.words)
         route = (source * max_tokens + token) * TOPK
         latest = -1
         for choice in tl.static_range(TOPK):
             position = tl.load(ep_layout.position_of_route + route + choice)
             latest = tl.maximum(latest, position)
         if latest >= 0:
-            for first in range(0, hidden, ep_plan.BLOCK):
-                column = first + tl.arange(0, ep_plan.BLOCK)
-                row = call.offset + call.rank * max_tokens + token
-                target = target_ptr + row * hidden + column
-                with dl.mark("push"):
-                    total = sum_of_choices(
-                        y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan
-                    )  # fmt: skip
-                    tl.store(target, total.to(y_ptr.dtype.element_ty), mask=column < hidden)
+            sums = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
+            if begun == 0:
+                await_begun(peers, call, ep_plan)
+                begun = 1
+            line = first_line(packets, call.rank, token, row_lines)
+            # Lines have no gaps: columns after the row are zero.
+            in_lines = column < row_lines * PER_LINE
+            send_unmarked(target, line, sums.to(y_ptr.dtype.element_ty), column, in_lines)
+    return begun
+
+
+@jit
+def await_begun(peers, call, ep_plan: tl.constexpr):
+    """Wait until all ranks have begun the call. They have read the sums of the last call."""
+    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
+    await_programs(peers, 0, first_programs, chunk_flag(call, 0), ep_plan)
+
+
+@jit
+def first_line(packets, source, token, row_lines):
+    """Return the first line of a token's sums from rank ``source``."""
+    return packet_offset(0, source, packets.shard_words, 1, 1) // 2 + token * row_lines
 
 
 @jit
 def add_sums(
-    y_ptr, y_rows, out_ptr, partials_ptr, offset, ep_layout, call, token, max_tokens, hidden,
+    y_ptr, y_rows, out_ptr, packets, ep_layout, call, item, max_tokens, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums that the ranks have sent for a token of this rank, in the order of ranks."""
+    """Add block ``item`` of the sums of this rank's tokens in the order of ranks."""
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    BLOCK: tl.constexpr = ep_plan.BLOCK
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    PER_LINE: tl.constexpr = LINE_BITS // DTYPE.primitive_bitwidth
+    blocks, row_lines = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, PER_LINE)
+    token, first = item // blocks, item % blocks * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
     ranks = tl.load(ep_layout.destinations + token)
     route = (call.rank * max_tokens + token) * ep_plan.TOPK
-    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
-    for first in range(0, hidden, ep_plan.BLOCK):
-        column = first + tl.arange(0, ep_plan.BLOCK)
-        in_row = column < hidden
-        total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-        own = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
-        for source in tl.static_range(NUM_RANKS):
-            is_sent = ((ranks >> source) & 1 != 0) & (call.rank != source)
-            row = call.offset + source * max_tokens + token
-            # Bypass L1, which may hold the sums of an earlier call.
-            received = tl.load(
-                partials_ptr + offset + row * hidden + column, mask=in_row & is_sent, other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            # Round the own sum like the others.
-            rounded = own.to(received.dtype).to(tl.float32)
-            total += tl.where(call.rank == source, rounded, received.to(tl.float32))
-        out = out_ptr + (call.offset + token) * hidden + column
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_row)
+    own = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
+    lines, is_sent, payloads = tl.tuple([]), tl.tuple([]), tl.tuple([])
+    words_ptr = packets.words.to(tl.pointer_type(tl.int32))
+    peers = peers_of(call.rank, NUM_RANKS)
+    for peer in tl.static_range(NUM_RANKS - 1):
+        line = first_line(packets, peers[peer], token, row_lines) + index
+        lines = lines + (words_ptr + line * 4,)  # noqa: RUF005
+        is_sent = is_sent + ((index < row_lines) & ((ranks >> peers[peer]) & 1 != 0),)  # noqa: RUF005
+    payload = tl.reshape(payload_of(own.to(DTYPE)), [BLOCK // PER_LINE, 4])
+    if NUM_RANKS > 1:
+        arrived = poll_unmarked(lines, is_sent, packets.timeout_words)
+        tl.debug_barrier()
+        for peer in tl.static_range(NUM_RANKS - 1):
+            words = tl.where(is_sent[peer][:, None], line_of(arrived, peer), 0)
+            payloads = payloads + (words,)  # noqa: RUF005
+    sums = add_lines(payload, payloads, call.rank, NUM_RANKS, DTYPE)
+    out = out_ptr + (call.offset + token) * hidden + column
+    with dl.mark("store"):
+        tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=column < hidden)
+    for peer in tl.static_range(NUM_RANKS - 1):
+        line = first_line(packets, peers[peer], token, row_lines) + index
+        clear(packets.words, line, is_sent[peer])
 
 
 @jit(do_not_specialize=["y_rows", "tokens", "max_tokens", "rank", "num_chunks", "digest"])
 def kernel_combine(
-    y_ptr, y_rows, out_ptr, partials_ptr, partials_table, peers, ep_layout, tokens, max_tokens,
-    hidden, rank, num_chunks, digest, ep_plan: tl.constexpr,
+    y_ptr, y_rows, out_ptr, packets, peers, ep_layout, tokens, max_tokens, hidden, rank, num_chunks,
+    digest, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of each token over experts and ranks into out [tokens, hidden].
 
-    Grid (programs,). partials: [NUM_RANKS, max_tokens, hidden]. The first half of the programs
-    sends sums, chunk by chunk. The others add them when they arrive.
+    Grid (programs,). Each program sends blocks of sums chunk by chunk, and adds the blocks that it
+    receives of the chunk before.
     """
-    call = begin_call_of(peers, digest, rank, False, ep_plan)
-    program = tl.program_id(0)
-    check_rows(y_rows, ep_layout, ep_plan)
-    # A rank that has begun no longer reads what an earlier call sent.
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = next_epoch(packets.calls)
+    call = Call(flags=peers.table, epoch=epoch, offset=epoch * 0, size=digest, rank=rank)
     if program == 0:
-        notify_ranks(call, 1, chunk_flag(call, 0), ep_plan)
-    senders = tl.cdiv(tl.num_programs(0), 2)
-    steps = tl.cdiv(tl.cdiv(max_tokens, senders), num_chunks)
-    if program < senders:
-        first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
-        await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
-        for chunk in range(num_chunks):
-            begin = chunk * steps * senders + program
-            end = tl.minimum((chunk + 1) * steps * senders, max_tokens)
-            for token in range(begin, end, senders):
-                send_sums(
-                    y_ptr, y_rows, partials_ptr, partials_table, ep_layout, call, token, max_tokens,
-                    hidden, ep_plan,
+        peer = tl.arange(0, ep_plan.LANES)
+        table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
+        begin = Call(
+            flags=table.to(peers.arrivals.dtype) + rank, epoch=epoch, offset=epoch * 0, size=digest,
+            rank=rank,
+        )  # fmt: skip
+        notify_ranks(begin, 0, chunk_flag(begin, 0), ep_plan)
+        tl.store(peers.calls, epoch * MAX_CTAS)  # The host finds late flags by this word.
+    blocks = tl.cdiv(hidden, ep_plan.BLOCK)
+    stride = tl.cdiv(tl.cdiv(max_tokens * blocks, programs), num_chunks) * programs
+    begun = 0
+    for chunk in range(num_chunks + 1):
+        # The first program sets the flags, so it has the last of the items.
+        first = chunk * stride + programs - 1 - program
+        end = tl.minimum((chunk + 1) * stride, max_tokens * blocks)
+        if chunk < num_chunks:
+            for item in range(first, end, programs):
+                begun = send_sums(
+                    y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
+                    ep_plan,
                 )  # fmt: skip
-            notify_ranks(call, 0, chunk_flag(call, chunk), ep_plan)
-    adders = tl.maximum(tl.num_programs(0) - senders, 1)
-    # A single program sends, then adds.
-    first_sender = tl.where(tl.num_programs(0) == 1, 0, program - senders)
-    if first_sender >= 0:
-        for chunk in range(num_chunks):
-            for sender in range(first_sender, senders, adders):
-                same_programs = tl.full((ep_plan.LANES,), 0, tl.int32) + sender
-                waited = await_programs(peers, 0, same_programs, chunk_flag(call, chunk), ep_plan)
-                offset = after_wait(call.offset, waited)
-                begin = chunk * steps * senders + sender
-                end = tl.minimum((chunk + 1) * steps * senders, tokens)
-                for token in range(begin, end, senders):
-                    add_sums(
-                        y_ptr, y_rows, out_ptr, partials_ptr, offset, ep_layout, call, token,
-                        max_tokens, hidden, ep_plan,
-                    )  # fmt: skip
+        if chunk > 0:
+            if begun == 0:
+                await_begun(peers, call, ep_plan)
+                begun = 1
+            end = tl.minimum(chunk * stride, tokens * blocks)
+            for item in range(first - stride, end, programs):
+                add_sums(
+                    y_ptr, y_rows, out_ptr, packets, ep_layout, call, item, max_tokens, hidden,
+                    ep_plan,
+                )  # fmt: skip
+    if program == 0:
+        check_rows(y_rows, ep_layout, ep_plan)
+    end_call(packets.calls, epoch)
 
 
 @jit(do_not_specialize=["y_rows", "tokens"])
@@ -220,7 +265,7 @@ class CombineCall(OpCall):
         params = checked_params(
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS
         )
-        limit = most_programs(self.num_sms, programs_of_sm(params))
+        limit = most_programs(self.num_sms, programs_of_sm(params, self.ctx.num_ranks))
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
 
@@ -292,20 +337,20 @@ class CombinePush(Algorithm[CombineCall, Key]):
         return (params.values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        limit = most_programs(sizes.num_sms, programs_of_sm(params_in(config)))
+        limit = most_programs(sizes.num_sms, programs_of_sm(params_in(config), sizes.num_ranks))
         smallest = min(ctas for ctas, *_ in self.candidates())
-        per_program = sizes.M // config["num_ctas"]
+        row_bytes = sizes.hidden * sizes.dtype.itemsize
+        items = sizes.M * ceil_div(row_bytes, config["block_bytes"])
         chunks = int(config["num_chunks"])
-        enough = chunks == 1 or bool(per_program >= _MIN_TOKENS_OF_CHUNKS * chunks)
+        enough = chunks == 1 or bool(items > config["num_ctas"] * (chunks - 1))
         return enough and int(config["num_ctas"]) <= max(limit, smallest)
 
     def compile(self, call: CombineCall) -> None:
         self.launch(call, call.new_out()).compile()
 
     def run(self, call: CombineCall) -> torch.Tensor:
-        buffer, out, params = call.ctx.sums, call.new_out(), call.params
-        # Only the first half of the programs sends sums and sets flags of phase 0.
-        buffer.begin(1, ceil_div(params.num_ctas, 2), params.num_chunks)
+        buffer, out = call.ctx.sums, call.new_out()
+        buffer.begin(1, 1, 1)
         buffer.launcher.repeat(self.launch(call, out))
         buffer.timeout_words.end()
         return out
@@ -313,42 +358,16 @@ class CombinePush(Algorithm[CombineCall, Key]):
     def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
         ctx, received, params = call.ctx, call.received, call.params
         _, peers = ctx.sums.regions(call.y.dtype)
-        partials = ctx.sums.memory["partials"]
         arguments = (
-            call.y, len(call.y), out, partials.local.view(call.y.dtype), partials.pointers, peers,
-            call.layout(), received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
+            call.y, len(call.y), out, ctx.packets(ctx.sums), peers, call.layout(),
+            received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
             params.num_chunks, call.digest(),
         )  # fmt: skip
-        options = {"ep_plan": call.plan(), **launch_options(params, programs_of_sm(params))}
+        options = {
+            "ep_plan": call.plan(),
+            **packet_options(params, programs_of_sm(params, ctx.num_ranks)),
+        }
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
-
-
-class CombinePackets(CombinePush):
-    """Sums travel in words that mark their own arrival. One launch, for few tokens."""
-
-    name = "packets"
-    tunables = ("num_ctas", "block_bytes")
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        candidates = dict.fromkeys(map(params_for_device, _PACKETS))
-        return ((params.num_ctas, params.block_bytes) for params in candidates)
-
-    def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        return fits_packets(sizes) and super().fits({**config, "num_chunks": 1}, sizes)
-
-    def check(self, call: CombineCall) -> None:
-        check_packets("ep_combine", call.key)
-
-    def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
-        ctx, received, params = call.ctx, call.received, call.params
-        arguments = (
-            call.y, len(call.y), out, ctx.packets(ctx.sums), call.layout(), received.tokens,
-            received.max_tokens, ctx.hidden, ctx.rank, call.digest(),
-        )  # fmt: skip
-        options = {"ep_plan": call.plan(), **packet_options(params, ctx.num_ranks)}
-        programs = most_programs(call.num_sms, packet_programs_of_sm(ctx.num_ranks))
-        programs = min(params.num_ctas, programs)
-        return Launch(kernel_combine_packets, (programs,), arguments, options)
 
 
 class CombineCollective(Algorithm[CombineCall, Key]):
@@ -370,4 +389,4 @@ class CombineCollective(Algorithm[CombineCall, Key]):
         return libraries.reduce_scatter(sums, call.ctx.group)[: call.received.tokens]
 
 
-COMBINE = Algorithms("ep_combine", (CombinePush(), CombinePackets(), CombineCollective()))
+COMBINE = Algorithms("ep_combine", (CombinePush(), CombineCollective()))

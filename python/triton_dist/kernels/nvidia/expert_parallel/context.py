@@ -86,15 +86,17 @@ class EPContext(OpContext[ExchangeBuffer]):
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
         # For each token in packets: its meta lines, its row and its scales.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
-        self.meta_lines = packet_tokens * topk
-        padded = -(-row_bytes // LINE_BYTES) * LINE_BYTES
+        blocks = -(-packet_tokens // packet_block_tokens(topk))
+        self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 8)
+        row_lines = -(-row_bytes // (2 * LINE_BYTES))
+        packet_lines = self.meta_lines + packet_tokens * row_lines
         what = "digest of max_tokens, topk, weights, scales and num_ctas of a dispatch or combine"
         disagreements = Disagreements(what, group)
         with self.allocating() as add:
             self.buffer = add(
                 ExchangeBuffer(
-                    1, group, "ep_dispatch", packet_tokens * (LINE_BYTES * (topk + 1) + padded),
-                    disagreements, packet_slots=packets.SLOTS.value,
+                    1, group, "ep_dispatch", LINE_BYTES * packet_lines, disagreements,
+                    packet_slots=packets.SLOTS.value,
                     regions={
                         "rows": ((num_ranks * capacity * row_bytes,), torch.uint8),
                         "scales": ((scales,), torch.float32),
@@ -102,10 +104,10 @@ class EPContext(OpContext[ExchangeBuffer]):
                     },
                 )
             )  # fmt: skip
-            sum_bytes = num_ranks * max_tokens * row_bytes if can_combine else 1
-            packet_bytes = LINE_BYTES + packet_tokens * padded if can_combine else 0
-            partials = {"partials": ((sum_bytes,), torch.uint8)}
-            sums = ExchangeBuffer(1, group, "ep_combine", packet_bytes, disagreements, partials)
+            packet_bytes = LINE_BYTES * max_tokens * row_lines if can_combine else 0
+            sums = ExchangeBuffer(
+                1, group, "ep_combine", packet_bytes, disagreements, packet_slots=1
+            )
             self.sums = add(sums)
         device = self.device.torch_device
         self.epochs = torch.zeros((2, MAX_CTAS), dtype=torch.int64, device=device)
@@ -192,7 +194,7 @@ def create_ep_context(
     """Create the context of ``ep_dispatch`` and ``ep_combine``. Collective over ``group``.
 
     Allocates per rank about ``world_size * (capacity + max_tokens) * hidden`` elements of
-    ``dtype``, and for packets 10 times ``world_size * min(max_tokens, 128) * hidden`` elements.
+    ``dtype``, and for packets 3 times ``world_size * min(max_tokens, 128) * hidden`` elements.
 
     Args:
         rank: this rank in the group.
@@ -249,6 +251,12 @@ def create_ep_context(
 def block_tokens(topk: int) -> int:
     """Return the tokens of a block, whose ids a program reads at a time."""
     return _BLOCK_IDS // int(triton.next_power_of_2(topk))
+
+
+def packet_block_tokens(topk: int) -> int:
+    """Return the tokens of a block in packets."""
+    routes: int = packets.BLOCK_ROUTES.value
+    return routes // int(triton.next_power_of_2(topk))
 
 
 @dataclass(frozen=True, eq=False)

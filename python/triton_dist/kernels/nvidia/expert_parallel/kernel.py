@@ -9,8 +9,8 @@ the routes of a rank, sorted by (expert, source, token, choice).
 A dispatch is one launch. Its programs are, in this order:
 
 * *meta* programs store ids and weights of this rank's tokens at every rank, then set flags;
-* *copy* programs wait until every peer has begun the call, store rows at the ranks of their
-  experts, then set flags;
+* *copy* programs store rows at the ranks of their experts, then set flags. Before the first row of
+  a peer, they wait until every peer has begun the call;
 * *layout* programs wait for the ids of all ranks and write the positions of local routes;
 * one program waits for all flags of the copy programs.
 
@@ -99,8 +99,8 @@ class EPLayout(NamedTuple):
 class EPPlan(NamedTuple):
     """Constants of a launch. Names with LANES are powers of two.
 
-    EXPERTS: local experts. ROUTES: routes that a program of packets reads. META_TOKENS, TOPK_LANES:
-    tokens and choices of a block, which a program reads at a time.
+    EXPERTS: local experts. BLOCKS: at least the blocks of all ranks in packets. META_TOKENS,
+    TOPK_LANES: tokens and choices of a block, which a program reads at a time.
     REPLICAS: columns of the map of experts. ALIGNMENT: of the first position of an expert.
     SCALES: "none", "given", or "computed" for rows that are quantised before they are sent.
     """
@@ -115,7 +115,7 @@ class EPPlan(NamedTuple):
     BINS: Any
     META_LANES: Any
     FLAG_LANES: Any
-    ROUTES: Any
+    BLOCKS: Any
     META_TOKENS: Any
     REPLICAS: Any
     ALIGNMENT: Any
@@ -166,51 +166,64 @@ def physical_expert(logical, token, map_ptr, num_experts, rank, ep_plan: tl.cons
 
 
 @jit
-def send_meta(
-    program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
-    tokens, max_tokens, meta, ep_plan: tl.constexpr,
+def read_block(
+    first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, rank, tokens,
+    max_tokens, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store ids, weights, locations and counts of this rank's tokens at every rank; set flags.
+    """Return experts and bits of weights of the routes of the block from token ``first`` on, and
+    the number of routes to each expert [BINS].
 
     Tokens with an index of at least ``tokens`` are masked. ``destinations`` [max_tokens] becomes
     the set of ranks that each token goes to: bit r stands for rank r.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    BINS: tl.constexpr = ep_plan.BINS
+    choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
+    token = first + tl.arange(0, ep_plan.META_TOKENS)
+    valid = (token < tokens)[:, None] & (choice < ep_plan.TOPK)
+    route = token[:, None] * ep_plan.TOPK + choice
+    logical = tl.load(ids_ptr + route, mask=valid, other=-1)
+    bits = tl.zeros(route.shape, tl.int32)
+    if weights_ptr is not None:
+        weight = tl.load(weights_ptr + route, mask=valid, other=0.0).to(tl.float32)
+        bits = weight.to(tl.int32, bitcast=True)
+    expert = physical_expert(logical, token[:, None], map_ptr, num_experts, rank, ep_plan)
+    owner = tl.where(expert >= 0, expert // ep_plan.EXPERTS, -1)
+    is_sent = owner >= 0
+    if locations_ptr is not None:
+        location_ptr = locations_ptr + owner * max_tokens + token[:, None]
+        is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
+    counted = tl.reshape(tl.where(is_sent, expert, BINS - 1), [route.numel])
+    ranks = tl.full((ep_plan.META_TOKENS,), 0, tl.int32)
+    for peer in tl.static_range(NUM_RANKS):
+        ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
+    tl.store(ep_layout.destinations + token, ranks, mask=token < max_tokens)
+    return expert, bits, tl.histogram(counted, BINS)
+
+
+@jit
+def send_meta(
+    program, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, memory, ep_layout, call,
+    tokens, max_tokens, meta, ep_plan: tl.constexpr,
+):  # fmt: skip
+    """Store ids, weights, locations and counts of this rank's tokens at every rank; set flags."""
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     TOPK: tl.constexpr = ep_plan.TOPK
+    EXPERTS: tl.constexpr = ep_plan.EXPERTS
     offset = slot_offset(call.epoch, memory.meta_elements)
     plane = NUM_RANKS * max_tokens * TOPK
-    TOPKS: tl.constexpr = ep_plan.TOPK_LANES
-    EXPERTS: tl.constexpr = ep_plan.EXPERTS
-    # A bin for each expert of all ranks, and at least one more for masked ids.
-    BINS: tl.constexpr = ep_plan.BINS
-    bin = tl.arange(0, BINS)
+    bin = tl.arange(0, ep_plan.BINS)
     choice = tl.arange(0, ep_plan.TOPK_LANES)[None, :]
     for first in range(program * ep_plan.META_TOKENS, max_tokens, meta * ep_plan.META_TOKENS):
+        expert, bits, count = read_block(
+            first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, call.rank,
+            tokens, max_tokens, ep_plan,
+        )  # fmt: skip
         token = first + tl.arange(0, ep_plan.META_TOKENS)
         in_call = token < max_tokens
         stored = in_call[:, None] & (choice < TOPK)
-        valid = stored & (token < tokens)[:, None]
-        route = token[:, None] * TOPK + choice
-        logical = tl.load(ids_ptr + route, mask=valid, other=-1)
-        expert = physical_expert(
-            logical, token[:, None], map_ptr, num_experts, call.rank, ep_plan
-        )  # fmt: skip
-        owner = tl.where(expert >= 0, expert // ep_plan.EXPERTS, -1)
-        is_sent = owner >= 0
-        if locations_ptr is not None:
-            location_ptr = locations_ptr + owner * max_tokens + token[:, None]
-            is_sent = is_sent & (tl.load(location_ptr, mask=is_sent, other=-1) >= 0)
-        counted = tl.reshape(tl.where(is_sent, expert, BINS - 1), [ep_plan.META_TOKENS * TOPKS])
-        count = tl.histogram(counted, BINS)
-        ranks = tl.full((ep_plan.META_TOKENS,), 0, tl.int32)
-        for peer in tl.static_range(NUM_RANKS):
-            ranks |= tl.max((is_sent & (owner == peer)).to(tl.int32), 1) << peer
-        tl.store(ep_layout.destinations + token, ranks, mask=in_call)
         at = (call.rank * max_tokens + token)[:, None] * TOPK + choice
-        bits = 0
-        if weights_ptr is not None:
-            weight = tl.load(weights_ptr + route, mask=valid, other=0.0).to(tl.float32)
-            bits = weight.to(tl.int32, bitcast=True)
+        item = call.rank * tl.cdiv(max_tokens, ep_plan.META_TOKENS) + first // ep_plan.META_TOKENS
         with dl.mark("push"):
             for step in tl.static_range(NUM_RANKS):
                 peer = (call.rank + step) % NUM_RANKS
@@ -224,8 +237,6 @@ def send_meta(
                     )
                     place = call.rank * max_tokens + token
                     tl.store(target + 2 * plane + place, location, mask=in_call)
-                item = call.rank * tl.cdiv(max_tokens, ep_plan.META_TOKENS)
-                item += first // ep_plan.META_TOKENS
                 local = bin - peer * EXPERTS
                 tl.store(
                     target + 2 * plane + NUM_RANKS * max_tokens + item * EXPERTS + local, count,
@@ -245,6 +256,24 @@ def quantise(x):
 
 
 @jit
+def load_block(x_ptr, ids_ptr, token, first, exists, hidden, ep_plan: tl.constexpr):
+    """Return a block of a token's row from column ``first`` on, and the token's ids."""
+    column = first + tl.arange(0, ep_plan.BLOCK)
+    choice = tl.arange(0, ep_plan.TOPK_LANES)
+    in_topk = (choice < ep_plan.TOPK) & exists
+    ids = tl.load(ids_ptr + token * ep_plan.TOPK + choice, mask=in_topk, other=-1)
+    x_ptr += token.to(tl.int64) * hidden + column
+    return tl.load(x_ptr, mask=(column < hidden) & exists, other=0.0), ids
+
+
+@jit
+def has_owner(expert, rank, ep_plan: tl.constexpr):
+    """Return whether ``rank`` owns one of the experts."""
+    owned = (expert >= 0) & (expert // ep_plan.EXPERTS == rank)
+    return tl.max(owned.to(tl.int32), 0) != 0
+
+
+@jit
 def send_rows(
     program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, memory, peers, call,
     tokens, max_tokens, capacity, hidden, copies, ep_plan: tl.constexpr,
@@ -252,7 +281,6 @@ def send_rows(
     """Store this program's tokens once at each rank that has one of their experts; set flags."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BLOCK: tl.constexpr = ep_plan.BLOCK
-    TOPK: tl.constexpr = ep_plan.TOPK
     rows, scales = tl.tuple([]), tl.tuple([])
     for step in tl.static_range(NUM_RANKS):
         peer = (call.rank + step) % NUM_RANKS
@@ -260,60 +288,101 @@ def send_rows(
         if ep_plan.SCALES != "none":
             target = target_at(memory.scales_table, peer, memory.scales)
             scales = scales + (target,)  # noqa: RUF005
-    groups = tl.cdiv(hidden, SCALE_ELEMENTS)
-    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
-    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
-    for token in range(program, tokens, copies):
-        ranks = 0
-        for choice in tl.static_range(TOPK):
-            logical = tl.load(ids_ptr + token * TOPK + choice)
-            expert = physical_expert(logical, token, map_ptr, num_experts, call.rank, ep_plan)
-            owner = tl.where(expert >= 0, expert // ep_plan.EXPERTS, 0)
-            ranks |= tl.where(expert >= 0, 1, 0) << owner
-        for first in range(0, hidden, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            in_row = column < hidden
-            x = tl.load(x_ptr + (call.offset + token) * hidden + column, mask=in_row, other=0.0)
-            if ep_plan.SCALES != "none":
-                group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
-                if ep_plan.SCALES == "computed":
-                    x, scale = quantise(x)
-                else:
-                    scale_ptr = x_scale_ptr + (call.offset + token) * groups + group
-                    scale = tl.load(scale_ptr, mask=group < groups, other=0.0)
-            x = x.to(memory.rows.dtype.element_ty)
+    blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
+    items = tl.cdiv(tl.maximum(tokens - program, 0), copies) * blocks
+    next_x, next_ids = load_block(x_ptr, ids_ptr, program, 0, items > 0, hidden, ep_plan)
+    begun = 0
+    for item in range(items):
+        x, ids = next_x, next_ids
+        token, first = program + item // blocks * copies, item % blocks * BLOCK
+        next_x, next_ids = load_block(
+            x_ptr, ids_ptr, program + (item + 1) // blocks * copies, (item + 1) % blocks * BLOCK,
+            item + 1 < items, hidden, ep_plan,
+        )  # fmt: skip
+        column = first + tl.arange(0, BLOCK)
+        group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
+        if ep_plan.SCALES == "computed":
+            x, scale = quantise(x)
+        elif ep_plan.SCALES == "given":
+            scale_ptr = x_scale_ptr + (call.offset + token) * groups + group
+            scale = tl.load(scale_ptr, mask=group < groups, other=0.0)
+        x = x.to(memory.rows.dtype.element_ty)
+        expert = physical_expert(ids, token, map_ptr, num_experts, call.rank, ep_plan)
+        # This rank's rows come first: they need not wait for the peers.
+        for step in tl.static_range(NUM_RANKS):
+            if step == 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+                if begun == 0:
+                    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
+                    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
+                    begun = 1
+            peer = (call.rank + step) % NUM_RANKS
+            goes, location = has_owner(expert, peer, ep_plan), token
+            if locations_ptr is not None:
+                location = tl.load(locations_ptr + peer * max_tokens + token)
+                goes = goes & (location >= 0)
+            row = call.offset + call.rank * capacity + location
             with dl.mark("push"):
-                for step in tl.static_range(NUM_RANKS):
-                    peer = (call.rank + step) % NUM_RANKS
-                    goes = (ranks >> peer) & 1 != 0
-                    location = token
-                    if locations_ptr is not None:
-                        location = tl.load(locations_ptr + peer * max_tokens + token)
-                        goes = goes & (location >= 0)
-                    row = call.offset + call.rank * capacity + location
-                    tl.store(rows[step] + row * hidden + column, x, mask=in_row & goes)
-                    if ep_plan.SCALES != "none":
-                        scale_ptr = scales[step] + row * groups + group
-                        tl.store(scale_ptr, scale, mask=(group < groups) & goes)
+                tl.store(rows[step] + row * hidden + column, x, mask=(column < hidden) & goes)
+                if ep_plan.SCALES != "none":
+                    scale_ptr = scales[step] + row * groups + group
+                    tl.store(scale_ptr, scale, mask=(group < groups) & goes)
     notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
 
 
 @jit
-def routes_of(
-    meta_ptr, location_ptr, source, route, valid, rank, max_tokens, routes, ep_plan: tl.constexpr
-):
-    """Return the ids of routes of a source, the local expert of each or -1, and its location."""
-    token = route // ep_plan.TOPK
-    # Bypass L1, which may hold the ids of an earlier call.
-    ids = tl.load(meta_ptr + source * routes + route, mask=valid, other=-1, cache_modifier=".cg")
-    location = token
-    if location_ptr is not None:
-        location = tl.load(
-            location_ptr + source * max_tokens + token, mask=valid, other=-1, cache_modifier=".cg"
-        )
-    local = ids - rank * ep_plan.EXPERTS
-    mine = (local >= 0) & (local < ep_plan.EXPERTS) & (location >= 0)
-    return ids, tl.where(mine, local, -1), location
+def begin_experts(
+    total, ep_layout, timeout_words, program, programs, length, ep_plan: tl.constexpr
+):  # fmt: skip
+    """Return the first position of each expert with ``total`` routes; store ends and padding."""
+    ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
+    expert = tl.arange(0, ep_plan.EXPERT_LANES)
+    is_expert = expert < ep_plan.EXPERTS
+    # If ranks disagree, waits end early and counts may be arbitrary: stay in the arrays.
+    aligned = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), length)
+    end = tl.minimum(tl.maximum(begin + aligned, 0), length)
+    if program == 0:
+        # A wait that gave up leaves positions unwritten. Readers stop at the ends.
+        gave_up = tl.load(timeout_words + 1, volatile=True) != 0
+        tl.store(ep_layout.ends + expert, tl.where(gave_up, 0, end), mask=is_expert)
+    for padding in range(program, ALIGNMENT, programs):
+        at = begin + total + padding
+        is_padding = is_expert & (at >= 0) & (at < end)
+        tl.store(ep_layout.row_of_position + at, -1, mask=is_padding)
+        if ep_layout.weights is not None:
+            tl.store(ep_layout.weights + at, 0.0, mask=is_padding)
+    return begin
+
+
+@jit
+def place_routes(ep_layout, position, ids, local, row, bits, here, valid, length):
+    """Write the positions of a block of routes, and what belongs to them.
+
+    position: [EXPERT_LANES], first position of each expert's routes of the block. ``local`` is the
+    local expert of each route, or -1, ``row`` its row, ``here`` its index among all routes.
+    """
+    ROUTES: tl.constexpr = local.shape[0]
+    PAIRED: tl.constexpr = min(32, ROUTES)
+    lane = tl.arange(0, ROUTES)
+    before = tl.full((ROUTES,), 0, tl.int32)
+    for first in tl.static_range(0, ROUTES, PAIRED):
+        other = first + tl.arange(0, PAIRED)
+        precedes = tl.gather(local, other, 0)[None, :] == local[:, None]
+        before += tl.sum((precedes & (other[None, :] < lane[:, None])).to(tl.int32), 1)
+    at = tl.gather(position, tl.maximum(local, 0), 0) + before
+    mine = (local >= 0) & (at >= 0) & (at < length)
+    with dl.mark("store"):
+        tl.store(ep_layout.row_of_position + at, row, mask=mine)
+    tl.store(ep_layout.position_of_route + here, tl.where(mine, at, -1), mask=valid)
+    tl.store(ep_layout.local_ids + here, tl.where(mine, local, -1), mask=valid)
+    fault = tl.where(ids <= INVALID, FAULT_ID, 0)
+    if ep_layout.weights is not None:
+        weight = bits.to(tl.float32, bitcast=True)
+        tl.store(ep_layout.weights + at, weight, mask=mine)
+        fault = tl.where((ids >= 0) & (weight != weight), FAULT_WEIGHT, fault)
+    worst = tl.max(fault, 0)
+    if worst != 0:
+        report_fault(ep_layout.control, worst)
 
 
 @jit
@@ -329,9 +398,7 @@ def lay_out(
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     EXPERTS: tl.constexpr = ep_plan.EXPERTS
-    ALIGNMENT: tl.constexpr = ep_plan.ALIGNMENT
     ROUTES: tl.constexpr = ep_plan.META_TOKENS * ep_plan.TOPK_LANES
-    PAIRED: tl.constexpr = min(32, ROUTES)
     COUNTED: tl.constexpr = max(1, _COUNTS // ep_plan.EXPERT_LANES)
     flags = tl.arange(0, ep_plan.META_LANES)
     value = chunk_flag(call, 0)
@@ -340,10 +407,8 @@ def lay_out(
     meta_ptr = memory.meta + after_wait(slot_offset(call.epoch, memory.meta_elements), waited)
     routes = max_tokens * ep_plan.TOPK
     plane = NUM_RANKS * routes
-    location_ptr = None
-    if has_locations:
-        location_ptr = meta_ptr + 2 * plane
-    counts_ptr = meta_ptr + 2 * plane + NUM_RANKS * max_tokens
+    location_ptr = meta_ptr + 2 * plane
+    counts_ptr = location_ptr + NUM_RANKS * max_tokens
     blocks = tl.cdiv(max_tokens, ep_plan.META_TOKENS)
     share = tl.cdiv(NUM_RANKS * blocks, programs)
     first_item = program * share
@@ -351,6 +416,7 @@ def lay_out(
     is_expert = expert < EXPERTS
     total = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
     earlier = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
+    # Loads bypass L1, which may hold the ids of an earlier call.
     for source in range(NUM_RANKS):
         sent = tl.full((ep_plan.EXPERT_LANES,), 0, tl.int32)
         for first in range(0, blocks, COUNTED):
@@ -365,62 +431,35 @@ def lay_out(
         if program == 0:
             tl.store(ep_layout.counts + expert * NUM_RANKS + source, sent, mask=is_expert)
         total += sent
-    # If ranks disagree, waits end early and counts may be arbitrary: stay in the arrays.
-    length = plane + EXPERTS * (ALIGNMENT - 1)
-    aligned = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    begin = tl.minimum(tl.maximum(tl.cumsum(aligned, 0) - aligned, 0), length)
-    end = tl.minimum(tl.maximum(begin + aligned, 0), length)
-    if program == 0:
-        # A wait that gave up leaves positions unwritten. Readers stop at the ends.
-        gave_up = tl.load(peers.timeout_words + 1, volatile=True) != 0
-        tl.store(ep_layout.ends + expert, tl.where(gave_up, 0, end), mask=is_expert)
-    for padding in range(program, ALIGNMENT, programs):
-        at = begin + total + padding
-        is_padding = is_expert & (at >= 0) & (at < end)
-        tl.store(ep_layout.row_of_position + at, -1, mask=is_padding)
-        if ep_layout.weights is not None:
-            tl.store(ep_layout.weights + at, 0.0, mask=is_padding)
-    position = begin + earlier
-    fault = 0
+    length = plane + EXPERTS * (ep_plan.ALIGNMENT - 1)
+    position = earlier + begin_experts(
+        total, ep_layout, peers.timeout_words, program, programs, length, ep_plan
+    )  # fmt: skip
     for item in range(first_item, tl.minimum(first_item + share, NUM_RANKS * blocks)):
         source = item // blocks
         first_route = (item - source * blocks) * ep_plan.META_TOKENS * ep_plan.TOPK
         end_route = tl.minimum(first_route + ep_plan.META_TOKENS * ep_plan.TOPK, routes)
         route = first_route + tl.arange(0, ROUTES)
-        valid = route < end_route
-        ids, local, location = routes_of(
-            meta_ptr, location_ptr, source, route, valid, call.rank, max_tokens, routes, ep_plan
-        )
-        before = tl.full((ROUTES,), 0, tl.int32)
-        for first in tl.static_range(0, ROUTES, PAIRED):
-            other = first_route + first + tl.arange(0, PAIRED)
-            _, other_local, _ = routes_of(
-                meta_ptr, location_ptr, source, other, other < end_route, call.rank, max_tokens,
-                routes, ep_plan,
+        valid, here = route < end_route, source * routes + route
+        ids = tl.load(meta_ptr + here, mask=valid, other=-1, cache_modifier=".cg")
+        local = ids - call.rank * EXPERTS
+        location = route // ep_plan.TOPK
+        if has_locations:
+            location = tl.load(
+                location_ptr + source * max_tokens + location, mask=valid, other=-1,
+                cache_modifier=".cg",
             )  # fmt: skip
-            precedes = (other_local[None, :] == local[:, None]) & (other[None, :] < route[:, None])
-            before += tl.sum(precedes.to(tl.int32), 1)
-        at = tl.gather(position, tl.maximum(local, 0), 0) + before
-        mine = (local >= 0) & (at >= 0) & (at < length)
-        tl.store(ep_layout.row_of_position + at, source * capacity + location, mask=mine)
-        here = source * routes + route
-        tl.store(ep_layout.position_of_route + here, tl.where(mine, at, -1), mask=valid)
-        tl.store(ep_layout.local_ids + here, tl.where(mine, local, -1), mask=valid)
+        mine = (local >= 0) & (local < EXPERTS) & (location >= 0)
+        bits = tl.full((ROUTES,), 0, tl.int32)
         if ep_layout.weights is not None:
-            bits = tl.load(
-                meta_ptr + plane + here, mask=valid & (ids >= 0), other=0, cache_modifier=".cg"
-            )
-            weight = bits.to(tl.float32, bitcast=True)
-            tl.store(ep_layout.weights + at, weight, mask=mine)
-            if tl.max((weight != weight).to(tl.int32), 0) != 0:
-                fault = FAULT_WEIGHT
-        if tl.min(ids, 0) <= INVALID:
-            fault = FAULT_ID
+            bits = tl.load(meta_ptr + plane + here, mask=valid, other=0, cache_modifier=".cg")
+        place_routes(
+            ep_layout, position, ids, tl.where(mine, local, -1), source * capacity + location, bits,
+            here, valid, length,
+        )  # fmt: skip
         position += tl.load(
             counts_ptr + item * EXPERTS + expert, mask=is_expert, other=0, cache_modifier=".cg"
         )
-    if fault != 0:
-        report_fault(ep_layout.control, fault)
 
 
 @jit
@@ -487,16 +526,23 @@ def sum_of_choices(
     y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan: tl.constexpr
 ):  # fmt: skip
     """Return the weighted fp32 sum of a token's products on this rank."""
-    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
     TOPK: tl.constexpr = ep_plan.TOPK
+    is_local, products, weights = tl.tuple([]), tl.tuple([]), tl.tuple([])
     for choice in tl.static_range(TOPK):
         position = tl.load(ep_layout.position_of_route + first_route + choice)
         exists = (position >= 0) & (position < y_rows)
         y = y_ptr + position.to(tl.int64) * hidden + column
-        product = tl.load(y, mask=(column < hidden) & exists, other=0.0).to(tl.float32)
+        weight = 1.0
         if ep_layout.weights is not None:
-            product *= tl.load(ep_layout.weights + position, mask=exists, other=0.0)
-        total += product
+            weight = tl.load(ep_layout.weights + position, mask=exists, other=0.0)
+        product = tl.load(y, mask=(column < hidden) & exists, other=0.0)
+        is_local, products = is_local + (exists,), products + (product,)  # noqa: RUF005
+        weights = weights + (weight,)  # noqa: RUF005
+    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
+    # Most products are on other ranks: skip them, but only after all loads have begun.
+    for choice in tl.static_range(TOPK):
+        if is_local[choice]:
+            total += products[choice].to(tl.float32) * weights[choice]
     return total
 
 

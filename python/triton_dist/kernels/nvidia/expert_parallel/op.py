@@ -20,8 +20,9 @@ Design:
       rank travels back. The source adds them in the order of ranks, so equal calls give equal bits.
 
 Algorithms:
-    * ``"push"``: the timeline above. Combine is also one launch.
-    * ``"packets"``: words that mark their own arrival instead of flags, for few tokens.
+    * ``"push"``: the timeline above. Combine is also one launch, in which words of sums mark their
+      own arrival.
+    * ``"packets"``: a dispatch in which words mark their own arrival, for few tokens.
     * ``"collective"``: NCCL all-gather and reduce-scatter of all rows.
 """
 
@@ -191,8 +192,8 @@ def ep_combine(
         apply_weights: multiply by the ``topk_weights`` of the dispatch, if it had any.
         num_sms: largest number of programs, at least 4; equal on all ranks.
         num_ctas, block_bytes, num_chunks: programs, bytes that each moves at a time, and chunks of
-            its tokens (tuned).
-        algorithm: see ``ep_dispatch``.
+            its blocks: it adds a chunk after it has sent the next one (tuned).
+        algorithm: ``"push"`` (default) or ``"collective"`` (tuned).
         accepted_key: reserved for the tuner.
 
     Returns:
