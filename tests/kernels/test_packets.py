@@ -16,7 +16,7 @@ from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.allreduce.algorithms import ALGORITHMS, PACKET_CANDIDATES
-from triton_dist.kernels.nvidia.expert_parallel.lines import unmarked_of
+from triton_dist.kernels.nvidia.expert_parallel.packets import unmarked_of
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {

@@ -1,6 +1,6 @@
 """Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op.
 
-Sums travel as unmarked lines (``lines.py``), so each program adds a block as soon
+Sums travel as unmarked lines (``packets.py``), so each program adds a block as soon
 as its words have arrived. A rank sends after all ranks have begun the call, which means that they
 have read and cleared the lines of the last call.
 """
@@ -67,7 +67,7 @@ from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     check_rows,
     sum_of_choices,
 )
-from triton_dist.kernels.nvidia.expert_parallel.lines import (
+from triton_dist.kernels.nvidia.expert_parallel.packets import (
     LINE_BITS,
     line_of,
     poll_unmarked,
