@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "expert parallel: rows travel only after the peer has begun the call",
         _EP_KERNEL,
-        "await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)",
+        "await_programs(peers, phase, first_programs, chunk_flag(call, 0), ep_plan)",
         "pass",
         EXPERT_PARALLEL,
     ),
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "expert parallel: a weight is applied once",
-        _EP_KERNEL,
+        "kernels/nvidia/expert_parallel/combine.py",
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0)",
         "tl.load(ep_layout.weights + position, mask=exists, other=0.0) * 0.5",
         EXPERT_PARALLEL,

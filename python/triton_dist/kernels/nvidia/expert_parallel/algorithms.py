@@ -39,7 +39,6 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     Received,
     block_tokens,
     matrix_checks,
-    packet_block_tokens,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     EPLayout,
@@ -57,8 +56,7 @@ _MAX_META, _MAX_LAYOUTS = 32, 64
 _MIN_PROGRAMS = 4
 """A dispatch has a program of each kind."""
 _FREE_SMS = 4
-LINE_ELEMENTS = 16
-"""A row in packets has whole lines of 16 bytes in every dtype."""
+_LINE_ELEMENTS = 16  # of the smallest dtype; rows in packets have whole lines
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (160, 128, 64) for nbytes in (16384, 8192, 4096)
 )
@@ -126,32 +124,20 @@ def digest_of(*arguments: object) -> int:
     return fold_count(zlib.crc32(repr(arguments).encode()))
 
 
-def launch_options(params: LaunchParams, per_sm: int = 2) -> dict[str, int]:
+def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512) -> dict[str, int]:
     """Return options that let ``per_sm`` programs run on a multiprocessor."""
-    return {"num_warps": params.num_warps, "maxnreg": min(255, 2048 // (per_sm * params.num_warps))}
-
-
-def packet_options(params: LaunchParams, per_sm: int) -> dict[str, int]:
-    """Return launch options for a kernel in which each thread polls lines of all peers together."""
-    warps = min(16, max(1, params.block_bytes // 1024))
+    warps = max(4, min(16, params.block_bytes // warp_bytes))
     return {"num_warps": warps, "maxnreg": min(255, 2048 // (per_sm * warps))}
 
 
-def packet_programs_of_sm(num_ranks: int) -> int:
-    return 2 if num_ranks == 2 else 1
+def packet_programs_of_sm(num_ranks: int, block_bytes: int = 0) -> int:
+    """Return the programs with packets that fit; sums of large blocks need more registers."""
+    return 2 if num_ranks == 2 and block_bytes <= 8192 else 1
 
 
 def fits_packets(sizes: Key) -> bool:
-    has_lines = sizes.num_ranks > 1 and sizes.hidden % LINE_ELEMENTS == 0
+    has_lines = sizes.num_ranks > 1 and sizes.hidden % _LINE_ELEMENTS == 0
     return has_lines and sizes.M <= MAX_PACKET_TOKENS and not sizes.has_capacity
-
-
-def check_packets(function: str, sizes: Key) -> None:
-    if not fits_packets(sizes):
-        expected = "another algorithm than 'packets', which requires several ranks, max_tokens of "
-        expected += f"at most {MAX_PACKET_TOKENS}, a capacity of max_tokens, and a hidden that is "
-        expected += f"a multiple of {LINE_ELEMENTS}"
-        raise InvalidArgument(function, "algorithm", "packets", expected)
 
 
 @functools.lru_cache(4096)
@@ -407,7 +393,11 @@ class Packets(Push):
         return fits_packets(sizes) and super().fits(config, sizes)
 
     def check(self, call: DispatchCall) -> None:
-        check_packets("ep_dispatch", call.key)
+        if not fits_packets(call.key):
+            expected = "another algorithm than 'packets', which requires several ranks, max_tokens "
+            expected += f"of at most {MAX_PACKET_TOKENS}, a capacity of max_tokens, and a hidden "
+            expected += f"that is a multiple of {_LINE_ELEMENTS}"
+            raise InvalidArgument("ep_dispatch", "algorithm", "packets", expected)
 
     def start(self, call: DispatchCall, received: Received, receive: bool) -> None:
         buffer = call.ctx.buffer
@@ -417,7 +407,7 @@ class Packets(Push):
 
     def launch(self, call: DispatchCall, layout: EPLayout, locations: Any) -> Launch:
         ctx, topk = call.ctx, call.topk_ids.shape[1]
-        meta_tokens = packet_block_tokens(topk)
+        meta_tokens = block_tokens(topk, True)
         metas = ceil_div(call.limit, meta_tokens)
         plan = call.plan()._replace(
             BLOCK=max(4 * SCALE_ELEMENTS, call.params.block_bytes // call.x.element_size()),
@@ -440,7 +430,7 @@ class Packets(Push):
             layout, call.tokens, call.limit, ctx.hidden, call.logical_experts, ctx.rank,
             ctx.meta_lines, metas, copies, digest,
         )  # fmt: skip
-        options = {"ep_plan": plan, **packet_options(call.params, per_sm)}
+        options = {"ep_plan": plan, **launch_options(call.params, per_sm, 1024)}
         return Launch(kernel_dispatch_packets, (programs,), arguments, options)
 
 

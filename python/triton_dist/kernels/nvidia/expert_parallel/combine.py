@@ -1,8 +1,7 @@
 """Kernels and algorithms of expert-parallel combine; ``op.py`` describes the op.
 
-Sums travel as unmarked lines (``packets.py``), so each program adds a block as soon
-as its words have arrived. A rank sends after all ranks have begun the call, which means that they
-have read and cleared the lines of the last call.
+Sums travel as unmarked lines (``packets.py``), so each program adds a block when its words have
+arrived. A rank sends after all ranks have begun the call, hence cleared the lines of the last call.
 """
 
 from __future__ import annotations
@@ -17,28 +16,18 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common import libraries
-from triton_dist.kernels.common.context import (
-    Check,
-    checked_buffer,
-    raise_first_error,
-)
+from triton_dist.kernels.common.context import Check, checked_buffer, raise_first_error
 from triton_dist.kernels.common.exchange.buffer import (
     LaunchParams,
     checked_params,
     params_for_device,
-    params_in,
 )
-from triton_dist.kernels.common.exchange.packet_calls import (
-    clear,
-    end_call,
-    next_epoch,
-    peers_of,
-)
+from triton_dist.kernels.common.exchange.packet_calls import clear, end_call, next_epoch, peers_of
 from triton_dist.kernels.common.exchange.packets import add_lines, packet_offset, payload_of
 from triton_dist.kernels.common.exchange.protocol import (
+    LINE_WORDS,
     MAX_CTAS,
     Call,
-    await_programs,
     chunk_flag,
     notify_ranks,
 )
@@ -49,9 +38,9 @@ from triton_dist.kernels.nvidia.expert_parallel.algorithms import (
     Key,
     ceil_div,
     digest_of,
+    launch_options,
     most_programs,
     num_sms_check,
-    packet_options,
     packet_programs_of_sm,
     plan_of,
 )
@@ -62,17 +51,14 @@ from triton_dist.kernels.nvidia.expert_parallel.context import (
     matrix_checks,
 )
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
+    FAULT_ROWS,
     EPLayout,
     EPPlan,
-    check_rows,
-    sum_of_choices,
+    await_begun,
+    report_fault,
+    store,
 )
-from triton_dist.kernels.nvidia.expert_parallel.packets import (
-    LINE_BITS,
-    line_of,
-    poll_unmarked,
-    send_unmarked,
-)
+from triton_dist.kernels.nvidia.expert_parallel.packets import LINE_BITS, line_of, poll_unmarked
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
@@ -84,9 +70,37 @@ _COMBINE = tuple(
 )
 
 
-def programs_of_sm(params: LaunchParams, num_ranks: int) -> int:
-    """Return the programs that fit on a multiprocessor; large blocks need more registers."""
-    return packet_programs_of_sm(num_ranks) if params.block_bytes <= 8192 else 1
+@jit
+def check_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
+    """Report a y that is too short for the positions in use. Its missing products are zero."""
+    is_short = tl.load(ep_layout.ends + ep_plan.EXPERTS - 1) > y_rows
+    if (tl.program_id(0) == 0) & is_short:
+        report_fault(ep_layout.control, FAULT_ROWS)
+
+
+@jit
+def sum_of_choices(
+    y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan: tl.constexpr
+):  # fmt: skip
+    """Return the weighted fp32 sum of a token's products on this rank."""
+    TOPK: tl.constexpr = ep_plan.TOPK
+    is_local, products, weights = tl.tuple([]), tl.tuple([]), tl.tuple([])
+    for choice in tl.static_range(TOPK):
+        position = tl.load(ep_layout.position_of_route + first_route + choice)
+        exists = (position >= 0) & (position < y_rows)
+        y = y_ptr + position.to(tl.int64) * hidden + column
+        weight = 1.0
+        if ep_layout.weights is not None:
+            weight = tl.load(ep_layout.weights + position, mask=exists, other=0.0)
+        product = tl.load(y, mask=(column < hidden) & exists, other=0.0)
+        is_local, products = is_local + (exists,), products + (product,)  # noqa: RUF005
+        weights = weights + (weight,)  # noqa: RUF005
+    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
+    # Most products are on other ranks: skip them, but only after all loads have begun.
+    for choice in tl.static_range(TOPK):
+        if is_local[choice]:
+            total += products[choice].to(tl.float32) * weights[choice]
+    return total
 
 
 @jit
@@ -96,7 +110,7 @@ def send_sums(
 ):  # fmt: skip
     """Send block ``item`` of the sums of each peer, if this rank has products of the token.
 
-    Wait until all ranks have begun the call, unless ``begun`` is 1. Return its new value.
+    Return ``begun`` of ``await_begun``.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
@@ -114,26 +128,17 @@ def send_sums(
             latest = tl.maximum(latest, position)
         if latest >= 0:
             sums = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
-            if begun == 0:
-                await_begun(peers, call, ep_plan)
-                begun = 1
+            begun = await_begun(begun, 0, peers, call, ep_plan)
             line = first_line(packets, call.rank, token, row_lines)
             # Lines have no gaps: columns after the row are zero.
             in_lines = column < row_lines * PER_LINE
-            send_unmarked(target, line, sums.to(y_ptr.dtype.element_ty), column, in_lines)
+            line_ptr = (target + line * LINE_WORDS).to(y_ptr.dtype)
+            store(line_ptr + column, sums.to(y_ptr.dtype.element_ty), in_lines)
     return begun
 
 
 @jit
-def await_begun(peers, call, ep_plan: tl.constexpr):
-    """Wait until all ranks have begun the call. They have read the sums of the last call."""
-    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
-    await_programs(peers, 0, first_programs, chunk_flag(call, 0), ep_plan)
-
-
-@jit
 def first_line(packets, source, token, row_lines):
-    """Return the first line of a token's sums from rank ``source``."""
     return packet_offset(0, source, packets.shard_words, 1, 1) // 2 + token * row_lines
 
 
@@ -189,15 +194,12 @@ def kernel_combine(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = next_epoch(packets.calls)
-    call = Call(flags=peers.table, epoch=epoch, offset=epoch * 0, size=digest, rank=rank)
+    peer = tl.arange(0, ep_plan.LANES)
+    table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
+    flags = table.to(peers.arrivals.dtype) + rank
+    call = Call(flags=flags, epoch=epoch, offset=epoch * 0, size=digest, rank=rank)
     if program == 0:
-        peer = tl.arange(0, ep_plan.LANES)
-        table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
-        begin = Call(
-            flags=table.to(peers.arrivals.dtype) + rank, epoch=epoch, offset=epoch * 0, size=digest,
-            rank=rank,
-        )  # fmt: skip
-        notify_ranks(begin, 0, chunk_flag(begin, 0), ep_plan)
+        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
         tl.store(peers.calls, epoch * MAX_CTAS)  # The host finds late flags by this word.
     blocks = tl.cdiv(hidden, ep_plan.BLOCK)
     stride = tl.cdiv(tl.cdiv(max_tokens * blocks, programs), num_chunks) * programs
@@ -213,9 +215,7 @@ def kernel_combine(
                     ep_plan,
                 )  # fmt: skip
         if chunk > 0:
-            if begun == 0:
-                await_begun(peers, call, ep_plan)
-                begun = 1
+            begun = await_begun(begun, 0, peers, call, ep_plan)
             end = tl.minimum(chunk * stride, tokens * blocks)
             for item in range(first - stride, end, programs):
                 add_sums(
@@ -265,7 +265,9 @@ class CombineCall(OpCall):
         params = checked_params(
             "ep_combine", self.num_ctas, self.block_bytes, self.num_chunks, DEFAULT_PARAMS
         )
-        limit = most_programs(self.num_sms, programs_of_sm(params, self.ctx.num_ranks))
+        limit = most_programs(
+            self.num_sms, packet_programs_of_sm(self.ctx.num_ranks, params.block_bytes)
+        )
         self.params = replace(params, num_ctas=min(params.num_ctas, limit))
         self.chosen.check(self)
 
@@ -337,13 +339,12 @@ class CombinePush(Algorithm[CombineCall, Key]):
         return (params.values for params in candidates)
 
     def fits(self, config: Mapping[str, Any], sizes: Key) -> bool:
-        limit = most_programs(sizes.num_sms, programs_of_sm(params_in(config), sizes.num_ranks))
+        nbytes = config["block_bytes"]
+        limit = most_programs(sizes.num_sms, packet_programs_of_sm(sizes.num_ranks, nbytes))
         smallest = min(ctas for ctas, *_ in self.candidates())
-        row_bytes = sizes.hidden * sizes.dtype.itemsize
-        items = sizes.M * ceil_div(row_bytes, config["block_bytes"])
-        chunks = int(config["num_chunks"])
-        enough = chunks == 1 or bool(items > config["num_ctas"] * (chunks - 1))
-        return enough and int(config["num_ctas"]) <= max(limit, smallest)
+        blocks = sizes.M * ceil_div(sizes.hidden * sizes.dtype.itemsize, nbytes)
+        enough = blocks > config["num_ctas"] * (config["num_chunks"] - 1)
+        return bool(enough and config["num_ctas"] <= max(limit, smallest))
 
     def compile(self, call: CombineCall) -> None:
         self.launch(call, call.new_out()).compile()
@@ -358,6 +359,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
     def launch(self, call: CombineCall, out: torch.Tensor) -> Launch:
         ctx, received, params = call.ctx, call.received, call.params
         _, peers = ctx.sums.regions(call.y.dtype)
+        per_sm = packet_programs_of_sm(ctx.num_ranks, params.block_bytes)
         arguments = (
             call.y, len(call.y), out, ctx.packets(ctx.sums), peers, call.layout(),
             received.tokens, received.max_tokens, ctx.hidden, ctx.rank,
@@ -365,7 +367,7 @@ class CombinePush(Algorithm[CombineCall, Key]):
         )  # fmt: skip
         options = {
             "ep_plan": call.plan(),
-            **packet_options(params, programs_of_sm(params, ctx.num_ranks)),
+            **launch_options(params, per_sm, 1024),
         }
         return Launch(kernel_combine, (params.num_ctas,), arguments, options)
 

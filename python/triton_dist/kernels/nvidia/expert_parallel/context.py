@@ -86,7 +86,7 @@ class EPContext(OpContext[ExchangeBuffer]):
         scales = num_ranks * capacity * -(-hidden // SCALE_ELEMENTS)
         # For each token in packets: its meta lines, its row and its scales.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
-        blocks = -(-packet_tokens // packet_block_tokens(topk))
+        blocks = -(-packet_tokens // block_tokens(topk, True))
         self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 8)
         row_lines = -(-row_bytes // (2 * LINE_BYTES))
         packet_lines = self.meta_lines + packet_tokens * row_lines
@@ -248,14 +248,9 @@ def create_ep_context(
 
 
 @functools.cache
-def block_tokens(topk: int) -> int:
+def block_tokens(topk: int, in_packets: bool = False) -> int:
     """Return the tokens of a block, whose ids a program reads at a time."""
-    return _BLOCK_IDS // int(triton.next_power_of_2(topk))
-
-
-def packet_block_tokens(topk: int) -> int:
-    """Return the tokens of a block in packets."""
-    routes: int = packets.BLOCK_ROUTES.value
+    routes: int = packets.BLOCK_ROUTES.value if in_packets else _BLOCK_IDS
     return routes // int(triton.next_power_of_2(topk))
 
 

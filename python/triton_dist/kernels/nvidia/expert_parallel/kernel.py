@@ -49,6 +49,7 @@ from triton_dist.kernels.common.peers import target_at
 
 SCALE_ELEMENTS = tl.constexpr(128)
 """Elements of a row per fp8 scale."""
+SCALES_OF_LINE = tl.constexpr(4)
 INVALID = tl.constexpr(-2)
 """Expert of an id that is neither an expert nor -1, or that the map of experts lacks."""
 FAULT_ID, FAULT_WEIGHT = tl.constexpr(1), tl.constexpr(2)
@@ -256,14 +257,15 @@ def quantise(x):
 
 
 @jit
-def load_block(x_ptr, ids_ptr, token, first, exists, hidden, ep_plan: tl.constexpr):
-    """Return a block of a token's row from column ``first`` on, and the token's ids."""
-    column = first + tl.arange(0, ep_plan.BLOCK)
-    choice = tl.arange(0, ep_plan.TOPK_LANES)
-    in_topk = (choice < ep_plan.TOPK) & exists
+def load_block(x_ptr, ids_ptr, item, items, hidden, ep_plan: tl.constexpr):
+    """Return block ``item`` of the rows of this rank, and the ids of its token."""
+    blocks = tl.cdiv(hidden, ep_plan.BLOCK)
+    token, choice = item // blocks, tl.arange(0, ep_plan.TOPK_LANES)
+    column = item % blocks * ep_plan.BLOCK + tl.arange(0, ep_plan.BLOCK)
+    in_topk = (choice < ep_plan.TOPK) & (item < items)
     ids = tl.load(ids_ptr + token * ep_plan.TOPK + choice, mask=in_topk, other=-1)
     x_ptr += token.to(tl.int64) * hidden + column
-    return tl.load(x_ptr, mask=(column < hidden) & exists, other=0.0), ids
+    return tl.load(x_ptr, mask=(column < hidden) & (item < items), other=0.0), ids
 
 
 @jit
@@ -274,59 +276,79 @@ def has_owner(expert, rank, ep_plan: tl.constexpr):
 
 
 @jit
+def store(target, values, mask, UNMARKED: tl.constexpr = True):
+    """Store ``values``; if ``UNMARKED``, the complement of their bits, which is never 0.
+
+    A NaN of only ones becomes another NaN.
+    """
+    if UNMARKED:
+        BITS: tl.constexpr = values.dtype.primitive_bitwidth
+        INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
+        wire = ~values.to(INT, bitcast=True)
+        values = tl.where(wire == 0, -(1 << (BITS - 1)), wire).to(INT)
+        target = target.to(tl.pointer_type(INT))
+    with dl.mark("push"):
+        tl.store(target, values, mask=mask)
+
+
+@jit
+def await_begun(begun, phase, peers, call, ep_plan: tl.constexpr):
+    """Wait until all ranks have begun the call, unless ``begun`` is 1. Return 1."""
+    if begun == 0:
+        first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
+        await_programs(peers, phase, first_programs, chunk_flag(call, 0), ep_plan)
+    return 1
+
+
+@jit
 def send_rows(
-    program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, memory, peers, call,
-    tokens, max_tokens, capacity, hidden, copies, ep_plan: tl.constexpr,
+    program, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, rows, scales,
+    strides, peers, call, tokens, max_tokens, hidden, rank, copies, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's tokens once at each rank that has one of their experts; set flags."""
+    """Store this program's tokens once at each rank that has one of their experts.
+
+    ``rows`` and ``scales`` are where the rank after ``rank`` by their index receives the first
+    token. ``strides`` are those of peers. Without ``call``, data travels in unmarked lines.
+    """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    UNMARKED: tl.constexpr = call is None
     BLOCK: tl.constexpr = ep_plan.BLOCK
-    rows, scales = tl.tuple([]), tl.tuple([])
-    for step in tl.static_range(NUM_RANKS):
-        peer = (call.rank + step) % NUM_RANKS
-        rows = rows + (target_at(memory.rows_table, peer, memory.rows),)  # noqa: RUF005
-        if ep_plan.SCALES != "none":
-            target = target_at(memory.scales_table, peer, memory.scales)
-            scales = scales + (target,)  # noqa: RUF005
     blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
-    items = tl.cdiv(tl.maximum(tokens - program, 0), copies) * blocks
-    next_x, next_ids = load_block(x_ptr, ids_ptr, program, 0, items > 0, hidden, ep_plan)
+    items = tokens * blocks
+    next_x, next_ids = load_block(x_ptr, ids_ptr, program, items, hidden, ep_plan)
     begun = 0
-    for item in range(items):
+    for item in range(program, items, copies):
         x, ids = next_x, next_ids
-        token, first = program + item // blocks * copies, item % blocks * BLOCK
-        next_x, next_ids = load_block(
-            x_ptr, ids_ptr, program + (item + 1) // blocks * copies, (item + 1) % blocks * BLOCK,
-            item + 1 < items, hidden, ep_plan,
-        )  # fmt: skip
+        next_x, next_ids = load_block(x_ptr, ids_ptr, item + copies, items, hidden, ep_plan)
+        token, first = (item // blocks).to(tl.int64), item % blocks * BLOCK
         column = first + tl.arange(0, BLOCK)
         group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
         if ep_plan.SCALES == "computed":
             x, scale = quantise(x)
         elif ep_plan.SCALES == "given":
-            scale_ptr = x_scale_ptr + (call.offset + token) * groups + group
+            scale_ptr = x_scale_ptr + token * groups + group
             scale = tl.load(scale_ptr, mask=group < groups, other=0.0)
-        x = x.to(memory.rows.dtype.element_ty)
-        expert = physical_expert(ids, token, map_ptr, num_experts, call.rank, ep_plan)
+        x = x.to(rows[0].dtype.element_ty)
+        expert = physical_expert(ids, item // blocks, map_ptr, num_experts, rank, ep_plan)
         # This rank's rows come first: they need not wait for the peers.
         for step in tl.static_range(NUM_RANKS):
-            if step == 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
-                if begun == 0:
-                    first_programs = tl.full((ep_plan.LANES,), 0, tl.int32)
-                    await_programs(peers, 1, first_programs, chunk_flag(call, 0), ep_plan)
-                    begun = 1
-            peer = (call.rank + step) % NUM_RANKS
-            goes, location = has_owner(expert, peer, ep_plan), token
+            peer, location = (rank + step) % NUM_RANKS, token
+            goes = has_owner(expert, peer, ep_plan)
             if locations_ptr is not None:
-                location = tl.load(locations_ptr + peer * max_tokens + token)
+                location = tl.load(locations_ptr + peer * max_tokens + token).to(tl.int64)
                 goes = goes & (location >= 0)
-            row = call.offset + call.rank * capacity + location
-            with dl.mark("push"):
-                tl.store(rows[step] + row * hidden + column, x, mask=(column < hidden) & goes)
-                if ep_plan.SCALES != "none":
-                    scale_ptr = scales[step] + row * groups + group
-                    tl.store(scale_ptr, scale, mask=(group < groups) & goes)
-    notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
+            row_stride, scale_stride, stored = hidden, groups, groups
+            if step > 0:
+                row_stride, scale_stride = strides
+                if not UNMARKED:
+                    begun = await_begun(begun, 1, peers, call, ep_plan)
+            row_ptr = rows[step] + location * row_stride + column
+            store(row_ptr, x, (column < hidden) & goes, UNMARKED and step > 0)
+            if ep_plan.SCALES != "none":
+                if UNMARKED and step > 0:  # whole lines
+                    stored = tl.cdiv(groups, SCALES_OF_LINE) * SCALES_OF_LINE
+                scale_ptr = scales[step] + location * scale_stride + group
+                store(scale_ptr, scale, (group < stored) & goes, UNMARKED and step > 0)
 
 
 @jit
@@ -496,10 +518,22 @@ def kernel_dispatch(
             call, tokens, max_tokens, meta, ep_plan,
         )  # fmt: skip
     elif program < layouts:
+        NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+        rows, scales, groups = tl.tuple([]), tl.tuple([]), tl.cdiv(hidden, SCALE_ELEMENTS)
+        own = call.offset + rank * capacity
+        for step in tl.static_range(NUM_RANKS):
+            peer = (rank + step) % NUM_RANKS
+            target = target_at(memory.rows_table, peer, memory.rows)
+            rows = rows + (target + own * hidden,)  # noqa: RUF005
+            if ep_plan.SCALES != "none":
+                target = target_at(memory.scales_table, peer, memory.scales)
+                scales = scales + (target + own * groups,)  # noqa: RUF005
         send_rows(
-            program - meta, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts,
-            memory, peers, call, tokens, max_tokens, capacity, hidden, copies, ep_plan,
+            program - meta, x_ptr, x_scale_ptr, ids_ptr, locations_ptr, map_ptr, num_experts, rows,
+            scales, (hidden, groups), peers, call, tokens, max_tokens,
+            hidden, rank, copies, ep_plan,
         )  # fmt: skip
+        notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
     elif program < end - 1:
         lay_out(
             program - layouts, end - 1 - layouts, locations_ptr is not None, memory, peers,
@@ -511,39 +545,6 @@ def kernel_dispatch(
         first_flag = peers.arrivals + flag_offset(0, value, ep_plan.NUM_RANKS)
         count = layouts * ep_plan.NUM_RANKS
         dl.wait(first_flag + flags, count, value, peers.timeout_words, True)
-
-
-@jit
-def check_rows(y_rows, ep_layout, ep_plan: tl.constexpr):
-    """Report a y that is too short for the positions in use. Its missing products are zero."""
-    is_short = tl.load(ep_layout.ends + ep_plan.EXPERTS - 1) > y_rows
-    if (tl.program_id(0) == 0) & is_short:
-        report_fault(ep_layout.control, FAULT_ROWS)
-
-
-@jit
-def sum_of_choices(
-    y_ptr, y_rows, ep_layout, first_route, column, hidden, ep_plan: tl.constexpr
-):  # fmt: skip
-    """Return the weighted fp32 sum of a token's products on this rank."""
-    TOPK: tl.constexpr = ep_plan.TOPK
-    is_local, products, weights = tl.tuple([]), tl.tuple([]), tl.tuple([])
-    for choice in tl.static_range(TOPK):
-        position = tl.load(ep_layout.position_of_route + first_route + choice)
-        exists = (position >= 0) & (position < y_rows)
-        y = y_ptr + position.to(tl.int64) * hidden + column
-        weight = 1.0
-        if ep_layout.weights is not None:
-            weight = tl.load(ep_layout.weights + position, mask=exists, other=0.0)
-        product = tl.load(y, mask=(column < hidden) & exists, other=0.0)
-        is_local, products = is_local + (exists,), products + (product,)  # noqa: RUF005
-        weights = weights + (weight,)  # noqa: RUF005
-    total = tl.full((ep_plan.BLOCK,), 0.0, tl.float32)
-    # Most products are on other ranks: skip them, but only after all loads have begun.
-    for choice in tl.static_range(TOPK):
-        if is_local[choice]:
-            total += products[choice].to(tl.float32) * weights[choice]
-    return total
 
 
 @jit(do_not_specialize=["tokens", "max_tokens", "capacity", "num_experts", "rank"])

@@ -50,13 +50,13 @@ from triton_dist.kernels.common.exchange.protocol import LINE_WORDS
 from triton_dist.kernels.common.peers import AWAITED, FLAG, GAVE_UP
 from triton_dist.kernels.nvidia.expert_parallel.kernel import (
     SCALE_ELEMENTS,
+    SCALES_OF_LINE,
     begin_experts,
     has_owner,
-    load_block,
-    physical_expert,
     place_routes,
-    quantise,
     read_block,
+    send_rows,
+    store,
 )
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 
@@ -66,32 +66,10 @@ BLOCK_ROUTES = tl.constexpr(128)
 """Routes of a block, with padding of the choices."""
 _COUNTS = tl.constexpr(8)
 """Numbers of routes in a line."""
-_SCALED = tl.constexpr(4 * SCALE_ELEMENTS.value)
+_SCALED = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
 """Elements whose four scales are in one line."""
 _CLEARED = tl.constexpr(512)
 """Lines that a layout program clears at a time."""
-
-
-@jit
-def unmarked_of(values):
-    """Return the complement of the bits of ``values``: integers whose words are never 0.
-
-    A NaN of only ones becomes another NaN.
-    """
-    BITS: tl.constexpr = values.dtype.primitive_bitwidth
-    INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
-    wire = ~values.to(INT, bitcast=True)
-    return tl.where(wire == 0, -(1 << (BITS - 1)), wire).to(INT)
-
-
-@jit
-def send_unmarked(lines_ptr, line, values, index, mask):
-    """Store ``values`` at elements ``index`` of the lines that begin at ``line``."""
-    wire = unmarked_of(values)
-    PER_LINE: tl.constexpr = LINE_BITS // values.dtype.primitive_bitwidth
-    target = lines_ptr.to(tl.pointer_type(wire.dtype)) + line * PER_LINE + index
-    with dl.mark("push"):
-        tl.store(target, wire, mask=mask)
 
 
 @jit
@@ -162,12 +140,6 @@ def _polling_ptx(peers: int) -> str:
         least += [f"min.u32 missing{peer}, {words[0]}, {words[1]};"]
         least += [f"min.u32 missing{peer}, missing{peer}, {word};" for word in words[2:]]
         least += [f"min.u32 missing, missing, missing{peer};"]
-    find_late = [f"mov.b64 late, {lines[-1]};"]
-    for peer in reversed(range(peers - 1)):
-        find_late += [
-            f"setp.eq.b32 some, missing{peer}, 0;",
-            f"selp.b64 late, {lines[peer]}, late, some;",
-        ]
     instructions = [
         f".reg .pred some, sent<{peers}>;",
         f".reg .b32 polls, missing, others, missing<{peers}>;",
@@ -189,7 +161,10 @@ def _polling_ptx(peers: int) -> str:
         "add.u32 polls, polls, 1;",
         f"setp.lt.u32 some, polls, {max_polls};",
         "@some bra poll;",
-        *find_late,
+        *(
+            f"setp.eq.b32 some, missing{peer}, 0;\n@some mov.b64 late, {line};"
+            for peer, line in enumerate(lines)
+        ),
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * FLAG}], late;",
         "mov.b64 value, 1;",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * AWAITED}], value;",
@@ -197,17 +172,6 @@ def _polling_ptx(peers: int) -> str:
         "done:",
     ]
     return "{\n" + "\n".join(instructions) + "\n}"
-
-
-@jit
-def lines_of(token, hidden, meta_lines, DTYPE: tl.constexpr, ep_plan: tl.constexpr):
-    """Return the first line of a token's row, and of the scales of the row."""
-    row_lines = hidden * DTYPE.primitive_bitwidth // LINE_BITS
-    lines = row_lines
-    if ep_plan.SCALES != "none":
-        lines += tl.cdiv(hidden, _SCALED)
-    begin = meta_lines + token * lines
-    return begin, begin + row_lines
 
 
 @jit
@@ -243,55 +207,14 @@ def send_routes(
             local = bin - (rank + step + 1) % NUM_RANKS * EXPERTS
             in_lines = (local >= 0) & (local < COUNT_LINES * _COUNTS)
             counts = tl.where(local < EXPERTS, count, 0).to(tl.int16)
-            send_unmarked(everyone[step] + offset, line, counts, local, in_lines)
-
-
-@jit
-def send_tokens(
-    program, x_ptr, x_scale_ptr, ids_ptr, map_ptr, rows_ptr, scales_ptr, packets, tokens,
-    max_tokens, hidden, num_experts, rank, meta_lines, copies, ep_plan: tl.constexpr,
-):  # fmt: skip
-    """Send each row once to each rank that owns one of the token's experts."""
-    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
-    BLOCK: tl.constexpr = ep_plan.BLOCK
-    DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
-    targets = peers_at(packets, rank, NUM_RANKS)
-    blocks, groups = tl.cdiv(hidden, BLOCK), tl.cdiv(hidden, SCALE_ELEMENTS)
-    for item in range(program, max_tokens * blocks, copies):
-        token = item // blocks
-        first = item % blocks * BLOCK
-        column = first + tl.arange(0, BLOCK)
-        in_row, exists = column < hidden, token < tokens
-        x, ids = load_block(x_ptr, ids_ptr, token, first, exists, hidden, ep_plan)
-        # Load the epoch here: before the loop, it would delay the first loads.
-        epoch = next_epoch(packets.calls)
-        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
-        expert = physical_expert(ids, token, map_ptr, num_experts, rank, ep_plan)
-        group = first // SCALE_ELEMENTS + tl.arange(0, BLOCK // SCALE_ELEMENTS)
-        if ep_plan.SCALES == "computed":
-            x, scale = quantise(x)
-        elif ep_plan.SCALES == "given":
-            scale_ptr = x_scale_ptr + (epoch * 0 + token) * groups + group
-            scale = tl.load(scale_ptr, mask=(group < groups) & exists, other=0.0)
-        x = x.to(DTYPE)
-        line, scale_line = lines_of(token, hidden, meta_lines, DTYPE, ep_plan)
-        for step in tl.static_range(1, NUM_RANKS):
-            goes = has_owner(expert, (rank + step) % NUM_RANKS, ep_plan)
-            send_unmarked(targets[step - 1] + offset, line, x, column, in_row & goes)
-            if ep_plan.SCALES != "none":
-                in_lines = (group < tl.cdiv(hidden, _SCALED) * 4) & goes
-                send_unmarked(targets[step - 1] + offset, scale_line, scale, group, in_lines)
-        row = epoch * 0 + rank * max_tokens + token
-        stays = has_owner(expert, rank, ep_plan)
-        tl.store(rows_ptr + row * hidden + column, x, mask=in_row & stays)
-        if ep_plan.SCALES != "none":
-            tl.store(scales_ptr + row * groups + group, scale, mask=(group < groups) & stays)
+            target = (everyone[step] + offset + line * LINE_WORDS).to(tl.pointer_type(tl.int16))
+            store(target + local, counts, in_lines)
 
 
 @jit
 def receive_tokens(
     program, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank, meta_lines,
-    copies, ep_plan: tl.constexpr,
+    token_lines, copies, ep_plan: tl.constexpr,
 ):  # fmt: skip
     """Store the rows that peers send, and clear their lines."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
@@ -306,12 +229,12 @@ def receive_tokens(
     for item in range(program, max_tokens * blocks, copies):
         token = item // blocks
         first = item % blocks * BLOCK
-        begin, scale_begin = lines_of(token, hidden, meta_lines, DTYPE, ep_plan)
+        begin = meta_lines + token * token_lines
         index = first // PER_LINE + tl.arange(0, BLOCK // PER_LINE)
         in_row, line = index * PER_LINE < hidden, begin + index
         # Each thread also polls the line with the scale of its elements.
         quad = index // (_SCALED // PER_LINE)
-        scale_line = scale_begin + quad
+        scale_line = begin + hidden // PER_LINE + quad
         metas, lines, scale_lines = tl.tuple([]), tl.tuple([]), tl.tuple([])
         for peer in tl.static_range(NUM_RANKS - 1):
             metas = metas + (shards[peer] + (token * ep_plan.TOPK + choice) * LINE_WORDS,)  # noqa: RUF005
@@ -423,18 +346,38 @@ def kernel_dispatch_packets(
 
     Grid (programs,). ``meta_lines`` is the number of meta lines of a source rank.
     """
+    NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
+    PER_LINE: tl.constexpr = LINE_BITS // rows_ptr.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
+    epoch = next_epoch(packets.calls)
+    row_lines, groups = hidden // PER_LINE, tl.cdiv(hidden, SCALE_ELEMENTS)
+    token_lines = row_lines
+    if ep_plan.SCALES != "none":
+        token_lines += tl.cdiv(groups, SCALES_OF_LINE)
     if program < metas:
         send_routes(
             program, metas, ids_ptr, weights_ptr, map_ptr, packets, ep_layout, tokens, max_tokens,
             num_experts, rank, digest, ep_plan,
         )  # fmt: skip
     elif program < metas + copies:
-        send_tokens(
-            program - metas, x_ptr, x_scale_ptr, ids_ptr, map_ptr, rows_ptr, scales_ptr, packets,
-            tokens, max_tokens, hidden, num_experts, rank, meta_lines, copies, ep_plan,
+        own = epoch * 0 + rank * max_tokens
+        targets = peers_at(packets, rank, NUM_RANKS)
+        offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS, SLOTS)
+        offset += meta_lines * LINE_WORDS
+        rows, scales = tl.tuple([rows_ptr + own * hidden]), tl.tuple([])
+        if ep_plan.SCALES != "none":
+            scales = tl.tuple([scales_ptr + own * groups])
+        for target in tl.static_range(NUM_RANKS - 1):
+            begin = targets[target] + offset
+            rows = rows + (begin.to(rows_ptr.dtype),)  # noqa: RUF005
+            if ep_plan.SCALES != "none":
+                begin += row_lines * LINE_WORDS
+                scales = scales + (begin.to(scales_ptr.dtype),)  # noqa: RUF005
+        send_rows(
+            program - metas, x_ptr, x_scale_ptr, ids_ptr, None, map_ptr, num_experts, rows, scales,
+            (token_lines * PER_LINE, token_lines * SCALES_OF_LINE), None, None, tokens, max_tokens,
+            hidden, rank, copies, ep_plan,
         )  # fmt: skip
-    epoch = next_epoch(packets.calls)
     tag = tag_of(epoch, digest)
     if program >= metas + copies:
         lay_out_routes(
@@ -444,6 +387,6 @@ def kernel_dispatch_packets(
     elif program >= metas:
         receive_tokens(
             program - metas, rows_ptr, scales_ptr, packets, epoch, tag, max_tokens, hidden, rank,
-            meta_lines, copies, ep_plan,
+            meta_lines, token_lines, copies, ep_plan,
         )  # fmt: skip
     end_call(packets.calls, epoch)
