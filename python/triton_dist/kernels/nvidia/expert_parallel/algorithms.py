@@ -60,9 +60,7 @@ _LINE_ELEMENTS = 16  # of the smallest dtype; rows in packets have whole lines
 _DISPATCH = tuple(
     LaunchParams(ctas, nbytes) for ctas in (160, 128, 64) for nbytes in (16384, 8192, 4096)
 )
-_PACKETS = tuple(
-    LaunchParams(ctas, nbytes) for nbytes in (8192, 4096, 16384) for ctas in (128, 192)
-)
+_PACKETS = tuple(LaunchParams(*each) for each in ((192, 8192), (128, 8192), (192, 4096)))
 DEFAULT_PARAMS = LaunchParams(128, 8192)
 ALIGNMENTS = tuple(1 << power for power in range(9))
 

@@ -6,6 +6,7 @@ arrived. A rank sends after all ranks have begun the call, hence cleared the lin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -63,10 +64,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch
 
 _COMBINE = tuple(
-    LaunchParams(ctas, nbytes, chunks)
-    for ctas in (256, 128)
-    for nbytes in (16384, 8192, 4096)
-    for chunks in (1, 4, 16)
+    LaunchParams(*each) for each in itertools.product((256, 128), (16384, 8192, 4096), (1, 4, 16))
 )
 
 
@@ -108,10 +106,7 @@ def send_sums(
     y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Send block ``item`` of the sums of each peer, if this rank has products of the token.
-
-    Return ``begun`` of ``await_begun``.
-    """
+    """Send block ``item`` of each peer's sums, if this rank has products. Return ``begun``."""
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
     blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, PER_LINE)
@@ -129,11 +124,10 @@ def send_sums(
         if latest >= 0:
             sums = sum_of_choices(y_ptr, y_rows, ep_layout, route, column, hidden, ep_plan)
             begun = await_begun(begun, 0, peers, call, ep_plan)
-            line = first_line(packets, call.rank, token, row_lines)
+            target += first_line(packets, call.rank, token, row_lines) * LINE_WORDS
             # Lines have no gaps: columns after the row are zero.
-            in_lines = column < row_lines * PER_LINE
-            line_ptr = (target + line * LINE_WORDS).to(y_ptr.dtype)
-            store(line_ptr + column, sums.to(y_ptr.dtype.element_ty), in_lines)
+            row_ptr, in_lines = target.to(y_ptr.dtype) + column, column < row_lines * PER_LINE
+            store(row_ptr, sums.to(y_ptr.dtype.element_ty), in_lines)
     return begun
 
 

@@ -171,11 +171,9 @@ def read_block(
     first, ids_ptr, weights_ptr, locations_ptr, map_ptr, num_experts, ep_layout, rank, tokens,
     max_tokens, ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Return experts and bits of weights of the routes of the block from token ``first`` on, and
-    the number of routes to each expert [BINS].
+    """Return experts, bits of weights and numbers of routes per expert [BINS] of a block of tokens.
 
-    Tokens with an index of at least ``tokens`` are masked. ``destinations`` [max_tokens] becomes
-    the set of ranks that each token goes to: bit r stands for rank r.
+    Tokens from ``tokens`` on are masked. Bit r of ``destinations`` becomes whether rank r gets it.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     BINS: tl.constexpr = ep_plan.BINS
@@ -277,10 +275,7 @@ def has_owner(expert, rank, ep_plan: tl.constexpr):
 
 @jit
 def store(target, values, mask, UNMARKED: tl.constexpr = True):
-    """Store ``values``; if ``UNMARKED``, the complement of their bits, which is never 0.
-
-    A NaN of only ones becomes another NaN.
-    """
+    """Store ``values``; if ``UNMARKED``, the complement of their bits, and another NaN for 0."""
     if UNMARKED:
         BITS: tl.constexpr = values.dtype.primitive_bitwidth
         INT: tl.constexpr = tl.int8 if BITS == 8 else tl.int16 if BITS == 16 else tl.int32
@@ -307,8 +302,8 @@ def send_rows(
 ):  # fmt: skip
     """Store this program's tokens once at each rank that has one of their experts.
 
-    ``rows`` and ``scales`` are where the rank after ``rank`` by their index receives the first
-    token. ``strides`` are those of peers. Without ``call``, data travels in unmarked lines.
+    ``rows[i]`` and ``scales[i]`` are where rank ``rank + i`` receives the first token, ``strides``
+    those of peers. Without ``call``, data travels in unmarked lines.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     UNMARKED: tl.constexpr = call is None

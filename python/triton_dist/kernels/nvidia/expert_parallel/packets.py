@@ -76,8 +76,8 @@ _CLEARED = tl.constexpr(512)
 def poll_unmarked(lines, is_sent, timeout_ptr):
     """Wait until the four words of 16-byte lines at int32 pointers are not 0.
 
-    Return the bits that ``unmarked_of`` has complemented: four blocks of int32 [lines] for each
-    block of pointers; arbitrary where ``is_sent``, a tuple of masks, is false.
+    Return the stored bits: four blocks of int32 [lines] for each block of pointers; arbitrary where
+    ``is_sent``, a tuple of masks, is false.
     """
     with dl.mark("wait"):
         payloads = tl.tuple([])
