@@ -373,10 +373,9 @@ def begin_experts(
 
 @jit
 def place_routes(ep_layout, position, ids, local, row, bits, here, valid, length):
-    """Write the positions of a block of routes, and what belongs to them.
+    """Write the positions of a block of routes, from ``position`` [EXPERT_LANES] of each expert on.
 
-    position: [EXPERT_LANES], first position of each expert's routes of the block. ``local`` is the
-    local expert of each route, or -1, ``row`` its row, ``here`` its index among all routes.
+    ``local`` is the local expert of each route, or -1, ``here`` its index among all routes.
     """
     ROUTES: tl.constexpr = local.shape[0]
     PAIRED: tl.constexpr = min(32, ROUTES)

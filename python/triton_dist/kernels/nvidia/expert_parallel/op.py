@@ -20,8 +20,7 @@ Design:
       rank travels back. The source adds them in the order of ranks, so equal calls give equal bits.
 
 Algorithms:
-    * ``"push"``: the timeline above. Combine is also one launch, in which words of sums mark their
-      own arrival.
+    * ``"push"``: the timeline above. In a combine, also one launch, words mark their own arrival.
     * ``"packets"``: a dispatch in which words mark their own arrival, for few tokens.
     * ``"collective"``: NCCL all-gather and reduce-scatter of all rows.
 """

@@ -17,8 +17,6 @@ rows. Here the sender stores the complement of its words, and the receiver waits
 line is 0. Only a NaN whose bits are all ones would become 0; it becomes another NaN. These words
 cannot show that a peer called with another size, so a packet or flag of the call is awaited too.
 
-*Epochs.* Each program has its own word with the number of the last call, and reads only this word.
-
 *Three slots.* Several programs read a line of routes or counts, so none may clear it after reading.
 Call n + 1 clears these lines of call n, and call n + 3 uses their slot again. A peer begins call
 n + 3 after its call n + 2, which waits for routes that this rank sends after its call n + 1. Lines
@@ -84,8 +82,7 @@ def poll_unmarked(lines, is_sent, timeout_ptr):
         if INTERPRETED:
             for peer in tl.static_range(len(lines)):
                 word_ptr = lines[peer][:, None] + tl.arange(0, 4)[None, :]
-                deadline = wait_deadline()
-                polls = 0
+                deadline, polls = wait_deadline(), 0
                 words = tl.load(word_ptr, mask=is_sent[peer][:, None], other=1, volatile=True)
                 while (tl.min((words != 0).to(tl.int32)) == 0) & (polls >= 0):
                     arrived = (words != 0).to(tl.int32)
@@ -161,10 +158,7 @@ def _polling_ptx(peers: int) -> str:
         "add.u32 polls, polls, 1;",
         f"setp.lt.u32 some, polls, {max_polls};",
         "@some bra poll;",
-        *(
-            f"setp.eq.b32 some, missing{peer}, 0;\n@some mov.b64 late, {line};"
-            for peer, line in enumerate(lines)
-        ),
+        *(f"setp.eq.b32 some, missing{n}, 0;@some mov.b64 late, {x};" for n, x in enumerate(lines)),
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * FLAG}], late;",
         "mov.b64 value, 1;",
         f"st.relaxed.gpu.global.b64 [{timeout_words} + {8 * AWAITED}], value;",
@@ -248,9 +242,8 @@ def receive_tokens(
             here = has_owner(tl.where(in_topk, expert, -1), rank, ep_plan)
             is_sent = is_sent + (in_row & here,)  # noqa: RUF005
         if ep_plan.SCALES != "none":
-            words = poll_unmarked(lines + scale_lines, is_sent + is_sent, packets.timeout_words)
-        else:
-            words = poll_unmarked(lines, is_sent, packets.timeout_words)
+            lines, is_sent = lines + scale_lines, is_sent + is_sent
+        words = poll_unmarked(lines, is_sent, packets.timeout_words)
         tl.debug_barrier()
         for peer in tl.static_range(NUM_RANKS - 1):
             row = epoch * 0 + peers[peer] * max_tokens + token
