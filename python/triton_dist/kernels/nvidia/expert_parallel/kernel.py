@@ -303,7 +303,7 @@ def send_rows(
     """Store this program's tokens once at each rank that has one of their experts.
 
     ``rows[i]`` and ``scales[i]`` are where rank ``rank + i`` receives the first token, ``strides``
-    those of peers. Without ``call``, data travels in unmarked lines.
+    the strides of peers. Without ``call``, data travels in unmarked lines.
     """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     UNMARKED: tl.constexpr = call is None
