@@ -16,6 +16,7 @@ import torch
 import triton
 
 from triton_dist._tuning.source import libraries, source_of
+from triton_dist._tuning.source.runtime_values import Snapshot
 from triton_dist._tuning.source.stale import changes
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
 
@@ -278,6 +279,23 @@ def test_what_a_closure_holds_is_seen(one, other):
 
     assert all_of([make(one)]) == all_of([make(one)])
     assert all_of([make(one)]) != all_of([make(other)])
+
+
+def test_the_order_of_a_frozenset_in_a_closure_does_not_count():
+    """Hashes of strings differ by process; those of 0 and 8 make the order that of insertion."""
+
+    class Part:
+        def __hash__(self) -> int:
+            return 3
+
+    def make(held):
+        return lambda: held
+
+    texts = []
+    for numbers in ((0, 8), (8, 0)):
+        steps = (frozenset([*numbers, Part()]),)
+        texts.append(Snapshot([make(steps)]).text(steps))
+    assert texts[0] == texts[1] is not None
 
 
 def test_which_device_it_is_does_not_count_since_ranks_differ_in_it():

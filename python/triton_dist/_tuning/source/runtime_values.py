@@ -115,7 +115,7 @@ def _container_text(value: Any, depth: int = 0) -> str:
     if text is not None or depth > _MAX_DEPTH or not items:
         return text or name
     texts = [_container_text(item, depth + 1) for item in items]
-    return f"{name} {sorted(texts) if isinstance(value, set) else texts}"
+    return f"{name} {sorted(texts) if isinstance(value, (set, frozenset)) else texts}"
 
 
 def bound_values(value: Any) -> dict[str, Any]:
