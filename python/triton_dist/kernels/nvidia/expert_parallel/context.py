@@ -87,7 +87,7 @@ class EPContext(OpContext[ExchangeBuffer]):
         # For each token in packets: its meta lines, its row and its scales.
         packet_tokens = min(max_tokens, MAX_PACKET_TOKENS) if num_ranks > 1 else 0
         blocks = -(-packet_tokens // block_tokens(topk, True))
-        self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 8)
+        self.meta_lines = packet_tokens * topk + blocks * -(-self.local_experts // 4)
         row_lines = -(-row_bytes // (2 * LINE_BYTES))
         packet_lines = self.meta_lines + packet_tokens * row_lines
         what = "digest of max_tokens, topk, weights, scales and num_ctas of a dispatch or combine"

@@ -62,8 +62,8 @@ LINE_BITS = tl.constexpr(128)
 SLOTS = tl.constexpr(3)
 BLOCK_ROUTES = tl.constexpr(128)
 """Routes of a block, with padding of the choices."""
-_COUNTS = tl.constexpr(8)
-"""Numbers of routes in a line."""
+_COUNTS = tl.constexpr(4)
+"""Numbers of routes in a line, one in each word: half a word may arrive before the other half."""
 _SCALED = tl.constexpr(SCALES_OF_LINE.value * SCALE_ELEMENTS.value)
 """Elements whose four scales are in one line."""
 _CLEARED = tl.constexpr(512)
@@ -200,8 +200,8 @@ def send_routes(
             # The last of everyone is this rank.
             local = bin - (rank + step + 1) % NUM_RANKS * EXPERTS
             in_lines = (local >= 0) & (local < COUNT_LINES * _COUNTS)
-            counts = tl.where(local < EXPERTS, count, 0).to(tl.int16)
-            target = (everyone[step] + offset + line * LINE_WORDS).to(tl.pointer_type(tl.int16))
+            counts = tl.where(local < EXPERTS, count, 0)
+            target = (everyone[step] + offset + line * LINE_WORDS).to(tl.pointer_type(tl.int32))
             store(target + local, counts, in_lines)
 
 
@@ -263,13 +263,6 @@ def receive_tokens(
 
 
 @jit
-def expert_counts(words):
-    """Return the sums over blocks of ``words`` [blocks, words], two 16-bit counts each."""
-    sums = tl.sum(words, 0)
-    return tl.reshape(tl.join(sums & 0xFFFF, (sums >> 16) & 0xFFFF), [2 * sums.numel])
-
-
-@jit
 def lay_out_routes(
     program, programs, packets, ep_layout, epoch, tag, max_tokens, rank, meta_lines,
     ep_plan: tl.constexpr,
@@ -293,7 +286,7 @@ def lay_out_routes(
     counts = tl.reshape(counts, [BLOCKS, LINES * 4])
     length = NUM_RANKS * routes + EXPERTS * (ep_plan.ALIGNMENT - 1)
     begin = begin_experts(
-        expert_counts(counts), ep_layout, packets.timeout_words, program, programs, length, ep_plan
+        tl.sum(counts, 0), ep_layout, packets.timeout_words, program, programs, length, ep_plan
     )  # fmt: skip
     expert = tl.arange(0, ep_plan.EXPERT_LANES)
     item = tl.arange(0, BLOCKS)[:, None]
@@ -310,13 +303,18 @@ def lay_out_routes(
         ids = tl.where(route < end, ids, -1)
         local = ids - rank * EXPERTS
         local = tl.where((local >= 0) & (local < EXPERTS), local, -1)
-        position = begin + expert_counts(tl.where(item < number, counts, 0))
+        position = begin + tl.sum(tl.where(item < number, counts, 0), 0)
         here = source * routes + route
         place_routes(
             ep_layout, position, ids, local, here // ep_plan.TOPK, bits, here, route < end, length
         )
+    # Counts arrive even if ranks disagree, unlike routes: then positions are missing, and readers
+    # must stop at ends of 0. Program 0 may store its ends after another program has given up.
+    tl.debug_barrier()
+    gave_up = tl.load(packets.timeout_words + 1, volatile=True) != 0
+    tl.store(ep_layout.ends + expert, 0, mask=(expert < EXPERTS) & gave_up)
     for shard in range(program, NUM_RANKS, programs):
-        sent = expert_counts(tl.where(item // blocks == shard, counts, 0))
+        sent = tl.sum(tl.where(item // blocks == shard, counts, 0), 0)
         tl.store(ep_layout.counts + expert * NUM_RANKS + shard, sent, mask=expert < EXPERTS)
     for shard in tl.static_range(NUM_RANKS):
         last = packet_offset(epoch - 1, shard, packets.shard_words, NUM_RANKS, SLOTS)
