@@ -41,7 +41,7 @@ from triton_dist.testing.opinfo.moe import (
     FIRST_PRODUCTS,
     SECOND_PRODUCTS,
     GroupedShape,
-    even_ids,
+    uniform_ids,
 )
 from triton_dist.testing.opinfo.scaled import (
     by_row,
@@ -132,7 +132,7 @@ def measure_grouped(shape: GroupedShape, kind: str, rounds: int, only: str = "")
     rows = M if N > K else M * topk
     A, B = (uniform(sizes, torch.float8_e4m3fn, generator) for sizes in ((rows, K), (E, N, K)))
     B = B.mT
-    ids = even_ids(M, E, topk, device, generator)
+    ids = uniform_ids(M, E, topk, device, generator)
     scales = new_scales(A, B, Recipe(recipe), generator)
     scales["A_scale"].uniform_(0.5, 1, generator=generator)
     options = {**scales, "use_fast_accum": fast}

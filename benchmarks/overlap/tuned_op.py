@@ -172,7 +172,7 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
     for trial in _measured(record):
         number = len(trial.outcome.samples)
         asked = min(bisect.bisect_left(rounds, number) + 1, len(rounds))
-        device += (1 + asked * policy.untimed + number) * _median(trial)
+        device += (1 + asked * policy.untimed_runs + number) * _median(trial)
     return {"host": round(1e3 * seconds, 1), "device": round(device, 2)}
 
 

@@ -200,7 +200,7 @@ def test_numbers_by_device_and_search():
 
     assert Policy.on("cuda", timing="events", search="racing").rounds == (1, 2, 5)
     assert Policy.on("cpu", timing="events", search="racing").rounds == (2,)
-    shared = Policy.on("cuda", timing="events", search="racing", alternates=True)
+    shared = Policy.on("cuda", timing="events", search="racing", gpu_is_shared=True)
     assert (shared.rounds, shared.repeat) == ((2,), 4)
     assert runs("cuda", "exhaustive") == (3, 10)
     assert runs("cuda", "racing") == (0, 10)

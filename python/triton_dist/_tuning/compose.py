@@ -37,7 +37,7 @@ from triton_dist._tuning.values import (
     codec,
     qualified_name,
 )
-from triton_dist._tuning.values.policy import EFFORTS, LISTING, MODELS
+from triton_dist._tuning.values.policy import FULL_SEARCHES, MODEL_SEARCHES, TRIES_BY_EFFORT
 from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
@@ -48,7 +48,7 @@ from triton_dist.runtime.tracing import is_traced, untraced
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
-_SEARCHES = (*LISTING, *MODELS, "auto")
+_SEARCHES = (*FULL_SEARCHES, *MODEL_SEARCHES, "auto")
 K = TypeVar("K", bound=Callable[..., object])
 
 
@@ -165,7 +165,7 @@ def autotune(
     check_choice("timing", timing, _TIMINGS)
     if not callable(search):
         check_choice("search", search, _SEARCHES)
-    check_choice("effort", effort, tuple(EFFORTS))
+    check_choice("effort", effort, tuple(TRIES_BY_EFFORT))
     if max_seconds is not None and not _is_positive(max_seconds):
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
@@ -195,7 +195,7 @@ def autotune(
     if isinstance(config_space, Product) and sizes:
         wanted = "a list of configs, such as list(product): sizes= reads every config"
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
-    if isinstance(config_space, Product) and not config_space.is_listed and search in LISTING:
+    if isinstance(config_space, Product) and not config_space.is_listed and search in FULL_SEARCHES:
         wanted = f'"surrogate", "optuna" or "auto" for {len(config_space)} combinations'
         raise InvalidArgument("autotune", "search", search, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
@@ -320,8 +320,8 @@ class _Composer:
     def parts_for(self, process_group: Any, verbose: bool) -> Parts:
         """Return the parts for a first call over ``process_group``, for the current environment."""
         ranks: RankGroup = group_for(process_group, self.scope)
-        alternates = current_device().name == "cuda" and ranks_per_gpu() > 1
-        policy = self.policy(current_device().name, alternates=alternates)
+        gpu_is_shared = current_device().name == "cuda" and ranks_per_gpu() > 1
+        policy = self.policy(current_device().name, gpu_is_shared=gpu_is_shared)
         packs = map(pack_store, pack_places())
         common = common_parts(policy, ranks, verbose, self.memory_store, *packs)
         files = file_store(knobs.cache_dir.get())

@@ -46,14 +46,14 @@ class Hooks:
     restore: tuple[str, ...] = ()
     """Names of arguments that the function changes. They are restored before each run, untimed."""
     input_variants: Callable[..., Iterable[Mapping[str, Any]]] | None = None
-    """``input_variants(*args, **kwargs)`` returns mappings from argument names to other, equally
-    likely values. A sample is the mean over the call and one call per mapping."""
+    """``input_variants(*args, **kwargs)`` returns mappings from argument names to other values
+    that are equally likely. A sample is the mean time of the call and of one call per mapping."""
     worst_input: bool = False
-    """Whether a sample is the time of the slowest of these calls instead."""
+    """Whether a sample is instead the longest time among the calls of ``input_variants``."""
 
 
 class NoGroup:
-    """A group that is never created: this rank tunes alone."""
+    """Replacement for ``torch.distributed.GroupMember`` if this rank tunes alone."""
 
     WORLD = None
 
@@ -63,21 +63,21 @@ class ProcessFunctions:
     """Functions that query this process. Every call uses them, also if it does not tune."""
 
     ranks: Callable[[Any], RankGroup]
-    """Returns the ranks that tune together for an ``autotune_pg``. Equal groups return the same
-    object."""
+    """Returns the ranks that tune together, for the process group that the call passes as
+    ``autotune_pg``. For equal process groups it returns the same object."""
     group_member: Any = NoGroup
-    """Its ``WORLD`` is the group of all ranks, or ``None`` before the group is created."""
+    """Class or object whose ``WORLD`` is the group of all ranks; ``None`` before its creation."""
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Returns ``True`` if a call with these arguments computes nothing: it is traced, or has
     fake tensors."""
     is_off: Callable[[], bool] = lambda: False
     """Returns ``True`` if tuning is off and default configs are used."""
     max_cached_keys: Callable[[], int] = lambda: 4096
-    """Returns the maximum number of exact keys that a tuned function caches. An exact key has the
-    sizes of a call, not the ends of their ranges."""
+    """Returns the maximum number of exact keys that a tuned function caches. An exact key contains
+    the sizes of a call; a tuning key contains each size rounded to the end of a range."""
     is_compiled: Callable[[], bool] = lambda: False
-    """Returns ``True`` while ``torch.compile`` traces the caller. A counter of calls would then
-    cause recompilation."""
+    """Returns ``True`` while ``torch.compile`` traces the caller. Calls are then not counted,
+    because a changing counter would cause recompilation."""
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     """Wraps a function that tracers such as ``torch.compile`` must not trace."""
 
@@ -102,10 +102,10 @@ class Subject:
     prune_fn: Callable[..., object] | None
     hooks: Hooks
     sizes: Sizes | None = None
-    """The sizes in the function's keys. ``None``: sizes are not rounded to ranges."""
+    """Which parts of a key are sizes, and how they are rounded to ranges; ``None``: no sizes."""
     fallback_fn: Callable[[Config], object] = lambda config: False
-    """Returns ``True``, or a name, for a config that is not much slower than the best at any key,
-    such as a library's algorithm. One config per name joins a warm start."""
+    """Returns ``True``, or a name, for a config that is never much slower than the best, such as a
+    library's algorithm. One config per name also races in each warm start."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Settings:
     """A record is invalid if a software version differs, even only in its patch level."""
     verbose: bool
     seconds: float
-    """Time limit for one step of a candidate, on the host and on the device."""
+    """Time limit in seconds for one step of a candidate, on the host and on the device."""
     compile_seconds: float
-    """Time limit for a step that compiles a candidate."""
+    """Time limit in seconds for a step that compiles a candidate."""
     grace: float
     """Seconds between the report that this rank hangs in a candidate and the termination of its
     process."""
@@ -146,14 +146,14 @@ class Common:
     trial_context: Callable[[], AbstractContextManager[object]]
     """Context manager around all trials of a tuning: sets a time limit for waits in kernels."""
     deferred_checks: Callable[[], AbstractContextManager[Callable[[], None]]]
-    """Context manager that returns a function to call after each run, untimed. The function raises
-    an error if a wait in a kernel reached its time limit during the run."""
+    """Context manager that yields a check. The tuner calls the check after each run, untimed. It
+    raises if a wait in a kernel reached its time limit during the run."""
     tuning_lock: Callable[[], AbstractContextManager[object]]
     """Context manager that lets one thread of a rank tune at a time. It is re-entrant,
-    because a tuned function may call a tuned function. A thread for which the holder waits may
-    enter too."""
+    because a tuned function may call a tuned function. If the thread that holds the lock waits for
+    another thread, that thread may enter too."""
     compiler: Callable[[], Compiler] | None
-    """Returns a pool that compiles candidates ahead. ``None``: candidates are not compiled."""
+    """Returns a pool that compiles candidates ahead. ``None``: each trial compiles its config."""
     random_state: Callable[[Any], RandomState]
     """Returns the state of all random generators. Takes the arguments of a call, because they may
     contain generators."""
@@ -188,8 +188,8 @@ class Call:
     key: object
     """The result of ``key_fn``."""
     number: int = 0
-    """Calls of the function since all ranks last tuned or looked up a record together, with this
-    call. The number identifies a call of the rank in error messages."""
+    """Position of this call among the calls of the function since all ranks last tuned or looked up
+    a record together, from 1. It identifies the call in error messages of other ranks."""
     traced: bool = False
     """The call is traced and computes nothing, so nothing can be measured."""
     sizes: tuple[int, ...] = ()

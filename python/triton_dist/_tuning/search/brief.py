@@ -53,7 +53,7 @@ class ShortRace(IteratorSearch):
             self._samples.pop(digest, None)
             return
         # The first request of a config includes one more untimed run.
-        untimed = self._policy.untimed + (digest not in self._samples)
+        untimed = self._policy.untimed_runs + (digest not in self._samples)
         self._spent += sum(outcome.samples) + untimed * outcome.median
         self._samples.setdefault(digest, []).extend(outcome.samples)
 
@@ -84,7 +84,7 @@ class ShortRace(IteratorSearch):
     def _affordable(self, candidates: Sequence[Config], samples: int) -> list[Config]:
         """Return the fastest candidates for which ``samples`` more samples fit into the time
         left."""
-        runs = samples + self._policy.untimed
+        runs = samples + self._policy.untimed_runs
         time = self._milliseconds - self._spent
         chosen = set()
         for config in sorted(candidates, key=self._median):

@@ -87,8 +87,8 @@ def flag_value(count: int, size: int) -> int:
     return flag - 2**64 if flag >= 2**63 else flag
 
 
-def fold_count(number: int) -> int:
-    """Fold an element count into the 20-bit size of a flag.
+def fold_to_tag(number: int) -> int:
+    """Fold an element count or a checksum into the 20-bit tag of a call, which flags contain.
 
     The divisor is the largest prime below 2**20, because counts tend to differ by powers of two.
     """

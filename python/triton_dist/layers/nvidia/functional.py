@@ -16,6 +16,8 @@ first product of a pair, then the second one.
 Tracing only computes shapes. Contexts are created and calls are tuned when the graph first runs
 with a shape, as in eager mode. Without gradient or tracing, the op is called directly, because a
 custom op costs about 20 us of host time.
+
+Shapes: lower-case m, n and k are the parts of M, N and K on this rank.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
 
 
 def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
-    """Gather [m, …] of each rank to [M, …] with the group's library. Differentiable; any dtype."""
+    """Gather [m, …] of each rank to [M, …] with NCCL or Gloo. Differentiable; any dtype."""
     return dispatch("all_gather", (shard,), ranks)
 
 
@@ -128,8 +130,8 @@ def shard_rows(x: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
         num_ranks: number of ranks.
 
     Returns:
-        [ceil(M / num_ranks), …]: rows ``rank * ceil(M / num_ranks)`` and the following of x, then
-        zeros.
+        ``rows`` = ceil(M / num_ranks) rows: ``x[rank * rows : (rank + 1) * rows]``. Rows beyond
+        the end of x are zero.
     """
     rows = -(-x.shape[0] // num_ranks)
     part = x[rank * rows : (rank + 1) * rows]
@@ -254,7 +256,7 @@ def _backward_gemm_rs(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
     needs_A, needs_B, _ = ctx.needs_input_grad
     ops, dA = torch.ops.triton_dist, None
-    if needs_A:  # reuse the rows that ag_gemm gathers for the gradient of B
+    if needs_A:  # ag_gemm also returns the gathered rows of dC, which the gradient of B needs
         dA, rows = ops.ag_gemm(dC, B.T, ctx.ranks, needs_B)
     elif needs_B:
         rows = ops.all_gather(dC, ctx.ranks)

@@ -27,8 +27,8 @@ def pre_attn(
 ) -> tuple[torch.Tensor, ...]:
     """Return q, k and v of the whole sequence for this rank's heads. Differentiable.
 
-    The gradients of a KV head that several ranks use are added. See ``ulysses_pre_attn`` for
-    arguments and errors.
+    The backward pass adds the gradients of a KV head that several ranks use. For arguments and
+    errors see ``ulysses_pre_attn``.
     """
     result: tuple[torch.Tensor, ...] = _PreAttn.apply(q, k, v, ctx, seq_lens)  # type: ignore[no-untyped-call]
     return result

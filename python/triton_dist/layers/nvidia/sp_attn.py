@@ -18,9 +18,9 @@ class SP_Attn(torch.nn.Module):
     with any number of heads. A mesh combines both.
 
     Args:
-        mesh: 2-D mesh of G x U ranks: G ranks gather k and v, U ranks exchange heads. A size of 1
-            switches a part off.
-        max_tokens: largest number of tokens of a rank, over all batches.
+        mesh: 2-D mesh of G x U ranks: groups of G ranks gather k and v, groups of U ranks exchange
+            heads. G = 1 omits the gather, U = 1 the exchange.
+        max_tokens: largest batch size times tokens per rank in any call.
         q_heads: heads of q, a multiple of U and of ``kv_heads``.
         kv_heads: heads of k and v, a multiple or a divisor of U.
         head_dim: elements of a head, a multiple of 8.
@@ -60,8 +60,8 @@ class SP_Attn(torch.nn.Module):
         """Return attention [batch, tokens of this rank, q_heads, head_dim].
 
         Args:
-            q, k, v: [batch, tokens of this rank, heads, head_dim], tokens in the order of
-                ``tokens``, equally many on all ranks.
+            q, k, v: [batch, tokens of this rank, heads, head_dim]. The method ``tokens`` returns
+                the position of each token. All ranks have the same number of tokens.
             is_causal: a token attends to itself and earlier tokens.
         """
         q, k, v = pre_attn(q, k, v, self.exchange)
@@ -70,7 +70,8 @@ class SP_Attn(torch.nn.Module):
     def tokens(self, length: int) -> torch.Tensor:
         """Return the positions of this rank's tokens in a sequence of ``length`` tokens.
 
-        The G ranks have chunks of the sequence in zig-zag order; the U ranks divide them.
+        The sequence is cut into 2 G chunks. The g-th of G ranks has chunks g and 2 G - 1 - g, which
+        balances causal attention. The U ranks of an exchange group divide these tokens equally.
 
         Raises:
             InvalidArgument: ``length`` is not a multiple of 2 G and of G U.

@@ -241,7 +241,7 @@ class TensorParallel(Collectives, AbstractContextManager["TensorParallel"]):
     call of a shape tunes the op over the ranks of the group.
 
     Args:
-        max_M: largest number of rows of a call, over all ranks.
+        max_M: largest M of a call; for ``ag_gemm``, the sum of the rows of all ranks.
         group: process group; ``None``: the world, or this process alone without
             ``torch.distributed``.
 

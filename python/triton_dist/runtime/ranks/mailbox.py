@@ -1,4 +1,8 @@
-"""Store and read the messages of a group in a key-value store."""
+"""Store and read the messages of a group in a key-value store.
+
+The ranks of a group exchange messages in *channels* (``StoreRanks.channel``). Each tuning of a key
+uses a new channel. A rank joins a channel with its first message.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,14 @@ _PAUSE_SECONDS = 2.0
 
 
 class LeaveNotice(NamedTuple):
-    """Message of a rank that does not join a channel, or sends nothing more in it."""
+    """Message of a rank that does not join a channel, or that sends no more messages in it."""
 
     rank: int
     function: str
-    """Function that is the subject of the channel."""
+    """Function that the channel tunes, or another subject of the channel."""
     call: int
-    """Number of the call of the function since all ranks last met."""
+    """Position of the call among the calls of the function since the last channel of all ranks for
+    this function, from 1."""
     reason: str
     refused: bool
     """Whether the call was refused before this rank sent a message, because of its arguments."""
@@ -41,19 +46,19 @@ class MissingRanks(Exception):
     """Raised when messages of some ranks did not arrive.
 
     Attributes:
-        left: the message of a rank that left.
+        notice: the message of a rank that left.
         because: known reasons, by rank.
     """
 
     def __init__(
         self,
         missing: list[int],
-        left: LeaveNotice | None,
+        notice: LeaveNotice | None,
         because: Mapping[int, str],
         seconds: float,
     ) -> None:
-        self.missing, self.left, self.because, self.seconds = missing, left, because, seconds
-        super().__init__(f"rank(s) {missing}: {left or because}")
+        self.missing, self.notice, self.because, self.seconds = missing, notice, because, seconds
+        super().__init__(f"rank(s) {missing}: {notice or because}")
 
 
 class Mailbox:
@@ -91,7 +96,7 @@ class Mailbox:
         self,
         names: Mapping[int, str],
         seconds: float,
-        left: str,
+        notice_name: str,
         on_wait: Callable[[list[int], float], object],
         max_stopped_seconds: Callable[[], float],
     ) -> list[Any]:
@@ -99,21 +104,22 @@ class Mailbox:
 
         Args:
             names: name of the entry of each rank.
-            seconds: deadline. Time in which this process is stopped does not count, nor time in
-                which an awaited process is stopped, up to ``max_stopped_seconds()`` seconds.
-            left: name of the entry of a rank that leaves.
+            seconds: time limit. Time in which this process is stopped does not count. Time in which
+                an awaited process is stopped does not count either, up to
+                ``max_stopped_seconds()`` seconds.
+            notice_name: name of the entry for a ``LeaveNotice``.
             on_wait: called regularly with the missing ranks and the seconds waited so far.
 
         Raises:
-            MissingRanks: after ``seconds``, or as soon as a rank is known to be unable to come.
+            MissingRanks: after ``seconds``, or when a missing rank left or its process has ended.
         """
         client = self._client()
         wanted = list(names.values())
         begin = last = time.monotonic()
         deadline, stopped_seconds = begin + seconds, 0.0
         last_check, next_check = begin, min(deadline, begin + _CHECK_INTERVAL_SECONDS)
-        # Poll instead of the store's wait: that cannot be interrupted, does not notice that a rank
-        # ended, and logs two warnings for each timeout.
+        # Poll instead of calling ``Store.wait``, which cannot be interrupted, does not notice that
+        # a rank ended, and logs two warnings for each timeout.
         while not client.check(wanted):
             now = time.monotonic()
             if now - last > _PAUSE_SECONDS:
@@ -121,7 +127,7 @@ class Mailbox:
             last = now
             if now >= next_check:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
-                notice: LeaveNotice | None = self.find(left)
+                notice: LeaveNotice | None = self.find(notice_name)
                 gone, stopped = self.ended_or_stopped(missing)
                 if missing and (notice or gone):
                     raise MissingRanks(missing, notice, gone, now - begin)

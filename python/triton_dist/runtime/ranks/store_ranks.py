@@ -111,8 +111,8 @@ class StoreRanks:
         Args:
             function, key: subject of the channel, for messages. The function also decides whether
                 a rank left because of the same subject.
-            call: number of the call of ``function`` since all ranks last met. It identifies the
-                call that was refused on another rank.
+            call: position of the call among the calls of ``function`` since all ranks last used a
+                channel for it. It identifies a call that another rank refused.
             hint: possible reason why other ranks do not join, for the reminder message.
         """
         new = copy.copy(self)
@@ -172,7 +172,7 @@ class StoreRanks:
                     )
                     return self._checked_values(1, phase, entries, before)
                 except MissingRanks as error:
-                    absent, left = error, error.left
+                    absent, left = error, error.notice
                 if left is None and left_ranks and left_ranks.keys().isdisjoint(absent.missing):
                     # These ranks have returned; others are late.
                     left_ranks, return_deadline = {}, end
@@ -273,7 +273,7 @@ class StoreRanks:
         self, step: int, phase: str, ranks: Sequence[int], seconds: float
     ) -> list[tuple[str, Any]]:
         names = {rank: self._name(step, rank) for rank in ranks}
-        left = f"{self._topic}left"
+        notice_name = f"{self._topic}left"
 
         def repeat_request(missing: list[int], waited: float) -> None:
             if waited >= _REMIND_SECONDS and not self._reminded:
@@ -282,7 +282,7 @@ class StoreRanks:
 
         with self._reporting_lost_store(phase):
             return self._mailbox.wait_for(
-                names, seconds, left, repeat_request, self.agreement_seconds
+                names, seconds, notice_name, repeat_request, self.agreement_seconds
             )
 
     def _remind(self, phase: str, missing: Sequence[int], waited: float) -> None:
@@ -306,10 +306,10 @@ class StoreRanks:
     ) -> RankTimeout:
         """Build the error of this rank, with the known reasons why ranks are missing."""
         notices = dict(left_ranks or {})
-        if absent.left is not None:
-            if self._is_of_this_call(absent.left):
+        if absent.notice is not None:
+            if self._is_of_this_call(absent.notice):
                 notices.clear()  # these reports are about earlier calls
-            notices[absent.left.rank] = absent.left
+            notices[absent.notice.rank] = absent.notice
         known = {rank: f"left: {left.reason}" for rank, left in notices.items()}
         # The reason why a rank left is more useful than the fact that its process ended.
         because = {self.global_rank(r): text for r, text in {**absent.because, **known}.items()}

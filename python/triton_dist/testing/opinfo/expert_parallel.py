@@ -27,7 +27,7 @@ from triton_dist.testing.opinfo.base import (
     tolerance,
     uniform,
 )
-from triton_dist.testing.opinfo.moe import even_ids
+from triton_dist.testing.opinfo.moe import uniform_ids
 
 LOCAL_EXPERTS = 4
 """Experts of a rank."""
@@ -85,7 +85,7 @@ class EPOpInfo(OpInfo[TokenShape]):
         rows, ids, weights = (operands[n] for n in (self.rows, "topk_ids", "topk_weights"))
         rows.copy_(uniform(rows.shape, rows.dtype, generator))
         ids.copy_(
-            even_ids(len(ids), LOCAL_EXPERTS * num_ranks, ids.shape[1], ids.device, generator)
+            uniform_ids(len(ids), LOCAL_EXPERTS * num_ranks, ids.shape[1], ids.device, generator)
         )
         weights.copy_(uniform(weights.shape, weights.dtype, generator))
 

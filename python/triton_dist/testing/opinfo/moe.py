@@ -52,10 +52,10 @@ SECOND_PRODUCTS = {
 """Last GEMMs of layers, global sizes."""
 
 
-def even_ids(
+def uniform_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """Return random experts of each token, int32 [M, topk]; distinct if E >= topk."""
+    """Return uniformly random experts of each token, int32 [M, topk]; distinct if E >= topk."""
     scores = torch.rand((M, max(E, topk)), generator=generator, device=device)
     return (scores.topk(topk, dim=1).indices % E).int()
 
@@ -63,7 +63,7 @@ def even_ids(
 def zipf_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
-    """Like ``even_ids``, but expert e has a probability proportional to 1 / (e + 1)."""
+    """Like ``uniform_ids``, but expert e has a probability proportional to 1 / (e + 1)."""
     drawn = torch.rand((M, max(E, topk)), generator=generator, device=device)
     # The top k of log p + Gumbel noise are a sample without replacement.
     rank = torch.arange(1, drawn.shape[1] + 1, device=device)
@@ -71,14 +71,14 @@ def zipf_ids(
     return (scores.topk(topk, dim=1).indices % E).int()
 
 
-def one_expert_ids(
+def same_expert_ids(
     M: int, E: int, topk: int, device: torch.device, generator: Generator | None = None
 ) -> torch.Tensor:
     """Return the first ``topk`` experts for every token."""
     return (torch.arange(topk, device=device) % E).int().repeat(M, 1)
 
 
-ROUTINGS = {"even": even_ids, "zipf": zipf_ids, "one expert": one_expert_ids}
+ROUTINGS = {"even": uniform_ids, "zipf": zipf_ids, "one expert": same_expert_ids}
 """Functions that draw expert ids, by name."""
 
 
@@ -89,9 +89,10 @@ def routed_product(
     dtype: torch.dtype | None = None,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Return [M * topk, N] in route order: multiplied in fp32, rounded once to ``dtype``.
+    """Return the product of each token with the weights of each of its experts, [M * topk, N].
 
-    A is [M, K], or [M * topk, K]. Rows of dropped tokens are zero. ``dtype`` defaults to A's.
+    Row t * topk + j is choice j of token t, multiplied in fp32 and rounded once to ``dtype``,
+    which defaults to A's. A is [M, K], or [M * topk, K]. Rows of dropped tokens are zero.
     """
     ids = topk_ids.flatten()
     out = A.new_zeros(len(ids), B.shape[2], dtype=dtype or A.dtype)

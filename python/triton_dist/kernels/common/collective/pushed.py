@@ -51,7 +51,7 @@ class PushedShards(PushedSlots):
         slots, params = self.slots, exchange.params
         shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
         pushed = Pushed(shards, arrivals, slots.epoch)
-        arguments = (x, out, pushed, lengths_of(exchange), exchange.call_size, self.rank)
+        arguments = (x, out, pushed, lengths_of(exchange), exchange.call_tag, self.rank)
         plan = plan_of(self.num_ranks, params, x, params.num_chunks)
         options = {"plan": plan, "num_warps": params.num_warps}
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
@@ -62,7 +62,7 @@ class PushedShards(PushedSlots):
         x and out are flat. Every rank must make the same call.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take(exchange.call_size, copied=True)
+        slots.take(exchange.call_tag, copied=True)
         stream = self._device.current_stream()
         try:
             key = (slots.index, exchange, x.dtype)

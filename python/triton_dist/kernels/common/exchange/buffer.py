@@ -142,7 +142,8 @@ class Exchange:
 
     Attributes:
         elements, total: elements of a shard and of the full tensor.
-        call_size: value that must be equal on all ranks, and that errors report.
+        call_tag: number computed from the sizes of the call. Flags contain it; ranks raise if their
+            numbers differ.
         phases: number of times a program waits for flags of every peer per chunk.
         in_packets: the kernel uses packets (``exchange/packets.py``) instead of flags.
     """
@@ -151,7 +152,7 @@ class Exchange:
     elements: int
     total: int
     params: LaunchParams
-    call_size: int
+    call_tag: int
     phases: int = 1
     in_packets: bool = False
 
@@ -194,16 +195,16 @@ def all_gather_exchange(
     shard: torch.Tensor,
     num_ranks: int,
     params: LaunchParams,
-    call_size: int,
+    call_tag: int,
     rows: torch.Tensor | None = None,
 ) -> tuple[Exchange, torch.Tensor]:
     """Describe the launch that gathers ``shard`` [m, N] of all ranks into ``rows`` or a new matrix.
 
-    Ranks compare ``call_size``.
+    Flags contain ``call_tag``, which ranks compare.
     """
     if rows is None:
         rows = shard.new_empty((shard.shape[0] * num_ranks, shard.shape[1]))
-    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), params, call_size), rows
+    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), params, call_tag), rows
 
 
 class ExchangeBuffer:
@@ -291,7 +292,7 @@ class ExchangeBuffer:
             arguments += (*self.regions(x.dtype), lengths_of(exchange))
             plan = plan_of(self.num_ranks, params, x, params.num_chunks)
             num_warps = params.num_warps
-        arguments += (exchange.call_size, self.rank)
+        arguments += (exchange.call_tag, self.rank)
         options = {"plan": plan, "num_warps": num_warps}
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 

@@ -43,13 +43,13 @@ from triton_dist.kernels.common.exchange.protocol import (
     send_to_all,
     send_to_owners,
 )
-from triton_dist.kernels.common.peers import Disagreements, fold_count
+from triton_dist.kernels.common.peers import Disagreements, fold_to_tag
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 TWO_SHOT_IN_PACKETS = "two_shot_in_packets"
 # Maximum bytes of a tensor in a one-shot launch. It limits the memory: a slot holds one tensor per
-# rank. For two ranks the limit is 8 times as large: two shots would send and store as many bytes.
+# rank. For two ranks the limit is 8 times as large, because two shots would not reduce the bytes.
 ONE_SHOT_BYTES = 4 << 20
 # Maximum bytes of a tensor sent in packets, which take twice the memory and link time.
 PACKET_BYTES = 256 << 10
@@ -69,12 +69,12 @@ TWO_SHOT_FROM = 256 << 10
 def kernel_all_reduce_one_shot(
     x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr
 ):
-    """Send all of x to all ranks and add what arrives; the shard is the full tensor.
+    """Send all of x to all ranks and add the received tensors; the shard is the full tensor.
 
-    There is one flag per program and peer, so ``NUM_CHUNKS`` is 1.
+    ``NUM_CHUNKS`` is 1, because a program sets one flag for all its data.
     """
     tl.static_assert(plan.NUM_CHUNKS == 1)
-    # Load x before ``begin``, which waits for the call counter.
+    # Load x before ``begin``, which waits for the atomic add to the call counter.
     index = block_begin(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
@@ -154,7 +154,7 @@ def max_two_shot_packet_bytes(num_ranks: int) -> int:
 def max_elements(
     nbytes: int, item_bytes: int, num_ranks: int, one_shot: bool, in_packets: bool = False
 ) -> int:
-    """Return the maximum number of elements that one launch can sum in memory for ``nbytes``.
+    """Return the maximum number of elements of a launch in a buffer for sums of ``nbytes`` bytes.
 
     It is a multiple of ``VECTOR_ELEMENTS`` if at least one vector fits.
     """
@@ -167,25 +167,29 @@ def max_elements(
 
 
 def one_shot_exchange(
-    total: int, params: LaunchParams, call_size: int, in_packets: bool
+    total: int, params: LaunchParams, call_tag: int, in_packets: bool
 ) -> Exchange:
-    """Describe a one-shot launch for ``total`` elements. Its flags contain ``call_size``."""
+    """Describe a one-shot launch for ``total`` elements.
+
+    Flags and packets contain ``call_tag``, which is computed from the number of rows. Ranks compare
+    it to detect calls of different sizes.
+    """
     if in_packets:
         return Exchange(
-            kernel_all_reduce_packets, total, total, params, call_size, 0, in_packets=True
+            kernel_all_reduce_packets, total, total, params, call_tag, 0, in_packets=True
         )
-    return Exchange(kernel_all_reduce_one_shot, total, total, params, call_size)
+    return Exchange(kernel_all_reduce_one_shot, total, total, params, call_tag)
 
 
 def two_shot_exchange(
-    total: int, num_ranks: int, params: LaunchParams, call_size: int, in_packets: bool = False
+    total: int, num_ranks: int, params: LaunchParams, call_tag: int, in_packets: bool = False
 ) -> Exchange:
-    """Describe a two-shot launch for ``total`` elements. Its flags contain ``call_size``."""
+    """Describe a two-shot launch for ``total`` elements. See ``one_shot_exchange``."""
     shard = shard_elements(-(-total // num_ranks))
     if in_packets:
         kernel = kernel_all_reduce_two_shot_packets
-        return Exchange(kernel, shard, total, params, call_size, phases=2, in_packets=True)
-    return Exchange(kernel_all_reduce_two_shot, shard, total, params, call_size, phases=2)
+        return Exchange(kernel, shard, total, params, call_tag, phases=2, in_packets=True)
+    return Exchange(kernel_all_reduce_two_shot, shard, total, params, call_tag, phases=2)
 
 
 class SumBuffer(ExchangeBuffer):
@@ -246,12 +250,12 @@ class SumBuffer(ExchangeBuffer):
         params = checked_params(
             "gemm_ar", num_ctas, block_bytes, 1 if one_shot or in_packets else num_chunks, default
         )
-        call_size = fold_count(product.shape[0])
+        call_tag = fold_to_tag(product.shape[0])
         step = max_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):
             total = min(step, elements - first)
             chunk = slice(first, first + total)
             if one_shot:
-                yield chunk, one_shot_exchange(total, params, call_size, in_packets)
+                yield chunk, one_shot_exchange(total, params, call_tag, in_packets)
             else:
-                yield chunk, two_shot_exchange(total, self.num_ranks, params, call_size, in_packets)
+                yield chunk, two_shot_exchange(total, self.num_ranks, params, call_tag, in_packets)

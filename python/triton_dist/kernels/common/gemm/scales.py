@@ -218,7 +218,7 @@ _SIZE_BITS = 18
 _LAYOUTS = ("no scales", "one scale", "scales of rows", "scales of blocks")
 
 
-def call_size(key: Any, rows: int) -> int:
+def call_tag(key: Any, rows: int) -> int:
     """Return ``rows`` and the layout of A's scales as one number.
 
     The flags of the call with this ``key`` contain the number, which ranks compare
@@ -230,8 +230,8 @@ def call_size(key: Any, rows: int) -> int:
     return rows % (1 << _SIZE_BITS) | layout << _SIZE_BITS
 
 
-def describe_size(size: int) -> str:
-    """Return a result of ``call_size`` as text."""
+def describe_tag(size: int) -> str:
+    """Return a result of ``call_tag`` as text."""
     return f"{size % (1 << _SIZE_BITS)} rows, {_LAYOUTS[size >> _SIZE_BITS]}"
 
 

@@ -3,8 +3,9 @@
 The serial algorithm stores the sums over choices, launches the exchange, and loads them again. For
 few tokens the second launch dominates. Here the sending loop adds the choices, in the order and
 with the rounding of ``topk_sum.py``, so the result is bitwise equal to the serial algorithm.
-Flags and slots follow ``exchange/protocol.py``, with one chunk. A block is some columns of one
-token, so the ids and weights of a token are loaded once per block.
+Flags and slots follow ``exchange/protocol.py``; the data is a single chunk. A block is a range of
+columns of one token, so each block loads the ids and weights of its token once. A *route* is a pair
+of token and choice.
 """
 
 from __future__ import annotations
@@ -127,14 +128,15 @@ def kernel_topk_exchange(
             addend = tl.where(rank == source, out_ptr, addend)
             loaded = tl.load(addend + index, mask=column < N, cache_modifier=".cg")
             total += loaded.to(tl.float32)
-        tl.debug_barrier()  # This rank's addend is in out: all threads must have loaded it.
+        # This rank's addend is in out: all threads must load it before it is overwritten.
+        tl.debug_barrier()
         tl.store(out_ptr + index, total.to(dtype), mask=column < N)
 
 
 class RoutedSums(NamedTuple):
     """Products [M * topk, N] that are summed over choices and ranks.
 
-    ``rows`` contains the row of each route, or is ``None`` if rows are in the order of routes.
+    ``rows`` contains the row of products of each route; ``None``: route r has row r.
     """
 
     products: torch.Tensor
@@ -172,7 +174,7 @@ class RoutedSums(NamedTuple):
 
     @staticmethod
     def _launch_params(out: torch.Tensor) -> LaunchParams:
-        """Return the smallest parameters with a program per block, else the largest parameters."""
+        """Return the first of ``SMALL_PARAMS`` that has a program for each block, else the last."""
         rows, N = out.shape
 
         def blocks(params: LaunchParams) -> int:

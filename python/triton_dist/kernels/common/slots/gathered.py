@@ -201,7 +201,7 @@ class AllGatherBuffer(SlotMemory):
         scales fp32 [source rank, scales of a shard]: scales of an fp8 A, written by peers. A copy
             engine reads this rank's scales from here, because transfers have fixed sources.
     ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it. ``max_scales``:
-    scales of all shards. ``describe_size``: text of a call's size, for errors.
+    scales of all shards. ``describe_tag``: text of a call's size, for errors.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class AllGatherBuffer(SlotMemory):
         group: dist.ProcessGroup | None,
         name: str,
         max_scales: int = 0,
-        describe_size: Callable[[int], object] = int,
+        describe_tag: Callable[[int], object] = int,
     ) -> None:
         num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         flags = {
@@ -228,7 +228,7 @@ class AllGatherBuffer(SlotMemory):
             "a kernel of the all-gather or its consumer",
             group,
             single_regions={"workspace": ((max_M, K), dtype)},
-            disagreements=Disagreements(f"the rows of A in {name}", group, describe_size),
+            disagreements=Disagreements(f"the rows of A in {name}", group, describe_tag),
             flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
         )
         super().__init__(slots)

@@ -34,7 +34,7 @@ from triton_dist.kernels.common.gemm.scales import (
     NO_SCALING,
     Recipe,
     Scaling,
-    call_size,
+    call_tag,
     fits_async_tp,
     fits_library,
     library_check,
@@ -102,7 +102,7 @@ class Call(OpCall):
         self.operands = known[0] if known is not None else check_operands(
             self.A, self.B, self.ctx, self.local_copy, self.gathered, scaling
         )  # fmt: skip
-        self.size = call_size(self.operands, len(self.A))
+        self.size = call_tag(self.operands, len(self.A))
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.local_shard = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])

@@ -25,7 +25,7 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
 from triton_dist.kernels.common.gemm.launch import LazySplitWorkspace
-from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, blocks, describe_size
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, blocks, describe_tag
 from triton_dist.kernels.common.gemm.work_items import SplitWorkspace
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.launch import Launcher
@@ -71,7 +71,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
             nbytes = max(nbytes, bytes_of_slot(rows * scales_of_row, torch.float32, self.num_ranks))
         self.launcher = Launcher()
         with self.allocating() as add:
-            describe = describe_size if dtype in FP8 else int
+            describe = describe_tag if dtype in FP8 else int
             num_scales = max_M * scales_of_row
             buffer = AllGatherBuffer(max_M, K, dtype, group, "ag_gemm", num_scales, describe)
             self.buffer = add(buffer)

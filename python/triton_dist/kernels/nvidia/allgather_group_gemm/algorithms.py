@@ -17,7 +17,7 @@ from triton_dist.kernels.common import libraries
 from triton_dist.kernels.common.agreement import compare_over_ranks
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_params
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
-from triton_dist.kernels.common.gemm.scales import call_size, scaling_of
+from triton_dist.kernels.common.gemm.scales import call_tag, scaling_of
 from triton_dist.kernels.common.gemm.spaces import max_rows_of_key
 from triton_dist.kernels.common.moe.product import grouped_product, kernel_grouped_gemm
 from triton_dist.kernels.common.moe.routing import MAX_GROUPS, BlockMap, block_map
@@ -141,7 +141,7 @@ class Call(OpCall):
             a.numel(),
             a.numel() * num_ranks,
             small_params(a.nbytes),
-            call_size(self.key, len(a)),
+            call_tag(self.key, len(a)),
         )
 
     def all_rows(self, overlapped_work: Callable[[], object]) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Arrivals(_Gathering):
             AllGatherMethod(call.gather),
             num_streams=1,
             num_chunks=1,
-            size=call_size(call.key, len(call.a)),
+            size=call_tag(call.key, len(call.a)),
         )
         call.ctx.sleep(call.straggler_option)
         try:

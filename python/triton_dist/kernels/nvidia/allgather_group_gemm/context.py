@@ -26,7 +26,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_slot
-from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, describe_size
+from triton_dist.kernels.common.gemm.scales import FP8, NO_SCALING, Scaling, describe_tag
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import (
     MAX_EXPERTS,
@@ -97,7 +97,7 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         with self.allocating() as add:
             rows = AllGatherBuffer(
                 max_ntokens, width, packed_dtype, group, "ag_group_gemm",
-                describe_size=describe_size if dtype in FP8 else int,
+                describe_tag=describe_tag if dtype in FP8 else int,
             )  # fmt: skip
             self.buffer = add(rows)
             disagreements, name = self.buffer.disagreements, "the exchange of ag_group_gemm"

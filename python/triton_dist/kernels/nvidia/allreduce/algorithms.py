@@ -43,7 +43,7 @@ from triton_dist.kernels.common.op import (
     SelectableAlgorithm,
     check_straggler,
 )
-from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.peers import fold_to_tag
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
@@ -217,10 +217,10 @@ class _ExchangeAlgorithm(_Algorithm):
         """Return the number of shards into which x is divided."""
 
     @abstractmethod
-    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
+    def exchange(self, call: Call, elements: int, total: int, call_tag: int) -> Exchange:
         """Describe a launch that sums ``total`` elements.
 
-        ``elements`` is the length of a shard; ``call_size`` is equal on all ranks, which compare
+        ``elements`` is the length of a shard; ``call_tag`` is equal on all ranks, which compare
         it.
         """
 
@@ -230,7 +230,7 @@ class _ExchangeAlgorithm(_Algorithm):
 
     def _exchange(self, call: Call, total: int) -> Exchange:
         elements = -(-total // self.num_shards(call.ctx.num_ranks))
-        return self.exchange(call, elements, total, fold_count(call.x.numel()))
+        return self.exchange(call, elements, total, fold_to_tag(call.x.numel()))
 
 
 class OneShot(_ExchangeAlgorithm):
@@ -266,8 +266,8 @@ class OneShot(_ExchangeAlgorithm):
     def num_shards(self, num_ranks: int) -> int:
         return 1
 
-    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
-        return one_shot_exchange(total, call.params, call_size, bool(call.packets))
+    def exchange(self, call: Call, elements: int, total: int, call_tag: int) -> Exchange:
+        return one_shot_exchange(total, call.params, call_tag, bool(call.packets))
 
 
 class TwoShot(_ExchangeAlgorithm):
@@ -281,8 +281,8 @@ class TwoShot(_ExchangeAlgorithm):
     def num_shards(self, num_ranks: int) -> int:
         return num_ranks
 
-    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
-        return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_size)
+    def exchange(self, call: Call, elements: int, total: int, call_tag: int) -> Exchange:
+        return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_tag)
 
 
 class TwoShotInPackets(TwoShot):
@@ -302,8 +302,8 @@ class TwoShotInPackets(TwoShot):
     def is_candidate(self, sizes: Sizes) -> bool:
         return sizes.num_ranks > 2 and sizes.nbytes <= max_two_shot_packet_bytes(sizes.num_ranks)
 
-    def exchange(self, call: Call, elements: int, total: int, call_size: int) -> Exchange:
-        return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_size, True)
+    def exchange(self, call: Call, elements: int, total: int, call_tag: int) -> Exchange:
+        return two_shot_exchange(total, call.ctx.num_ranks, call.params, call_tag, True)
 
     def _step(self, call: Call) -> int:
         return call.ctx.chunk_elements(self.method, call.x.element_size(), in_packets=True)

@@ -21,7 +21,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     params_for_device,
 )
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.peers import fold_to_tag
 from triton_dist.kernels.nvidia.decode_attention.context import (
     FP8,
     MIN_COLUMNS,
@@ -295,7 +295,7 @@ class Call(OpCall):
 
 @functools.lru_cache(4096)
 def digest_of(*arguments: object) -> int:
-    return fold_count(zlib.crc32(repr(arguments).encode()))
+    return fold_to_tag(zlib.crc32(repr(arguments).encode()))
 
 
 @functools.lru_cache(4096)

@@ -30,7 +30,7 @@ from triton_dist.kernels.common.gemm.quantise import quantisation
 from triton_dist.kernels.common.gemm.scales import FP8
 from triton_dist.kernels.common.moe.skew import SKEWS
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.peers import fold_to_tag
 from triton_dist.kernels.nvidia.expert_parallel.context import (
     ANY_SIZE,
     MAX_PACKET_TOKENS,
@@ -119,7 +119,7 @@ def num_sms_check(num_sms: int | None) -> Check:
 @functools.lru_cache(4096)
 def digest_of(*arguments: object) -> int:
     """Fold arguments that must be equal on all ranks into the size of a flag."""
-    return fold_count(zlib.crc32(repr(arguments).encode()))
+    return fold_to_tag(zlib.crc32(repr(arguments).encode()))
 
 
 def launch_options(params: LaunchParams, per_sm: int = 2, warp_bytes: int = 512) -> dict[str, int]:

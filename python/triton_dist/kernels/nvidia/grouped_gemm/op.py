@@ -8,8 +8,9 @@ Algorithms:
       multiplies (``common/moe/product.py``). The third loads the rows of A by route and stores each
       result at its final position, so no launch copies rows.
     * ``"library"``: copy the rows in expert order, call ``torch.nn.functional.grouped_mm``, copy
-      the results. A candidate where torch has a native kernel: bf16 on compute capability 9.0.
-      Elsewhere torch reads the counts on the host in a loop, which cannot be captured.
+      the results. It is a candidate only if torch has a native kernel: for bf16 on compute
+      capability 9.0. Otherwise torch loops on the host over the experts' row counts, which a CUDA
+      graph cannot capture.
 
 Routing runs on the device: nothing synchronises, and a captured graph serves any ids. Dropped
 tokens and padding give rows of zeros.
@@ -79,12 +80,13 @@ def grouped_gemm(
     Args:
         A: [M, K], one row per token, or [M * topk, K], one row per route; unit stride along K;
             fp16, bf16, fp32, fp8 e4m3 or e5m2.
-        B: [E, K, N], dtype of A, E <= 512, any strides. If the stride along K or N is 1 and the
-            other strides are multiples of 16 bytes, the kernel may use TMA; otherwise it reads
-            through pointers. If A is fp8, B is e4m3 with unit stride along K.
+        B: [E, K, N], E <= 512. If A is fp8: e4m3 with unit stride along K; otherwise the dtype of
+            A, any strides. If the stride along K or N is 1 and the other strides are multiples of
+            16 bytes, the kernel may use TMA; otherwise it reads through pointers.
         topk_ids: [M, topk], int32 or int64, contiguous, topk <= 10. An id outside 0 to E - 1 is a
-            dropped token: its row is zero. Or ``positions`` of a result of ``ep_dispatch``: the
-            result then has a row per position, and rows of unused positions are undefined.
+            dropped token: its row is zero. Alternatively the ``positions`` that ``ep_dispatch``
+            returned: the result then has a row per position, and rows of unused positions are
+            undefined.
         order: order of the output rows. ``"route"``: row ``t * topk + j`` is choice j of token t.
             ``"sorted"``: by expert, then by route; dropped tokens last.
         activation: ``"silu_mul"``: the columns are gate and up projections, and the result is
@@ -95,9 +97,10 @@ def grouped_gemm(
             of B, or by blocks of 128. ``triton_dist.kernels.common.moe.scales`` lists the layouts.
         out_dtype: bf16 (default), fp16 or fp32 for fp8 operands; else A's dtype.
         use_fast_accum: see ``matmul``.
-        routing_skew: hint for the tuner, part of the tuning key: also measure ``"even"``,
-            ``"zipf"`` (exponent 1.2) or ``"same_experts"`` routing. The default measures other
-            batches of the call's tokens.
+        routing_skew: hint for the tuner, part of the tuning key. In addition to the call's ids, the
+            tuner measures ids drawn at random from a uniform (``"even"``) or a Zipf distribution
+            (``"zipf"``, exponent 1.2), or equal for all tokens (``"same_experts"``). By default it
+            measures batches of as many tokens, drawn with replacement from the call's tokens.
         accepted_key: reserved for the tuner.
 
     Returns:

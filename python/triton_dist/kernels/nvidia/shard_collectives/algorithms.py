@@ -36,7 +36,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 from triton_dist.kernels.common.exchange.protocol import kernel_all_gather, kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed, kernel_copy_pushed
 from triton_dist.kernels.common.op import Algorithms, OpCall, SelectableAlgorithm, check_straggler
-from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.peers import fold_to_tag
 from triton_dist.kernels.nvidia.shard_collectives.context import (
     AllGatherContext,
     ReduceScatterContext,
@@ -247,9 +247,9 @@ class Push(_Algorithm):
         return call.push
 
     def _exchange(self, call: ShardsCall) -> Exchange:
-        elements, call_size = call.elements(call.x, call.ctx), fold_count(call.x.numel())
+        elements, call_tag = call.elements(call.x, call.ctx), fold_to_tag(call.x.numel())
         total = elements * call.ctx.num_ranks
-        return Exchange(self.kernel(call), elements, total, call.params, call_size)
+        return Exchange(self.kernel(call), elements, total, call.params, call_tag)
 
 
 class CopyEngine(Push):

@@ -23,7 +23,7 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.peers import fold_to_tag
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
 from triton_dist.kernels.nvidia.sp_ag_attention.context import SPAttentionContext
 from triton_dist.kernels.nvidia.sp_ag_attention.kernel import kernel_await_shard, kernel_merge
@@ -141,7 +141,7 @@ class AttentionCall(OpCall):
     @property
     def digest(self) -> int:
         """Value that must be equal on all ranks."""
-        return fold_count(zlib.crc32(repr((self.key, self.lengths)).encode()))
+        return fold_to_tag(zlib.crc32(repr((self.key, self.lengths)).encode()))
 
     def pieces(self, source: int) -> Iterator[Piece]:
         """Yield the attention of this rank's tokens over the tokens of rank ``source``."""

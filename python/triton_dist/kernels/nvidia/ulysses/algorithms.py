@@ -29,7 +29,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.common.op import Algorithm, Algorithms, OpCall
-from triton_dist.kernels.common.peers import fold_count
+from triton_dist.kernels.common.peers import fold_to_tag
 from triton_dist.kernels.common.slots.epochs import PUSH_STREAMS
 from triton_dist.kernels.nvidia.ulysses import kernel
 from triton_dist.kernels.nvidia.ulysses.context import UlyssesContext
@@ -210,7 +210,7 @@ class HeadsCall(OpCall):
     def digest(self) -> int:
         """Value that must be equal on all ranks."""
         text = repr((self.to_heads, self.batch, self.lengths, self.widths, self.params.values))
-        return fold_count(zlib.crc32(text.encode()))
+        return fold_to_tag(zlib.crc32(text.encode()))
 
     def blocks(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield part, elements of a row, first column of rank 0, and replicas of each tensor."""
