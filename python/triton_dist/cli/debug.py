@@ -31,8 +31,8 @@ def add_to(subcommands: Any) -> None:
         "On GPUs: assert, a mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer "
         "(memcheck, initcheck, racecheck, synccheck) with one report per process. On both: agree, "
         "which compares the arguments of all ranks at each call. A mode that cannot find anything "
-        "on this machine is refused; the message names the nearest mode that can. A command "
-        "that runs in mode attach or where can be inspected from another terminal: `attach RANK` "
+        "on this machine is refused; the message names the nearest mode that can. The modes "
+        "attach and where make COMMAND inspectable from another terminal: there, `attach RANK` "
         "opens pdb on a rank that has stopped at a dl.breakpoint or waits in a dl.wait; `where` "
         "prints what each rank waits for.",
         examples=[
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
         variables[knobs.debug_tool.variable] = tools[0]
         variables["CUDA_LAUNCH_BLOCKING"] = (
-            "1"  # the tool blocks too, and some algorithms read this
+            "1"  # launches block under the tool, and some algorithms must avoid blocking launches
         )
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor
         for limit in (knobs.autotune_timeout, knobs.compile_timeout):

@@ -49,7 +49,10 @@ def request_of(folder: Path, rank: int) -> Path:
 
 
 def stop_at_breakpoint(frame: FrameType) -> None:
-    """Stop at ``frame``. Do nothing during tuning, because the candidate would time out."""
+    """Stop at ``frame``. Do nothing while waits in kernels are limited, as during a tuning.
+
+    The tuner's limits for candidates are not paused, so a stop would make the candidate fail.
+    """
     if _active and not waits.are_limited():
         rank, folder = knobs.rank.get(), create_job_folder()
         path = socket_of(folder, rank)

@@ -1,6 +1,6 @@
 """Differences between the supported Triton versions, each with the version and the reason.
 
-Faults of the interpreter only are fixed in :mod:`triton_dist.runtime.interpreter`.
+:mod:`triton_dist.runtime.interpreter` fixes faults that only the interpreter has.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def explain_missing_driver() -> None:
 
 
 def pin_defaults() -> None:
-    """Fix Triton defaults that differ between supported versions, unless the user has set them.
+    """Set Triton's default of floating-point fusion explicitly, unless the user has set it.
 
     Floating-point fusion (``a * b + c`` with one rounding) is on in Triton 3.6 to 3.9 and off in
     3.10; 3.9 warns about it at each process's first compilation. Setting it keeps results and

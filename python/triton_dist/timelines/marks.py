@@ -18,7 +18,7 @@ from triton_dist.timelines import trace
 PROCESS = "marks in kernels"
 _CLOCK = "triton_dist: clock of marks"
 _PRECISION_NS = 4
-"""Times in a trace are floats of microseconds."""
+"""A trace stores times as floats in microseconds, which may round them by a few ns."""
 _READINGS = 5
 """Number of clock readings at the start and at the end; preemption may disturb a single reading."""
 
@@ -143,7 +143,7 @@ def _flags_in_marks(
         around = (mark for mark in reversed(rows.get(row, ())[:first]) if mark.end_ns >= flag.at_ns)
         mark = next(around, None)
         if mark is not None and identity is not None:
-            # Times of set flags are in the slice of their mark, which excludes its end.
+            # An arrow binds to the event that contains its time; the end of an event is outside.
             at_ns = min(flag.at_ns, mark.end_ns - flag.is_set * _PRECISION_NS)
             yield {
                 "flag": identity, "is_set": flag.is_set, "value": flag.value,

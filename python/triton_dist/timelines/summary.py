@@ -20,7 +20,8 @@ class OpSummary:
         ms_by_rank: median time of each rank in ms.
         skew_us: difference between the latest and the earliest start over ranks, in us. Median over
             calls.
-        tflops, gbps, link_gbps: rates of one rank; ``None``: the op has no OpInfo.
+        tflops, gbps, link_gbps: rates of one rank. ``None``: no ``OpInfo`` (``testing/opinfo``)
+            gives the op's FLOPs and bytes.
         bound: the resource that would take longest if each resource ran at its peak rate.
         limit_ms: the time in ms that ``bound`` takes at its peak rate.
         marks: share of the kernel programs' time in each phase that ``dl.mark`` names, mean over

@@ -51,7 +51,8 @@ class Source(NamedTuple):
     literal: dict[str, str]
     """Globals whose values are in the source, which is equal on all ranks."""
     bound: dict[str, str]
-    """Values that a function was given when it was created. They count if equal on all ranks."""
+    """Values that a function binds, such as closure cells, and globals without a statement, or with
+    several or conditional statements, that bind them. They count if equal on all ranks."""
     uncounted: dict[str, str]
     """Constants that do not count, each with the reason."""
 
@@ -208,7 +209,8 @@ class Slice:
         if isinstance(configs, list) and configs and all(map(codec.is_triton_config, configs)):
             self.source.bound[unique] = codec.text(codec.encode(configs, binding=False))
         if isinstance(space, ConfigSpace) and space.maker is not None:
-            self.follow(space.maker)  # it is not called here: the function may never be called
+            # Follow the maker instead of calling it: the function may never be tuned.
+            self.follow(space.maker)
         elif isinstance(space, ConfigSpace):
             self.source.bound[unique] = space.digest
             self.follow([*space.functions, *space.classes])

@@ -71,7 +71,8 @@ class Interception:
 
     Attributes:
         sessions: one entry for each running tuning, on any thread.
-        late: sessions that began in the middle of a call of a settled function.
+        settled_call_sessions: sessions that began in the middle of a call of a settled function,
+            by the call.
         is_traced: returns whether a call with these values computes nothing, such as with fake or
             meta tensors.
     """

@@ -5,22 +5,22 @@ sent. Here every 8 bytes hold 4 bytes of data and a 4-byte tag that identifies t
 receiver polls the data itself. Twice the bytes cross the link, but only once, without waiting for
 an acknowledgement.
 
-    word      int64     tag << 32 | payload: two 16-bit elements, or one 32-bit element
-    line      2 words   sent and polled by one thread at a time; 4 or 2 elements
+    word      int64     tag << 32 | payload: four 8-bit, two 16-bit elements or one 32-bit element
+    line      2 words   sent and polled by one thread at a time; 8, 4 or 2 elements
     packets   [2, NUM_RANKS, shard] int64    written by peers: slot, source rank, word
 
 *No fence.* An aligned 8-byte access is atomic, also in a vector of two. A receiver that sees the
 tag of a word therefore has its payload.
 
-*Tags.* The lowest 11 bits of the epoch above the size of the call (``common/peers.py``), with the
-highest bit set. A tag is never 0, the initial value of the memory. A nonzero word with another tag
-comes from a peer that called with another size.
+*Tags.* A tag has the size of the call (``common/peers.py``) in the lowest 20 bits, the lowest 11
+bits of the epoch above them, and the highest bit set. A tag is never 0, the initial value of
+the memory. A nonzero word with another tag comes from a peer that called with another size.
 
 *No stale words.* A receiver clears each word after reading it. Tags are not sufficient: a word
 that later, smaller calls do not use would soon appear new. Clearing never hits a new word, because
 a peer writes to the slot again two calls later. By then every rank has begun the call in between
 (``exchange/protocol.py``), so the clearing kernel has ended. A call must therefore read all words
-sent to it. After a call that gave up, the context is reset with all packets.
+sent to it. If a call gave up, ``reset()`` of the context clears all packets.
 
 *Waiting.* A program with blocks waits for words of every peer, a program without blocks does not
 wait. A call has at least one element, so it waits for every peer, as ``exchange/protocol.py``
@@ -28,9 +28,9 @@ requires. Here, too, a program sends before it waits.
 
 *Polling.* Each thread polls its own words of all peers together, so that all loads are in flight
 and no thread waits for another. ``tl`` cannot keep a block of ``ld.relaxed.sys`` in registers over
-a loop (Triton 3.6), hence the PTX. If a block is smaller than the program, two threads may have the
-same words. Words are therefore cleared after a barrier, and sent by ``tl.store``, which handles
-duplicates.
+a loop (Triton 3.6), hence the PTX. If a block has fewer lines than the program has threads, two
+threads may have the same words. Words are therefore cleared after a barrier, and sent by
+``tl.store``, which handles duplicates.
 
 ======================  =====  =================================  ===========================
 argument                dtype  shape                              written by
@@ -138,7 +138,8 @@ def send_lines(targets, offset, payload, line, mask, tag):
     Args:
         targets: result of ``peers_at``.
         offset: begin of this rank's packets, in words.
-        line: [lines], target lines. Senders and receivers must use the same assignment.
+        line: [lines], index of the target line of each row of ``payload``. The receiver must await
+            the same indices.
     """
     low = payload.to(tl.uint32, bitcast=True).to(tl.int64)
     words = low | (tag.to(tl.int64) << 32)
@@ -170,7 +171,7 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
 
 @jit
 def poll_lines(lines, tag, mask, timeout_ptr):
-    """Wait for lines at blocks of pointers, a tuple; return their payloads, int32 [lines, 2]."""
+    """Wait for each block of pointers in the tuple ``lines``; return payloads int32 [lines, 2]."""
     with dl.mark("wait"):
         if INTERPRETED:
             payloads = _poll_interpreted(lines, tag, mask, timeout_ptr)

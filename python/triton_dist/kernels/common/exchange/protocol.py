@@ -18,8 +18,9 @@ It has 64 bits and does not wrap.
 call n + 1 had ended call n before, on the same stream. No acknowledgement is needed. This requires
 that every call waits for every peer and that a kernel starts after the previous one has ended.
 
-*No deadlock.* A program sends before it waits, and programs start in the order of their numbers.
-Among the waiting programs, those with the smallest number have peers that run or will run.
+*No deadlock.* A program sends before it waits, so it only waits until its peers have started. Each
+GPU starts programs in the order of their numbers. Let p be the smallest number of a program that
+waits on any rank. Programs below p end without waiting, so every program p starts and sends.
 
 *Chunks.* The blocks of a program may be cut into up to ``MAX_CHUNKS`` chunks, so that it sends one
 chunk while it waits for another. A flag counts ``epoch * MAX_CHUNKS + chunks - 1``.
@@ -143,7 +144,8 @@ class Call(NamedTuple):
 def begin(slots, peers, size, rank, plan: tl.constexpr):
     """Begin a call of ``size``; once per program.
 
-    The addresses of flags are loaded here, because this load takes as long as a load of data.
+    The addresses of the flags are loaded here, before they are needed. Loaded after the data was
+    sent, they would delay the flags by the latency of a load.
     """
     peer = tl.arange(0, plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)

@@ -8,7 +8,7 @@ argument         dtype  shape                                      written by
 x_ptr, out_ptr   of x   add: [total], [shard]; copy: the reverse   caller, this kernel
 pushed.shards    of x   [NUM_RANKS, stride]                        copy engines of peers
 pushed.arrivals  int64  [NUM_CHUNKS, NUM_RANKS], by source rank    copy engines of peers
-pushed.epoch     int64  the line of the slot                       kernels of this rank
+pushed.epoch     int64  line of a slot (``slots/epochs.py``)       kernels of this rank
 ===============  =====  =========================================  =====================
 """
 

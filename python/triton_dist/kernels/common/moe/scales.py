@@ -59,7 +59,7 @@ class OperandScales(NamedTuple):
     def columns(self, first: int, end: int) -> OperandScales:
         """Return the scales of columns ``first`` to ``end`` of B.
 
-        BLOCK requires that ``first`` is a multiple of 128.
+        With block-wise scales, ``first`` must be a multiple of 128.
         """
         if self.is_block:
             first, end = first // BLOCK_ELEMENTS, blocks(end)

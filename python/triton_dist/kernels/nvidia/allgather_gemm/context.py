@@ -44,7 +44,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
             ``local_copy=False`` reads this rank's rows of A from it; nothing else uses it.
         all_gather_method: default algorithm of calls without ``algorithm`` or ``method``.
         exchange: memory of the all-gather in one launch.
-        exchanged_rows: largest M, over all ranks, that ``exchange`` can gather.
+        exchanged_rows: largest M (sum of the rows of all ranks) that ``exchange`` can gather.
     """
 
     title = "AllGather-GEMM"

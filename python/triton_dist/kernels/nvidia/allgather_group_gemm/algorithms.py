@@ -56,8 +56,8 @@ EXCHANGE, COLLECTIVE = "exchange", "collective"
 """All-gathers before the GEMM: ours in one launch, and the group's."""
 PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.value
 """All-gathers that overlap with the GEMM."""
-# Each group of arrivals reads the weights once more. Groups are tried only if an expert has at
-# least one tile of the largest height per group.
+# The GEMM starts on a group of shards when they have arrived, and reads the weights once per group.
+# Several groups are tried only if an expert has at least one tile of the largest height per group.
 _MIN_ROWS_PER_GROUP = 128
 _GROUPS = range(1, MAX_GROUPS + 1)
 
@@ -291,7 +291,7 @@ class Serial(_GatherThenMultiply):
     def fits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         if sizes.num_ranks == 1:  # nothing to gather
             return False
-        # NCCL is slower wherever the exchange can be used.
+        # Try NCCL only if the exchange cannot be used, because NCCL is slower.
         fits = fits_exchange(sizes) == (config["gather"] == EXCHANGE)
         return fits and fits_tiles(config, sizes)
 
@@ -341,8 +341,8 @@ class Library(_GatherThenMultiply):
     def check(self, call: Call) -> None:
         super().check(call)
         if not fits_library(call.key):
-            expected = "another algorithm: K, N and the strides of b must be multiples of 16 bytes"
-            expected += ", fp8 operands e4m3 without block scales, and their output bf16"
+            expected = "another algorithm: this one needs K, N and strides of b that are multiples "
+            expected += "of 16 bytes. fp8 also needs e4m3, no block scales, and a bf16 output"
             raise InvalidArgument("ag_group_gemm", "algorithm", self.name, expected)
 
     def compile(self, call: Call) -> None:
@@ -377,10 +377,11 @@ def consumer(launch: Launch) -> Launch:
 
 
 def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the end of each group of arrivals: the local shard, then thirds of all shards.
+    """Return the end of each group of shards, in the order of arrival; the local shard is first.
 
-    Later groups are larger, because their tiles must keep the GPU busy until the next group is
-    complete.
+    With ``num_groups`` of at least ``num_ranks``, each shard is a group. Otherwise groups end after
+    the local shard (from 3 groups on), one third (2 to 4), two thirds (4) and all of the shards.
+    The first group is small, so that the GEMM starts early.
     """
     if num_groups >= num_ranks:
         return tuple(range(1, num_ranks + 1))

@@ -67,7 +67,7 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     Attributes:
         gemm_config: default tile sizes.
         exchange: memory of the all-gather in one launch.
-        exchanged_rows: largest M, over all ranks, that ``exchange`` can gather.
+        exchanged_rows: largest M (sum of the rows of all ranks) that ``exchange`` can gather.
     """
 
     title = "AllGather + grouped GEMM"
@@ -131,7 +131,7 @@ def create_ag_group_gemm_context(
     (at most 2 * 16 MB).
 
     Args:
-        max_ntokens: largest number of tokens over all ranks, a multiple of ``num_ranks``.
+        max_ntokens: largest sum of the tokens of all ranks, a multiple of ``num_ranks``.
         N_per_rank: number of columns of this rank's weights.
         K: number of columns of a token.
         num_experts: number of experts, 1 to 512.

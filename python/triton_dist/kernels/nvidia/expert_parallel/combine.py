@@ -106,7 +106,10 @@ def send_sums(
     y_ptr, y_rows, packets, peers, ep_layout, call, begun, item, max_tokens, hidden,
     ep_plan: tl.constexpr,
 ):  # fmt: skip
-    """Send block ``item`` of each peer's sums, if this rank has products. Return ``begun``."""
+    """For each peer, send block ``item`` of the sums of this rank's products of the peer's tokens.
+
+    Skip tokens without products on this rank. Return ``begun``.
+    """
     NUM_RANKS: tl.constexpr = ep_plan.NUM_RANKS
     PER_LINE: tl.constexpr = LINE_BITS // y_ptr.dtype.element_ty.primitive_bitwidth
     blocks, row_lines = tl.cdiv(hidden, ep_plan.BLOCK), tl.cdiv(hidden, PER_LINE)
@@ -225,7 +228,10 @@ def kernel_combine(
 def kernel_partial_sums(
     y_ptr, y_rows, out_ptr, ep_layout, tokens, hidden, ep_plan: tl.constexpr
 ):  # fmt: skip
-    """Store this rank's sum for each token of all ranks in out [tokens, hidden], for a library."""
+    """Store this rank's sum for each token of all ranks in out [tokens, hidden].
+
+    The input of a reduce-scatter by a library.
+    """
     check_rows(y_rows, ep_layout, ep_plan)
     token = tl.program_id(0).to(tl.int64)
     while token < tokens:

@@ -1,7 +1,8 @@
 """Expert parallelism on one host: dispatch tokens to the ranks of their experts, and combine.
 
 Rank r of W owns the experts ``r * E / W`` to ``(r + 1) * E / W - 1``. ``ep_dispatch`` sends each
-token to the ranks that own one of its experts, and returns the input of a grouped GEMM.
+token to the ranks that own one of its experts, and returns the input of a grouped GEMM. A *route*
+is one of the ``topk`` choices of a token; its *position* is its index after sorting by expert.
 ``ep_combine`` sends the products back and sums them on the token's rank.
 
 Timeline of a dispatch, one launch on every rank:
@@ -125,11 +126,11 @@ def ep_dispatch(
         accepted_key: reserved for the tuner.
 
     Returns:
-        The received rows and the positions of their routes.
+        The received rows, and the position of each route to an expert of this rank.
 
     Raises:
-        InvalidArgument: an argument does not fit the context. Kernels check ids and weights, and
-            ``ctx.check()`` raises. Invalid ids are masked.
+        InvalidArgument: an argument does not fit the context. Invalid ids and NaN weights do not
+            raise here: the call masks invalid ids, and the next ``ctx.check()`` raises.
         ContextFinalized: ``ctx`` was finalized.
         RankDisagreement: ranks pass different arguments (``EPContext.check``).
     """

@@ -41,7 +41,7 @@ class AttentionKey(NamedTuple):
     """Tuning key of a call, which is also its sizes."""
 
     M: int
-    """Tokens of a rank, over all batches."""
+    """Batch size times tokens of a rank."""
     batch: int
     q_heads: int
     kv_heads: int
@@ -54,7 +54,7 @@ class AttentionKey(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Attention of some tokens of this rank over some tokens of another: [first, end)."""
+    """Attention of tokens [first, end) of this rank over keys [k_first, k_end) of a rank."""
 
     first: int
     end: int
@@ -279,7 +279,7 @@ def attention_gradients(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v. ``out`` and ``lse`` belong to the whole sequence."""
+    """Return the gradients of q, k and v. ``out`` and ``lse`` are over the keys of all ranks."""
     ops, groups = torch.ops.aten, q.shape[2] // k.shape[2]
     if backend == "cpu":
         k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
@@ -324,7 +324,10 @@ class _Algorithm(Algorithm[AttentionCall, AttentionKey]):
     def gather(
         self, call: AttentionCall, attend: Callable[[Callable[[int], Gathered]], Any]
     ) -> Any:
-        """Return ``attend`` of a function that waits for a part of k and v and returns it."""
+        """Gather k and v and return ``attend(gathered)``.
+
+        ``gathered(source)`` waits for the k and v of rank ``source`` and returns them.
+        """
 
 
 class CopyEngine(_Algorithm):

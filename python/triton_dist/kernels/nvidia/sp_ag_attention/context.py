@@ -66,7 +66,7 @@ def create_sp_ag_attention_context(
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
-        max_tokens: largest number of tokens of a rank, over all batches.
+        max_tokens: largest batch size times tokens of a rank in any call.
         kv_heads: heads of k and v.
         head_dim: elements of a head, a multiple of 8.
         dtype: dtype of q, k and v: fp16 or bf16; on CPU ranks also fp32.

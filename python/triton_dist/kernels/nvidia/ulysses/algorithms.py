@@ -56,7 +56,7 @@ class HeadsKey(NamedTuple):
     """Tuning key of a call, which is also its sizes."""
 
     M: int
-    """Tokens of all ranks, over all batches."""
+    """Batch size times tokens of all ranks."""
     widths: tuple[int, int, int]
     """Elements of a token of q, k and v on a rank after ``ulysses_pre_attn``; 0 without it."""
     dtype: torch.dtype

@@ -99,13 +99,13 @@ def create_ulysses_context(
         rank: this rank in the group.
         world_size: number of ranks in the group.
         local_world_size: ranks on one host, clamped to ``world_size``.
-        max_tokens: largest number of tokens of all ranks, over all batches.
+        max_tokens: largest batch size times sequence length (tokens of all ranks) in any call.
         q_heads: heads of q, a multiple of ``world_size`` and of ``kv_heads``.
         kv_heads: heads of k and v, a multiple or a divisor of ``world_size``.
         head_dim: elements of a head of q and k, a multiple of 8.
         dtype: fp16, bf16 or fp32.
         v_head_dim: elements of a head of v; default: ``head_dim``.
-        max_local_tokens: largest number of tokens of one rank, over all batches; default: an equal
+        max_local_tokens: largest batch size times tokens of one rank in any call; default: an equal
             part of ``max_tokens``.
         group: process group; default: the world, or this process alone.
 
