@@ -56,7 +56,8 @@ class EPOpInfo(OpInfo[TokenShape]):
 
     def smaller(self, shape: TokenShape, divisor: int, num_ranks: int) -> TokenShape:
         M = max(1, shape.M // divisor // num_ranks) * num_ranks
-        return TokenShape(M, max(16, shape.hidden // divisor), shape.topk)
+        hidden = max(16, shape.hidden // divisor // 16 * 16)  # packets require multiples of 16
+        return TokenShape(M, hidden, shape.topk)
 
     def context(
         self, shape: TokenShape, dtype: torch.dtype, group: Any = None, **options: Any
