@@ -55,7 +55,7 @@ class Calls:
                 {"gemm_config": grouped_tiles()[0]},
             ),
             Size: (Size(512 * size), {}),
-            TokenShape: (TokenShape(6 * size, 40, 2), {}),
+            TokenShape: (TokenShape(6 * size, 48, 2), {}),
             HeadsShape: (HeadsShape(6 * size, 2 * size, size, 8), {}),
             DecodeShape: (DecodeShape(6 * size, 2, 2 * size, 2, 16), {"block_n": 16}),
         }[self.info.shape]
