@@ -102,7 +102,7 @@ def push_round_the_ring(rounds):
 
 
 def test_data_is_there_when_its_flag_is(on_ranks):
-    assert on_ranks(3)(push_round_the_ring, 10) == [10] * 3
+    assert on_ranks(3)(push_round_the_ring, 4) == [4] * 3
 
 
 def count_up():
