@@ -98,10 +98,9 @@ def fast_all_to_all(
         send_scale: [rows], a scale of each row, or ``None``.
 
     Returns:
-        * int32 [num_tot_experts], received rows for each (source rank, local expert);
-        * [WORLD_SIZE * max_m, hidden], rows of rank r from row r * max_m; valid until the
-          next call;
-        * [WORLD_SIZE * max_m], their scales, or ``None``.
+        Three values. int32 [num_tot_experts]: received rows for each (source rank, local expert).
+        [WORLD_SIZE * max_m, hidden]: rows of rank r from row r * max_m, valid until the next call.
+        [WORLD_SIZE * max_m]: their scales, or ``None``.
     """
     _, expert, _, is_used = chunk_of_rows(send_split_cumsum.diff(), len(send_tensor))
     expert = torch.where(is_used, expert, -1).int()
