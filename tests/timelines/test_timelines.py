@@ -413,10 +413,12 @@ def outer(x, times):
 
 for _ in range(5):
     assert outer(torch.ones(2), autotune=False).tolist() == [4, 4]
-    if _ == 1 and (child := os.fork()) == 0:
-        outer(torch.ones(2), autotune=False)
-        sys.exit(3)
-print("fork ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    if _ == 1:
+        if (child := os.fork()) == 0:
+            outer(torch.ones(2), autotune=False)
+            sys.exit(3)
+        # Wait here: lines that two processes print at the same time may be mixed.
+        print("fork ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
