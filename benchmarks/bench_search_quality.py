@@ -47,7 +47,7 @@ import triton
 from triton_dist import knobs, tune
 from triton_dist._tuning import protocols
 from triton_dist._tuning.search import Racing, ShortRace, search_for
-from triton_dist._tuning.search.choose import BATCH_SIZE, Exploring
+from triton_dist._tuning.search.choose import BATCH_SIZE, ProposalSearch
 from triton_dist._tuning.search.surrogate import Surrogate
 from triton_dist._tuning.search.tpe import Tpe
 from triton_dist._tuning.sizes.neighbours import MAX_DISTANCE, Neighbours, nearest
@@ -281,14 +281,14 @@ class RandomSearch:
 
 def _own(kind: Callable[..., Any]) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
-        return search_for(candidates, policy, own=functools.partial(kind, seed=seed))
+        return search_for(candidates, policy, user_search=functools.partial(kind, seed=seed))
 
     return make
 
 
 def _model(proposer: Callable[..., Any], batch_size: int) -> MakeSearch:
     def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
-        return Exploring(proposer(candidates, batch_size, seed), candidates, policy)
+        return ProposalSearch(proposer(candidates, batch_size, seed), candidates, policy)
 
     return make
 
@@ -322,7 +322,7 @@ def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
 # ---- warm-start: sizes next to tuned sizes
 
 _SIZES = Sizes("recorded", {"M": fine_bucket})
-_FINGERPRINT = Fingerprint({}, {}, {}, RACING.facts(), {}, "")
+_FINGERPRINT = Fingerprint({}, {}, {}, RACING.fingerprint_fields(), {}, "")
 
 
 class AtSize(NamedTuple):

@@ -244,7 +244,7 @@ def test_a_generation_is_compiled_while_one_is_measured(tmp_path, quick):
 
     begun: list[list[str]] = []
     rank = one(tmp_path, policy=quick, hooks=Hooks(prepare=prepare))
-    rank.search = lambda *about: search_for(*about, ahead=True)
+    rank.search = lambda *about: search_for(*about, compiles_ahead=True)
     rank.compiler = Generations(asked)
     rank.tuned(1)
     assert len(begun[0]) == 21  # the default, and those at random
@@ -377,7 +377,7 @@ def test_a_search_of_the_users_own(tmp_path):
             if milliseconds is not None and milliseconds < self.least:
                 self.best, self.least = dict(config), milliseconds
 
-    rank = one(tmp_path, search=lambda *about: search_for(*about, own=Downhill))
+    rank = one(tmp_path, search=lambda *about: search_for(*about, user_search=Downhill))
     _, winner = rank.tuned(1)
     assert told[0][0] == dict(rank.tuned.config_space.default)
     assert ({**told[0][0], "m": "no value of it"}, None) in told

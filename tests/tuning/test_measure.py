@@ -211,7 +211,7 @@ def test_numbers_by_device_and_search():
 
 def test_another_timing_is_another_policy():
     eager, graph = (Policy.on("cuda", timing=t, search="racing") for t in ("events", "graph"))
-    assert eager.facts() != graph.facts()
+    assert eager.fingerprint_fields() != graph.fingerprint_fields()
 
 
 def test_nothing_is_captured_on_cpu_ranks():

@@ -163,7 +163,7 @@ def test_what_is_no_size_has_no_bucket(n):
 
 
 def test_a_policy_names_what_is_set():
-    facts = Policy(max_trials=3).facts()
+    facts = Policy(max_trials=3).fingerprint_fields()
     assert facts["max_trials"] == "3"
     assert "max_seconds" not in facts
 

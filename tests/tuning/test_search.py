@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tests.tuning.strategies  # noqa: F401  its profile: no example has a deadline
 from tests.tuning.strategies import failures, milliseconds
 from triton_dist._tuning.search import Exhaustive, Racing
-from triton_dist._tuning.search.racing import FINALISTS, MIN_FINAL_ROUNDS
+from triton_dist._tuning.search.racing import MAX_FINALISTS, MIN_FINAL_ROUNDS
 from triton_dist._tuning.values import Config, Failure, Measurement, Policy, Request, winner
 
 ROUNDS = (1, 2, 5)
@@ -232,7 +232,7 @@ def test_few_meet_in_the_final():
     times = [2.5, *(1.0 + 0.0001 * n for n in range(20))]
     counts = samples_of(play(Racing(configs(21), POLICY), constant(times)))
     finalists = {n for n, count in counts.items() if count > ROUNDS[-1]}
-    assert finalists == {0, *range(1, FINALISTS + 1)}
+    assert finalists == {0, *range(1, MAX_FINALISTS + 1)}
 
 
 def test_whom_a_failure_put_out_of_the_race_is_called_back():
@@ -280,7 +280,7 @@ def test_it_ends_and_the_samples_are_bounded(count, repeat, tie_break, data):
     assert all(taken <= ROUNDS[-1] + repeat + tie_break for taken in counts.values())
     if all(isinstance(outcome, Measurement) for _, outcome in played):
         finalists = [n for n, taken in counts.items() if taken > ROUNDS[-1]]
-        assert len(finalists) <= FINALISTS + 1
+        assert len(finalists) <= MAX_FINALISTS + 1
 
 
 @given(st.integers(2, 20), st.data())

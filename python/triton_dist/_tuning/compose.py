@@ -247,7 +247,9 @@ def autotune(
         composer = _Composer(
             scope,
             policy,
-            functools.partial(search_for, own=own_search, ahead=prepare_fn is not None),
+            functools.partial(
+                search_for, user_search=own_search, compiles_ahead=prepare_fn is not None
+            ),
             validators,
             version or "",
             tuple(restore),

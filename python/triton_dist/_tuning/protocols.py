@@ -170,7 +170,7 @@ class Search(Protocol):
     def ask(self) -> Request | None:
         """Return the next request, or ``None`` at the end. Requests may repeat a config."""
 
-    def ahead(self) -> Sequence[Config]:
+    def upcoming_configs(self) -> Sequence[Config]:
         """Return configs that :meth:`ask` may return next and that were not returned here before.
 
         They include the config that ``ask`` just returned. They are compiled in advance.

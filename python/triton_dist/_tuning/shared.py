@@ -168,7 +168,7 @@ def fingerprint_of(
         hardware=current_device().facts(),
         software=software_versions(),
         topology=ranks.facts(),
-        policy=policy.facts(),
+        policy=policy.fingerprint_fields(),
         source=source.digests,
         space=space,
         version=version,

@@ -83,7 +83,7 @@ class Report:
             default=self._default,
             pruned=len(candidate_set.pruned),
             reason=reason,
-            policy=dict(policy.facts()),
+            policy=dict(policy.fingerprint_fields()),
         )
         with suppress(OSError, ValueError):  # standard error is closed
             if self._prints and sys.stderr is not None and sys.stderr.isatty():

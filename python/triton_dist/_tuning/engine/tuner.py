@@ -482,7 +482,7 @@ class _FirstCall:
                 watching = self.ranks.user_code(Step("the search"))
             with self.ranks.clock.phase("search"), watching:
                 request = search.ask()
-                upcoming = tuple(map(space.place, search.ahead()))
+                upcoming = tuple(map(space.place, search.upcoming_configs()))
             max_trials, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
             if request is not None:
                 is_new = not progress.has(request.config)

@@ -1,4 +1,4 @@
-"""Searches: they choose which config to measure next."""
+"""Searches. A search decides which config is measured next."""
 
 from triton_dist._tuning.search.brief import ShortRace
 from triton_dist._tuning.search.choose import Exhaustive, Factory, Search, check_search, search_for

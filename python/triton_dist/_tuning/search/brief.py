@@ -1,9 +1,9 @@
-"""Race the few candidates of a warm start: configs that are near the best at neighbouring sizes.
+"""Race a few candidates for some milliseconds, at the first call of a function at a new size.
 
-The race takes rounds over the remaining candidates, forward and backward. It ends when one is left,
-when noise is below the indifference zone, or after the last round or the device time. Only the
-first round may be incomplete, because a config with more samples would have an advantage. A first
-call at a new size costs milliseconds instead of seconds.
+The candidates are the configs that are near the best at neighbouring sizes. A *sample* is the time
+of one run. Each round samples the remaining candidates, in the reverse order of the round before.
+The race ends when one candidate is left, after the last round, or when the device time is spent.
+Only the first round may end early, because a config with more samples would have an advantage.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 ROUNDS = (1, 1, 1, 2)
 """Samples of each candidate in each round."""
 _FIRST_MARGIN = 0.2
-"""Relative delay that drops a candidate after one sample, while the noise is unknown. (A sample of
-a library algorithm took 909 us instead of 756 us; the second-best algorithm takes 775 us.)"""
+"""While every candidate has one sample, the noise is unknown: drop candidates that are slower than
+the fastest by more than 20 %. (One sample of the best algorithm took 909 us instead of 756 us, and
+the second-best took 775 us.)"""
 _MIN_DEGREES_OF_FREEDOM, _MARGIN_FEW_DEGREES = 3, 0.04
-"""With fewer degrees of freedom (over all candidates), the spread of the samples does not measure
-the noise. A candidate that is slower by less than the margin then stays."""
-_STANDARD_ERRORS = 2.0
+"""With fewer degrees of freedom, summed over the candidates, the standard deviation of the samples
+is unreliable. A candidate then stays if it is slower than the fastest by at most 4 %."""
+_NUM_STANDARD_ERRORS = 2.0
 
 
 class ShortRace(IteratorSearch):
@@ -31,13 +32,13 @@ class ShortRace(IteratorSearch):
 
     Args:
         candidates: the most promising first.
-        policy: ``indifference`` is used, and ``untimed`` to count the runs of a request.
-        milliseconds: device time to spend. The first two candidates are always sampled; later
-            ones only while time is left.
+        policy: its ``indifference`` and ``untimed_runs`` are used.
+        milliseconds: device time to spend. The first two candidates are sampled in any case, and
+            the rest only while time is left.
     """
 
     def __init__(self, candidates: Sequence[Config], policy: Policy, milliseconds: float) -> None:
-        self._candidate_set, self._policy, self._milliseconds = (
+        self._candidates, self._policy, self._milliseconds = (
             list(candidates),
             policy,
             milliseconds,
@@ -45,7 +46,7 @@ class ShortRace(IteratorSearch):
         self._samples: dict[str, list[float]] = {}
         self._spent = 0.0
         self._requests = self._race()
-        self._ahead = self._candidate_set
+        self._upcoming = self._candidates
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest
@@ -53,17 +54,17 @@ class ShortRace(IteratorSearch):
             self._samples.pop(digest, None)
             return
         # The first request of a config includes one more untimed run.
-        untimed = self._policy.untimed_runs + (digest not in self._samples)
-        self._spent += sum(outcome.samples) + untimed * outcome.median
+        num_untimed = self._policy.untimed_runs + (digest not in self._samples)
+        self._spent += sum(outcome.samples) + num_untimed * outcome.median
         self._samples.setdefault(digest, []).extend(outcome.samples)
 
     def _race(self) -> Iterator[Request]:
-        for place, config in enumerate(self._candidate_set):
-            # Estimate the time of the next candidate from the mean of the earlier ones.
-            if place >= 2 and self._spent * (place + 1) / place > self._milliseconds:
+        for index, config in enumerate(self._candidates):
+            # Estimate the time of the next candidate by the mean of the earlier candidates.
+            if index >= 2 and self._spent * (index + 1) / index > self._milliseconds:
                 break
             yield Request(config, ROUNDS[0])
-        remaining = self._possible_winners(self._candidate_set)
+        remaining = self._possible_winners(self._candidates)
         for samples in ROUNDS[1:]:
             remaining = self._affordable(remaining, samples)[::-1]
             if len(remaining) < 2:
@@ -73,7 +74,7 @@ class ShortRace(IteratorSearch):
             remaining = self._possible_winners(remaining)
 
     def _possible_winners(self, candidates: Sequence[Config]) -> list[Config]:
-        """Return the candidates that may be the fastest, beyond the indifference zone, in order."""
+        """Return the candidates that noise may hide as the fastest, in their order."""
         medians = {
             config: self._median(config) for config in candidates if config.digest in self._samples
         }
@@ -97,20 +98,23 @@ class ShortRace(IteratorSearch):
     def _median(self, config: Config) -> float:
         return statistics.median(self._samples[config.digest])
 
-    def _margin(self, last: Sequence[Sequence[float]]) -> float:
-        """Return the relative delay that noise may add; 0 if it is within the indifference zone.
+    def _margin(self, remaining: Sequence[Sequence[float]]) -> float:
+        """Return the relative difference of two candidates that noise may cause; 0 if it is at most
+        ``Policy.indifference``, so that only the fastest candidate remains.
 
         Args:
-            last: the samples of each candidate of the last round.
+            remaining: the samples of each candidate of the last round.
         """
-        repeated = [own for own in self._samples.values() if len(own) > 1]
+        repeated = [each for each in self._samples.values() if len(each) > 1]
         if not repeated:
             return _FIRST_MARGIN
-        freedom = sum(len(own) - 1 for own in repeated)
+        freedom = sum(len(each) - 1 for each in repeated)
         squares = sum(
-            (statistics.stdev(o) / (statistics.fmean(o) or 1)) ** 2 * (len(o) - 1) for o in repeated
+            (statistics.stdev(each) / (statistics.fmean(each) or 1)) ** 2 * (len(each) - 1)
+            for each in repeated
         )
-        error = _STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / min(map(len, last), default=1))
+        num_samples = min(map(len, remaining), default=1)
+        error = _NUM_STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / num_samples)
         if freedom < _MIN_DEGREES_OF_FREEDOM:
             return max(error, _MARGIN_FEW_DEGREES)
         return error if error > self._policy.indifference else 0.0

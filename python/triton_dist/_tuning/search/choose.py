@@ -1,4 +1,4 @@
-"""Create the search for a policy: a built-in search or the user's."""
+"""Create the search for a policy: a search of this package, or a search that the user wrote."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import InvalidArgument, MissingExtra
 
-FINALISTS = 8
-"""Fastest configs that race at the end."""
-_MAX_VAIN_PROPOSALS = 1000
-"""Consecutive proposals without a new candidate after which the search ends."""
+MAX_FINALISTS = 8
+"""Number of the fastest configs that race at the end of a :class:`ProposalSearch`."""
+_MAX_REPEATED_PROPOSALS = 1000
+"""Number of consecutive proposals of tried configs after which the search ends."""
 
 
 class Proposer(Protocol):
-    """Deterministic source of candidates: equal times lead to equal proposals."""
+    """Source of the candidates to try. Deterministic: equal times lead to equal proposals."""
 
     @property
     def is_user_defined(self) -> bool:
-        """True if it is the user's search."""
+        """True if the user wrote the search."""
 
     def ask(self) -> Config | None:
         """Return the next config to try, or ``None`` at the end.
 
-        If it was tried before, :meth:`tell` is called with its time, and nothing is measured.
+        For a config that was tried before, the caller passes its known time to :meth:`tell`.
         """
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """Record the time of a config in ms, ``inf`` if it failed, also of one not proposed."""
+        """Record the time of a config; ``inf`` if it failed. The config need not be proposed."""
 
-    def ahead(self) -> Sequence[Config]:
+    def upcoming_configs(self) -> Sequence[Config]:
         """Return configs to compile in advance. :meth:`ask` may return them next."""
 
 
-class Exploring(IteratorSearch):
-    """Search that takes one sample of each proposed config, then races the fastest configs.
+class ProposalSearch(IteratorSearch):
+    """Search that samples each proposed config once or twice, then races the fastest configs.
 
     Args:
-        policy: ``tries`` and ``max_trials`` limit the number of tried candidates.
+        policy: ``tries`` and ``max_trials`` limit the number of candidates tried;
+            ``rounds[0]`` is the number of samples of each before the race.
         incumbent: the winner of an earlier tuning; tried if it is a candidate.
     """
 
@@ -65,17 +66,17 @@ class Exploring(IteratorSearch):
         self._proposer, self._policy = proposer, policy
         default = _default(candidates)
         seeded = [each for each in (default, incumbent) if each is not None and each in candidates]
-        self._seeded = list(dict.fromkeys(seeded))
+        self._first_configs = list(dict.fromkeys(seeded))
         self._incumbent = incumbent
         self._tries = policy.max_tried(len(candidates))
         self._times: dict[Config, float] = {}
         self._final: Racing | None = None
-        self._ahead = self._seeded
+        self._upcoming = self._first_configs
         self._requests = self._search()
         self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_user_defined
 
-    def ahead(self) -> Sequence[Config]:
-        return [*super().ahead(), *self._proposer.ahead()]
+    def upcoming_configs(self) -> Sequence[Config]:
+        return [*super().upcoming_configs(), *self._proposer.upcoming_configs()]
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         if self._final is not None:
@@ -91,8 +92,8 @@ class Exploring(IteratorSearch):
         for config in self._proposed():
             yield Request(config, self._policy.rounds[0])
         valid = [config for config, time in self._times.items() if time < math.inf]
-        fastest = sorted(valid, key=self._times.__getitem__)[:FINALISTS]
-        seeded = [config for config in self._seeded if config in valid]
+        fastest = sorted(valid, key=self._times.__getitem__)[:MAX_FINALISTS]
+        seeded = [config for config in self._first_configs if config in valid]
         self._final = Racing(
             list(dict.fromkeys([*seeded, *fastest])), self._policy, self._incumbent
         )
@@ -101,19 +102,19 @@ class Exploring(IteratorSearch):
 
     def _proposed(self) -> Iterator[Config]:
         """Yield each candidate to try, once."""
-        yield from self._seeded[: self._tries]
-        in_vain = 0
-        while len(self._times) < self._tries and in_vain < _MAX_VAIN_PROPOSALS:
+        yield from self._first_configs[: self._tries]
+        repeated = 0
+        while len(self._times) < self._tries and repeated < _MAX_REPEATED_PROPOSALS:
             config = self._proposer.ask()
             if config is None:
                 return
-            known = self._times.get(config)
-            if known is None:
-                in_vain = 0
+            known_time = self._times.get(config)
+            if known_time is None:
+                repeated = 0
                 yield config
             else:
-                in_vain += 1
-                self._proposer.tell(config, known)
+                repeated += 1
+                self._proposer.tell(config, known_time)
 
 
 def _default(candidates: Candidates) -> Config | None:
@@ -123,45 +124,47 @@ def _default(candidates: Candidates) -> Config | None:
 
 
 _MAX_NON_CANDIDATES = 1000
-"""Consecutive proposals outside of the space after which the search ends."""
+"""Number of consecutive proposals that are not candidates after which the search ends."""
 
 
 class Search(Protocol):
     """Interface of a user's search, for ``tune.autotune(search=...)``.
 
-    The factory is called with the values of each parameter by name and returns an object with these
-    two methods. The search runs on the leader only. It should be deterministic, so that an
-    interrupted tuning can resume.
+    ``search=`` is a function that receives a dict from parameter name to its values and returns an
+    object with these two methods. The search runs on rank 0 of the group only. Make it
+    deterministic: to resume an interrupted tuning, the known times are passed to a new search.
     """
 
     def ask(self) -> Mapping[str, Any] | None:
         """Return a value for each parameter, or ``None`` at the end."""
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
-        """Record the milliseconds of ``config``; ``None`` if it failed or is not in the space. Also
-        called for configs that were not proposed, such as the default."""
+        """Record the time of ``config``; ``None`` if it failed or is not a candidate. Also called
+        for configs that were not proposed, such as the first config of the space."""
 
 
 Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
+"""Function that creates a user's search from the values of each parameter, by name."""
 
 
 class UserProposer:
-    """Proposer that filters the proposals of a user's search for candidates."""
+    """Proposer that takes the proposals of a user's search and drops those that are not
+    candidates."""
 
     is_user_defined = True
 
     def __init__(self, factory: Factory, candidates: Candidates) -> None:
         self._candidates = candidates
         if isinstance(candidates, Unlisted):
-            self._known: dict[str, Config] = {}
+            self._by_digest: dict[str, Config] = {}
             values: dict[str, Sequence[Any]] = dict(candidates.product.values)
         else:
-            self._known = {config.digest: config for config in candidates}
-            found: dict[str, dict[str, Any]] = {}
+            self._by_digest = {config.digest: config for config in candidates}
+            by_text: dict[str, dict[str, Any]] = {}
             for config in candidates:
                 for name, value in config.items():
-                    found.setdefault(name, {}).setdefault(repr(config.tree[name]), value)
-            values = {name: tuple(each.values()) for name, each in found.items()}
+                    by_text.setdefault(name, {}).setdefault(repr(config.tree[name]), value)
+            values = {name: tuple(each.values()) for name, each in by_text.items()}
         self._search = factory(values)
 
     def ask(self) -> Config | None:
@@ -179,35 +182,38 @@ class UserProposer:
         return None
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        known = None if milliseconds == math.inf else milliseconds
-        self._search.tell(config.arguments(), known)
+        time = None if milliseconds == math.inf else milliseconds
+        self._search.tell(config.arguments(), time)
 
-    def ahead(self) -> Sequence[Config]:
+    def upcoming_configs(self) -> Sequence[Config]:
         """Return nothing: the next proposals are unknown."""
         return ()
 
     def _candidate(self, config: Config) -> Config | None:
         if isinstance(self._candidates, Unlisted):
             return config if config in self._candidates else None
-        return self._known.get(config.digest)
+        return self._by_digest.get(config.digest)
 
 
 class Exhaustive(IteratorSearch):
-    """Search that takes all samples of every candidate."""
+    """Search that takes ``policy.repeat`` samples of each candidate, one candidate after another.
+
+    Args:
+        incumbent: not used; all searches accept it.
+    """
 
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:
-        """``incumbent`` is accepted for the common interface and not treated specially."""
-        self._ahead = candidates[: policy.max_trials]
-        self._requests = iter([Request(config, policy.repeat) for config in self._ahead])
+        self._upcoming = candidates[: policy.max_trials]
+        self._requests = iter([Request(config, policy.repeat) for config in self._upcoming])
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         """Ignore the outcome."""
 
 
 BATCH_SIZE = 4
-"""Number of candidates that a model proposes at a time if they are compiled ahead."""
+"""Number of candidates that a model proposes at a time if compilation precedes the trials."""
 
 
 def search_for(
@@ -215,31 +221,31 @@ def search_for(
     policy: Policy,
     incumbent: Config | None = None,
     *,
-    own: Factory | None = None,
-    ahead: bool = False,
+    user_search: Factory | None = None,
+    compiles_ahead: bool = False,
 ) -> protocols.Search:
     """Return the search for ``candidates``.
 
     Args:
-        own: the user's search, if any.
-        ahead: whether candidates are compiled ahead.
+        user_search: creates the search of the user, if any.
+        compiles_ahead: whether other processes compile candidates before their trials.
 
     Raises:
         MissingExtra: the search needs a package that is not installed.
     """
-    if own is not None:
-        return Exploring(UserProposer(own, candidates), candidates, policy, incumbent)
+    if user_search is not None:
+        return ProposalSearch(UserProposer(user_search, candidates), candidates, policy, incumbent)
     check_search(policy)
-    batch_size = BATCH_SIZE if ahead else 1
+    batch_size = BATCH_SIZE if compiles_ahead else 1
     # Imported late: numpy takes 0.1 s and optuna 1 s, and only these searches need them.
     if policy.search == "optuna":
         from triton_dist._tuning.search.tpe import Tpe
 
-        return Exploring(Tpe(candidates, batch_size), candidates, policy, incumbent)
+        return ProposalSearch(Tpe(candidates, batch_size), candidates, policy, incumbent)
     if policy.is_model_based(candidates):
         from triton_dist._tuning.search.surrogate import Surrogate
 
-        return Exploring(Surrogate(candidates, batch_size), candidates, policy, incumbent)
+        return ProposalSearch(Surrogate(candidates, batch_size), candidates, policy, incumbent)
     assert not isinstance(candidates, Unlisted)  # the decorator refuses it
     kind = Exhaustive if policy.search == "exhaustive" else Racing
     return kind(candidates, policy, incumbent)

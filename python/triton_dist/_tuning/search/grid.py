@@ -1,9 +1,10 @@
-"""Map candidates to points of a grid. A point has the index of the value of each parameter.
+"""Map candidates to points of a grid, for searches that compare similar configs.
 
-Numbers are sorted, so neighbours on the grid are similar. Other values keep the order of the space.
-A grid has holes: points without a candidate.
+A point is a tuple of indices: for each parameter, the index of its value. Numbers are sorted, so
+neighbours on the grid are similar. Other values keep the order of the config space. A grid has
+holes, which are points without a candidate.
 
-:class:`GridProposer` has the common parts of searches that choose points of a grid.
+:class:`GridProposer` is the base of the searches that choose points of a grid.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from triton_dist._tuning.values.analysis import ABSENT, parameters
 
 Numbers = Any
 """A numpy array."""
-_DRAWS = 20
-"""Maximum number of draws for each requested point; ``where`` may reject most of them."""
-_MAX_DRAWS = 50
-"""Maximum number of draws of random candidates; ``prune_fn`` may reject most."""
-NUM_RANDOM_FIRST = 20
-"""Random candidates at the beginning of a search."""
+_DRAWS_PER_POINT = 20
+"""Maximum number of draws for each requested point. The constraint ``where`` of a product space may
+reject most of them."""
+_MAX_RANDOM_BATCHES = 50
+"""Maximum number of batches of random points. ``prune_fn`` may reject most of their configs."""
+NUM_RANDOM_AT_START = 20
+"""Number of random candidates at the beginning of a search."""
 
 
 class Grid(ABC):
     """Grid of a set of candidates.
 
     Attributes:
-        sizes: number of values of each parameter with more than one value.
-        ordered: for each of these parameters, whether its values are numbers.
+        sizes: number of values of each parameter. Parameters with one value are left out.
+        ordered: for each parameter in ``sizes``, whether its values are numbers.
     """
 
     sizes: tuple[int, ...]
@@ -48,11 +50,12 @@ class Grid(ABC):
 
     @abstractmethod
     def has(self, point: Point) -> bool:
-        """Return whether the point may be a candidate; ``prune_fn`` is not called."""
+        """Return whether the point is in the config space. ``prune_fn``, which may still reject it,
+        is not called."""
 
     @abstractmethod
     def config(self, point: Point) -> Config | None:
-        """Return the candidate at the point, or ``None``."""
+        """Return the candidate at the point, or ``None`` if the point has none."""
 
     @abstractmethod
     def point(self, config: Config) -> Point | None:
@@ -65,8 +68,8 @@ class Grid(ABC):
     def randomly_changed(
         self, points: Sequence[Point], number: int, generator: np.random.Generator, count: int
     ) -> list[Point]:
-        """Return up to ``count`` possible candidates that differ from one of ``points`` in at most
-        ``number`` parameters."""
+        """Return up to ``count`` random points of the space. Each differs from one of ``points`` in
+        at most ``number`` parameters."""
         if not points or not self.sizes:
             return []
         rows = np.array(points)[generator.integers(len(points), size=count)]
@@ -76,33 +79,38 @@ class Grid(ABC):
         return [point for point in map(tuple, rows.tolist()) if self.has(point)]
 
     def neighbours(self, point: Point, reach: int) -> Iterator[Point]:
-        """Yield the points that differ in one parameter, by at most ``reach`` steps if ordered."""
+        """Yield the points of the space that differ from ``point`` in one parameter.
+
+        Indices of an ordered parameter differ by at most ``reach``, other indices by any number.
+        """
         for axis, index in enumerate(point):
-            far = reach if self.ordered[axis] else self.sizes[axis]
-            for other in range(max(0, index - far), min(self.sizes[axis], index + far + 1)):
-                near = (*point[:axis], other, *point[axis + 1 :])
-                if other != index and self.has(near):
-                    yield near
+            distance = reach if self.ordered[axis] else self.sizes[axis]
+            first, last = max(0, index - distance), min(self.sizes[axis] - 1, index + distance)
+            for other_index in range(first, last + 1):
+                neighbour = (*point[:axis], other_index, *point[axis + 1 :])
+                if other_index != index and self.has(neighbour):
+                    yield neighbour
 
 
 class ListedGrid(Grid):
-    """Grid of a list of configs. Its parameters are the names in the configs."""
+    """Grid of a list of configs. Its parameters are all names that occur in a config."""
 
     def __init__(self, candidates: Sequence[Config]) -> None:
         flat = [parameters(config.tree) for config in candidates]
         names = dict.fromkeys(name for each in flat for name in each)
         texts = {name: [each.get(name, ABSENT) for each in flat] for name in names}
-        places = [_ranks(list(dict.fromkeys(own))) for own in texts.values()]
+        orders = [_indices(list(dict.fromkeys(values))) for values in texts.values()]
         columns = [
-            [rank[text] for text in own]
-            for own, (rank, _) in zip(texts.values(), places, strict=True)
-            if len(rank) > 1
+            [index_of[text] for text in values]
+            for values, (index_of, _) in zip(texts.values(), orders, strict=True)
+            if len(index_of) > 1
         ]
-        self.sizes = tuple(len(rank) for rank, _ in places if len(rank) > 1)
-        self.ordered = tuple(ordered for rank, ordered in places if len(rank) > 1)
+        self.sizes = tuple(len(index_of) for index_of, _ in orders if len(index_of) > 1)
+        self.ordered = tuple(ordered for index_of, ordered in orders if len(index_of) > 1)
         points: list[Point] = [tuple(row) for row in zip(*columns, strict=True)]
         points = points or [()] * len(candidates)
-        if len(set(points)) < len(points):  # some have equal texts: add the index as a parameter
+        # Different values may have equal texts. Add the config's position as a parameter then.
+        if len(set(points)) < len(points):
             self.sizes, self.ordered = (*self.sizes, len(points)), (*self.ordered, False)
             points = [(*point, index) for index, point in enumerate(points)]
         self._configs = dict(zip(points, candidates, strict=True))
@@ -123,20 +131,21 @@ class ListedGrid(Grid):
 
 
 class UnlistedGrid(Grid):
-    """Grid of a ``Product``, whose candidates are not listed."""
+    """Grid of a product space that is too large to list its candidates."""
 
     def __init__(self, candidates: Unlisted) -> None:
         self._candidates, self._product = candidates, candidates.product
         self._varying_names = [name for name, each in self._product.values.items() if len(each) > 1]
-        self._ranks: list[list[int]] = []
+        # For each varying parameter: grid index by position in the product's values, and inverse.
+        self._grid_indices: list[list[int]] = []
         ordered = []
         for name in self._varying_names:
             texts = list(map(repr, self._product.values[name]))
-            rank, is_ordered = _ranks(texts)
-            self._ranks.append([rank[text] for text in texts])
+            index_of, is_ordered = _indices(texts)
+            self._grid_indices.append([index_of[text] for text in texts])
             ordered.append(is_ordered)
-        self._places = [[own.index(at) for at in range(len(own))] for own in self._ranks]
-        self.sizes = tuple(map(len, self._ranks))
+        self._positions = [[i.index(at) for at in range(len(i))] for i in self._grid_indices]
+        self.sizes = tuple(map(len, self._grid_indices))
         self.ordered = tuple(ordered)
 
     def has(self, point: Point) -> bool:
@@ -148,35 +157,38 @@ class UnlistedGrid(Grid):
     def point(self, config: Config) -> Point | None:
         if config not in self._candidates:
             return None
-        whole = self._product.point(config)
-        assert whole is not None
-        places = (
-            index
-            for index, values in zip(whole, self._product.values.values(), strict=True)
+        full_point = self._product.point(config)
+        assert full_point is not None
+        positions = (
+            position
+            for position, values in zip(full_point, self._product.values.values(), strict=True)
             if len(values) > 1
         )
-        return tuple(ranks[index] for ranks, index in zip(self._ranks, places, strict=True))
+        return tuple(each[at] for each, at in zip(self._grid_indices, positions, strict=True))
 
     def random_points(self, generator: np.random.Generator, count: int) -> list[Point]:
-        found: list[Point] = []
-        for _ in range(_DRAWS):
-            if len(found) >= count:
+        points: list[Point] = []
+        for _ in range(_DRAWS_PER_POINT):
+            if len(points) >= count:
                 break
             rows = generator.integers(self.sizes, size=(count, len(self.sizes)))
-            found += filter(self.has, map(tuple, rows.tolist()))
-        return found[:count]
+            points += filter(self.has, map(tuple, rows.tolist()))
+        return points[:count]
 
     def _full_point(self, point: Point) -> Point:
-        places = dict(zip(self._varying_names, point, strict=True))
-        own = dict(zip(self._varying_names, self._places, strict=True))
-        return tuple(own[name][places[name]] if name in own else 0 for name in self._product.values)
+        """Return the position of the value of each parameter of the product."""
+        varying = zip(self._varying_names, self._positions, point, strict=True)
+        positions = {name: each[index] for name, each, index in varying}
+        return tuple(positions.get(name, 0) for name in self._product.values)
 
 
 class GridProposer(ABC):
-    """Proposer of points of a grid: first random ones. Proposes each config at most once.
+    """Base of proposers that choose points of a grid. Each config is proposed at most once.
+
+    The first proposals are random.
 
     Args:
-        batch_size: number of configs chosen at a time, if they are compiled ahead.
+        batch_size: number of configs chosen at a time, above 1 if other processes compile them.
         seed: seed of all random numbers.
     """
 
@@ -186,9 +198,11 @@ class GridProposer(ABC):
         self._grid, self._batch_size = Grid.of(candidates), batch_size
         self._generator = np.random.default_rng(seed)
         self._used: set[Point] = set()
-        """Points that were proposed or measured, or are not candidates."""
+        """Points that were proposed or measured, or turned out to have no candidate."""
         self._queue: deque[tuple[Point, Config]] = deque()
+        """Proposals that :meth:`ask` has not returned."""
         self._to_compile: list[Config] = []
+        """Proposals that :meth:`upcoming_configs` has not returned."""
         self._has_proposed = False
 
     def ask(self) -> Config | None:
@@ -199,32 +213,33 @@ class GridProposer(ABC):
     @abstractmethod
     def tell(self, config: Config, milliseconds: float) -> None: ...
 
-    def ahead(self) -> Sequence[Config]:
+    def upcoming_configs(self) -> Sequence[Config]:
         self._propose_first()
         new, self._to_compile = self._to_compile, []
         return new
 
     @abstractmethod
     def _refill(self) -> None:
-        """Add proposals if too few are in the queue."""
+        """Add proposals to the queue if it has too few."""
 
     def _propose_first(self) -> None:
         if not self._has_proposed:
             self._has_proposed = True
-            self._add_proposals(list(itertools.islice(self._random_candidates(), NUM_RANDOM_FIRST)))
+            self._add_proposals(
+                list(itertools.islice(self._random_candidates(), NUM_RANDOM_AT_START))
+            )
 
     def _add_proposals(self, proposals: Sequence[tuple[Point, Config]]) -> None:
-        """Make proposals available to :meth:`ask` and :meth:`ahead`."""
         self._queue += proposals
         self._to_compile += [config for _, config in proposals]
 
     def _random_candidates(self) -> Iterator[tuple[Point, Config]]:
-        for _ in range(_MAX_DRAWS):
-            points = self._grid.random_points(self._generator, NUM_RANDOM_FIRST)
+        for _ in range(_MAX_RANDOM_BATCHES):
+            points = self._grid.random_points(self._generator, NUM_RANDOM_AT_START)
             yield from self._new_candidates(points)
 
     def _new_candidates(self, points: Iterable[Point]) -> Iterator[tuple[Point, Config]]:
-        """Yield the candidates at ``points`` that were not proposed."""
+        """Yield the candidates at ``points`` that are not in ``_used``, and mark them as used."""
         for point in points:
             if point not in self._used:
                 self._used.add(point)
@@ -233,8 +248,11 @@ class GridProposer(ABC):
                     yield point, config
 
 
-def _ranks(texts: Sequence[str]) -> tuple[dict[str, int], bool]:
-    """Return the index of each text, in numeric order if all are numbers, and whether they are."""
+def _indices(texts: Sequence[str]) -> tuple[dict[str, int], bool]:
+    """Return the grid index of each text, and whether all texts are numbers.
+
+    Numbers are sorted. Other texts keep their order.
+    """
     try:
         ordered = sorted(texts, key=float)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Plan the next launch of a kernel inside a function, one launch at a time.
+"""Plan the launches of one kernel for ``contextual_autotune``, one launch at a time.
 
-A search over a whole function requests several samples of a config at a time. In contextual
-tuning, one call of the function launches each kernel once, so a plan advances by one launch. Plans
-are deterministic: equal times on all ranks lead to equal launches.
+``contextual_autotune`` tunes the kernels that a function launches by calling the function again
+and again. Each call launches each kernel with one config, so a plan advances by one launch per
+call. Plans are deterministic: equal times on all ranks lead to equal launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from triton_dist._tuning.values import Config, LaunchStep
 class OrderedPlan:
     """Plan that launches each config ``warmup`` times untimed, then ``repeat`` times timed.
 
-    Failed configs are left out. ``current`` is the next step, or ``None`` at the end.
+    Configs that failed are not launched again.
+
+    Attributes:
+        samples: milliseconds of the timed launches, by the digest of the config. Configs that
+            failed are missing.
+        current: the next launch, or ``None`` at the end.
     """
 
     def __init__(self, candidates: Sequence[Config], warmup: int, repeat: int) -> None:
@@ -28,13 +33,13 @@ class OrderedPlan:
         self._advance()
 
     def tell(self, milliseconds: float) -> None:
-        """Record the time of the current step, if it is timed, and advance."""
+        """Record the time of the current launch, if it is timed, and advance."""
         if self.current is not None and self.current.timed:
             self.samples[self.current.config.digest].append(milliseconds)
         self._advance()
 
     def fail(self, digest: str) -> None:
-        """Leave out a config, which need not be the current one."""
+        """Drop the config with this digest. It need not be the config of ``current``."""
         self.samples.pop(digest, None)
         if self.current is not None and self.current.config.digest == digest:
             self._advance()
@@ -55,23 +60,23 @@ class OrderedPlan:
 class RacingPlan(OrderedPlan):
     """Plan that drops clear losers early.
 
-    =====  ==================================================  ================================
-    stage  launches of each remaining config                   configs dropped
-    =====  ==================================================  ================================
-    1      one untimed (if ``warmup`` is not 0), one timed     slower than 2x the fastest, and
-                                                               the slowest third
-    2      one timed                                           slower than 1.5x the fastest, and
-                                                               all but a third of the configs
-    final  up to ``repeat`` in total, alternating forward and  none
-           backward, so clock drift affects all alike
-    =====  ==================================================  ================================
+    =====  ===============================================  ======================================
+    stage  launches of each remaining config                configs dropped after the stage
+    =====  ===============================================  ======================================
+    1      one untimed (if ``warmup`` is not 0), one timed  slower than 2x the fastest, and the
+                                                            slowest third of all configs
+    2      one timed                                        slower than 1.5x the fastest; at most
+                                                            a third of all configs remains
+    final  timed, until each has ``repeat`` timed launches  none
+    =====  ===============================================  ======================================
 
-    With the default 3 + 5 launches a race takes less than half of :class:`OrderedPlan`'s launches.
-    Configs are ranked by the lower median of their samples, because noise is mostly delay: one
-    delayed launch must not drop a config.
+    Rounds of the final alternate between forward and backward order, so clock drift affects all
+    configs alike. With the default ``warmup`` 3 and ``repeat`` 5, a race takes less than half as
+    many launches as :class:`OrderedPlan`. Configs are ranked by the lower median of their samples,
+    because noise mostly adds time: one delayed launch must not drop a config.
     """
 
-    _CLEARLY_SLOWER = (2.0, 1.5)
+    _MAX_SLOWDOWNS = (2.0, 1.5)
 
     def _plan(self) -> Iterator[LaunchStep]:
         candidates = list(self._candidates)
@@ -79,24 +84,25 @@ class RacingPlan(OrderedPlan):
         for config in candidates:
             yield from self._launches(config, min(self._warmup, 1), 1)
         if self._repeat > 1:
-            candidates = self._fastest(candidates, self._CLEARLY_SLOWER[0], two_thirds)
+            candidates = self._fastest(candidates, self._MAX_SLOWDOWNS[0], two_thirds)
             for config in candidates:
                 yield LaunchStep(config, timed=True)
-            candidates = self._fastest(candidates, self._CLEARLY_SLOWER[1], third)
+            candidates = self._fastest(candidates, self._MAX_SLOWDOWNS[1], third)
         for _ in range(self._repeat - 2 if len(candidates) > 1 else 0):
             for config in candidates:
                 yield LaunchStep(config, timed=True)
             candidates.reverse()
 
-    def _fastest(self, candidates: Sequence[Config], slower: float, most: int) -> list[Config]:
-        ranked = sorted(
-            (config for config in candidates if config.digest in self.samples), key=self._level
-        )
+    def _fastest(
+        self, candidates: Sequence[Config], max_slowdown: float, max_number: int
+    ) -> list[Config]:
+        valid = (config for config in candidates if config.digest in self.samples)
+        ranked = sorted(valid, key=self._median)
         return [
             config
-            for config in ranked[:most]
-            if self._level(config) <= slower * self._level(ranked[0])
+            for config in ranked[:max_number]
+            if self._median(config) <= max_slowdown * self._median(ranked[0])
         ]
 
-    def _level(self, config: Config) -> float:
+    def _median(self, config: Config) -> float:
         return statistics.median_low(self.samples[config.digest])

@@ -1,13 +1,14 @@
 """Search very large spaces by Bayesian optimisation: a model predicts the times of untried configs.
 
-The first candidates are random. The next candidate has the highest expected improvement under
-:class:`Model`, among configs that differ from the fastest ones in one or two parameters and random
-configs. Every third candidate is an untried neighbour of the fastest config (local descent).
+The first candidates are random. After them, the config with the highest expected improvement of the
+fastest time under :class:`Model` is chosen. The choice is among random configs and configs that
+differ from one of the fastest in one or two parameters. Every third choice is among the untried
+neighbours of the fastest config only (local descent).
 
-If candidates are compiled ahead, they are chosen in batches: one batch compiles while the other is
-measured. The model uses its own predictions as the times of chosen candidates.
+If other processes compile candidates, they are chosen in batches: one batch compiles while another
+is measured. For chosen candidates without a time, the model uses its own predictions.
 
-All random numbers come from one generator with a fixed seed.
+All random numbers are drawn from one generator with a fixed seed.
 """
 
 from __future__ import annotations
@@ -27,28 +28,29 @@ from triton_dist._tuning.values import Candidates, Config, Point
 Numbers = Any
 """A numpy array of floats."""
 _NOISE = 0.01
-"""Variance of the noise, relative to the variance of all times."""
+"""Variance of the noise, relative to the variance of the log times of all configs."""
 _MAX_CONFIGS = 300
-"""Maximum number of configs in the model; the time of a prediction grows with its cube."""
+"""Maximum number of configs in the model. The time of a fit grows with the cube of the number."""
 _CLIP_FACTOR = 1.5
-"""Times are clipped at this multiple of the 80th percentile, because differences between slow
+"""Times are clipped at this multiple of their 80th percentile, because differences between slow
 configs do not matter."""
 _GRADIENT_STEPS, _SMALL_MODEL, _LEARN_EVERY = 4, 80, 4
-"""A model with fewer than 80 configs takes 4 gradient steps before each prediction. A larger model
-takes one step before every fourth prediction, because a step costs as much as a prediction."""
+"""A model with fewer than 80 configs takes 4 gradient steps per fit. A larger model takes one
+step in every fourth fit, because a step costs as much as a fit."""
 PRIOR_MEAN = 0.25
-"""Prior mean of the weight of a parameter."""
+"""Prior mean of the weight of a parameter in the distance of two configs."""
 PRIOR_DEVIATION = 0.5
-"""Prior standard deviation of the log of a weight."""
+"""Prior standard deviation of the logarithm of a weight."""
 
 
 class Model:
-    """Gaussian process over the logarithm of the time of a config.
+    """Gaussian process that predicts the logarithm of the time of a config.
 
-    The distance of two configs is a weighted sum over parameters. Each term is positive if the
-    values differ and, for numbers, grows with the number of steps between them. Gradient steps
-    between predictions learn the weights by maximising the likelihood of the measurements. Every
-    other prediction uses equal weights, because a few measurements may lead to wrong weights.
+    The squared distance of two configs is a weighted sum over parameters. The term of a parameter
+    is positive if the values differ. For numbers it grows with the difference of their grid
+    indices. Gradient steps learn the weights by maximising the likelihood of the measured times.
+    Every other fit predicts with equal weights, because few measured times may lead to wrong
+    weights.
 
     Args:
         sizes: number of values of each parameter.
@@ -57,20 +59,23 @@ class Model:
 
     def __init__(self, sizes: Sequence[int], ordered: Sequence[bool]) -> None:
         self._sizes = tuple(sizes)
-        # The parameter of each feature: one feature per value (one-hot), and one for the step if
-        # the values are numbers. Half the squared distance is then a sum over features.
-        steps = [axis for axis, each in enumerate(ordered) if each]
-        axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + steps
-        self._axes = np.array(axes, dtype=int)
-        self._scaled = [(axis, math.sqrt(2) / max(sizes[axis] - 1, 1)) for axis in steps]
+        # A parameter has one feature per value (one-hot). If its values are numbers, it has one
+        # more feature: the scaled grid index. Half the squared distance is a sum over features.
+        numeric_axes = [axis for axis, each in enumerate(ordered) if each]
+        axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + numeric_axes
+        self._axis_of_feature = np.array(axes, dtype=int)
+        self._index_scales = [
+            (axis, math.sqrt(2) / max(sizes[axis] - 1, 1)) for axis in numeric_axes
+        ]
         self._learned_weights = self._weights = np.full(len(sizes), PRIOR_MEAN)
-        self._turn = 0
+        self._num_fits = 0
         self._stride, self._direction = np.full(len(sizes), 0.3), np.zeros(len(sizes))
 
     def learn(self, points: Sequence[Point], times: Sequence[float]) -> None:
         """Fit the model to measured times in ms, ``inf`` for failures.
 
-        If there are too many configs, use the fastest and every other config of the rest.
+        If there are more than 300 configs, use the fastest 150 and every other config of the rest,
+        up to 300 in total.
         """
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MAX_CONFIGS:
@@ -78,30 +83,30 @@ class Model:
             kept = np.concatenate([kept[:half], kept[half::2]])[:_MAX_CONFIGS]
         self._features = self._features_of(points)[kept]
         self._logs = _targets(np.array(times)[kept])
-        self._turn += 1
+        self._num_fits += 1
         self._weights = self._learned_weights
         for _ in range(self._gradient_steps(len(kept))):
             self._fit()
             # Ascend the likelihood with one stride per parameter (Rprop): the stride grows while
             # the sign of the gradient stays, and shrinks when it changes.
-            slope = np.outer(self._solved, self._solved) - self._inverse
+            slope = np.outer(self._coefficients, self._coefficients) - self._inverse
             slope *= self._matrix
-            own, features = slope.sum(1), self._features
-            by_feature = own @ features**2 - ((slope @ features) * features).sum(0)
-            by_parameter = np.bincount(self._axes, by_feature, len(self._weights))
-            uphill = -0.5 * self._weights * by_parameter
-            uphill -= np.log(self._weights / PRIOR_MEAN) / PRIOR_DEVIATION**2
-            turned = self._direction * uphill < 0
-            self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
-            self._direction = np.sign(uphill)
+            row_sums, features = slope.sum(1), self._features
+            by_feature = row_sums @ features**2 - ((slope @ features) * features).sum(0)
+            by_parameter = np.bincount(self._axis_of_feature, by_feature, len(self._weights))
+            gradient = -0.5 * self._weights * by_parameter
+            gradient -= np.log(self._weights / PRIOR_MEAN) / PRIOR_DEVIATION**2
+            has_turned = self._direction * gradient < 0
+            self._stride = np.clip(self._stride * np.where(has_turned, 0.5, 1.2), 0.02, 0.7)
+            self._direction = np.sign(gradient)
             self._weights = self._weights * np.exp(self._stride * self._direction)
         self._learned_weights = self._weights
-        if self._turn % 2 == 0:
+        if self._num_fits % 2 == 0:
             self._weights = np.full(len(self._learned_weights), PRIOR_MEAN)
         self._fit()
 
     def assume(self, points: Sequence[Point]) -> None:
-        """Add the predicted times of pending points as if they were measured."""
+        """Add ``points`` to the model with their predicted times as if these were measured."""
         mean, _ = self.predict(points)
         self._features = np.concatenate([self._features, self._features_of(points)])
         self._logs = np.concatenate([self._logs, mean])
@@ -110,23 +115,23 @@ class Model:
     def predict(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
         """Return mean and standard deviation of the standardised log time of each point."""
         similarity = self._similarity(self._features_of(points), self._features)
-        mean = similarity @ self._solved
-        known = ((similarity @ self._inverse) * similarity).sum(1)
-        return mean, np.sqrt(np.maximum(1 + _NOISE - known, 1e-9))
+        mean = similarity @ self._coefficients
+        explained = ((similarity @ self._inverse) * similarity).sum(1)
+        return mean, np.sqrt(np.maximum(1 + _NOISE - explained, 1e-9))
 
     @property
     def best(self) -> float:
-        """Lowest predicted mean of the measured points."""
-        return float((self._matrix @ self._solved).min())
+        """Minimum of the predicted means of the measured points."""
+        return float((self._matrix @ self._coefficients).min())
 
     def _features_of(self, points: Sequence[Point]) -> Numbers:
-        places = np.array(points, dtype=int).reshape(len(points), len(self._sizes))
-        values = [np.eye(size)[places[:, axis]] for axis, size in enumerate(self._sizes)]
-        steps = [places[:, axis, None] * scale for axis, scale in self._scaled]
-        return np.concatenate([*values, *steps, np.zeros((len(points), 0))], axis=1)
+        indices = np.array(points, dtype=int).reshape(len(points), len(self._sizes))
+        one_hot = [np.eye(size)[indices[:, axis]] for axis, size in enumerate(self._sizes)]
+        scaled = [indices[:, axis, None] * scale for axis, scale in self._index_scales]
+        return np.concatenate([*one_hot, *scaled, np.zeros((len(points), 0))], axis=1)
 
     def _similarity(self, one: Numbers, other: Numbers) -> Numbers:
-        root = np.sqrt(self._weights[self._axes])
+        root = np.sqrt(self._weights[self._axis_of_feature])
         one, other = one * root, other * root
         squared_distance = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
         return np.exp(-0.5 * np.maximum(squared_distance, 0.0))
@@ -135,16 +140,19 @@ class Model:
         self._matrix = self._similarity(self._features, self._features)
         noisy = self._matrix + _NOISE * np.eye(len(self._logs))
         self._inverse = np.linalg.inv(noisy)
-        self._solved = self._inverse @ self._logs
+        self._coefficients = self._inverse @ self._logs
 
     def _gradient_steps(self, number: int) -> int:
         if number < _SMALL_MODEL:
             return _GRADIENT_STEPS
-        return int(self._turn % _LEARN_EVERY == 0)
+        return int(self._num_fits % _LEARN_EVERY == 0)
 
 
 def _targets(times: Numbers) -> Numbers:
-    """Return standardised log times; failures count as the clipping limit."""
+    """Return the logarithms of ``times`` with mean 0 and standard deviation 1.
+
+    A failure (``inf``) counts as the clipping limit.
+    """
     valid = times[np.isfinite(times)]
     if not len(valid):
         return np.zeros(len(times))
@@ -155,20 +163,20 @@ def _targets(times: Numbers) -> Numbers:
 
 
 def expected_improvement(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
-    """Return by how much each point is expected to be below ``best``; points above count as 0."""
-    ahead = (best - mean) / deviation
-    below = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in ahead]))
-    return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))
+    """Return the expectation of ``max(best - x, 0)`` for each normally distributed ``x``."""
+    z = (best - mean) / deviation
+    probability = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in z]))
+    return deviation * (z * probability + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
 
 
 DESCENT_EVERY = 3
-"""Every third choice is a neighbour of the fastest config."""
+"""Every third choice is among neighbours of the fastest config only."""
 NUM_FASTEST, MAX_NEIGHBOUR_STEPS = 4, 16
-"""The other choices include neighbours of the fastest configs up to 16 steps away. The next good
-value may be far, for example the next multiple of a power of two."""
+"""The other choices include neighbours of the four fastest configs, up to 16 values away in one
+parameter. The next good value may be far, for example the next multiple of a power of two."""
 NUM_PAIRS, NUM_RANDOM = 150, 150
-"""Numbers of further configs considered for each choice: configs that differ from one of the
-fastest in two parameters, and random configs."""
+"""The other choices also include 150 configs that differ from one of the four fastest in two
+parameters, and 150 random configs."""
 
 
 def _one_blas_thread() -> AbstractContextManager[object]:
@@ -194,12 +202,13 @@ class Surrogate(GridProposer):
 
     def __init__(self, candidates: Candidates, batch_size: int = 1, seed: int = 0) -> None:
         super().__init__(candidates, batch_size, seed)
-        # Compile one batch while another is measured; else choose with all times known.
+        # With batches: two pending batches, so one compiles while the other is measured. Without:
+        # one pending config, so all times are known at each choice.
         self._max_pending = 2 * batch_size if batch_size > 1 else 1
         self._model = Model(self._grid.sizes, self._grid.ordered)
         self._times: dict[Point, float] = {}
         self._next_batch: list[tuple[Point, Config]] = []
-        self._turn = 1
+        self._num_choices = 1
 
     def tell(self, config: Config, milliseconds: float) -> None:
         point = self._grid.point(config)
@@ -209,7 +218,7 @@ class Surrogate(GridProposer):
 
     def _refill(self) -> None:
         if len(self._queue) + len(self._next_batch) < self._max_pending:
-            self._turn += 1
+            self._num_choices += 1
             # Add the most promising candidate, if any is left.
             self._next_batch += itertools.islice(self._new_candidates(self._ranked_points()), 1)
             if len(self._next_batch) >= self._batch_size or not self._queue:
@@ -220,7 +229,7 @@ class Surrogate(GridProposer):
         """Yield untried points, the most promising first."""
         fastest = sorted(self._times, key=self._times.__getitem__)
         pool: list[Point] = []
-        if self._turn % DESCENT_EVERY == 0:
+        if self._num_choices % DESCENT_EVERY == 0:
             pool = self._untried_neighbours(fastest[:1], 1)
             pool = pool or self._untried_neighbours(fastest[:5], 2)
         if not pool:
@@ -238,10 +247,10 @@ class Surrogate(GridProposer):
             pending = [point for point, _ in [*self._queue, *self._next_batch]]
             if pending:
                 self._model.assume(pending)
-            value = expected_improvement(*self._model.predict(pool), self._model.best)
-        return (pool[index] for index in np.argsort(-value, kind="stable"))
+            improvement = expected_improvement(*self._model.predict(pool), self._model.best)
+        return (pool[index] for index in np.argsort(-improvement, kind="stable"))
 
     def _untried_neighbours(self, points: Sequence[Point], reach: int) -> list[Point]:
-        """Return the neighbours of ``points`` that are untried."""
-        near = (each for point in points for each in self._grid.neighbours(point, reach))
-        return [each for each in near if each not in self._used]
+        """Return the neighbours of ``points`` that were not tried."""
+        neighbours = (each for point in points for each in self._grid.neighbours(point, reach))
+        return [each for each in neighbours if each not in self._used]

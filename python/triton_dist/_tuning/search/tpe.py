@@ -1,13 +1,14 @@
 """Search very large spaces with Optuna's TPE sampler (tree-structured Parzen estimator).
 
-The sampler fits a density to the parameters of the fastest configs and a density to all others. It
-proposes configs with a high ratio of the two. It may propose combinations that are not candidates,
-which are reported to it as pruned trials, and configs that it proposed before. A repeated config is
-replaced by an untried neighbour. Every third time it is replaced by a random candidate, because the
-sampler may be in a local optimum.
+The sampler fits one density to the fastest configs and another density to all other configs. It
+proposes configs with a high ratio of the first density to the second.
 
-Optuna is imported when a search starts, on the leader only. The study is in memory. The sampler has
-its own random generator, so equal seeds and times lead to equal proposals.
+A proposal may be a combination of values that is not a candidate. It is reported to the sampler as
+a pruned trial. A config that was proposed before is replaced by an untried neighbour. Every third
+time it is replaced by a random candidate instead, because the sampler may be in a local optimum.
+
+Optuna is imported when a search starts, on rank 0 only. The study is in memory. The sampler has its
+own random generator, so equal seeds and times lead to equal proposals.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import itertools
 import math
 from typing import Any
 
-from triton_dist._tuning.search.grid import NUM_RANDOM_FIRST, GridProposer
+from triton_dist._tuning.search.grid import NUM_RANDOM_AT_START, GridProposer
 from triton_dist._tuning.values import Candidates, Config, Point
 
 MAX_NEIGHBOUR_STEPS = 16
-"""Steps to the farthest neighbour in an ordered parameter. The next good value may be far, for
-example the next multiple of a power of two."""
+"""Maximum distance, in values of one numeric parameter, of a neighbour that replaces a repeated
+config. The next good value may be far, for example the next multiple of a power of two."""
 RANDOM_EVERY = 3
-"""Every third duplicate is replaced by a random candidate, not by a neighbour."""
+"""Every third repeated config is replaced by a random candidate, not by a neighbour."""
 _MAX_CATEGORIES = 32
-"""Numeric parameters with more values are passed to Optuna as integers. Otherwise every value is a
-category, because kernels are often fast at isolated values."""
+"""A numeric parameter with more values is passed to Optuna as integers. With fewer values, each is
+a category, because kernels are often fast at isolated values."""
 _MAX_ATTEMPTS = 200
-"""Consecutive proposals without a new candidate after which the search ends."""
+"""Number of consecutive proposals of Optuna without a new candidate after which the search ends."""
 
 
 class Tpe(GridProposer):
@@ -47,12 +48,12 @@ class Tpe(GridProposer):
             for axis, (size, is_ordered) in enumerate(sizes)
         }
         sampler = optuna.samplers.TPESampler(
-            n_startup_trials=NUM_RANDOM_FIRST // 2,
+            n_startup_trials=NUM_RANDOM_AT_START // 2,
             multivariate=True,
             constant_liar=batch_size > 1,
             seed=seed,
         )
-        # Creating a study logs a line. The program may use Optuna, so restore its setting.
+        # Creating a study logs a line. Restore the log level, because the program may use Optuna.
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
@@ -60,7 +61,7 @@ class Tpe(GridProposer):
         finally:
             optuna.logging.set_verbosity(verbosity)
         self._trials: dict[Point, Any] = {}
-        """Proposed trials whose outcome is unknown."""
+        """By point: Optuna's trials that were proposed and whose time is unknown."""
         self._duplicates = 0
 
     def tell(self, config: Config, milliseconds: float) -> None:
@@ -69,14 +70,14 @@ class Tpe(GridProposer):
             return
         self._used.add(point)
         failed = milliseconds == math.inf
-        # Optuna ignores failed trials and avoids the neighbourhood of pruned trials.
+        # Optuna ignores trials of state FAIL and avoids the neighbourhood of pruned trials.
         state = self._states.PRUNED if failed else self._states.COMPLETE
         value = None if failed else milliseconds
         trial = self._trials.pop(point, None)
         if trial is not None:
             self._study.tell(trial, value, state=state)
             return
-        # Optuna did not propose it: it is the default, a random candidate or a neighbour.
+        # Optuna did not propose this config: it is the default, a random candidate or a neighbour.
         parameters = dict(zip(self._axes, point, strict=True))
         self._study.add_trial(
             self._create_trial(
@@ -90,7 +91,7 @@ class Tpe(GridProposer):
             self._add_proposals([proposal for proposal in new if proposal is not None])
 
     def _new_proposal(self) -> tuple[Point, Config] | None:
-        """Return a new candidate, or ``None`` if none was found."""
+        """Return an untried candidate, or ``None`` after too many attempts."""
         for _ in range(_MAX_ATTEMPTS):
             trial = self._study.ask(self._axes)
             point = tuple(trial.params[name] for name in self._axes)
@@ -100,12 +101,12 @@ class Tpe(GridProposer):
                     return proposal
                 self._study.tell(trial, state=self._states.PRUNED)
                 continue
-            # Leave this trial out of the densities: the config already counts once.
+            # FAIL leaves this trial out of the densities, because the config already counts once.
             self._study.tell(trial, state=self._states.FAIL)
             self._duplicates += 1
-            near = list(self._grid.neighbours(point, MAX_NEIGHBOUR_STEPS))
-            near = [near[index] for index in self._generator.permutation(len(near))]
-            replacements = self._new_candidates(near)
+            neighbours = list(self._grid.neighbours(point, MAX_NEIGHBOUR_STEPS))
+            order = self._generator.permutation(len(neighbours))
+            replacements = self._new_candidates([neighbours[index] for index in order])
             if self._duplicates % RANDOM_EVERY == 0:
                 replacements = itertools.chain(self._random_candidates(), replacements)
             if (proposal := next(replacements, None)) is not None:

@@ -1,4 +1,4 @@
-"""Define how candidates are measured and how many are tried. A result depends on this policy."""
+"""Parameters of a tuning: how candidates are measured, and how many of them are tried."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ from dataclasses import dataclass
 from triton_dist._tuning.values.product import Candidates, Unlisted
 
 TRIES_BY_EFFORT = {"quick": 50, "normal": 200, "max": 1000}
-"""Number of candidates that a model selects to try, by effort. ``quick`` limits every search."""
+"""Number of candidates that a model of the measured times selects to try, by ``effort``. The number
+of ``quick`` also limits the searches without a model."""
 FULL_SEARCHES = ("racing", "exhaustive")
-"""Searches that try every candidate, up to ``max_trials``."""
+"""Searches that try the first ``max_trials`` candidates, or all."""
 MODEL_SEARCHES = ("surrogate", "optuna")
-"""Searches that try the candidates that a model selects."""
+"""Searches that try the ``tries`` candidates that a model selects."""
 _MAX_RACED_PER_TRY = 1.5
-"""``search="auto"`` races all candidates if there are at most ``tries`` times this factor. If there
-are more, a model selects ``tries`` of them."""
+"""``search="auto"`` races all candidates if their number is at most this multiple of ``tries``. If
+there are more, a model selects ``tries`` of them."""
 
 
 @dataclass(frozen=True)
 class Policy:
     """The parameters of a tuning.
 
-    A result is valid only for its policy: the winner of eager launches may lose in a CUDA graph,
-    and the best of three candidates may not be the best of all.
+    The policy is part of a record's fingerprint, because the winner depends on it. The winner of
+    eager launches may lose in a CUDA graph, and the best of three candidates may not be the best
+    of all. A *sample* is the time of one run.
     """
 
     warmup: int = 3
-    """Untimed runs before each series of samples that the search requests. The first, synchronised
-    run of a candidate is not included."""
+    """Untimed runs before each series of consecutive samples of a candidate. The first run of a
+    candidate, which the host waits for, is additional."""
     repeat: int = 10
-    """Timed runs of each candidate; in a race, maximum timed runs of each finalist."""
+    """Samples of each candidate. In a race: maximum samples of a finalist in the final."""
     tie_break: int = 0
-    """Additional timed runs, in a race, of finalists whose difference is within noise. Not part of
-    the fingerprint: it changes the certainty of a result, not its meaning."""
+    """In a race: samples beyond ``repeat`` of finalists whose difference is within noise. Not part
+    of the fingerprint: it changes the certainty of a result, not its meaning."""
     rounds: tuple[int, ...] = (1, 2, 5)
-    """Total samples of a candidate, in a race, at the end of each round before the final."""
+    """In a race: samples that a candidate has in total after stages 1, 2 and 3. The final is the
+    stage after them."""
     timing: str = "events"
     """``events``: device timer around each run. ``graph``: device timer around replays of a CUDA
     graph of each candidate."""
@@ -43,22 +46,23 @@ class Policy:
     """Evict the last-level cache before each run."""
     search: str = "exhaustive"
     indifference: float = 0.01
-    """Largest relative difference in time at which the config that is earlier in the space wins if
-    noise hides which config is faster."""
+    """Relative difference of two times that is negligible. If noise hides which of two configs is
+    faster, and their times differ by less, the config that is earlier in the space wins."""
     max_seconds: float | None = None
-    """Time after which no new candidate starts; the first candidate always starts."""
+    """Seconds of tuning after which no new candidate starts. The first candidate always starts."""
     max_trials: int | None = None
-    """Maximum number of candidates tried. The search may request samples of one several times."""
+    """Maximum number of candidates tried. Each of them may be sampled several times."""
     tries: int | None = None
     """Number of candidates that a model selects to try; at most ``max_trials``."""
 
     @property
     def untimed_runs(self) -> int:
-        """Untimed runs of a config before each series of samples, including a graph capture."""
+        """Number of untimed runs of a config before each series of samples. A graph capture counts
+        as one run."""
         return self.warmup + (self.timing == "graph")
 
     def is_model_based(self, candidates: Candidates) -> bool:
-        """Return whether a model of the measurements selects the candidates to try."""
+        """Return whether a model of the measured times selects the candidates to try."""
         many = isinstance(candidates, Unlisted) or len(candidates) > _MAX_RACED_PER_TRY * (
             self.tries or 0
         )
@@ -67,7 +71,8 @@ class Policy:
     def max_tried(self, number: int) -> int:
         """Return the maximum number of candidates tried out of ``number``.
 
-        A race that ``search="auto"`` selected may try more: up to 1.5 times ``tries``.
+        With ``search="auto"``, a race may try more than the returned number: up to 1.5 times
+        ``tries``.
         """
         return min(number, self.tries or number, self.max_trials or number)
 
@@ -83,36 +88,37 @@ class Policy:
         max_trials: int | None = None,
         effort: str = "normal",
     ) -> Policy:
-        """Return the policy for a device. All numbers of runs are decided here.
+        """Return the policy for a device. This function alone sets the numbers of runs.
 
-        A racing candidate needs no warm-up: its first run, directly before the first sample, has
-        compiled and loaded it, and caches are evicted before each sample. A captured graph is
+        A candidate of a race needs no warm-up. Its first run, directly before the first sample,
+        compiles and loads it, and caches are evicted before each sample. A captured graph is
         replayed once untimed, because its first launch uploads it.
 
-        CPU ranks use few runs: a run takes 10 to 100 ms in the interpreter, and the winner does not
-        matter. One sample does not identify a slow candidate, because processes share the cores.
-        With ``gpu_is_shared`` the numbers are equally low: a time on a GPU that several ranks share
-        mainly shows how often the rank waited for the tuning lock. Neither case uses graphs.
+        CPU ranks take few samples: a run takes 10 to 100 ms in the interpreter, and the winner does
+        not matter. One sample does not identify a slow candidate, because processes share the
+        cores. If several ranks share a GPU (``gpu_is_shared``), the numbers are as low. Such a time
+        mainly shows how long the rank waited for the lock that lets one rank run at a time. Neither
+        case uses graphs.
         """
-        in_turn, cpu = search == "exhaustive", device == "cpu"
-        timing = "events" if cpu or gpu_is_shared else timing
-        warmup = (1 if cpu or gpu_is_shared else 3) if in_turn else 0
-        lists = search in FULL_SEARCHES
-        if effort == "quick" and lists and max_trials is None:
+        few_runs = device == "cpu" or gpu_is_shared
+        timing = "events" if few_runs else timing
+        warmup = (1 if few_runs else 3) if search == "exhaustive" else 0
+        is_full = search in FULL_SEARCHES
+        if effort == "quick" and is_full and max_trials is None:
             max_trials = TRIES_BY_EFFORT[effort]
         return cls(
             warmup=max(warmup, 1) if timing == "graph" else warmup,
-            repeat=4 if cpu or gpu_is_shared else 10,
-            tie_break=0 if cpu or gpu_is_shared else 60,
-            rounds=(2,) if cpu or gpu_is_shared else (1, 2, 5),
+            repeat=4 if few_runs else 10,
+            tie_break=0 if few_runs else 60,
+            rounds=(2,) if few_runs else (1, 2, 5),
             timing=timing,
             search=search,
             max_seconds=max_seconds,
             max_trials=max_trials,
-            tries=None if lists else max_trials or TRIES_BY_EFFORT[effort],
+            tries=None if is_full else max_trials or TRIES_BY_EFFORT[effort],
         )
 
-    def facts(self) -> Mapping[str, str]:
+    def fingerprint_fields(self) -> Mapping[str, str]:
         """Return the fields that are part of the fingerprint, as text."""
-        facts = {name: value for name, value in vars(self).items() if name != "tie_break"}
-        return {name: str(value) for name, value in facts.items() if value is not None}
+        fields = {name: value for name, value in vars(self).items() if name != "tie_break"}
+        return {name: str(value) for name, value in fields.items() if value is not None}
