@@ -64,7 +64,7 @@ from triton_dist._tuning.values import (
     fine_bucket,
     winner,
 )
-from triton_dist._tuning.values.outcome import joined
+from triton_dist._tuning.values.outcome import merge_outcomes
 from triton_dist._tuning.values.sizes import distance
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import (
@@ -357,7 +357,7 @@ class SizedSpace:
         while (request := search.ask()) is not None:
             outcome = replay.attempt(request, RACING)
             search.tell(request, outcome)
-            outcomes[request.config] = joined(outcomes.get(request.config), outcome)
+            outcomes[request.config] = merge_outcomes(outcomes.get(request.config), outcome)
         trials = tuple(Trial.of(c, outcomes[c]) for c in self.runs[M] if c in outcomes)
         key = Key.of("recorded", AtSize(M), "recorded")
         return TuningRecord(key, _FINGERPRINT, trials, "", 0.0), replay.milliseconds

@@ -116,7 +116,7 @@ def test_a_config_of_triton_is_its_parameters():
 def test_changes_of_two_records():
     slower = [(values, timed(3.0, 3.0)) for values, _ in SPACE[:1]] + SPACE[1:3]
     changes = Changes.of(record(), record(slower, source={"gemm": "2"}))
-    assert changes.facts == ["source: gemm changed"]
+    assert changes.changed_dependencies == ["source: gemm changed"]
     assert not changes.same_winner
     assert changes.older_winner_now == pytest.approx(3 / 1.1)
     assert (len(changes.common), len(changes.only_before), changes.only_after) == (3, 3, [])

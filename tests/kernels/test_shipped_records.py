@@ -177,9 +177,9 @@ def every_record_is_a_hit(tree: Any, on: On, step: int = 1) -> int:
 def measured_at(record: TuningRecord, value: Any) -> Any:
     """The key of ``value`` at the size inside its range that ``record`` was measured at. At others
     of the range another config may be the faster one, as its own times say."""
-    if not record.at:
+    if not record.measured_sizes:
         return value
-    (size,) = record.at
+    (size,) = record.measured_sizes
     return M_IN_RANGES._with(value, lambda *_: size)
 
 

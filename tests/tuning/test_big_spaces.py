@@ -76,12 +76,12 @@ def test_a_product_is_a_space_that_nobody_lists():
     assert len(product) == COUNT
     assert product.default == Config({name: next(iter(values)) for name, values in AXES.items()})
     config = product[123_456]
-    assert product.place(config) == 123_456
+    assert product.index_of(config) == 123_456
     assert product.find(config.digest, config.tree) == config
     assert config in product
     assert product.find(config.digest, {**config.tree, "m": 17}) is None
     too_large = Config({**config, "m": 256, "n": 256})
-    assert product.place(too_large) < COUNT
+    assert product.index_of(too_large) < COUNT
     assert too_large not in product
     assert Product(AXES, fits).digest == product.digest
     assert Product({**AXES, "m": SIZES}, fits).digest != product.digest

@@ -376,7 +376,7 @@ def test_values_are_shown_as_they_are_typed(value, shown):
 
 def test_a_partial_in_a_config_is_what_it_calls_and_what_it_gives():
     def partial(*args, **kwargs):
-        return codec.encode(functools.partial(*args, **kwargs), binding=False)
+        return codec.encode(functools.partial(*args, **kwargs), with_bound_values=False)
 
     one = partial(same, 1, reach=(2,), near=3)
     assert one == partial(functools.partial(same, 1), near=3, reach=(2,))

@@ -102,7 +102,7 @@ def several(draw: st.DrawFn) -> list[TuningRecord]:
             ),
             "2030-01-02T03:04:05+00:00",
             1.5,
-            at=draw(st.sampled_from([(), (2050,)])),
+            measured_sizes=draw(st.sampled_from([(), (2050,)])),
         )
         for key in distinct
     ]
@@ -118,7 +118,7 @@ def test_a_pack_comes_back_with_keys_sizes_winners_and_medians(records):
         assert (read.key.full_name, read.key.text) == (record.key.full_name, record.key.text)
         assert read.best.digest == record.best.digest
         assert read.best.config == record.best.config
-        assert read.at == record.at
+        assert read.measured_sizes == record.measured_sizes
         median = read.best.outcome.median
         assert median == pytest.approx(record.best.outcome.median, abs=1e-6)
         assert read.fingerprint.software == {**record.fingerprint.software, "driver": "550.54"}

@@ -174,7 +174,7 @@ def test_nothing_differs_from_itself(one):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence", "patch_level"),
+    ("change", "sentence", "is_patch_level"),
     [
         ({"hardware": {"gpu": "H200", "driver": "550.54"}}, "gpu was fake, is H200", False),
         ({"hardware": {"gpu": "fake", "driver": "550.90.7"}}, "driver was 550.54", True),
@@ -193,7 +193,7 @@ def test_nothing_differs_from_itself(one):
         ({"space": "dcba"}, "config space: its digest was abcd, is dcba", False),
     ],
 )
-def test_each_difference_is_one_sentence(change, sentence, patch_level):
+def test_each_difference_is_one_sentence(change, sentence, is_patch_level):
     (difference,) = fingerprint().compare(fingerprint(**change))
     assert sentence in difference.sentence
-    assert difference.patch_level is patch_level
+    assert difference.is_patch_level is is_patch_level

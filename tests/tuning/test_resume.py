@@ -19,7 +19,7 @@ from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import FileJournal, MemoryStore, journal
-from triton_dist._tuning.values import Config, Entry, Failure, Measurement, Policy
+from triton_dist._tuning.values import Config, Failure, JournalEntry, Measurement, Policy
 from triton_dist.errors import NoValidConfig, TuningAborted
 
 SPACE = [{"n": n} for n in (4, 3, 1, 2)]
@@ -270,7 +270,7 @@ STUCK = Failure("timeout", "rank 1 is stuck", 1)
 
 
 def entry(n, config="a", outcome=None):
-    return Entry(n, config, 4, outcome or Measurement((1.0 + n, 2.0), 1, "maximum"), 0.25)
+    return JournalEntry(n, config, 4, outcome or Measurement((1.0 + n, 2.0), 1, "maximum"), 0.25)
 
 
 @pytest.fixture

@@ -430,7 +430,7 @@ def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     call([rank], 1900)
     assert call([rank], 2060)[0][1] == {"tile": "library"}
     record = rank.tuned.tune(2060)
-    assert record.at == (2060,)
+    assert record.measured_sizes == (2060,)
     assert call([rank], 2170)[0][1] == {"tile": 128}
     store = MemoryStore()
     for shipped in unpack(pack([record for record, _ in rank.disk.records()])):
@@ -438,7 +438,7 @@ def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     (there,) = sized(fingerprint=found, disk=store, frozen=True)
     assert [call([there], M)[0][1]["tile"] for M in (2060, 2170)] == ["library", 128]
     assert call([there], 2300)[0][1]  # predicted
-    assert there.tuned.tune(2300).at == ()
+    assert there.tuned.tune(2300).measured_sizes == ()
 
 
 def test_a_library_that_won_is_used_where_no_smaller_size_was_measured():
@@ -689,10 +689,10 @@ def test_a_rounding_is_not_asked_for_a_size_that_cannot_be_called_or_may_fail_at
 
 
 def test_a_record_that_was_measured_in_another_range_is_not_used_nor_a_neighbour():
-    assert tuned_in(steps_of(1024)).tune("layer", 5).at == (5,)
+    assert tuned_in(steps_of(1024)).tune("layer", 5).measured_sizes == (5,)
     step = tuned_in(steps_of(128))
     found = step.tune("layer", 1000)
-    assert (found.at, found.warm_started_from, step.tuning_count) == ((1000,), "", 1)
+    assert (found.measured_sizes, found.warm_started_from, step.tuning_count) == ((1000,), "", 1)
     assert (
         tuned_in(steps_of(512)).tune("layer", 1500).warm_started_from == "warm-started from M=1024"
     )
@@ -783,7 +783,7 @@ def test_a_size_by_keyword_behind_others_by_place():
     def step(x, *rest, M, n):
         return M
 
-    assert step.tune(1, 7, 9, M=2000).at == (2000,)
+    assert step.tune(1, 7, 9, M=2000).measured_sizes == (2000,)
 
 
 def test_a_size_that_key_fn_returns_beside_the_argument_is_said_once_where_it_is_called():

@@ -66,7 +66,7 @@ def test_a_store_gives_what_it_got(store):
     layers = 2 if isinstance(store, LayeredStore) else 1
     assert found(store) == [RECORD] * layers
     assert [stored.record for stored in store.records()] == [RECORD] * layers
-    assert where in [stored.where for stored in store.find(RECORD.key)]
+    assert where in [stored.location for stored in store.find(RECORD.key)]
     assert found(store, Key.of("ops.run", (2,), "fake")) == []
 
 

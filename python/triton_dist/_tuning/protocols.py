@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from triton_dist._tuning.values import (
         Config,
-        Entry,
         Failure,
         Fingerprint,
+        JournalEntry,
         Key,
         Outcome,
         Request,
@@ -219,7 +219,7 @@ class Journal(Protocol):
     def quarantine(self, head: Tree, config: str, failure: Failure) -> bool:
         """Exclude a config, from any rank or thread. Return whether the entry was written."""
 
-    def begin(self, head: Tree, record: str | None) -> Sequence[Entry]:
+    def begin(self, head: Tree, record: str | None) -> Sequence[JournalEntry]:
         """On the leader, return the outcomes of an interrupted tuning with an equal ``head``.
 
         Everything else in the journal is removed: entries with another head, and entries of the
@@ -232,7 +232,7 @@ class Journal(Protocol):
     def ended_otherwise(self, config: str) -> None:
         """On the leader, note that tuning ends early for a reason other than the config."""
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: JournalEntry) -> None:
         """On the leader, write ``entry`` in a way that survives the end of the process."""
 
     def finish(self, record: str) -> None:

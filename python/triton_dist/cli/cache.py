@@ -121,7 +121,7 @@ def single(name: str, found: Sequence[StoredRecord]) -> StoredRecord:
     if len(found) == 1:
         return found[0]
     some = "".join(
-        f"\n  {each.record.key}\n    on {made_on(each.record)}\n    {each.where}"
+        f"\n  {each.record.key}\n    on {made_on(each.record)}\n    {each.location}"
         for each in found[:_MAX_SUGGESTIONS]
     )
     more = f"\n  and {len(found) - _MAX_SUGGESTIONS} more" if len(found) > _MAX_SUGGESTIONS else ""

@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     store, name = cache.user_store(), None if arguments.all else arguments.function
     records = list(cache.records_of([store], name))
     journals = [each.path for each in cache.interrupted_of(store, name)]
-    found = {path.with_suffix("") for path in (*(Path(r.where) for r in records), *journals)}
+    found = {path.with_suffix("") for path in (*(Path(r.location) for r in records), *journals)}
     known = places(store.root) if arguments.all else found
     left = {
         str(journal): "the tuning is running"

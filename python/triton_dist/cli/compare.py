@@ -66,9 +66,9 @@ def add_to(subcommands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     found = cache.select(arguments.function, arguments)
     for place in arguments.cache:
-        known = {stored.where for stored in found}
+        known = {stored.location for stored in found}
         more = cache.records_of([ReadOnlyStore(place)], arguments.function)
-        found += [each for each in cache.matching(more, arguments) if each.where not in known]
+        found += [each for each in cache.matching(more, arguments) if each.location not in known]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:
         keys.setdefault(_group_text(stored, arguments.ranks), []).append(stored)
@@ -131,7 +131,7 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
                 "version": each.record.fingerprint.version,
                 "winner": str(each.record.best),
                 "ms": each.winner.ms,
-                "file": stored.where,
+                "file": stored.location,
                 "shipped": each.record.shipped,
             }
             for each, stored in zip(found, group, strict=True)
@@ -159,9 +159,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     changes = Changes.of(old.record, new.record)
     if arguments.json:
         tree = {
-            "old": old.where,
-            "new": new.where,
-            "facts": changes.facts,
+            "old": old.location,
+            "new": new.location,
+            "facts": changes.changed_dependencies,
             "same_winner": changes.same_winner,
             "winner_old": str(old.record.best),
             "winner_new": str(new.record.best),
@@ -178,16 +178,23 @@ def _diff(arguments: argparse.Namespace) -> int:
         }
         text.print_json(tree)
     else:
-        for line in [f"old  {old.where}", f"new  {new.where}", *lines_of_changes(changes)]:
+        for line in [f"old  {old.location}", f"new  {new.location}", *lines_of_changes(changes)]:
             print(*text.wrapped(line, indent=4), sep="\n")
-    differ = changes.facts or changes.only_after or changes.only_before or not changes.same_winner
+    differ = (
+        changes.changed_dependencies
+        or changes.only_after
+        or changes.only_before
+        or not changes.same_winner
+    )
     return 1 if differ else 0
 
 
 def lines_of_changes(changes: Changes) -> Iterator[str]:
     """Yield the lines of text that describe ``changes``."""
     before, after = changes.before, changes.after
-    yield from (f"  {sentence}" for sentence in changes.facts or ["facts: no difference"])
+    yield from (
+        f"  {sentence}" for sentence in changes.changed_dependencies or ["facts: no difference"]
+    )
     yield f"  time of the winner: {before.winner.ms:.4f} ms, now {after.winner.ms:.4f} ms, " + (
         f"{changes.ratio:.3f}x"
     )

@@ -115,7 +115,7 @@ def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
         for function in (name, f"{module}.{name}"):  # records of schema 1 have the module too
             key = Key(function, "", "", module)
             stored = store.records(key.function_name)
-            found += [(layer, each) for each in stored if each.is_of(key)]
+            found += [(layer, each) for each in stored if each.has_function_of(key)]
     return found
 
 
@@ -154,7 +154,7 @@ def _mark_first_used(same: Sequence[_Explained]) -> Iterator[_Explained]:
         if each.verdict.used and taken:
             each = replace(each, verdict=Verdict(False, (f"{_NOT_FIRST_REASON}: {taken}",)))
         elif each.verdict.used:
-            taken = each.stored.where
+            taken = each.stored.location
         yield each
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning.values import Failure
-from triton_dist._tuning.values.analysis import ABSENT, parameters, shown
+from triton_dist._tuning.values.analysis import ABSENT, parameters, show_parameters
 from triton_dist._tuning.values.show import spread
 from triton_dist.cli import cache, compare, plots
 from triton_dist.cli.report_data import Subject
@@ -119,7 +119,7 @@ def _facts(subject: Subject) -> dict[str, str]:
         f"each; {len(record.trials) - len(samples)} configs failed or were pruned",
         "policy": ", ".join(f"{name} {value}" for name, value in facts.policy.items()),
         "warm start": record.warm_started_from,
-        "all configs": shown(found.fixed, found.fixed),
+        "all configs": show_parameters(found.fixed, found.fixed),
         "file": where,
     }
 
@@ -177,7 +177,7 @@ def _by_rank(subject: Subject) -> dict[str, Any]:
         if (own := known.get(each.trial.digest)) is not None:
             total = max(sum(own.slowest), 1)
             cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
-            rows.append([shown(each.parameters, names), *cells])
+            rows.append([show_parameters(each.parameters, names), *cells])
     ranks = range(len(rows[0]) - 1 if rows else 0)
     columns = [_column("config"), *(_column(f"rank {rank}") for rank in ranks)]
     note = "median ms, and the share of samples in which the rank was the slowest"

@@ -7,7 +7,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from triton_dist._tuning.values.analysis import Timed, shown
+from triton_dist._tuning.values.analysis import MeasuredTrial, show_parameters
 from triton_dist.cli.report_data import Subject
 
 # Colours.
@@ -61,7 +61,7 @@ def _sorted_times(subject: Subject) -> Figure:
     found = subject.analysis
     ratios = [found.ratio(each.ms) for each in found.timed]
     data = []
-    groups: list[tuple[str, str, str, int, Callable[[Timed], bool]]] = [
+    groups: list[tuple[str, str, str, int, Callable[[MeasuredTrial], bool]]] = [
         (f"{_FEW_SAMPLES} samples or fewer", _FAINT, "circle", 6, _has_few_samples),
         ("more samples", _MAIN, "circle", 6, lambda each: not _has_few_samples(each)),
         ("default", _DEFAULT, "diamond", 12, lambda each: each is subject.default),
@@ -121,15 +121,15 @@ def _fastest_configs(subject: Subject) -> Figure:
     return Figure("The fastest: all samples", text, data, layout)
 
 
-def _has_few_samples(each: Timed) -> bool:
+def _has_few_samples(each: MeasuredTrial) -> bool:
     return len(each.samples) <= _FEW_SAMPLES
 
 
-def _differences_from_winner(subject: Subject, each: Timed) -> str:
+def _differences_from_winner(subject: Subject, each: MeasuredTrial) -> str:
     """Return the parameters in which a config differs from the winner."""
     winner = subject.analysis.winner
     differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
-    return "winner" if each is winner else _label(shown(each.parameters, differ))
+    return "winner" if each is winner else _label(show_parameters(each.parameters, differ))
 
 
 def _importance(subject: Subject) -> Figure:

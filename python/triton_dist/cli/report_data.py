@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from triton_dist._tuning.store import tunings_in_log
 from triton_dist._tuning.values import StoredRecord, codec
-from triton_dist._tuning.values.analysis import Analysis, Changes, Timed
+from triton_dist._tuning.values.analysis import Analysis, Changes, MeasuredTrial
 
 
 class LoggedMeasurement(NamedTuple):
@@ -58,10 +58,10 @@ class Subject:
         """File name of the page, equal for later tunings of the key."""
         key = self.stored.record.key
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", key.function_name)[:80]
-        return f"{name}-{codec.digest(key.digest, self.stored.where)[:12]}.html"
+        return f"{name}-{codec.digest(key.digest, self.stored.location)[:12]}.html"
 
     @cached_property
-    def default(self) -> Timed | None:
+    def default(self) -> MeasuredTrial | None:
         """The first config of the space; ``None`` if it is not known or was not measured."""
         record, events = self.stored.record, self._events
         digest = events[0].get("default") if events else None
@@ -101,7 +101,7 @@ class Subject:
         found: list[PastTuning] = []
         for first, *_, last in self._tunings:
             with suppress(KeyError, TypeError, ValueError):
-                reason = str(first["reason"]).replace(f" in {self.stored.where}", "")
+                reason = str(first["reason"]).replace(f" in {self.stored.location}", "")
                 times = _time(last).isoformat(), float(last["ms"]), float(last["seconds"])
                 found.append(PastTuning(*times, reason, str(last["shown"])))
         one, ms = self.stored.record, self.analysis.winner.ms

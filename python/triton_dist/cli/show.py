@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from triton_dist._tuning.values import StoredRecord
-from triton_dist._tuning.values.analysis import Analysis, shown
+from triton_dist._tuning.values.analysis import Analysis, show_parameters
 from triton_dist._tuning.values.show import spread
 from triton_dist.cli import cache, listing, text
 from triton_dist.cli.subcommand import add_subcommand, counted
@@ -110,13 +110,13 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     yield f"  file    {where}"
     yield f"  winner  {record.best}, {found.winner.ms:.4f} ms"
     if found.varying and found.fixed:
-        yield f"  all     {shown(found.fixed, found.fixed)}"
+        yield f"  all     {show_parameters(found.fixed, found.fixed)}"
     names = found.varying or tuple(found.fixed)
     rows = [
         (
             f"{timed.ms:.4f}", f"{found.ratio(timed.ms):.3f}x", spread(timed.samples),
             str(len(timed.samples)),
-            shown(timed.parameters, names) + "  <- winner" * (timed is found.winner),
+            show_parameters(timed.parameters, names) + "  <- winner" * (timed is found.winner),
         )
         for place, timed in enumerate(found.timed)
         if place < top or timed is found.winner

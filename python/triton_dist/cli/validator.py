@@ -90,7 +90,7 @@ def verdict(
     )
     strict = knobs.autotune_version_check.get()
     found = list(differences(made, _under_its_settings(now, made) if any_settings else now))
-    reasons = tuple(d.sentence for d in found if strict or not d.patch_level)
+    reasons = tuple(d.sentence for d in found if strict or not d.is_patch_level)
     if reasons:
         return Verdict(False, reasons)
     if not record.key.module:
@@ -225,7 +225,7 @@ class Validator:
             now = _under_its_settings(now, record.fingerprint)
         found = validity(record, now, space, knobs.autotune_version_check.get())
         text, hardware = record.key.text, record.key.hardware
-        own = Key(self.origin.function, text, hardware, *self.origin[1:]).under(live)
+        own = Key(self.origin.function, text, hardware, *self.origin[1:]).with_signature_of(live)
         is_own = (own.module, own.signature) == (record.key.module, record.key.signature)
         if found.reasons:
             rest = tuple(each for each in found.reasons if not each.startswith("source: "))
@@ -239,9 +239,9 @@ class Validator:
     def _space(self, key: Key) -> ConfigSpace:
         """Return the config space without the parameters that the recorded call passed itself."""
         space: ConfigSpace = self._tuned.config_space
-        if key.given is None:
+        if key.passed_values is None:
             return space
-        text, digest = key.given
+        text, digest = key.passed_values
         try:
             given = Config(ast.literal_eval(text.removeprefix("with ")))
         except (ValueError, SyntaxError):  # some values are not literals

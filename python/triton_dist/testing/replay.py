@@ -28,7 +28,7 @@ from triton_dist._tuning.values import (
     Request,
     winner,
 )
-from triton_dist._tuning.values.outcome import joined
+from triton_dist._tuning.values.outcome import merge_outcomes
 from triton_dist.errors import CandidateFailed
 
 _KINDS: dict[str, FailureKind] = {
@@ -187,7 +187,7 @@ def regret(
         spent += time.process_time() - started_at
         outcome = replay.attempt(request, policy)
         digest = request.config.digest
-        outcomes[digest] = joined(outcomes.get(digest), outcome)
+        outcomes[digest] = merge_outcomes(outcomes.get(digest), outcome)
         started_at = time.process_time()
         search.tell(request, outcome)
     median_times = medians(space)

@@ -203,6 +203,6 @@ def unstable_constants(record: TuningRecord, now: Fingerprint) -> str:
         is_earlier = datetime.datetime.fromisoformat(record.timestamp) < _process_start
     if record.digest in _used or not is_earlier:
         return ""
-    differences = [each for each in record.fingerprint.compare(now) if not each.patch_level]
+    differences = [each for each in record.fingerprint.compare(now) if not each.is_patch_level]
     only_constants = all(each.constant for each in differences)
     return "; ".join(each.sentence for each in differences) if only_constants else ""

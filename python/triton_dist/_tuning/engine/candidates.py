@@ -194,8 +194,10 @@ class Selection:
             try:
                 # Broadcast places instead of configs, because the spaces are equal on all ranks.
                 few, origin = self._warm_started(result.kept) if warm else (result.kept, "")
-                dropped = tuple((space.place(each.config), each.reason) for each in result.dropped)
-                plan = _LeaderResult(tuple(map(space.place, few)), dropped, origin)
+                dropped = tuple(
+                    (space.index_of(each.config), each.reason) for each in result.dropped
+                )
+                plan = _LeaderResult(tuple(map(space.index_of, few)), dropped, origin)
             except Exception as error:  # raised by the user's fallback_fn or waves_fn
                 failure = error
                 plan = _LeaderResult(
@@ -287,6 +289,6 @@ class Selection:
             return not validity(record, self.fingerprint, subject.space, strict).reasons
 
         stored = parts.store.records(self.key.function_name)
-        records = (each.record for each in stored if each.is_of(self.key))
+        records = (each.record for each in stored if each.has_function_of(self.key))
         value, fallback_fn = self._call.key, subject.fallback_fn
         return Neighbours.of(subject.sizes, fallback_fn, self.key, value, records, is_valid)

@@ -10,9 +10,9 @@ from triton_dist._tuning.engine.channel import Channel, Step
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,
-    Entry,
     Failure,
     Fingerprint,
+    JournalEntry,
     Key,
     Outcome,
     Request,
@@ -20,7 +20,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
     codec,
 )
-from triton_dist._tuning.values.outcome import ByRank, joined
+from triton_dist._tuning.values.outcome import TimesByRank, merge_outcomes
 from triton_dist.errors import RankTimeout
 
 
@@ -64,7 +64,7 @@ class Progress:
         self._stuck: dict[str, Failure] = {}
         for stuck in ranks.all_gather(Step("quarantine"), dict(journal.quarantined(head))):
             self._stuck = {**stuck, **self._stuck}
-        self._entries: list[Entry] = []
+        self._entries: list[JournalEntry] = []
         if ranks.is_leader:
             self._entries = list(journal.begin(head, own.digest if own is not None else None))
         self.requests = 0
@@ -121,7 +121,7 @@ class Progress:
     ) -> Outcome:
         """Write the outcome to the journal, before the next request is broadcast.
 
-        Return the joined outcome of all requests for the config. ``by_rank`` has each rank's
+        Return the merged outcome of all requests for the config. ``by_rank`` has each rank's
         samples.
         """
         config, digest, n = request.config, request.config.digest, self.requests
@@ -129,12 +129,12 @@ class Progress:
         for known, new in zip(own, by_rank, strict=True):
             known += new
         if self._ranks.is_leader and n >= len(self._entries):
-            self._journal.append(Entry(n, digest, request.samples, outcome, self.seconds))
+            self._journal.append(JournalEntry(n, digest, request.samples, outcome, self.seconds))
         self.requests += 1
-        self._outcomes[config] = joined(self._outcomes.get(config), outcome)
+        self._outcomes[config] = merge_outcomes(self._outcomes.get(config), outcome)
         return self._outcomes[config]
 
-    def by_rank(self) -> dict[str, ByRank]:
+    def by_rank(self) -> dict[str, TimesByRank]:
         """Return the times of each rank, if there are several ranks.
 
         Configs that lost the race early, with fewer than half of the most samples, are left out.
@@ -142,7 +142,9 @@ class Progress:
         several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
         most = max((len(own[0]) for own in several.values()), default=0)
         return {
-            digest: ByRank.of(own) for digest, own in several.items() if 2 * len(own[0]) >= most > 0
+            digest: TimesByRank.of(own)
+            for digest, own in several.items()
+            if 2 * len(own[0]) >= most > 0
         }
 
     def trials(self, place: Callable[[Config], int]) -> list[Trial]:

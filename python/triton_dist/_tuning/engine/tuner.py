@@ -138,11 +138,11 @@ class _FirstCall:
         subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
         key = Key.of(subject.origin, call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
-        stored = parts.store.find(key.under(fingerprint))
+        stored = parts.store.find(key.with_signature_of(fingerprint))
         # Each rank looks up its own caches first. The first message compares the results.
         own = own_record(stored, lambda record: self._validate(record, fingerprint))
         agreement = self._agree(key, fingerprint, own)
-        selection, key = self.selection, key.under(agreement.fingerprint)
+        selection, key = self.selection, key.with_signature_of(agreement.fingerprint)
         selection.key, selection.fingerprint = key, agreement.fingerprint
         report = Report(parts, key, ranks.clock)
 
@@ -301,8 +301,10 @@ class _FirstCall:
         of a shipped record. The user's own records were tuned with the current ``prune_fn``.
         """
         sizes, key = self._subject.sizes, self._call.key
-        if sizes is not None and not sizes.family(key).holds(sizes.values(key), record.at):
-            yield f"it was measured at {record.at}, which belongs to another range now"
+        if sizes is not None and not sizes.family(key).rounds_to(
+            sizes.values(key), record.measured_sizes
+        ):
+            yield f"it was measured at {record.measured_sizes}, which belongs to another range now"
         if record.shipped and self.selection.prune_result.failure is not None:
             yield self.selection.prune_result.failure_text
         elif record.shipped and self._winner(record) not in self.selection.prune_result.kept:
@@ -382,7 +384,7 @@ class _FirstCall:
                     finally:
                         restorer.restore()
                     self._changed = tuple(restorer.changed())
-                trials = (*progress.trials(subject.space.place), *candidate_set.pruned_trials())
+                trials = (*progress.trials(subject.space.index_of), *candidate_set.pruned_trials())
                 ended, seconds, dropped = ranks.broadcast(
                     Step("end"), (timestamp(), progress.seconds, candidate_set.dropped())
                 )
@@ -482,7 +484,7 @@ class _FirstCall:
                 watching = self.ranks.user_code(Step("the search"))
             with self.ranks.clock.phase("search"), watching:
                 request = search.ask()
-                upcoming = tuple(map(space.place, search.upcoming_configs()))
+                upcoming = tuple(map(space.index_of, search.upcoming_configs()))
             max_trials, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
             if request is not None:
                 is_new = not progress.has(request.config)
@@ -490,7 +492,12 @@ class _FirstCall:
                 too_long = seconds is not None and tried > 0 and progress.seconds >= seconds
                 if not (too_many or too_long):
                     known = progress.known(request)
-                    next_request = (space.place(request.config), request.samples, known, upcoming)
+                    next_request = (
+                        space.index_of(request.config),
+                        request.samples,
+                        known,
+                        upcoming,
+                    )
         step = Step(f"request {progress.requests + 1}")
         place, samples, outcome, upcoming = self.ranks.broadcast(
             step, next_request, self._parts.settings.seconds

@@ -152,7 +152,7 @@ class Neighbours:
         relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
         for record in records:
             at = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
-            if at not in (None, family.sizes) and family.holds(at, record.at):
+            if at not in (None, family.sizes) and family.rounds_to(at, record.measured_sizes):
                 doublings = distance(at, family.sizes)
                 relatives += [(doublings, at, record)] if doublings <= MAX_DISTANCE else []
         waves = functools.partial(sizes.waves, user_key)
@@ -211,8 +211,8 @@ class Neighbours:
     ) -> SizeTimes:
         """Return the latency curves of ``usable`` configs over the range of ``record``; ``others``
         provide the slopes."""
-        (at,) = record.at or self.family.sizes
-        measured = [((each.record.at or each.sizes)[0], each.record) for each in others]
+        (at,) = record.measured_sizes or self.family.sizes
+        measured = [((each.record.measured_sizes or each.sizes)[0], each.record) for each in others]
         is_fallback = {config.digest: bool(self.fallback_fn(config)) for config in usable}
         return size_times(record, at, measured, is_fallback)
 
@@ -251,7 +251,7 @@ class Neighbours:
             timestamp=now,
             seconds=0.0,
             warm_started_from=f"predicted from {self}",
-            at=(),
+            measured_sizes=(),
         )
 
     def _delays(self, neighbour: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
@@ -274,7 +274,7 @@ class Neighbours:
     def _growth(self, config: Config, neighbour: Neighbour) -> float:
         """Return the log of the expected ratio of the time here to the time at the neighbour, from
         the number of waves if known, else from the sizes."""
-        measured, ours = neighbour.record.at or neighbour.sizes, self.family.sizes
+        measured, ours = neighbour.record.measured_sizes or neighbour.sizes, self.family.sizes
         waves, others = self.waves(config, ours), self.waves(config, measured)
         if waves is None or others is None:
             return sum(math.log(max(a, 1) / max(b, 1)) for a, b in zip(ours, measured, strict=True))

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from triton_dist._tuning.values.codec import with_inner
+from triton_dist._tuning.values.codec import nested_code
 from triton_dist.runtime.garbage import no_garbage_collection
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -246,7 +246,7 @@ class File:
         self.lines, self._is_cell = lines, is_cell
         tree = ast.Module(_parse(lines), [])  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
-        self.codes, self.names = [*with_inner(code)][1:], {*code.co_names}
+        self.codes, self.names = [*nested_code(code)][1:], {*code.co_names}
         self._known_codes = {each for _, each in self.codes}
         self._matched: dict[int, types.CodeType] = {}
         self.imports: dict[str, set[Import]] = {}

@@ -115,7 +115,7 @@ class Slice:
             data = [(x, text_of(y)) for x, y in vars(value).items() if not x.startswith("__")]
             body = codec.encode_code(code) if function else sorted(data, key=str)
             self.source.digests.setdefault(label, f"bytecode {digest(body)}")
-            inner = codec.with_inner(code) if function else ()
+            inner = codec.nested_code(code) if function else ()
             self._follow({x for _, each in inner for x in each.co_names}, scope)
             self.follow(functions)
         for each in filter(None, functions):
@@ -207,7 +207,7 @@ class Slice:
         configs, space = attribute(value, "configs"), attribute(value, "config_space")
         unique = self._unique(f"configs of {qualified_name(value)}", value)
         if isinstance(configs, list) and configs and all(map(codec.is_triton_config, configs)):
-            self.source.bound[unique] = codec.text(codec.encode(configs, binding=False))
+            self.source.bound[unique] = codec.text(codec.encode(configs, with_bound_values=False))
         if isinstance(space, ConfigSpace) and space.maker is not None:
             # Follow the maker instead of calling it: the function may never be tuned.
             self.follow(space.maker)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from triton_dist._tuning.store.disk import names_in, open_regular
 from triton_dist._tuning.store.journal import lines_of
 from triton_dist._tuning.store.layout import is_ours
-from triton_dist._tuning.values import Entry, Key, Measurement
+from triton_dist._tuning.values import JournalEntry, Key, Measurement
 from triton_dist._tuning.values.outcome import UNREADABLE
 
 
@@ -134,7 +134,7 @@ def _read(path: Path) -> Interrupted:
         elif "n" in line:
             tried.add(line.get("config"))
             with suppress(*UNREADABLE):
-                entry = Entry.from_tree(line)
+                entry = JournalEntry.from_tree(line)
                 seconds = entry.seconds
                 if isinstance(entry.outcome, Measurement):
                     best = min(entry.outcome.median, math.inf if best is None else best)

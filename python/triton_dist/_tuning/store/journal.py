@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning.store.disk import make_folder, open_regular, read_bytes
-from triton_dist._tuning.values import Entry, Failure, codec
+from triton_dist._tuning.values import Failure, JournalEntry, codec
 from triton_dist._tuning.values.outcome import UNREADABLE, outcome_tree, read_outcome
 
 _MAX_CRASHES = 2
@@ -82,7 +82,7 @@ class FileJournal:
             return False
         return True
 
-    def begin(self, head: codec.Tree, record: str | None) -> Sequence[Entry]:
+    def begin(self, head: codec.Tree, record: str | None) -> Sequence[JournalEntry]:
         """Lock the journal, and return the entries to resume from.
 
         If another job is tuning the key, this job tunes without a journal.
@@ -114,7 +114,7 @@ class FileJournal:
     def ended_otherwise(self, config: str) -> None:
         self._add({"spared": config})
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: JournalEntry) -> None:
         """Append an outcome.
 
         It survives a crash of the process immediately, and a crash of the host after an ``fsync``
@@ -188,17 +188,17 @@ class FileJournal:
             if ended >= _MAX_CRASHES
         }
 
-    def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:
+    def _resumed(self, head: codec.Tree, record: str | None) -> list[JournalEntry] | None:
         """Return the entries to resume from; ``None`` if the journal has a different head."""
         lines = self._lines()
         if next(lines, {}).get("head") != head:
             return None
-        entries: list[Entry] = []
+        entries: list[JournalEntry] = []
         for line in lines:
             if record is not None and line.get("finished") == record:
                 return None
             with suppress(*UNREADABLE):
-                entry = Entry.from_tree(line)
+                entry = JournalEntry.from_tree(line)
                 if entry.n <= len(entries):
                     # A repeated index replaces its entry and all later entries.
                     entries[entry.n :] = [entry]

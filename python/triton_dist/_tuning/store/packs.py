@@ -149,7 +149,7 @@ def own_records(
     module name is replaced because a pack matches it exactly.
     """
     own = []
-    for record, _ in (each for each in found if each.is_of(key)):
+    for record, _ in (each for each in found if each.has_function_of(key)):
         with_present_code = replace(
             record.fingerprint,
             source=present.source,

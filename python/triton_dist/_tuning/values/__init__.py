@@ -1,4 +1,7 @@
-"""Immutable, comparable data of the tuner. Imports no torch or Triton; reads no files or clocks."""
+"""Immutable data of the tuner, and functions on them.
+
+The modules import neither torch nor Triton, and read no files or clocks.
+"""
 
 from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned, numbered
 from triton_dist._tuning.values.fingerprint import (
@@ -17,9 +20,9 @@ from triton_dist._tuning.values.key import (
     to_hashable,
 )
 from triton_dist._tuning.values.outcome import (
-    Entry,
     Failure,
     FailureKind,
+    JournalEntry,
     LaunchStep,
     Measurement,
     Outcome,

@@ -1,7 +1,8 @@
-"""Analyse a record: which parameters matter, what each value costs, what changed between records.
+"""Analyse a record of a tuning, and compare two records.
 
-All results are computed from the measured medians. A candidate that was eliminated early has few
-samples, so its median is imprecise. It describes the space but cannot select another winner.
+The analysis shows which parameters matter and how much slower each value is. It uses the median
+time of each config. A config that was eliminated early has few samples, so its median is imprecise:
+a lower median than the winner's does not mean that the config is faster.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from triton_dist._tuning.values.record import Trial, TuningRecord
 from triton_dist._tuning.values.show import show
 
 ABSENT = "-"
-"""Value shown for a parameter that a config lacks."""
+"""Text instead of the value of a parameter that a config does not have."""
 
 
-class Timed(NamedTuple):
-    """A trial that was measured."""
+class MeasuredTrial(NamedTuple):
+    """A trial that did not fail."""
 
     trial: Trial
     parameters: Mapping[str, str]
+    """Values as Python source, by parameter name."""
     ms: float
+    """Median of the samples in milliseconds."""
     samples: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The failures of one kind."""
+    """The trials with one kind of failure."""
 
     kind: str
     count: int
@@ -49,24 +52,26 @@ class Analysis:
     record: TuningRecord
 
     @cached_property
-    def timed(self) -> tuple[Timed, ...]:
+    def timed(self) -> tuple[MeasuredTrial, ...]:
         """Measured trials, fastest first."""
         found = [
-            Timed(trial, parameters(trial.config), trial.outcome.median, trial.outcome.samples)
+            MeasuredTrial(
+                trial, parameters(trial.config), trial.outcome.median, trial.outcome.samples
+            )
             for trial in self.record.trials
             if isinstance(trial.outcome, Measurement)
         ]
         return tuple(sorted(found, key=lambda each: each.ms))
 
     @cached_property
-    def winner(self) -> Timed:
-        """The winning trial of the record. It may not have the lowest median."""
+    def winner(self) -> MeasuredTrial:
+        """The winning trial of the record. Another trial may have a lower median."""
         best = self.record.best.digest
         return next(each for each in self.timed if each.trial.digest == best)
 
     @cached_property
     def pruned(self) -> tuple[tuple[str, str], ...]:
-        """Pruned configs, each with the reason."""
+        """Text of each pruned config, and the reason."""
         outcomes = ((trial, trial.outcome) for trial in self.record.trials)
         return tuple(
             (str(trial), each.message)
@@ -76,7 +81,7 @@ class Analysis:
 
     @cached_property
     def failed(self) -> tuple[Failed, ...]:
-        """Failures of configs that were not pruned, by kind, most frequent first."""
+        """Failures by kind, most frequent first, without pruned configs."""
         kinds: dict[str, list[str]] = {}
         for trial in self.record.trials:
             if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":
@@ -86,39 +91,38 @@ class Analysis:
 
     @cached_property
     def varying(self) -> tuple[str, ...]:
-        """Parameters with several values among the measured configs."""
+        """Names of the parameters with several values among the measured configs."""
         return tuple(name for name in self._names if len(self.values(name)) > 1)
 
     @property
     def fixed(self) -> dict[str, str]:
-        """Parameters that do not vary, with their value."""
+        """The value of each parameter that does not vary, by name."""
         return {name: self.values(name)[0] for name in self._names if name not in self.varying}
 
     def values(self, name: str) -> list[str]:
         """Return the sorted values of a parameter among the measured configs."""
-        return sorted({each.parameters.get(name, ABSENT) for each in self.timed}, key=_order)
+        return sorted({each.parameters.get(name, ABSENT) for each in self.timed}, key=_sort_key)
 
     def ratio(self, ms: float) -> float:
         """Return ``ms`` divided by the median of the winner."""
         return ms / max(self.winner.ms, _MIN_MS)
 
     def count_within(self, share: float) -> int:
-        """Return how many configs are at most ``share`` slower than the winner.
-
-        A flat space has many such configs.
-        """
+        """Return the number of configs that are slower than the winner by at most the fraction
+        ``share``, the winner included."""
         return sum(self.ratio(each.ms) <= 1 + share for each in self.timed)
 
     def ranked(self) -> list[tuple[str, float]]:
-        """Return the varying parameters with their importance by PED-ANOVA, most important first.
+        """Return name and importance of the varying parameters, most important first.
 
-        The importance is the Pearson divergence of the parameter's values among the fastest configs
-        from its values among all measured configs (Watanabe et al., IJCAI 2023). The divergence
-        that random configs would have is subtracted. The results add up to one, or are all zero.
+        The importance is PED-ANOVA's: how much the distribution of the parameter's values among
+        the fastest configs differs from that among all measured configs, as Pearson divergence
+        (Watanabe et al., IJCAI 2023). The divergence expected of random configs is subtracted.
+        The importances add up to one, or are all zero.
         """
         total = len(self.timed)
         fastest = self.timed[: max(1, math.ceil(total / 10), min(_MIN_NUM_FASTEST, total // 2))]
-        found = {}
+        importance = {}
         for name in self.varying:
             every, best = (
                 Counter(each.parameters.get(name, ABSENT) for each in among)
@@ -129,30 +133,28 @@ class Analysis:
                 for value, n in every.items()
             )
             by_chance = (len(every) - 1) / len(fastest) * (total - len(fastest)) / (total - 1)
-            found[name] = max(0.0, divergence - by_chance)
-        whole = sum(found.values()) or 1.0
+            importance[name] = max(0.0, divergence - by_chance)
+        whole = sum(importance.values()) or 1.0
         return sorted(
-            ((name, each / whole) for name, each in found.items()), key=lambda each: -each[1]
+            ((name, each / whole) for name, each in importance.items()), key=lambda each: -each[1]
         )
 
     def slowdown_by_value(self, name: str) -> dict[str, float]:
-        """Return the slowdown caused by fixing a parameter at each of its values.
-
-        The slowdown is the time of the fastest config with the value, divided by the time of the
-        winner, minus one.
-        """
+        """Return, by value of the parameter, how much slower than the winner the fastest config
+        with this value is. 0.1 means 10 % slower."""
         return {value: self.ratio(min(times)) - 1 for value, times in self._groups(name).items()}
 
     def always_failed(self) -> list[tuple[str, str, int]]:
-        """Return parameter, value and number of failures for values that never succeeded."""
-        tried: dict[tuple[str, str], int] = {}
+        """Return parameter, value and number of failures, for each value with which every tried
+        config failed."""
+        failures: dict[tuple[str, str], int] = {}
         for trial in self.record.trials:
             if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":
                 for pair in parameters(trial.config).items():
-                    tried[pair] = tried.get(pair, 0) + 1
-        well = {pair for each in self.timed for pair in each.parameters.items()}
-        return [(name, value, count) for (name, value), count in tried.items()
-                if (name, value) not in well]  # fmt: skip
+                    failures[pair] = failures.get(pair, 0) + 1
+        succeeded = {pair for each in self.timed for pair in each.parameters.items()}
+        return [(name, value, count) for (name, value), count in failures.items()
+                if (name, value) not in succeeded]  # fmt: skip
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -177,18 +179,18 @@ class Changes:
         return cls(Analysis(before), Analysis(after))
 
     @property
-    def facts(self) -> list[str]:
-        """One sentence for each changed dependency of the results."""
+    def changed_dependencies(self) -> list[str]:
+        """One sentence for each difference of keys and fingerprints."""
         old, new = self.before.record, self.after.record
         key = [] if old.key.text == new.key.text else [f"key: it was {old.key}, is {new.key}"]
         return key + old.fingerprint.diff(new.fingerprint)
 
     @cached_property
-    def common(self) -> tuple[tuple[Timed, Timed], ...]:
-        """Pairs of trials of the configs that both records measured."""
-        then = {each.trial.digest: each for each in self.before.timed}
+    def common(self) -> tuple[tuple[MeasuredTrial, MeasuredTrial], ...]:
+        """The older and the newer trial of each config that both records measured."""
+        older = {each.trial.digest: each for each in self.before.timed}
         return tuple(
-            (then[now.trial.digest], now) for now in self.after.timed if now.trial.digest in then
+            (older[new.trial.digest], new) for new in self.after.timed if new.trial.digest in older
         )
 
     @property
@@ -212,14 +214,16 @@ class Changes:
 
     @property
     def older_winner_now(self) -> float | None:
-        """Time of the older winner in the newer record, divided by the time of its winner."""
+        """Time of the older winner in the newer record, divided by the time of the newer winner;
+        ``None`` if the newer record did not measure it."""
         return slowdown_of_winner(self.before, self.after)
 
     @property
     def correlation(self) -> float | None:
-        """Rank correlation of the medians of common configs; 1 if their order is equal.
+        """Rank correlation of the medians of the common configs: 1 if both records order them
+        equally.
 
-        ``None`` for fewer than three configs, or if all medians of a record are equal.
+        ``None`` for fewer than three common configs, or if all their medians in a record are equal.
         """
         if len(self.common) < 3:
             return None
@@ -229,22 +233,23 @@ class Changes:
         return statistics.correlation(*ranks)
 
 
-def slowdown_of_winner(of: Analysis, at: Analysis) -> float | None:
-    """Return the slowdown of the winner of ``of`` in ``at``, relative to the winner of ``at``.
+def slowdown_of_winner(one: Analysis, other: Analysis) -> float | None:
+    """Return the time in ``other`` of the winner of ``one``, divided by the time of its own winner.
 
-    ``None`` if ``at`` did not measure that config.
+    ``None`` if ``other`` did not measure the winner of ``one``.
     """
-    digest = of.winner.trial.digest
-    return next((at.ratio(each.ms) for each in at.timed if each.trial.digest == digest), None)
+    digest = one.winner.trial.digest
+    return next((other.ratio(each.ms) for each in other.timed if each.trial.digest == digest), None)
 
 
 def parameters(config: Tree) -> dict[str, str]:
-    """Return the names and values of a config as Python source.
+    """Return the values of a config as Python source, by name.
 
-    A ``triton.Config`` is replaced by its parameters. If a name occurs twice, the second occurrence
-    is prefixed with the name of its argument.
+    A ``triton.Config`` is replaced by its meta-parameters and options. If one of these names is
+    taken, it is written as ``argument.name``, with the name of the argument that has the
+    ``triton.Config``.
     """
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, dict) and "triton.Config" in value:
             options = {key: each for key, each in value.items() if key != "triton.Config"}
@@ -252,22 +257,22 @@ def parameters(config: Tree) -> dict[str, str]:
         else:
             inside = [(name, value)]
         for inner, each in inside:
-            found[f"{name}.{inner}" if inner in found else inner] = show(each)
-    return found
+            by_name[f"{name}.{inner}" if inner in by_name else inner] = show(each)
+    return by_name
 
 
-def shown(values: Mapping[str, str], names: Iterable[str]) -> str:
-    """Return some parameters of a config as text, such as ``BLOCK=64 num_warps=4``."""
+def show_parameters(values: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return the parameters ``names`` of a config as text, such as ``BLOCK=64 num_warps=4``."""
     return " ".join(f"{name}={values[name]}" for name in names if name in values)
 
 
 _MIN_NUM_FASTEST = 8
-"""The fastest configs are a tenth of all, but at least this number or half of all."""
+"""A tenth of all configs counts as fastest, but at least this number, or half of all if less."""
 _MIN_MS = 1e-9
-"""Milliseconds used for a time that is not positive because a clock was set back."""
+"""Milliseconds used instead of a time that is not positive because a clock was set back."""
 
 
-def _order(value: str) -> tuple[int, float, str]:
+def _sort_key(value: str) -> tuple[int, float, str]:
     """Return a sort key: numbers first, in numeric order, then other values by text."""
     try:
         return 0, float(value), value
@@ -276,13 +281,13 @@ def _order(value: str) -> tuple[int, float, str]:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value; equal values share their mean rank."""
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(sorted(values)):
-        places.setdefault(value, []).append(place)
-    return [statistics.fmean(places[value]) for value in values]
+    """Return the rank of each value. The rank of equal values is the mean of their ranks."""
+    ranks: dict[float, list[int]] = {}
+    for rank, value in enumerate(sorted(values)):
+        ranks.setdefault(value, []).append(rank)
+    return [statistics.fmean(ranks[value]) for value in values]
 
 
 def _only_in_first(one: TuningRecord, other: TuningRecord) -> list[Trial]:
-    known = {trial.digest for trial in other.trials}
-    return [trial for trial in one.trials if trial.digest not in known]
+    in_other = {trial.digest for trial in other.trials}
+    return [trial for trial in one.trials if trial.digest not in in_other]

@@ -1,12 +1,13 @@
-"""Encode Python values as exact, canonical and readable JSON trees, which can name a cache entry.
+"""Encode Python values as JSON trees, for keys and configs that are compared or hashed.
 
-``None``, ``bool``, ``int``, ``str``, finite ``float`` and ``list`` are encoded as JSON values. Any
-other value is an object whose first name is its type: ``{"tuple": [1, 2]}``,
+Unequal values have unequal trees, and a value has the same tree in each process. ``None``,
+``bool``, ``int``, ``str``, finite ``float`` and ``list`` are encoded as JSON values. A value of
+another type is encoded as an object whose first name is the type: ``{"tuple": [1, 2]}``,
 ``{"dtype": "torch.float16"}``. Thus tuples differ from lists, and ``True`` from ``1``. A
 ``torch.Size`` is encoded as a tuple, and a numpy scalar as a Python scalar.
 
-torch and Triton are recognised by attributes and never imported. There is no decoder: lookups
-compare texts or digests.
+Values of torch and Triton are recognised by their attributes, so neither package is imported. There
+is no decoder, because lookups compare texts or digests.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ Tree = Any
 """A value that ``json`` can read and write."""
 
 
-def encode(value: object, binding: bool = True) -> Tree:
+def encode(value: object, with_bound_values: bool = True) -> Tree:
     """Return ``value`` as a tree.
 
     Args:
-        binding: include the values that functions bind, in addition to their code; a
-            ``functools.partial`` raises, and the caller follows the code in it. With ``False``, for
-            values of a config, a partial is encoded as its function and arguments.
+        with_bound_values: for a function with a closure, include the values in its cells in
+            addition to its code; raise for a ``functools.partial``. With ``False``, ignore the
+            cells, and encode a partial as its function and arguments.
 
     Raises:
-        TypeError: ``value`` contains a value without an exact and stable text.
+        TypeError: ``value`` contains a value of another type, for which no tree is defined.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -49,7 +50,7 @@ def encode(value: object, binding: bool = True) -> Tree:
             if isinstance(value, enum.Flag)
             else value.name,
         }
-    inner = functools.partial(encode, binding=binding)
+    inner = functools.partial(encode, with_bound_values=with_bound_values)
     if kind is list:
         return [inner(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, tuple):
@@ -72,9 +73,9 @@ def encode(value: object, binding: bool = True) -> Tree:
         return {"dataclass": _name_of(kind), "fields": fields}
     if kind is range:
         return {"range": _range(value)}  # type: ignore[arg-type]
-    if kind.__module__ == "torch" and kind.__name__ in _OF_TORCH:
+    if kind.__module__ == "torch" and kind.__name__ in _TORCH_TYPES:
         return {kind.__name__: str(value)}
-    if kind.__module__ == "triton.language.core" and kind.__name__ in _OF_TRITON:
+    if kind.__module__ == "triton.language.core" and kind.__name__ in _TRITON_TYPES:
         return {"dtype": f"triton.{value}"}
     if (
         kind.__module__ == "numpy"
@@ -83,19 +84,19 @@ def encode(value: object, binding: bool = True) -> Tree:
     ):
         return inner(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        return _encode_function(value, binding)
+        return _encode_function(value, with_bound_values)
     if is_triton_kernel(value):
-        return {"kernel": _encode_function(value.fn, binding)}  # type: ignore[attr-defined]
-    if kind is functools.partial and not binding:
-        given = inner(value.keywords)  # type: ignore[attr-defined]
-        return {"partial": [inner(value.func), *map(inner, value.args)], "keywords": given}  # type: ignore[attr-defined]
+        return {"kernel": _encode_function(value.fn, with_bound_values)}  # type: ignore[attr-defined]
+    if kind is functools.partial and not with_bound_values:
+        keywords = inner(value.keywords)  # type: ignore[attr-defined]
+        return {"partial": [inner(value.func), *map(inner, value.args)], "keywords": keywords}  # type: ignore[attr-defined]
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
-def is_exact(value: object, binding: bool = True) -> bool:
+def is_exact(value: object, with_bound_values: bool = True) -> bool:
     """Return whether :func:`encode` accepts ``value``."""
     try:
-        encode(value, binding)
+        encode(value, with_bound_values)
     except TypeError:
         return False
     return True
@@ -115,23 +116,23 @@ def loads(content: str | bytes) -> Tree:
         raise ValueError("it does not fit into memory") from error
 
 
-def _finite(written: str) -> float:
-    value = float(written)
+def _finite(number_text: str) -> float:
+    value = float(number_text)
     if not math.isfinite(value):
-        raise ValueError(f"it contains {written}, which is not a finite number")
+        raise ValueError(f"it contains {number_text}, which is not a finite number")
     return value
 
 
 def text(tree: Tree) -> str:
-    """Return ``tree`` as compact ASCII JSON, in the order of the tree."""
+    """Return ``tree`` as compact ASCII JSON, with the names of objects in their present order."""
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
 
 def digest(*trees: Tree) -> str:
-    """Return a hash of trees, 32 hexadecimal characters.
+    """Return a hash of ``trees``, 32 hexadecimal characters.
 
-    The order of names in an object and the modules of classes and functions are ignored: renaming a
-    file changes no digest.
+    The order of names in an object is ignored. So are the modules of classes and functions, so
+    renaming a file changes no digest.
     """
     canonical = json.dumps(
         _without_modules(trees), separators=(",", ":"), sort_keys=True, allow_nan=False
@@ -151,16 +152,16 @@ def is_triton_config(value: object) -> bool:
 
 def is_triton_kernel(value: object) -> bool:
     """Return whether ``value`` is a result of ``triton.jit``."""
-    is_of_triton = type(value).__module__.startswith("triton.")
-    return is_of_triton and isinstance(getattr(value, "fn", None), types.FunctionType)
+    is_from_triton = type(value).__module__.startswith("triton.")
+    return is_from_triton and isinstance(getattr(value, "fn", None), types.FunctionType)
 
 
-_OF_TORCH = frozenset({"dtype", "device", "layout", "memory_format"})
-_OF_TRITON = frozenset({"dtype", "pointer_type", "block_type"})
+_TORCH_TYPES = frozenset({"dtype", "device", "layout", "memory_format"})
+_TRITON_TYPES = frozenset({"dtype", "pointer_type", "block_type"})
 
 
 def _range(value: range) -> list[int]:
-    """Return start, stop and step, normalised: equal ranges give equal results."""
+    """Return start, stop and step, normalised so that equal ranges have equal results."""
     if len(value) < 2:
         return [value[0], value[0] + 1, 1] if value else [0, 0, 1]
     return [value.start, value[-1] + value.step, value.step]
@@ -177,38 +178,40 @@ def _encode_tuple(value: tuple[Any, ...], inner: Callable[[object], Tree]) -> Tr
 
 
 def _encode_triton_config(value: Any, inner: Callable[[object], Tree]) -> Tree:
-    """Encode meta-parameters, then options.
+    """Encode the meta-parameters of a ``triton.Config``, then its options.
 
-    Options that are ``None`` are left out, because newer Triton versions add some.
+    Options that are ``None`` are left out, because newer Triton versions add such options.
     """
     options = {name: option for name, option in sorted(vars(value).items()) if option is not None}
     meta = {str(name): inner(item) for name, item in options.pop("kwargs").items()}
     return {"triton.Config": meta} | {name: inner(option) for name, option in options.items()}
 
 
-def _encode_function(value: Any, binding: bool) -> Tree:
-    """Encode a function by its name; add a digest of code and closure if it is not global."""
+def _encode_function(value: Any, with_bound_values: bool) -> Tree:
+    """Encode a function by its name. For a lambda or an inner function, add a digest of its code,
+    and of its closure cells if ``with_bound_values``."""
     tree = {"function": _name_of(value)}
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
-        closure = (value.__closure__ or ()) if binding else ()
+        closure = (value.__closure__ or ()) if with_bound_values else ()
         cells = [encode(cell.cell_contents) for cell in closure]
         tree["code"] = digest(*encode_code(code), cells)
     return tree
 
 
-def with_inner(code: types.CodeType, name: str = "") -> Iterator[tuple[str, types.CodeType]]:
-    """Yield ``code`` and all code objects in it, with dotted names."""
+def nested_code(code: types.CodeType, name: str = "") -> Iterator[tuple[str, types.CodeType]]:
+    """Yield ``code`` and all code objects nested in it, each with its dotted name."""
     yield name, code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from with_inner(each, f"{name}.{each.co_name}")
+            yield from nested_code(each, f"{name}.{each.co_name}")
 
 
 def encode_code(code: types.CodeType) -> list[Tree]:
-    """Encode instructions, constants and names, equally in all processes of a version of Python.
+    """Encode the instructions, constants and names of ``code``.
 
-    Sets are sorted, because the ``repr`` of a set differs between processes.
+    Processes with one version of Python return equal trees. Sets are sorted, because the ``repr``
+    of a set differs between processes.
     """
     constants = [
         encode_code(each)
@@ -225,7 +228,7 @@ def _name_of(item: Any) -> str:
     return f"{item.__module__}:{item.__qualname__}"
 
 
-_NAMED = frozenset({"enum", "namedtuple", "class", "dataclass", "function"})
+_TYPES_WITH_MODULE = frozenset({"enum", "namedtuple", "class", "dataclass", "function"})
 
 
 def _without_modules(tree: Any) -> Any:
@@ -235,7 +238,7 @@ def _without_modules(tree: Any) -> Any:
         return tree
     return {
         name: item.rpartition(":")[2]
-        if name in _NAMED and isinstance(item, str)
+        if name in _TYPES_WITH_MODULE and isinstance(item, str)
         else _without_modules(item)
         for name, item in tree.items()
     }

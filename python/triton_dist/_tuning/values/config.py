@@ -1,4 +1,4 @@
-"""Define a candidate (:class:`Config`) and the set of all candidates (:class:`ConfigSpace`)."""
+"""Define a candidate (:class:`Config`) and all candidates of a function (:class:`ConfigSpace`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ from triton_dist.errors import InvalidArgument, TuningWarning
 class Config(Mapping[str, Any]):
     """Keyword arguments of the tuned function: an immutable map from name to value.
 
-    A value may be anything: a ``triton.Config``, an enum, a bool, a string, an int, a dtype.
-    If a name is not in the map and the map has exactly one ``triton.Config``, the name is read from
-    its meta-parameters and then its options: ``config["BLOCK_SIZE_M"]`` and
-    ``config["num_stages"]`` work. Iteration and ``**config`` use only the map.
+    A value may have any type, such as ``triton.Config``, enum, bool, string, int or dtype. If the
+    map has exactly one ``triton.Config``, ``config[name]`` also finds its meta-parameters and
+    options: ``config["BLOCK_SIZE_M"]`` and ``config["num_stages"]`` work. Iteration and
+    ``**config`` use only the map.
 
-    Equal configs have equal digests; the order of names does not count. The digest covers the code
-    of functions, such as a ``pre_hook``, and the arguments of a ``functools.partial``. It does not
-    cover values that functions bind: these may differ by rank and are constants in the fingerprint.
+    Equal configs have equal digests, in any order of names. The digest includes the code of
+    functions, such as a ``pre_hook``, and the arguments of a ``functools.partial``. It does not
+    include values in the closures of functions, because these may differ between ranks. They are
+    compared as part of the record's fingerprint.
+
+    Attributes:
+        tree: the values as a JSON tree.
+        digest: hash of ``tree``, 32 hexadecimal characters.
 
     Args:
-        number: distinguishes configs that differ only in the values that their functions bind.
+        number: distinguishes configs that differ only in closures of their functions; from 1.
     """
 
     def __init__(self, values: Mapping[str, Any], number: int = 1) -> None:
@@ -43,12 +48,11 @@ class Config(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self._values:
             return self._values[name]
-        inner = [value for value in self._values.values() if codec.is_triton_config(value)]
-        if len(inner) == 1:
-            options = {
-                option: item for option, item in vars(inner[0]).items() if option != "kwargs"
-            }
-            return {**options, **inner[0].kwargs}[name]
+        triton_configs = [each for each in self._values.values() if codec.is_triton_config(each)]
+        if len(triton_configs) == 1:
+            attributes = vars(triton_configs[0]).items()
+            options = {option: item for option, item in attributes if option != "kwargs"}
+            return {**options, **triton_configs[0].kwargs}[name]
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -74,9 +78,10 @@ class Config(Mapping[str, Any]):
         return {name: _copied(value) for name, value in self._values.items()}
 
     def functions(self) -> Iterator[Callable[..., Any]]:
-        """Yield the functions whose source the result depends on.
+        """Yield the functions among the values, whose source a tuning result depends on.
 
-        These are values, functions of Triton kernels, and pre-hooks of a ``triton.Config``.
+        Values of containers, functions of Triton kernels and the pre-hook of a ``triton.Config``
+        are included.
         """
         for each in _parts(self._values.values()):
             if isinstance(each, types.FunctionType):
@@ -85,7 +90,7 @@ class Config(Mapping[str, Any]):
                 yield each.fn
 
     def classes(self) -> Iterator[type]:
-        """Yield classes among the values, and classes of enums and dataclasses among them."""
+        """Yield the classes among the values, and the classes of enum and dataclass values."""
         for each in _parts(self._values.values()):
             if isinstance(each, type):
                 yield each
@@ -94,7 +99,7 @@ class Config(Mapping[str, Any]):
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``values`` and, recursively, the contents of containers and ``triton.Config``."""
+    """Yield ``values``. Replace each container and ``triton.Config`` by its contents."""
     for value in values:
         if codec.is_triton_config(value):
             yield from _parts(vars(value).values())
@@ -117,7 +122,7 @@ def show_config(tree: codec.Tree) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a ``triton.Config``, which is mutable; its ``pre_hook`` is shared."""
+    """Return a copy of a ``triton.Config``, which is mutable; any other value unchanged."""
     if not codec.is_triton_config(value):
         return value
     copied = copy.copy(value)
@@ -127,7 +132,7 @@ def _copied(value: Any) -> Any:
 
 def _encode(name: str, value: object) -> codec.Tree:
     try:
-        return codec.encode(value, binding=False)
+        return codec.encode(value, with_bound_values=False)
     except TypeError as error:
         if codec.is_triton_config(value):
             _check_parts(name, value)
@@ -145,15 +150,15 @@ def _encode(name: str, value: object) -> codec.Tree:
 
 
 def _check_parts(name: str, config: Any) -> None:
-    """Raise an error that names the part of a ``triton.Config`` without a stable text."""
+    """Raise ``InvalidArgument`` for the first field of a ``triton.Config`` without stable text."""
     for part, value in {**vars(config), **config.kwargs}.items():
         if part != "kwargs":
             _encode(f"{name}: {part}", value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values of equal text are equal; false if they cannot be compared."""
-    if one is other or codec.is_exact(one, binding=False):
+    """Return whether two values with equal text are equal; ``False`` if comparing them raises."""
+    if one is other or codec.is_exact(one, with_bound_values=False):
         return True
     try:
         equal = one == other
@@ -163,26 +168,27 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def numbered(configs: Iterable[Config]) -> list[Config]:
-    """Number the ``configs`` that differ only in the values that their functions bind."""
+    """Return ``configs``, with different numbers for configs that differ only in the closures of
+    their functions."""
     known: dict[str, Config] = {}
     result = []
     for config in configs:
         number = 1
-        while _bound(known.setdefault(config.digest, config)) != _bound(config):
+        while _closures(known.setdefault(config.digest, config)) != _closures(config):
             number += 1
             config = Config(config, number)
         result.append(config)
     return result
 
 
-def _bound(config: Config) -> list[Any]:
-    """Encode the functions in ``config`` with bound values; keep functions without a text."""
+def _closures(config: Config) -> list[Any]:
+    """Return the functions in ``config``, encoded with the values in their closures if possible."""
     return [codec.encode(f) if codec.is_exact(f) else f for f in config.functions()]
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A config that is not worth measuring."""
+    """A config that ``prune_fn`` rejected."""
 
     config: Config
     reason: str
@@ -199,11 +205,13 @@ def _as_config(candidate: Any) -> Config:
 class ConfigSpace(Sequence[Config]):
     """All candidates in order of preference; the first is the default.
 
-    The space is evaluated at first use, not at import, so importing a kernel module touches no GPU.
-    Duplicates are dropped. Unequal configs with equal texts are dropped with a warning.
+    The space is evaluated at first use, not at import, so importing a kernel module does not use a
+    GPU. Duplicate configs are dropped. If unequal configs have equal texts, all but the first are
+    dropped with a warning.
 
     Args:
-        source: list of dicts, or a callable without arguments that returns such a list.
+        source: list of dicts of keyword arguments, or a callable without arguments that returns
+            such a list.
     """
 
     def __init__(
@@ -213,7 +221,7 @@ class ConfigSpace(Sequence[Config]):
 
     @property
     def maker(self) -> Callable[[], Iterable[Mapping[str, Any]]] | None:
-        """The callable that returns the configs, if one was given."""
+        """The callable that returns the configs; ``None`` if the space was given as a list."""
         return self._source if callable(self._source) else None
 
     @functools.cached_property
@@ -252,21 +260,21 @@ class ConfigSpace(Sequence[Config]):
         return self._configs[0]
 
     @functools.cached_property
-    def _place_of(self) -> dict[str, int]:
-        return {config.digest: place for place, config in enumerate(self._configs)}
+    def _index_by_digest(self) -> dict[str, int]:
+        return {config.digest: index for index, config in enumerate(self._configs)}
 
-    def place(self, config: Config) -> int:
+    def index_of(self, config: Config) -> int:
         """Return the index of ``config``, which must be in the space."""
-        return self._place_of[config.digest]
+        return self._index_by_digest[config.digest]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """All names that any config sets."""
+        """All names that occur in a config."""
         return frozenset(name for config in self._configs for name in config)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of the configs and of their order, which breaks ties."""
+        """Digest of the configs and their order. The order counts, because it breaks ties."""
         return codec.digest([config.digest for config in self._configs])
 
     @functools.cached_property
@@ -280,22 +288,26 @@ class ConfigSpace(Sequence[Config]):
         return tuple(dict.fromkeys(c for config in self._configs for c in config.classes()))
 
     def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
-        """Return the config with this digest, or ``None``. An unlisted space needs its ``tree``."""
-        place = self._place_of.get(config_digest)
-        return None if place is None else self._configs[place]
+        """Return the config with this digest, or ``None``.
+
+        A :class:`~triton_dist._tuning.values.product.Product` also needs the config's ``tree``.
+        """
+        index = self._index_by_digest.get(config_digest)
+        return None if index is None else self._configs[index]
 
     def without(self, fixed: Config) -> ConfigSpace:
         """Return the space that remains when the caller passes the values in ``fixed``."""
-        rest = FixedSpace(
+        space = FixedSpace(
             [{name: value for name, value in c.items() if name not in fixed} for c in self]
         )
-        rest.fixed = fixed
-        return rest
+        space.fixed = fixed
+        return space
 
     def prune(
         self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, list[Pruned]]:
-        """Return the configs that ``prune_fn(config, *args, **kwargs)`` keeps, and the pruned."""
+        """Return the configs for which ``prune_fn(config, *args, **kwargs)`` is true, and the
+        other configs."""
         if prune_fn is None:
             return list(self._configs), []
         kept: list[Config] = []
@@ -309,9 +321,9 @@ class ConfigSpace(Sequence[Config]):
 
 
 class FixedSpace(ConfigSpace):
-    """A space without the names in ``fixed``, whose values the caller passes.
+    """Space that remains when the caller passes the values in ``fixed``.
 
-    ``prune_fn`` still gets complete configs.
+    ``prune_fn`` gets complete configs, with the values in ``fixed``.
     """
 
     fixed: Config
@@ -325,7 +337,8 @@ class FixedSpace(ConfigSpace):
 
 
 def on_complete_configs(function: Callable[..., object], fixed: Config) -> Callable[..., object]:
-    """Wrap ``prune_fn`` or ``fallback_fn`` to add ``fixed`` to each config that it gets."""
+    """Return ``function`` (``prune_fn`` or ``fallback_fn``), called with ``fixed`` added to each
+    config."""
 
     @functools.wraps(function)
     def with_fixed(config: Config, /, *args: Any, **kwargs: Any) -> object:

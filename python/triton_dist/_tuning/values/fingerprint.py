@@ -1,4 +1,8 @@
-"""Define the facts that a tuning result depends on, apart from its key, and compare them."""
+"""Define the fingerprint: everything that a tuning result depends on, apart from its key.
+
+A fingerprint is stored with each result. A result is used only while its fingerprint matches the
+present fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -12,60 +16,70 @@ from triton_dist._tuning.values import codec
 
 
 class Difference(NamedTuple):
-    """One changed fact."""
+    """One difference between two fingerprints."""
 
     sentence: str
-    patch_level: bool
-    """True if only the patch level of a version differs: ``major.minor``, or the branch of a
-    driver, is equal. Tolerated unless versions are checked strictly."""
+    is_patch_level: bool
+    """True if only the patch level of a version differs: ``major.minor`` is equal, or the major
+    version of a driver. Tolerated unless versions are checked strictly."""
     constant: str = ""
-    """Name of the constant that changed; its statement is then not reported in addition."""
+    """Name of the constant that changed, if any. The statement that defines it is then not reported
+    as a further difference."""
 
 
 DIFFERS = "differs by rank"
-"""Reason recorded for a bound constant that is not compared."""
+"""Reason in :attr:`Fingerprint.uncounted` for a bound value that differs between ranks."""
 
-_OWN_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
-"""Setting that triton_dist makes in each process that compiles; Triton's default."""
+_DEFAULT_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
+"""Triton's default, which triton_dist sets in each process that compiles."""
 
 _CONSTANTS = ("literal", "bound", "uncounted")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts as text, by group. ``source`` has digests of the statements that the code runs."""
+    """What a tuning result depends on, as text. Each mapping is from name to text."""
 
     hardware: Mapping[str, str]
+    """GPU and driver."""
     software: Mapping[str, str]
+    """Versions of libraries, and environment settings that change compiled code."""
     topology: Mapping[str, str]
+    """Number of ranks and their placement on hosts."""
     policy: Mapping[str, str]
+    """How candidates were measured and how many were tried."""
     source: Mapping[str, str]
+    """Digests of the Python statements that the function may run, by qualified name."""
     space: str
     """Digest of the config space."""
     version: str = ""
     """Version declared by the author of the function; empty if not declared."""
     literal: Mapping[str, str] = field(default_factory=dict)
-    """Globals that the code reads and whose values are literals in the source."""
+    """Constants: globals that the code reads and that the source assigns a literal value."""
     bound: Mapping[str, str] = field(default_factory=dict)
-    """Values that functions bind, such as closure cells, and that are equal on all ranks."""
+    """Constants whose values are known at run time only, such as closure cells. Values that differ
+    between ranks are left out."""
     uncounted: Mapping[str, str] = field(default_factory=dict)
-    """Constants that are not compared, each with the reason."""
+    """Constants that are not compared, with the reason for each."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         """Yield the differences between this recorded fingerprint and ``now``."""
         constants = list(self._compare_constants(now))
-        named = {each.constant for each in constants}
+        changed_constants = {each.constant for each in constants}
         for group in fields(self):
             before, after = getattr(self, group.name), getattr(now, group.name)
             if isinstance(before, str) or group.name in _CONSTANTS:
                 continue
             for name in sorted(before.keys() | after.keys()):
                 old, new = before.get(name), after.get(name)
-                if old != new and not (group.name == "source" and name.rpartition(":")[2] in named):
-                    patch_level = (group.name == "software" and _same_release(old, new, 2)) or (
+                is_constant = (
+                    group.name == "source" and name.rpartition(":")[2] in changed_constants
+                )
+                if old != new and not is_constant:
+                    is_patch_level = (group.name == "software" and _same_release(old, new, 2)) or (
                         name == "driver" and _same_release(old, new, 1)  # 550.54 equals 550.90
                     )
-                    yield Difference(_sentence(group.name, name, old, new), patch_level)
+                    yield Difference(_sentence(group.name, name, old, new), is_patch_level)
         yield from constants
         yield from self._compare_version(now)
         if self.space != now.space:
@@ -76,26 +90,27 @@ class Fingerprint:
             )
 
     def diff(self, now: Fingerprint) -> list[str]:
-        """Return one sentence per difference, which names the field and both values."""
+        """Return one sentence per difference. Each sentence has the name and both values."""
         return [difference.sentence for difference in self.compare(now)]
 
     @property
     def settings(self) -> str:
-        """Environment settings that change code or its speed, such as ``CUDA_LAUNCH_BLOCKING=1``.
+        """Environment settings that change compiled code or its speed, such as
+        ``CUDA_LAUNCH_BLOCKING=1``.
 
-        Separated by ``", "``. The setting that triton_dist makes itself is left out.
+        They are separated by ``", "``. The setting that triton_dist makes itself is left out.
         """
-        given = self.software.get("settings", "").split(", ")
-        return ", ".join(each for each in given if each != _OWN_SETTING)
+        settings = self.software.get("settings", "").split(", ")
+        return ", ".join(each for each in settings if each != _DEFAULT_SETTING)
 
     @property
     def constants(self) -> dict[str, str]:
-        """All constants that are compared."""
+        """The text of each literal or bound constant, by name."""
         return {**self.literal, **self.bound}
 
     @property
     def digest(self) -> str:
-        """Digest of everything that is compared, without patch levels."""
+        """Digest of everything that :meth:`compare` compares, except patch levels of versions."""
         software = {name: _release(text, 2) for name, text in self.software.items()}
         hardware = dict[str, codec.Tree](self.hardware)
         if "driver" in hardware:
@@ -106,8 +121,8 @@ class Fingerprint:
 
     def _compare_constants(self, now: Fingerprint) -> Iterator[Difference]:
         before, after = self.constants, now.constants
-        left_out = self.uncounted.keys() | now.uncounted.keys()
-        for name in sorted((before.keys() | after.keys()) - left_out):
+        uncounted = self.uncounted.keys() | now.uncounted.keys()
+        for name in sorted((before.keys() | after.keys()) - uncounted):
             old, new = before.get(name), after.get(name)
             if old != new:
                 yield Difference(_sentence("constant", name, old, new), False, name)
@@ -119,12 +134,15 @@ class Fingerprint:
 
 
 class OlderFingerprint(Fingerprint):
-    """The fingerprint of a record of schema 1 to 3, whose digests of code are not comparable."""
+    """Fingerprint of a record in an older format (schema 1 to 3).
+
+    In these formats, digests of code were computed differently, so a comparison always differs.
+    """
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         for difference in super().compare(now):
-            of_code = difference.sentence.startswith(("source: ", "config space: "))
-            if not (of_code or difference.constant):
+            is_about_code = difference.sentence.startswith(("source: ", "config space: "))
+            if not (is_about_code or difference.constant):
                 yield difference
         yield Difference(
             "source: not comparable, because an older version of triton_dist wrote the record",
@@ -133,11 +151,11 @@ class OlderFingerprint(Fingerprint):
 
 
 class ShippedFingerprint(Fingerprint):
-    """Facts that a shipped result depends on: hardware, topology, and the declared version.
+    """Fingerprint of a result that is shipped in a pack (a file of results for other machines).
 
-    Software versions, code and config space are not compared. The author of the function vouches
-    for the result until the declared version changes. ``software`` records the versions used for
-    tuning, for information only.
+    Only hardware, topology and the declared version are compared. Software versions, code and
+    config space are not: the author of the function vouches for the result until the declared
+    version changes. ``software`` has the versions used for tuning, for information only.
     """
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
@@ -150,10 +168,9 @@ class ShippedFingerprint(Fingerprint):
 
 
 def with_common_constants(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """Return the fingerprint of each rank after agreement on bound constants.
+    """Return the fingerprints of all ranks, in order, with equal bound constants.
 
-    A bound constant that differs between ranks becomes uncounted on all ranks. The order of ranks
-    is kept.
+    A bound constant that differs between ranks becomes uncounted on all ranks.
     """
     bound = {name for each in fingerprints for name in each.bound}
     first, *others = (each.constants for each in fingerprints)
@@ -191,7 +208,7 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
 
 
 def _release(text: str, parts: int) -> list[int] | str:
-    """Return the epoch and the first ``parts`` numbers of a version, or any other text as it is."""
+    """Return the epoch and the first ``parts`` numbers of a version; other text unchanged."""
     try:
         version = Version(text)
     except InvalidVersion:
@@ -200,7 +217,7 @@ def _release(text: str, parts: int) -> list[int] | str:
 
 
 def _same_release(old: str | None, new: str | None, parts: int) -> bool:
-    """Return whether the first ``parts`` numbers are equal; builds such as ``+cpu`` are ignored."""
+    """Return whether both are versions and their first ``parts`` numbers are equal."""
     if old is None or new is None:
         return False
     before, after = _release(old, parts), _release(new, parts)

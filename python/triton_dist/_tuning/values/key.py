@@ -1,4 +1,4 @@
-"""Define the key that identifies a tuning result, and two helper functions for ``key_fn``."""
+"""Define the key that identifies a tuning result, and two functions for use in a ``key_fn``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from triton_dist.errors import InvalidArgument
 
 
 class Origin(NamedTuple):
-    """Identity of the tuned function."""
+    """Names that identify the tuned function."""
 
     function: str
-    """Qualified name without the module: renaming a file changes no key."""
+    """Qualified name without the module, so renaming a file changes no key."""
     module: str = ""
-    """Importable name of the defining module, or path of the script."""
+    """Importable name of the module that defines the function, or path of the script."""
     signature: str = ""
-    """Parameters and tuned names: distinguishes functions of equal name in one module."""
+    """Names of all parameters and of the tuned parameters. Distinguishes functions of equal name in
+    one module."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
@@ -42,18 +43,22 @@ class Origin(NamedTuple):
         return cls(qualified_name(function), module, signature)
 
     def with_distinction(self, which: str) -> Origin:
-        """Return the origin of one of several functions of this name, identified by ``which``."""
+        """Return this origin with ``which`` appended to the signature, to distinguish functions of
+        equal name and parameters."""
         return self._replace(signature=f"{self.signature}, {which}")
 
 
 def original(function: Any) -> Any:
-    """Return the function inside wrappers and partials, or the callable object."""
+    """Return the function inside decorators and ``functools.partial``, or the callable object."""
     inner = inspect.unwrap(function)
     return original(inner.func) if isinstance(inner, functools.partial) else inner
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of the inner function without its module; for an object, of its class."""
+    """Return the name of the function inside decorators and partials, without its module.
+
+    For a callable object, return the name of its class.
+    """
     named = original(function)
     name: str = getattr(named, "__qualname__", type(named).__qualname__)
     return name
@@ -63,19 +68,20 @@ def qualified_name(function: Any) -> str:
 class Key:
     """Function, result of its ``key_fn``, and hardware of the group of ranks.
 
-    The other dependencies (source, versions, config space) are in the
-    :class:`~triton_dist._tuning.values.fingerprint.Fingerprint` of the record, which can explain a
-    mismatch. The fingerprint also covers the code, so a record stays valid when its file is
-    renamed. Therefore ``module``, ``signature`` and the modules of classes in ``text`` are not
-    compared. ``module`` and ``signature`` decide which record a new record replaces: two functions
-    of equal name keep separate records.
+    Other dependencies of a result (source, versions, config space) are in the record's
+    :class:`~triton_dist._tuning.values.fingerprint.Fingerprint`, so that a mismatch can be
+    explained. Equality of keys ignores ``module``, ``signature`` and the modules of classes in
+    ``text``: a record stays valid when a source file is renamed, because the fingerprint includes
+    the code. ``module`` and ``signature`` decide which record a new record replaces. Two functions
+    of equal name thus keep separate records.
     """
 
     function: str
     """Qualified name without the module."""
     text: str
-    """Result of ``key_fn`` as written by :func:`codec.text`."""
+    """Result of ``key_fn`` as JSON (:func:`codec.text`)."""
     hardware: str
+    """Device type, GPU model, and size and placement of the group."""
     module: str = ""
     signature: str = ""
 
@@ -104,25 +110,25 @@ class Key:
                 f"({error}); to_hashable(tensor) returns such a value for a tensor",
             ) from error
 
-    def under(self, found: Fingerprint) -> Key:
-        """Return this key with the bound values and settings of ``found`` in its signature.
+    def with_signature_of(self, fingerprint: Fingerprint) -> Key:
+        """Return this key with the bound values and settings of ``fingerprint`` in its signature.
 
-        Functions from one factory with different bound values then have separate records. So do
-        runs with different environment settings.
+        Closures of one factory function with different bound values then have separate records.
+        Runs with different environment settings have separate records too.
         """
-        about = self.signature
-        if found.bound:
-            about += "; binds " + ", ".join(
-                f"{n}={text}" for n, text in sorted(found.bound.items())
-            )
-        if found.settings:
-            # A path may change at each start, and each start would then leave a file.
-            about += "; under " + re.sub(r"=[^,]*/[^,]*", "=(a path)", found.settings)
-        return replace(self, signature=about)
+        signature = self.signature
+        if fingerprint.bound:
+            bound = ", ".join(f"{n}={text}" for n, text in sorted(fingerprint.bound.items()))
+            signature += f"; binds {bound}"
+        if fingerprint.settings:
+            # A path may change at each start, and each start would then leave a record file.
+            settings = re.sub(r"=[^,]*/[^,]*", "=(a path)", fingerprint.settings)
+            signature += f"; under {settings}"
+        return replace(self, signature=signature)
 
     @cached_property
     def digest(self) -> str:
-        """Digest, equal for equal keys; the file name of the record begins with it."""
+        """Digest that is equal for equal keys. The name of the record's file begins with it."""
         return codec.digest(self.function, json.loads(self.text), self.hardware)
 
     @property
@@ -132,30 +138,32 @@ class Key:
 
     @property
     def schema_1_digest(self) -> str:
-        """File name of a record of schema 1."""
+        """File name of a record in the first format (schema 1)."""
         return codec.digest(self.full_name, self.text, self.hardware)
 
     @property
     def function_name(self) -> str:
-        """Last part of the qualified name; the folder of the record is named after it."""
+        """Last part of the qualified name, which is the name of the record's folder."""
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
-        """Return the key as Python source, followed by tunable values that the caller passed."""
-        tree, given = json.loads(self.text), self.given
-        return show(tree) if given is None else f"{show(tree['tuple'][0])} {given[0]}"
+        """Return the result of ``key_fn`` as Python source, followed by the values of tuned
+        parameters that the caller passed."""
+        tree, passed = json.loads(self.text), self.passed_values
+        return show(tree) if passed is None else f"{show(tree['tuple'][0])} {passed[0]}"
 
     @property
-    def given(self) -> tuple[str, str] | None:
-        """``with {...}`` and the digest of the values, if the caller passed tunable values."""
+    def passed_values(self) -> tuple[str, str] | None:
+        """``with {...}`` and a digest of the values of tuned parameters that the caller passed;
+        ``None`` if the caller passed none."""
         match json.loads(self.text):
-            case {"tuple": [_, str(given), str(digest)]} if given.startswith("with {"):
-                return given, digest
+            case {"tuple": [_, str(shown), str(digest)]} if shown.startswith("with {"):
+                return shown, digest
         return None
 
 
 def _module_name(name: str) -> str:
-    """Return ``name``; for ``__main__``, the importable name or the path of the program."""
+    """Return ``name``; for ``__main__``, the importable name or the path of the script."""
     if name != "__main__":
         return name
     program = sys.modules["__main__"]
@@ -164,10 +172,11 @@ def _module_name(name: str) -> str:
 
 
 def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
-    """Return ``(shape, strides, dtype)`` of a tensor, the usual part of a key.
+    """Return ``(shape, strides, dtype)`` of a tensor, for the result of a ``key_fn``.
 
     Args:
-        tensor: a tensor, or ``None`` for an absent optional tensor, which returns ``None``.
+        tensor: a tensor. For ``None``, such as an optional tensor that is absent, the result is
+            ``None``.
 
     Raises:
         InvalidArgument: ``tensor`` is neither a tensor nor ``None``.
@@ -183,13 +192,14 @@ def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any] | N
 def bucket(n: int, half_steps_from: int | None = None) -> int:
     """Round ``n`` up to a power of two; 0 stays 0.
 
-    Use it in a ``key_fn`` for a size that varies between calls, such as tokens in a batch. One
+    Use it in a ``key_fn`` for a size that varies between calls, such as the number of tokens. One
     tuning then serves a range: ``bucket(M)`` is 4096 for M from 2049 to 4096.
 
     Args:
         n: the size, an int, 0 or more.
-        half_steps_from: above this size, also use 3/4 of powers of two: 3072 for 2049 to 3072. This
-            costs more tunings. Use it if the config for 4096 is slow for 2100.
+        half_steps_from: for ``n`` above this number, also round to 3/4 of a power of two: to 3072
+            for ``n`` from 2049 to 3072. This leads to more tunings. Use it if the config for 4096
+            is slow for 2100.
 
     Returns:
         The largest size in the range of ``n``.

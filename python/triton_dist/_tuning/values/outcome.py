@@ -1,4 +1,4 @@
-"""Define the outcome of trying one config: a measurement or a failure."""
+"""Define the outcome of trying one config (a measurement or a failure), and its JSON form."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Measurement:
     samples: tuple[float, ...]
     """Latencies in milliseconds, in the order of measurement."""
     warmup: int
-    """Number of untimed runs before the samples."""
+    """Number of untimed runs before each series of samples."""
     reduction: Reduction = "none"
-    """``maximum``: each sample is the maximum over all ranks."""
+    """``maximum``: each sample is the maximum over the ranks' times. ``none``: a single rank."""
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -44,12 +44,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a config cannot be used."""
+    """Reason why a config was dropped."""
 
     kind: FailureKind
     message: str
     rank: int | None = None
-    """The lowest rank on which it failed; ``None`` if no rank tried it."""
+    """Lowest rank on which the config failed; ``None`` if no rank tried the config."""
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
@@ -59,11 +59,11 @@ class Failure:
 Outcome = Measurement | Failure
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions that reading a malformed tree may raise."""
+"""Exceptions that the functions of this module may raise for a malformed JSON tree."""
 
 
-def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
-    """Merge two outcomes of one config: return all samples, or a failure if there is one."""
+def merge_outcomes(earlier: Outcome | None, later: Outcome) -> Outcome:
+    """Return one outcome of a config from two: all samples, or the failure if one failed."""
     if earlier is None or isinstance(later, Failure):
         return later
     if isinstance(earlier, Failure):
@@ -72,21 +72,21 @@ def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
 
 
 def outcome_tree(outcome: Outcome) -> dict[str, Any]:
-    """Return ``outcome`` as a JSON tree. The median ``ms`` is only for human readers."""
+    """Return ``outcome`` as a JSON tree. The entry ``ms``, the median, is for human readers."""
     if isinstance(outcome, Failure):
         return {"failure": dict(vars(outcome))}
     return {"ms": outcome.median, **vars(outcome), "samples": list(outcome.samples)}
 
 
 def read_number(value: Any) -> float:
-    """Return a finite number from a tree. Raises ``ValueError`` or ``TypeError``."""
+    """Return ``value`` as a float. Raise ``ValueError`` or ``TypeError`` if it is not finite."""
     if isinstance(value, str) or not math.isfinite(number := float(value)):
         raise ValueError(f"{value!r} is not a finite number")
     return number
 
 
 def read_outcome(tree: Mapping[str, Any]) -> Outcome:
-    """Read a tree written by :func:`outcome_tree`. Raises one of :data:`UNREADABLE`."""
+    """Return the outcome in a tree of :func:`outcome_tree`. Raise one of :data:`UNREADABLE`."""
     if "failure" in tree:
         failure = Failure(**tree["failure"])
         if failure.kind not in FAILURE_KINDS:
@@ -100,24 +100,23 @@ def read_outcome(tree: Mapping[str, Any]) -> Outcome:
     return Measurement(samples, int(tree["warmup"]), tree["reduction"])
 
 
-class ByRank(NamedTuple):
-    """Times of one config, per rank and in the order of ranks."""
+class TimesByRank(NamedTuple):
+    """Summary of the samples of one config on each rank. Index n belongs to rank n."""
 
     ms: tuple[float, ...]
-    """Median of the samples of each rank, in milliseconds."""
+    """Median of the rank's samples, in milliseconds."""
     slowest: tuple[int, ...]
-    """Number of samples in which each rank was the slowest; ties count for the lowest rank."""
+    """Number of samples in which the rank was the slowest. A tie counts for the lowest rank."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sequence[float]]) -> ByRank:
-        """Summarise ``samples``: one sequence per rank, in the order of measurement."""
-        rounds = list(zip(*samples, strict=True))
-        slowest = [times.index(max(times)) for times in rounds]
-        medians = (round(statistics.median(own), 6) for own in samples)
+    def of(cls, samples: Sequence[Sequence[float]]) -> TimesByRank:
+        """Summarise ``samples``: one sequence of milliseconds per rank, in order of time."""
+        slowest = [times.index(max(times)) for times in zip(*samples, strict=True)]
+        medians = (round(statistics.median(each), 6) for each in samples)
         return cls(tuple(medians), tuple(map(slowest.count, range(len(samples)))))
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> ByRank:
+    def from_tree(cls, tree: Mapping[str, Any]) -> TimesByRank:
         return cls(tuple(map(float, tree["ms"])), tuple(map(int, tree["slowest"])))
 
     def to_tree(self) -> dict[str, Any]:
@@ -125,10 +124,10 @@ class ByRank(NamedTuple):
 
     def __str__(self) -> str:
         """Return a sentence with the slowest rank and the range of the medians."""
-        worst = max(range(len(self.slowest)), key=self.slowest.__getitem__)
+        slowest = max(range(len(self.slowest)), key=self.slowest.__getitem__)
         low, high = (pick(range(len(self.ms)), key=self.ms.__getitem__) for pick in (min, max))
         return (
-            f"rank {worst} was the slowest in {self.slowest[worst]} of {sum(self.slowest)} "
+            f"rank {slowest} was the slowest in {self.slowest[slowest]} of {sum(self.slowest)} "
             f"samples; medians from {self.ms[low]:.4f} ms (rank {low}) to {self.ms[high]:.4f} ms "
             f"(rank {high})"
         )
@@ -136,10 +135,10 @@ class ByRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a search to measure ``config`` with ``samples`` timed samples next.
+    """Request of a search to take ``samples`` samples of ``config`` next.
 
-    A search may request a config repeatedly. The samples are then merged. Preparation, first run
-    and check happen only at the first request.
+    If a search requests a config repeatedly, its samples are merged. A config is compiled, run
+    once, and its result checked at the first request only.
     """
 
     config: Config
@@ -152,15 +151,15 @@ class Request:
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """One launch of a config in a contextual tuning."""
+    """One kernel launch with ``config`` during ``contextual_autotune``."""
 
     config: Config
     timed: bool
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Outcome of the n-th request of a tuning."""
+class JournalEntry:
+    """One request of a tuning and its outcome, as written to the journal on disk."""
 
     n: int
     """Index of the request, from 0."""
@@ -170,15 +169,16 @@ class Entry:
     """Number of requested samples."""
     outcome: Outcome
     seconds: float
-    """Seconds since the tuning began, without pauses between an interruption and the next start."""
+    """Seconds of tuning until the outcome. If the tuning was interrupted, the time until it was
+    resumed is not included."""
 
     def to_tree(self) -> dict[str, Any]:
         request = {"n": self.n, "config": self.config, "asked": self.samples}
         return {**request, "seconds": round(self.seconds, 3), **outcome_tree(self.outcome)}
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
-        """Read a tree written by :meth:`to_tree`. Raises one of :data:`outcome.UNREADABLE`."""
+    def from_tree(cls, tree: Mapping[str, Any]) -> JournalEntry:
+        """Return the entry in a tree of :meth:`to_tree`. Raise one of :data:`UNREADABLE`."""
         return cls(
             int(tree["n"]),
             str(tree["config"]),

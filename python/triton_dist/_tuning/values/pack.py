@@ -1,8 +1,10 @@
-"""Convert the records of one function on one GPU model to the JSON tree in a pack, and back.
+"""Convert records to the JSON tree of a file in a pack, and back.
 
-Each result has its key, the measured sizes, the winner with its median, the number of other
-measured configs, and the medians of the best other configs, for warm starts at neighbouring sizes.
-Configs and facts that results share are written once: hundreds of results fit a readable file.
+A pack ships results to other machines. A file in it has the results of one function on one GPU
+model. Each result has its key, the measured sizes, the winner with its median, and the number of
+other measured configs. It also has the medians of the best other configs, which are tried first at
+neighbouring sizes. Configs, versions and dates that several results share are written once, so that
+hundreds of results fit into a readable file.
 """
 
 from __future__ import annotations
@@ -22,92 +24,96 @@ from triton_dist._tuning.values.record import Trial, TuningRecord
 from triton_dist.errors import NewerSchema
 
 PACK_FORMAT = 1
-_DIGITS = 8
+_NUM_DIGITS = 8
+"""Number of characters of a config's digest that name the config in the file."""
 _PACK_FIELDS = ("function", "module", "version", "gpu")
 _MAX_RUNNERS_UP, _MAX_RUNNER_UP_RATIO = 8, 1.25
-"""Number of other configs that are kept, and their largest latency relative to the winner."""
+"""Maximum number of other configs that are kept, and of their median divided by the winner's."""
 
 
 def pack(records: Sequence[TuningRecord]) -> codec.Tree:
-    """Return the tree of ``records``: at least one, of one function, version and GPU model."""
-    key, found = records[0].key, records[0].fingerprint
-    facts = key.function, key.module, found.version, found.hardware.get("gpu")
-    pack_fields = dict(zip(_PACK_FIELDS, facts, strict=True))
+    """Return the tree of one or more ``records`` of one function, version and GPU model."""
+    key, fingerprint = records[0].key, records[0].fingerprint
+    fields = key.function, key.module, fingerprint.version, fingerprint.hardware.get("gpu")
+    pack_fields = dict(zip(_PACK_FIELDS, fields, strict=True))
     return _assembled(pack_fields, [_Result.of(record) for record in records])
 
 
 def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
     """Return the union of ``trees`` of one function, version and GPU model.
 
-    The order of ``trees`` has no effect. If a key is in several trees, the latest result is kept;
-    among results of one day, the result with the largest digest.
+    The order of ``trees`` has no effect. If a key is in several trees, the result with the latest
+    date is kept, and among results of one day the result with the largest digest.
     """
     pack_fields = {name: trees[0][name] for name in _PACK_FIELDS}
-    found: dict[tuple[str, str], _Result] = {}
-    for result in sorted((each for tree in trees for each in _results(tree)), key=_Result.age):
-        found[result.common["hardware_group"], codec.text(result.result["key"])] = result
-    return _assembled(pack_fields, found.values())
+    latest: dict[tuple[str, str], _Result] = {}
+    for result in sorted((each for tree in trees for each in _results(tree)), key=_Result.age_key):
+        latest[result.group["hardware_group"], codec.text(result.result["key"])] = result
+    return _assembled(pack_fields, latest.values())
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result, the facts that it shares with other results, and the configs that it names."""
+    """One result, as the parts of the file that describe it."""
 
-    common: dict[str, codec.Tree]
+    group: dict[str, codec.Tree]
+    """Hardware group, topology, versions and date, which are written once for several results."""
     result: dict[str, codec.Tree]
     configs: dict[str, codec.Tree]
-    """Configs by the first digits of their digests."""
+    """The configs that ``result`` names, by the first 8 characters of their digests."""
 
     @classmethod
     def of(cls, record: TuningRecord) -> _Result:
         best, runners_up = record.best, _runners_up(record)
         result = {
             "key": json.loads(record.key.text),
-            "config": best.digest[:_DIGITS],
+            "config": best.digest[:_NUM_DIGITS],
             "ms": _median(best),
             "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
         }
-        rare = {
-            "near": {t.digest[:_DIGITS]: _median(t) for t in runners_up},
+        optional = {
+            "near": {t.digest[:_NUM_DIGITS]: _median(t) for t in runners_up},
             "warm_started_from": record.warm_started_from,
-            "at": list(record.at),
+            "at": list(record.measured_sizes),
         }
-        result |= {name: part for name, part in rare.items() if part}
-        configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *runners_up)}
-        found = record.fingerprint
-        driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
-        shared = {
+        result |= {name: part for name, part in optional.items() if part}
+        configs = {trial.digest[:_NUM_DIGITS]: trial.config for trial in (best, *runners_up)}
+        fingerprint = record.fingerprint
+        hardware = fingerprint.hardware
+        driver = {"driver": hardware["driver"]} if "driver" in hardware else {}
+        group = {
             "hardware_group": record.key.hardware,
-            "topology": dict(found.topology),
-            "tuned_with": {**found.software, **driver},
+            "topology": dict(fingerprint.topology),
+            "tuned_with": {**fingerprint.software, **driver},
             "date": record.timestamp.partition("T")[0],
         }
-        return cls(shared, result, configs)
+        return cls(group, result, configs)
 
-    def age(self) -> tuple[str, str]:
-        return str(self.common["date"]), codec.digest(self.common, self.result)
+    def age_key(self) -> tuple[str, str]:
+        """Return a sort key: by date, then by digest."""
+        return str(self.group["date"]), codec.digest(self.group, self.result)
 
-    def place(self) -> tuple[Any, ...]:
-        """Sort by hardware, then by key with numbers in numeric order."""
+    def file_key(self) -> tuple[Any, ...]:
+        """Return a sort key: by hardware, then by key with numbers in numeric order."""
         parts = re.split(r"(\d+)", codec.text(self.result["key"]))
         key = [int(part) if i % 2 else part for i, part in enumerate(parts)]
-        return self.common["hardware_group"], key
+        return self.group["hardware_group"], key
 
 
 def _results(tree: codec.Tree) -> Iterator[_Result]:
     for group in tree["groups"]:
-        common = {name: fact for name, fact in group.items() if name != "results"}
+        shared = {name: part for name, part in group.items() if name != "results"}
         for result in group["results"]:
             names = [result["config"], *result.get("near", ())]
-            yield _Result(common, result, {name: tree["configs"][name] for name in names})
+            yield _Result(shared, result, {name: tree["configs"][name] for name in names})
 
 
 def _assembled(pack_fields: Mapping[str, codec.Tree], results: Iterable[_Result]) -> codec.Tree:
     configs: dict[str, codec.Tree] = {}
     groups: dict[str, codec.Tree] = {}
-    for each in sorted(results, key=_Result.place):
+    for each in sorted(results, key=_Result.file_key):
         configs |= each.configs
-        group = groups.setdefault(codec.text(each.common), {**each.common, "results": []})
+        group = groups.setdefault(codec.text(each.group), {**each.group, "results": []})
         group["results"].append(each.result)
     tree = {
         "pack": PACK_FORMAT,
@@ -119,14 +125,14 @@ def _assembled(pack_fields: Mapping[str, codec.Tree], results: Iterable[_Result]
 
 
 def _checksum(tree: codec.Tree) -> str:
-    """Hash ``tree`` without its checksum, whatever the layout of the file."""
+    """Return a hash of ``tree`` without its checksum. The layout of the file has no effect."""
     parts = {name: part for name, part in tree.items() if name != "checksum"}
     text = json.dumps(parts, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
-    """Yield the results in ``tree`` as records, with the winner as the first trial.
+    """Yield the results in ``tree`` as records. The first trial of each record is the winner.
 
     Raises:
         NewerSchema: a later version of triton_dist wrote the tree.
@@ -146,7 +152,7 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
         # Results share most configs: hash each config once.
         digests = {name: codec.digest(config) for name, config in tree["configs"].items()}
         for name, digest in digests.items():
-            if digest[:_DIGITS] != name:
+            if digest[:_NUM_DIGITS] != name:
                 raise ValueError(f"the digest of config {name} does not match")
         for group in tree["groups"]:
             for result in group["results"]:
@@ -162,7 +168,8 @@ def _record(
     digests: Mapping[str, str],
 ) -> TuningRecord:
     configs, best = tree["configs"], float(result["ms"])
-    # A winner may be slower than other configs within noise: clamp them to keep it the fastest.
+    # Within noise, the median of the winner may exceed the median of another config. Raise the
+    # other median to the winner's, so that the record selects the same winner.
     medians = {name: max(float(ms), best) for name, ms in result.get("near", {}).items()}
     measured = {result["config"]: best, **medians}
     fingerprint = ShippedFingerprint(
@@ -189,12 +196,13 @@ def _record(
         timestamp=str(group["date"]),
         seconds=0.0,
         warm_started_from=str(result.get("warm_started_from", "")),
-        at=tuple(int(read_number(size)) for size in result.get("at", ())),
+        measured_sizes=tuple(int(read_number(size)) for size in result.get("at", ())),
     )
 
 
 def _runners_up(record: TuningRecord) -> list[Trial]:
-    """Return the trials of other configs that are nearly as fast as the winner, fastest first."""
+    """Return the trials of at most 8 other configs that are nearly as fast as the winner, fastest
+    first."""
     best = record.best
     others = [
         trial
@@ -211,5 +219,5 @@ def _median(trial: Trial) -> float:
     return round(trial.outcome.median, 6)
 
 
-def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
-    return {str(name): str(fact) for name, fact in facts.items()}
+def _texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in tree.items()}

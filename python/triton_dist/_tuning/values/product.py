@@ -1,6 +1,7 @@
 """Define a config space of all combinations of parameter values that satisfy a constraint.
 
-Combinations are built on demand and never stored, so a space of a million configs is cheap.
+Combinations are built when they are needed and not stored, so a space of a million configs is
+cheap.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from triton_dist.errors import InvalidArgument
 
 Point = tuple[int, ...]
 """For each parameter, the index of the chosen value in the parameter's values."""
-_LISTED = 2000
-"""Maximum number of combinations of a product that is listed like any other space."""
+_MAX_LISTED = 2000
+"""Maximum number of combinations of a product whose configs are listed, as in any other space."""
 _MAX_CHECKED = 1_000_000
-"""Maximum number of combinations checked to find the default."""
+"""Maximum number of combinations for which ``where`` is called to find the default."""
 
 
 class Product(ConfigSpace):
     """All combinations of parameter values for which ``where`` is true.
 
-    Configs are built on demand, so memory and lookup time do not grow with the number of
-    combinations. The default is the first combination that ``where`` keeps, in the order of
+    Configs are built when they are needed, so memory and lookup time do not grow with the number of
+    combinations. The default is the first combination for which ``where`` is true, in the order of
     :func:`itertools.product`.
 
     Args:
-        parameters: values by parameter name, in order of preference. A model-based search treats
-            numbers as ordered by size, whatever their position.
-        where: called with a dict of values by name; a true result keeps the combination. It is
-            called often, so it must be cheap.
+        parameters: dict from parameter name to its values, in order of preference. A model-based
+            search treats numbers as ordered by size, whatever their position.
+        where: called with a dict from parameter name to value; a true result keeps the combination.
+            It is called often, so it must be cheap.
 
     Raises:
         InvalidArgument: there is no parameter, or a parameter has no values, duplicate values, or
@@ -54,25 +55,25 @@ class Product(ConfigSpace):
             raise InvalidArgument("Product", "where", where, "a function of a dict, or None")
         self.values = {name: _listed(name, values) for name, values in parameters.items()}
         self.where = where
-        self._places = {name: _places(name, values) for name, values in self.values.items()}
+        self._indices = {name: _indices(name, values) for name, values in self.values.items()}
 
     def __len__(self) -> int:
-        """Return the number of combinations, including combinations that ``where`` rejects."""
+        """Return the number of combinations, including those that ``where`` rejects."""
         return math.prod(map(len, self.values.values()))
 
     @property
     def is_listed(self) -> bool:
         """True if there are few enough combinations to list and try all."""
-        return len(self) <= _LISTED
+        return len(self) <= _MAX_LISTED
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the combination at this index, whether or not ``where`` keeps it."""
+        """Return the combination at this index, even if ``where`` rejects it."""
         if not isinstance(index, int) or not -len(self) <= index < len(self):
             raise IndexError(f"{index!r} is not an index into {len(self)} combinations")
         index, point = index % len(self), []
         for values in reversed(self.values.values()):
-            index, place = divmod(index, len(values))
-            point.append(place)
+            index, value_index = divmod(index, len(values))
+            point.append(value_index)
         return self.config(tuple(point[::-1]))
 
     def __iter__(self) -> Iterator[Config]:
@@ -83,30 +84,30 @@ class Product(ConfigSpace):
 
     def value(self, point: Point) -> dict[str, Any]:
         pairs = zip(self.values.items(), point, strict=True)
-        return {name: values[place] for (name, values), place in pairs}
+        return {name: values[index] for (name, values), index in pairs}
 
     def has(self, point: Point) -> bool:
-        """Return whether ``where`` keeps the combination."""
+        """Return whether ``where`` keeps the combination at ``point``."""
         return self.where is None or bool(self.where(self.value(point)))
 
     def point(self, config: Config) -> Point | None:
-        """Return the indices of ``config``; ``None`` if it is not a combination."""
+        """Return the point of ``config``; ``None`` if it is not a combination of these values."""
         return self._point(config.tree)
 
     def _point(self, tree: codec.Tree) -> Point | None:
-        if not isinstance(tree, dict) or tree.keys() != self._places.keys():
+        if not isinstance(tree, dict) or tree.keys() != self._indices.keys():
             return None
-        found = [self._places[name].get(codec.text(tree[name])) for name in self._places]
-        return None if None in found else tuple(found)  # type: ignore[arg-type]
+        indices = [self._indices[name].get(codec.text(tree[name])) for name in self._indices]
+        return None if None in indices else tuple(indices)  # type: ignore[arg-type]
 
-    def place(self, config: Config) -> int:
+    def index_of(self, config: Config) -> int:
         point = self.point(config)
         if point is None:
             raise LookupError(f"{config} is not a combination of this product")
-        place = 0
-        for values, each in zip(self.values.values(), point, strict=True):
-            place = place * len(values) + each
-        return place
+        index = 0
+        for values, value_index in zip(self.values.values(), point, strict=True):
+            index = index * len(values) + value_index
+        return index
 
     def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
         point = self._point(tree)
@@ -130,7 +131,7 @@ class Product(ConfigSpace):
 
     @functools.cached_property
     def digest(self) -> str:
-        return codec.digest([[name, list(places)] for name, places in self._places.items()])
+        return codec.digest([[name, list(texts)] for name, texts in self._indices.items()])
 
     @functools.cached_property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -146,20 +147,20 @@ class Product(ConfigSpace):
     def without(self, fixed: Config) -> ConfigSpace:
         where = self.where
         complete_where = None if where is None else lambda values: where({**values, **fixed})
-        left = {name: values for name, values in self.values.items() if name not in fixed}
-        if not left:
+        remaining = {name: values for name, values in self.values.items() if name not in fixed}
+        if not remaining:
             return ConfigSpace([{}])
-        rest = _RemainingProduct(left, complete_where)
-        rest.fixed = fixed
-        return rest
+        space = _RemainingProduct(remaining, complete_where)
+        space.fixed = fixed
+        return space
 
     def prune(
         self, prune_fn: Callable[..., object] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
-        """Prune a listed product like any other space.
+        """Return the configs that ``prune_fn`` keeps, and the pruned configs.
 
-        For a larger product, return :class:`Unlisted`, which calls ``prune_fn`` only for configs
-        that the search selects.
+        If the product is too large to list, return :class:`Unlisted` and no pruned configs.
+        :class:`Unlisted` calls ``prune_fn`` only for the configs that the search selects.
         """
         if self.is_listed:
             return super().prune(prune_fn, args, kwargs)
@@ -176,14 +177,16 @@ class Product(ConfigSpace):
 
 
 class _RemainingProduct(FixedSpace, Product):
-    """The product of the parameters that the caller does not pass."""
+    """Product of the parameters that are left when the caller passes the values of others."""
 
 
 class Unlisted:
-    """Candidates of a call that are too many to list; ``prune_fn`` is called on demand.
+    """Candidates of one call if there are too many to list.
+
+    ``prune_fn`` is called only for configs that are looked up.
 
     Attributes:
-        dropped: number of rejected configs, by reason.
+        dropped: number of configs that ``prune_fn`` rejected so far, by reason.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class Unlisted:
 
 
 Candidates = Sequence[Config] | Unlisted
+"""The configs that a search may try in one tuning."""
 
 
 def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
@@ -229,12 +233,12 @@ def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _places(name: str, values: Sequence[Any]) -> dict[str, int]:
+def _indices(name: str, values: Sequence[Any]) -> dict[str, int]:
     """Return the index of each value of a parameter, by the text of the value."""
-    places = {
-        codec.text(Config({name: value}).tree[name]): place for place, value in enumerate(values)
+    indices = {
+        codec.text(Config({name: value}).tree[name]): index for index, value in enumerate(values)
     }
-    if len(places) < max(len(values), 1):
+    if len(indices) < max(len(values), 1):
         wanted = "at least one value, and no two values with equal text"
         raise InvalidArgument("Product", f"parameters[{name!r}]", values, wanted)
-    return places
+    return indices

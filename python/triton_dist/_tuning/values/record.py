@@ -1,4 +1,4 @@
-"""Define the record of one tuning: all trials and the winner. Check whether it is still valid."""
+"""Define the record of one tuning, which has all trials and the winner, and check its validity."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from triton_dist._tuning.values.fingerprint import (
 from triton_dist._tuning.values.key import Key
 from triton_dist._tuning.values.outcome import (
     UNREADABLE,
-    ByRank,
     Measurement,
     Outcome,
+    TimesByRank,
     outcome_tree,
     read_number,
     read_outcome,
@@ -30,21 +30,23 @@ from triton_dist._tuning.values.winner import winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
 SCHEMA = 4
-"""Version of the record format; older records can be read. Increase it when an older reader would
-misread a record. 2: the function name does not include the module. 3: constants are recorded apart
-from the code. 4: a checksum, and digests of Python statements."""
+"""Version of the record format. Older records can be read. Increase it if an older reader would
+misread a new record. Since 2, the function name does not include the module. Since 3, constants are
+recorded apart from the code. Since 4, there is a checksum, and digests are of Python statements."""
 
 
 _OPTIONAL = ("version", "literal", "bound", "uncounted")
-"""Parts of the fingerprint that are written only if they are not empty."""
+"""Fields of the fingerprint that are written only if they are not empty."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One config, as a tree, and its outcome. ``digest`` is the digest of its :class:`Config`."""
+    """One config and the outcome of trying it."""
 
     digest: str
+    """Digest of the config."""
     config: codec.Tree
+    """The values of the config, encoded as a JSON tree."""
     outcome: Outcome
 
     @classmethod
@@ -57,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """A finished tuning, stored in memory and on disk."""
+    """Result of a finished tuning."""
 
     key: Key
     fingerprint: Fingerprint
@@ -67,21 +69,22 @@ class TuningRecord:
     seconds: float
     """Duration of the tuning in seconds."""
     warm_started_from: str = ""
-    """Source of the records for a warm start; empty without a warm start."""
-    at: tuple[int, ...] = ()
-    """Sizes of the measured call. Empty if they equal the sizes in the key, the upper end of the
-    tuned range."""
+    """Text that names the records at other sizes from which the candidates were chosen. Empty if
+    all candidates were considered."""
+    measured_sizes: tuple[int, ...] = ()
+    """Sizes of the measured call. Empty if they equal the sizes in the key. A size in the key is
+    the largest size of the range for which the result is used."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Number of pruned configs by reason, of a space that is too large to be listed."""
-    by_rank: Mapping[str, ByRank] = field(default_factory=dict)
-    """Times per rank of the configs with the most samples, by digest of the config."""
+    """If the space is too large to list: number of pruned configs, by reason."""
+    by_rank: Mapping[str, TimesByRank] = field(default_factory=dict)
+    """Times of each rank, by digest of the config. Only for the configs with the most samples."""
 
     def __getattr__(self, name: str) -> Any:
         """Parse ``trials`` at first use, if :meth:`from_tree` kept them as JSON text."""
-        unread = self.__dict__.get("_unread")
-        if name != "trials" or unread is None:
+        trials_json = self.__dict__.get("_trials_json")
+        if name != "trials" or trials_json is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        trials = tuple(map(_read_trial, codec.loads(unread)))
+        trials = tuple(map(_read_trial, codec.loads(trials_json)))
         self.__dict__["trials"] = trials
         return trials
 
@@ -89,8 +92,8 @@ class TuningRecord:
     def best(self) -> Trial:
         """The winning trial.
 
-        :func:`~triton_dist._tuning.values.winner.winner` selects it with the indifference of the
-        recorded policy.
+        :func:`~triton_dist._tuning.values.winner.winner` selects it with the recorded
+        ``Policy.indifference``.
 
         Raises:
             NoValidConfig: all configs failed. The error has the cause for each config.
@@ -105,14 +108,15 @@ class TuningRecord:
 
     @property
     def shipped(self) -> bool:
-        """True for a record from a pack, which has few trials and a loose fingerprint."""
+        """True if the record was read from a pack (a file of shipped results). It has few trials,
+        and fewer dependencies are compared."""
         return isinstance(self.fingerprint, ShippedFingerprint)
 
     @property
     def digest(self) -> str:
-        """Digest that identifies this tuning among all tunings of the key.
+        """Hash of the key, the end time, the duration and the winner with its median.
 
-        It covers the end time, the duration to the nanosecond, and the winner.
+        It identifies this tuning among all tunings of the key.
         """
         best = self.best
         milliseconds = outcome_tree(best.outcome)["ms"]
@@ -121,13 +125,13 @@ class TuningRecord:
         )
 
     def to_tree(self) -> codec.Tree:
-        """Return the tree for a file, with the most interesting parts first."""
+        """Return the JSON tree for a file, with the most interesting parts first."""
         best = self.best
-        rare = {
+        optional = {
             "warm_started_from": self.warm_started_from,
-            "at": list(self.at),
+            "at": list(self.measured_sizes),
             "dropped": dict(self.dropped),
-            "by_rank": {digest: own.to_tree() for digest, own in self.by_rank.items()},
+            "by_rank": {digest: times.to_tree() for digest, times in self.by_rank.items()},
         }
         return {
             "schema": 3 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
@@ -151,35 +155,35 @@ class TuningRecord:
             ],
             "timestamp": self.timestamp,
             "seconds": self.seconds,
-            **{name: part for name, part in rare.items() if part},
+            **{name: part for name, part in optional.items() if part},
             "hardware_group": self.key.hardware,
             "fingerprint": {
-                name: facts if isinstance(facts, str) else dict(facts)
-                for name, facts in vars(self.fingerprint).items()
-                if name not in _OPTIONAL or facts
+                name: part if isinstance(part, str) else dict(part)
+                for name, part in vars(self.fingerprint).items()
+                if name not in _OPTIONAL or part
             },
         }
 
     @classmethod
     def from_tree(
-        cls, tree: codec.Tree, best: codec.Tree = None, unread: bytes = b""
+        cls, tree: codec.Tree, best: codec.Tree = None, trials_json: bytes = b""
     ) -> TuningRecord:
         """Return the record in a tree written by :meth:`to_tree`.
 
         Args:
-            unread: JSON text of the trials, if ``tree`` lacks them. The caller has verified its
-                checksum. The trials are parsed at first use.
-            best: tree of the winner, in addition to ``unread``.
+            trials_json: JSON text of the trials, if ``tree`` lacks them. It is parsed at first use
+                of ``trials``. The caller has verified its checksum.
+            best: tree of the winning trial; required with ``trials_json``.
 
         Raises:
-            NewerSchema: a later version of triton_dist wrote the tree, which may be undamaged.
-            ValueError: the tree is malformed, for the reason in the message.
+            NewerSchema: a later version of triton_dist wrote the tree, so it may be undamaged.
+            ValueError: the tree is malformed. The message has the reason.
         """
         tree, record = _upgraded(tree), object.__new__(cls)
         try:
             parts = _from_tree_without_trials(tree)
-            if unread:
-                parts |= {"best": _read_trial(best), "_unread": unread}
+            if trials_json:
+                parts |= {"best": _read_trial(best), "_trials_json": trials_json}
             else:
                 trials = tuple(map(_read_trial, tree["trials"]))
                 measured = {t.digest: t for t in trials if isinstance(t.outcome, Measurement)}
@@ -193,23 +197,29 @@ class TuningRecord:
 
 
 class StoredRecord(NamedTuple):
-    """A record returned by a store."""
+    """A record and where it is stored."""
 
     record: TuningRecord
-    where: str
-    """Path of its file, or ``"memory"``."""
+    location: str
+    """Path of the record's file, or ``"memory"``."""
 
-    def is_of(self, key: Key) -> bool:
-        """Return whether this record and ``key`` have the same function.
+    def has_function_of(self, key: Key) -> bool:
+        """Return whether this record and ``key`` have the same function name.
 
-        A shipped record must also have the same module.
+        For a shipped record, the modules must also be equal.
         """
-        own, shipped = self.record.key, self.record.shipped
-        return own.function == key.function and (not shipped or own.module == key.module)
+        recorded, shipped = self.record.key, self.record.shipped
+        is_same_module = not shipped or recorded.module == key.module
+        return recorded.function == key.function and is_same_module
 
 
 def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
-    """Convert ``tree`` to the current schema."""
+    """Return ``tree`` with the entries of the current schema.
+
+    Raises:
+        NewerSchema: a later version of triton_dist wrote the tree.
+        ValueError: the tree is malformed.
+    """
     if not isinstance(tree, dict):
         raise ValueError("it is not a JSON object")
     schema = tree.get("schema")
@@ -221,17 +231,17 @@ def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
 
 
 def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
-    """Recompute the digests of configs, which included the modules of classes in schema 1.
+    """Recompute the digests of configs, because in schema 1 they included modules of classes.
 
-    ``function`` remains ``module.qualname`` as in schema 1, because it cannot be split here. The
-    store compares the whole name.
+    ``function`` remains ``module.qualname`` as in schema 1. A dotted name cannot be split into
+    module and function here, so the store compares the whole name.
     """
     try:
         trials = [trial | {"digest": codec.digest(trial["values"])} for trial in tree["trials"]]
-        now = {
+        new_digests = {
             old["digest"]: new["digest"] for old, new in zip(tree["trials"], trials, strict=True)
         }
-        best = tree["best"] | {"digest": now[tree["best"]["digest"]]}
+        best = tree["best"] | {"digest": new_digests[tree["best"]["digest"]]}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return {**tree, "module": "", "signature": "", "trials": trials, "best": best}
@@ -252,9 +262,10 @@ def _from_tree_without_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "timestamp": str(tree["timestamp"]),
         "seconds": read_number(tree["seconds"]),
         "warm_started_from": str(tree.get("warm_started_from", "")),
-        "at": tuple(int(read_number(size)) for size in tree.get("at", ())),
+        "measured_sizes": tuple(int(read_number(size)) for size in tree.get("at", ())),
         "by_rank": {
-            str(digest): ByRank.from_tree(own) for digest, own in tree.get("by_rank", {}).items()
+            str(digest): TimesByRank.from_tree(each)
+            for digest, each in tree.get("by_rank", {}).items()
         },
         "dropped": {str(name): int(number) for name, number in tree.get("dropped", {}).items()},
     }
@@ -269,38 +280,38 @@ def _read_trial(tree: Mapping[str, Any]) -> Trial:
 
 def _read_fingerprint(tree: Mapping[str, Any], schema: int) -> Fingerprint:
     fingerprint = Fingerprint(**tree) if schema >= 4 else OlderFingerprint(**tree)
-    for name, facts in tree.items():
+    for name, part in tree.items():
         is_text = name in ("space", "version")
-        texts = (facts,) if is_text else (*facts, *facts.values()) if type(facts) is dict else (0,)
+        texts = (part,) if is_text else (*part, *part.values()) if type(part) is dict else (0,)
         if not all(isinstance(each, str) for each in texts):
-            raise ValueError(f"its fingerprint has the malformed entry {name} = {facts!r}")
+            raise ValueError(f"its fingerprint has the malformed entry {name} = {part!r}")
     return fingerprint
 
 
 @dataclass(frozen=True)
 class Validity:
-    """Validity of a record. Each sentence names a field, its recorded and its present value."""
+    """Differences between a record's fingerprint and the present fingerprint, as sentences."""
 
     reasons: tuple[str, ...]
-    """Differences that make the record unusable; empty if it is valid."""
+    """Differences that make the record unusable. The record is valid if there are none."""
     tolerated: tuple[str, ...] = ()
-    """Accepted differences: patch levels, unless versions are checked strictly."""
+    """Differences at patch level, which are accepted unless versions are checked strictly."""
 
 
 def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict: bool) -> Validity:
-    """Return whether ``record`` is valid for fingerprint ``now`` and config space ``space``.
+    """Compare ``record`` with the present fingerprint ``now`` and config space ``space``.
 
-    The class of the recorded fingerprint decides what is compared. A shipped record compares less
-    than a user's own record.
+    The class of the recorded fingerprint decides what is compared. For a shipped record, less is
+    compared than for a record that this machine tuned.
 
     Args:
         strict: reject differences at patch level (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
     """
     found = list(differences(record.fingerprint, now))
-    reasons = [d.sentence for d in found if strict or not d.patch_level]
-    tolerated = [d.sentence for d in found if not strict and d.patch_level]
-    # For a shipped record, this check replaces the comparison of space digests in ``differences``.
-    # Other records fail here only if they were edited.
+    reasons = [d.sentence for d in found if strict or not d.is_patch_level]
+    tolerated = [d.sentence for d in found if not strict and d.is_patch_level]
+    # For a shipped record, ``differences`` does not compare digests of the config space. Any other
+    # record fails here only if its file was edited.
     best = record.best
     if not reasons and space.find(best.digest, best.config) is None:
         reasons = [f"config space: the winner {best} is not in it"]
@@ -308,14 +319,14 @@ def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict:
 
 
 _INTERPRETER = " (interpreter)"
-"""Suffix of the hardware name if kernels are interpreted."""
+"""Suffix of the recorded GPU name if kernels are interpreted."""
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
-    """Yield the differences worth reporting.
+    """Yield the differences between a recorded fingerprint and the present one.
 
-    If the GPU or the use of the interpreter differs, yield only that difference. It may be the
-    cause of all others: driver, libraries, code and config space.
+    If the GPU or the use of the interpreter differs, yield only this difference. It may cause all
+    other differences, such as driver, libraries, code and config space.
     """
     was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
     if was == is_:

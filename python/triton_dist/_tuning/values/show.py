@@ -9,7 +9,7 @@ from triton_dist._tuning.values.codec import Tree
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and message of an exception, also if its ``__str__`` raises."""
+    """Return the type and the message of an exception. A ``__str__`` that raises is reported."""
     try:
         message = str(error)
     except Exception as failure:
@@ -18,7 +18,7 @@ def error_text(error: BaseException) -> str:
 
 
 def spread(samples: Sequence[float]) -> str:
-    """Return the interquartile range divided by the median, in percent."""
+    """Return the interquartile range divided by the median, as text in percent."""
     if len(samples) < 2:
         return "-"
     first, middle, third = statistics.quantiles(samples, n=4, method="inclusive")

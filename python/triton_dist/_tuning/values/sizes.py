@@ -1,8 +1,9 @@
-"""Handle the sizes in a key, which let a tuning serve a range and warm-start neighbouring keys.
+"""Find and round the sizes in a key, such as the number of rows of a matrix.
 
-``sizes=("M",)`` names parameters of the function, or fields of a named tuple that ``key_fn``
-returns. A tuning serves a range of sizes (:func:`fine_bucket`). Keys that differ only in sizes are
-a *family*: the tuning of a new key is warm-started from records of its family.
+``sizes=("M",)`` of ``tune.autotune`` names parameters of the function, or fields of a named tuple
+that ``key_fn`` returns. A size in a key is rounded up, so one tuning serves a range of sizes
+(:func:`fine_bucket`). Keys that differ only in sizes are a *family*. The tuning of a new key first
+tries configs that were fast for other keys of its family.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from triton_dist._tuning.values.key import Key, qualified_name
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, TuningWarning
 
-_ALIGNED = 32
+_ALIGNMENT = 32
 Rounding = Callable[[int], int]
+"""Function that returns the largest size of the range that contains a size."""
 WavesFn = Callable[[Any, Config], float | None]
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Path = tuple[int, ...]
 """Path of a size in a key of nested tuples: the index at each level."""
 
@@ -34,13 +36,14 @@ Path = tuple[int, ...]
 def fine_bucket(n: int) -> int:
     """Return the largest size in the range of ``n``; 0 stays 0.
 
-    Ranges end at tile boundaries. Up to 16 they end at powers of two, above at multiples of a step:
-    16 up to 128, 32 up to 2048, 128 up to 8192, and 1/32 to 1/64 of ``n`` above. Ranges are narrow
-    enough to keep tiles and waves about equally full within a range.
+    Ranges end at tile boundaries. Up to 16, they end at powers of two. Above 16, they end at
+    multiples of a step. The step is 16 up to 128, 32 up to 2048, 128 up to 8192, and 1/64 to 1/32
+    of ``n`` above 8192. Ranges are so narrow that tiles and waves are about equally full for all
+    sizes of a range.
 
-    Multiples of 32 form a separate range from the other sizes, because libraries use different
-    kernels for them (cuBLAS on an H200: 443 us for 1408 rows, 421 us for 1406 and 1410 rows). There
-    are 296 ranges up to 16384.
+    A range that ends at a multiple of 32 has only multiples of 32. Its other sizes have a separate
+    range, because libraries use different kernels for them (cuBLAS on an H200: 443 us for 1408
+    rows, 421 us for 1406 and 1410 rows). There are 296 ranges up to 16384.
 
     Raises:
         InvalidArgument: ``n`` is negative or not an int.
@@ -54,7 +57,7 @@ def fine_bucket(n: int) -> int:
         return 1 << below + 1 if n > 0 else 0
     step = 1 << max(4, min(5, below - 2), 7 * (below > 10), below - 5)
     end = -(-n // step) * step
-    return end - 1 if end % _ALIGNED == 0 and n % _ALIGNED else end
+    return end - 1 if end % _ALIGNMENT == 0 and n % _ALIGNMENT else end
 
 
 class Sizes:
@@ -62,9 +65,10 @@ class Sizes:
 
     Args:
         function: name of the function, for messages.
-        rounding: for each size name, the function that returns the largest size of a range.
-        waves_fn: ``waves_fn`` of ``tune.autotune``.
-        are_added: the sizes are parameters of the function, added to the result of ``key_fn``.
+        rounding: by name of a size, the function that rounds it up to the end of its range.
+        waves_fn: ``waves_fn`` of ``tune.autotune``: the number of waves of a config.
+        are_added: the sizes are parameters of the function and were added to the result of the
+            user's ``key_fn``.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Sizes:
         are_added: bool = False,
     ) -> None:
         self.function, self.rounding, self._waves_fn = function, dict(rounding), waves_fn
-        self._may_be_twice = are_added
+        self._checks_duplicates = are_added
 
     def range_of(self, key: Any) -> Any:
         """Return ``key`` with each size replaced by the largest size of its range.
@@ -83,34 +87,35 @@ class Sizes:
         Raises:
             InvalidArgument: a size is negative or not an int, or the key lacks a size.
         """
-        names = [name for _, name, _ in self._fields(key)]
-        if self._may_be_twice and len(names) > len(self.rounding):
-            twice = ", ".join(name for name in self.rounding if names.count(name) > 1)
+        names = [name for _, name, _ in self._sizes_in(key)]
+        if self._checks_duplicates and len(names) > len(self.rounding):
+            duplicates = ", ".join(name for name in self.rounding if names.count(name) > 1)
             warn(
-                f"{self.function}: {twice} is both an argument, which sizes= adds to the key, and "
-                "a field of the result of key_fn. The key contains it twice, so the exact size "
+                f"{self.function}: {duplicates} is both an argument, which sizes= adds to the key, "
+                "and a field of the result of key_fn. The key contains it twice, so the exact size "
                 "does not choose the config within a range. Remove it from the result of key_fn.",
                 TuningWarning,
             )
-            self._may_be_twice = False  # warn once
+            self._checks_duplicates = False  # warn once
         missing = self.rounding.keys() - set(names)
         if missing:
             expected = f"a named tuple with the fields {', '.join(sorted(self.rounding))}, of sizes"
             raise InvalidArgument(self.function, "the result of key_fn", key, expected)
-        return self._with(key, self._end)
+        return self._replaced(key, self._end_of_range)
 
     def values(self, key: Any) -> tuple[int, ...]:
         """Return the sizes in ``key``."""
-        return tuple(operator.index(value) for _, _, value in self._fields(key))
+        return tuple(operator.index(value) for _, _, value in self._sizes_in(key))
 
     def family(self, key: Any) -> Family:
-        """Return the family of ``key``, a result of ``key_fn``."""
-        return Family(list(self._fields(key)), key, self.rounding)
+        """Return the keys that differ from ``key``, a result of ``key_fn``, only in sizes."""
+        return Family(list(self._sizes_in(key)), key, self.rounding)
 
     def with_fixed(self, fixed: Config) -> Sizes:
-        """Return the sizes for calls that pass the values ``fixed`` of a config.
+        """Return the sizes for calls that pass the values ``fixed`` of tuned parameters.
 
-        ``waves_fn`` still gets the result of ``key_fn`` itself and complete configs.
+        The key of such a call is a tuple that starts with the result of ``key_fn``. ``waves_fn``
+        gets this result, and configs with the values ``fixed``.
         """
         waves_fn = self._waves_fn
         if waves_fn is None:
@@ -122,7 +127,8 @@ class Sizes:
         return Sizes(self.function, self.rounding, waves)
 
     def waves(self, key: Any, config: Config, sizes: Sequence[int]) -> float | None:
-        """Return the waves of ``config`` for ``key`` with ``sizes``; ``None`` if not known.
+        """Return the number of waves of ``config`` for ``key`` with ``sizes``; ``None`` if
+        ``waves_fn`` does not provide it.
 
         Raises:
             InvalidArgument: ``waves_fn`` returned neither a number of waves nor ``None``.
@@ -130,8 +136,8 @@ class Sizes:
         """
         if self._waves_fn is None:
             return None
-        given = iter(sizes)
-        waves = self._waves_fn(self._with(key, lambda *_: next(given)), config)
+        new_sizes = iter(sizes)
+        waves = self._waves_fn(self._replaced(key, lambda *_: next(new_sizes)), config)
         if waves is None:
             return None
         if isinstance(waves, bool) or not isinstance(waves, (int, float)) or not 0 <= waves < 1e12:
@@ -139,20 +145,22 @@ class Sizes:
             raise InvalidArgument(self.function, "the result of waves_fn", waves, expected)
         return float(waves)
 
-    def _with(self, key: Any, new: Callable[[str, Any], int]) -> Any:
-        """Return ``key`` with each size replaced by ``new(name, size)``, in order."""
+    def _replaced(self, key: Any, new_size: Callable[[str, Any], int]) -> Any:
+        """Return ``key`` with each size replaced by ``new_size(name, size)``, in order."""
         if not isinstance(key, tuple):
             return key
         names = getattr(key, "_fields", None)
         if names is None:
-            return tuple(self._with(each, new) for each in key) if type(key) is tuple else key
+            if type(key) is not tuple:
+                return key
+            return tuple(self._replaced(each, new_size) for each in key)
         values = (
-            new(name, value) if name in self.rounding else self._with(value, new)
+            new_size(name, value) if name in self.rounding else self._replaced(value, new_size)
             for name, value in zip(names, key, strict=True)
         )
         return key._make(values)  # type: ignore[attr-defined]
 
-    def _end(self, name: str, value: object) -> int:
+    def _end_of_range(self, name: str, value: object) -> int:
         size = _integer(value)
         if size is None or size < 0:
             raise InvalidArgument(self.function, f"size {name}", value, "an int, 0 or more")
@@ -163,16 +171,16 @@ class Sizes:
             raise InvalidArgument(self.function, f"{size} rounded, size {name}", rounded, expected)
         return end
 
-    def _fields(self, key: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[Path, str, Any]]:
+    def _sizes_in(self, key: Any, path: Path = ()) -> Iterator[tuple[Path, str, Any]]:
         """Yield path, name and value of each size in ``key``."""
         if not isinstance(key, tuple):
             return
         names = getattr(key, "_fields", [""] * len(key))
-        for place, (name, value) in enumerate(zip(names, key, strict=True)):
+        for index, (name, value) in enumerate(zip(names, key, strict=True)):
             if name in self.rounding:
-                yield (*path, place), name, value
+                yield (*path, index), name, value
             else:
-                yield from self._fields(value, (*path, place))
+                yield from self._sizes_in(value, (*path, index))
 
 
 class Family:
@@ -189,36 +197,37 @@ class Family:
         self._names = [name for _, name, _ in fields]
         self.sizes = tuple(value for _, _, value in fields)
         self._rounding = [rounding[name] for name in self._names]
-        self._others = _cut(codec.text(codec.encode(key)), self._paths)[1]
+        self._rest_digest = _split(codec.text(codec.encode(key)), self._paths)[1]
 
-    def sizes_of(self, record: Key) -> tuple[int, ...] | None:
-        """Return the sizes in the key of a record; ``None`` if it is not in the family."""
+    def sizes_of(self, key: Key) -> tuple[int, ...] | None:
+        """Return the sizes in the key of a record; ``None`` if the key is not in the family."""
         try:
-            sizes, others = _cut(record.text, self._paths)
-        except (LookupError, TypeError, AttributeError):  # from an earlier key_fn
+            sizes, rest_digest = _split(key.text, self._paths)
+        except (LookupError, TypeError, AttributeError):  # the key of an earlier key_fn
             return None
-        fits = others == self._others and all(type(size) is int for size in sizes)
-        return sizes if fits else None
+        is_in_family = rest_digest == self._rest_digest
+        return sizes if is_in_family and all(type(size) is int for size in sizes) else None
 
     def are_single_sizes(self, ends: Sequence[int]) -> bool:
-        """Return whether each of ``ends``, the largest size of its range, is the only size in it.
+        """Return whether each size in ``ends`` is the only size of its range.
 
-        A rounding may give special sizes, such as multiples of 32, their own range.
+        A rounding may give a special size, such as a multiple of 32, a range of its own.
         """
         pairs = zip(self._rounding, ends, strict=True)
         return all(end < 2 or _rounded(each, end - 1) not in (end, None) for each, end in pairs)
 
-    def holds(self, ends: Sequence[int], at: Sequence[int]) -> bool:
-        """Return whether the sizes ``at`` still round to ``ends``.
+    def rounds_to(self, ends: Sequence[int], measured_sizes: Sequence[int]) -> bool:
+        """Return whether ``measured_sizes`` round to ``ends``.
 
-        The rounding may have changed since a record for ``ends`` was measured at the sizes ``at``.
-        If ``at`` is empty, the record was measured at ``ends``.
+        The rounding may have changed since a record with the sizes ``ends`` in its key was
+        measured. If ``measured_sizes`` is empty, the record was measured at ``ends``.
         """
-        if not at:
+        if not measured_sizes:
             return True
-        if len(at) != len(ends):
+        if len(measured_sizes) != len(ends):
             return False
-        return [_rounded(*each) for each in zip(self._rounding, at, strict=True)] == [*ends]
+        pairs = zip(self._rounding, measured_sizes, strict=True)
+        return [_rounded(*each) for each in pairs] == [*ends]
 
     def show(self, sizes: Sequence[int]) -> str:
         """Return ``sizes`` with their names, such as ``M=512``."""
@@ -226,8 +235,8 @@ class Family:
 
 
 @functools.lru_cache(maxsize=4096)  # a first call does this for every record of its function
-def _cut(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
-    """Return the sizes at ``paths`` in the text of a key, and a digest of the other parts."""
+def _split(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
+    """Return the sizes at ``paths`` in the text of a key, and a digest of the rest of the key."""
     tree, sizes = json.loads(text), []
     for path in paths:
         items = functools.reduce(lambda node, step: _items(node)[step], path[:-1], tree)
@@ -255,9 +264,9 @@ def _rounded(rounding: Rounding, size: int) -> int | None:
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return the distance of sizes in doublings, the maximum over all sizes.
+    """Return the maximum over the sizes of ``abs(log2(size / other_size))``.
 
-    The distance between 0 and a positive size is infinite: with no work, all configs are equally
+    The distance between 0 and a positive size is infinite: with size 0, all configs are equally
     fast.
     """
     pairs = list(zip(one, other, strict=True))
@@ -272,9 +281,11 @@ def sized_key(
     rounding: Mapping[str, Rounding],
     waves_fn: WavesFn | None = None,
 ) -> tuple[Callable[..., Any], Sizes | None]:
-    """Return the ``key_fn`` with sizes, and the sizes; ``None`` if ``rounding`` is empty.
+    """Return the ``key_fn`` to call, and a description of the sizes in its result.
 
-    If all names in ``rounding`` are parameters of ``function``, the arguments are added to the key.
+    If all names in ``rounding`` are parameters of ``function``, the returned ``key_fn`` adds their
+    arguments to the result of the given ``key_fn``. If ``rounding`` is empty, there are no sizes:
+    return the given ``key_fn`` and ``None``.
     """
     if not rounding:
         return key_fn, None
@@ -293,9 +304,9 @@ def _with_arguments(
 ) -> Callable[..., Any]:
     """Return a function that adds the arguments ``names`` as sizes to the result of ``key_fn``."""
     parameters = inspect.signature(function).parameters
-    by_place = [name for name, each in parameters.items() if each.kind in _BY_PLACE]
-    places = [
-        (name, by_place.index(name) if name in by_place else math.inf, parameters[name].default)
+    positional = [name for name, each in parameters.items() if each.kind in _POSITIONAL]
+    positions = [
+        (name, positional.index(name) if name in positional else math.inf, parameters[name].default)
         for name in names
     ]
     sized: Any = namedtuple("Sized", [*names, "key"], rename=True)  # type: ignore[misc]
@@ -305,8 +316,8 @@ def _with_arguments(
     @functools.wraps(key_fn)
     def key(*args: Any, **kwargs: Any) -> Any:
         sizes = (
-            args[place] if place < len(args) else kwargs.get(name, default)  # type: ignore[index]
-            for name, place, default in places
+            args[position] if position < len(args) else kwargs.get(name, default)  # type: ignore[index]
+            for name, position, default in positions
         )
         return sized._make([*sizes, key_fn(*args, **kwargs)])
 

@@ -32,9 +32,9 @@ from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
-    Entry,
     Failure,
     Fingerprint,
+    JournalEntry,
     Key,
     LaunchStep,
     Measurement,
@@ -196,7 +196,7 @@ class Context:
         """Continue an interrupted tuning, equally on all ranks, without quarantined configs."""
         head = journal_head(self.key, self.fingerprint, head_of(self.candidates))
         journal = parts.journal(self.key)
-        stuck, entries = dict(journal.quarantined(head)), list[Entry]()
+        stuck, entries = dict(journal.quarantined(head)), list[JournalEntry]()
         if parts.ranks.is_leader:
             entries = list(journal.begin(head, None if record is None else record.digest))
         everyone = messages.all_gather(
@@ -249,7 +249,7 @@ class Context:
     def _note(self, digest: str, outcome: Outcome) -> None:
         if self._journal is not None:
             seconds = time.monotonic() - self._began
-            self._journal.append(Entry(self._entries, digest, 1, outcome, seconds))
+            self._journal.append(JournalEntry(self._entries, digest, 1, outcome, seconds))
             self._entries += 1
 
     def quarantine(self, config: Config, failure: Failure) -> None:
@@ -414,7 +414,7 @@ def open_context(
     found = OwnRecord(None, "its key has no text that is stable across processes")
     strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
     if context.can_persist:
-        stored = parts.store.find(key.under(fingerprint))
+        stored = parts.store.find(key.with_signature_of(fingerprint))
         found = own_record(stored, lambda record: validity(record, fingerprint, configs, strict))
     verdict = found.verdict
     if found.record is None:
@@ -443,7 +443,7 @@ def open_context(
     if own.failure is not None:
         raise messages.record_final_error(own.take_failure())
     agreement = Agreement(messages, context.name, proposals)
-    context.key = key.under(agreement.fingerprint)
+    context.key = key.with_signature_of(agreement.fingerprint)
     winner, location = agreement.winner, found.location_or_reason
     if winner is None and len(agreement.leader.kept) > 1:
         shared = remote_record(
@@ -451,7 +451,7 @@ def open_context(
             lambda record: validity(record, agreement.fingerprint, configs, strict),
         )  # fmt: skip
         if shared is not None:
-            winner, location = shared.record.best.digest, shared.where
+            winner, location = shared.record.best.digest, shared.location
     if winner is not None:
         context.use(own.triton_configs[winner])
         context.recorded = f"config {shown(context.winner)} of the tuning record {location}"

@@ -21,7 +21,7 @@ from triton.runtime.autotuner import Autotuner
 
 from triton_dist._tuning.engine.inputs import unexpanded
 from triton_dist._tuning.protocols import Device, Timer
-from triton_dist._tuning.values.codec import with_inner
+from triton_dist._tuning.values.codec import nested_code
 from triton_dist.errors import TuningWarning
 
 Run = Callable[..., Any]
@@ -66,7 +66,7 @@ def _names(run: Any, kind: type) -> Iterator[str]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        for _, each in with_inner(code):
+        for _, each in nested_code(code):
             yield from each.co_names
             methods = (inspect.getattr_static(kind, name, None) for name in each.co_names)
             own = (each for each in methods if isinstance(each, types.FunctionType))
