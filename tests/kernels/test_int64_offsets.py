@@ -30,7 +30,7 @@ from triton_dist.kernels.nvidia import (
     matmul,
     sp_decode_attn,
 )
-from triton_dist.language.signals import sized
+from triton_dist.language.signals import tagged
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.opinfo.base import tolerance
 
@@ -136,7 +136,7 @@ def test_a_tile_is_stored_summed_and_copied_where_its_rows_are_far_apart():
 
 @jit
 def kernel_flag(flag_ptr, size):
-    tl.store(flag_ptr, sized(tl.zeros((), tl.int32), size))
+    tl.store(flag_ptr, tagged(tl.zeros((), tl.int32), size))
 
 
 def test_sums_of_a_peer_are_copied_where_their_rows_are_far_apart():

@@ -21,7 +21,7 @@ PARAMETERS = {
     "only_rows": "desc begin end",
     "publish_tile": "",
     "symm_at": "ptr table peer",
-    "wait": "ptr count value timeout_words SIZED",
+    "wait": "ptr count value timeout_words TAGGED",
 }
 
 

@@ -179,7 +179,7 @@ MUTANTS = (
     Mutant(
         "decode attention: parts are read after all programs have stored them",
         _DECODE_PACKETS,
-        "dl.wait(counter_ptr, 1, arrived, packets.timeout_words, SIZED=True)",
+        "dl.wait(counter_ptr, 1, arrived, packets.timeout_words, TAGGED=True)",
         "pass",
         DECODE_ATTENTION,
     ),
@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         "fp8: each step along K has its own block of scales",
         _SCALES,
-        "b_scale_ptr += k // BLOCK * scales.stride_bk",
+        "b_scale_ptr += k // SCALE_BLOCK * scales.stride_bk",
         "b_scale_ptr += 0",
         ("tests/kernels/test_scaled_gemm.py",),
     ),

@@ -101,7 +101,7 @@ class DeadlockCheck(Observer):
                 self._set_flags.popitem(last=False)
 
     def record_poll(
-        self, ptr: Any, seen: Any, value: Any, size_bits: int, polls: int, overdue: bool
+        self, ptr: Any, seen: Any, value: Any, tag_bits: int, polls: int, overdue: bool
     ) -> None:
         """Record an unsuccessful poll of a flag, after ``polls`` earlier polls of this wait.
 
@@ -112,7 +112,7 @@ class DeadlockCheck(Observer):
         """
         latest = int(np.argmin((seen - value).handle.data))
         address = int(ptr.handle.data.flat[latest])
-        expected, found = int(value) >> size_bits, int(seen.handle.data.flat[latest]) >> size_bits
+        expected, found = int(value) >> tag_bits, int(seen.handle.data.flat[latest]) >> tag_bits
         thread, now = threading.get_ident(), time.monotonic()  # a thread runs one program at a time
         wait = self._waits.get(thread)
         if (

@@ -39,7 +39,7 @@ def _breakpoint_interpreted(condition: Any = True) -> None:
 
 @jit
 def _breakpoint_compiled(condition=True):
-    """Do nothing: only interpreted programs can stop."""
+    """Do nothing, because only interpreted programs can stop."""
 
 
 breakpoint = _breakpoint_interpreted if INTERPRETED.value else _breakpoint_compiled

@@ -1,4 +1,4 @@
-"""Marks that record when a program is in a part of its kernel, for timelines."""
+"""Marks: records of when a program runs a part of its kernel, for timelines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton_dist.language._spin import INTERPRETED
 from triton_dist.runtime import marking
 from triton_dist.runtime.interpreter_program import current_program_number
 
-# One thread per warp group of 4 warps writes; $1 is the begin time. The braces scope the register
+# One thread of every 4 warps writes the mark; $1 is the begin time. The braces scope the register
 # names. Values are written as early as possible, because a producer warp has only 24 registers.
 _WRITE = """{{
 .reg .pred one;
@@ -48,10 +48,10 @@ or.b32 thread, thread, {name};
 @one st.global.v2.u32 [at+{last}], {{thread, place}};
 {more}mov.u32 $0, 0;
 }}"""
-_WORD = 8
+_WORD_BYTES = 8
 
 
-def _number_of(name: Any) -> int:
+def _index_of_name(name: Any) -> int:
     name = getattr(name, "value", name)  # unwrap a constexpr
     if name not in marking.MARK_NAMES:
         expected = f"one of {', '.join(map(repr, marking.MARK_NAMES))}"
@@ -65,7 +65,7 @@ class _CompiledMark:
     __triton_builtin__ = True
 
     def __init__(self, name: Any, pipelined: Any = False, *, _semantic: Any) -> None:
-        self._number, self._semantic = _number_of(name), _semantic
+        self._name_index, self._semantic = _index_of_name(name), _semantic
         self._marks = None if getattr(pipelined, "value", pipelined) else marking.current()
 
     def __enter__(self) -> None:
@@ -74,25 +74,27 @@ class _CompiledMark:
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            _write(self._marks, self._number, [self._began], self._semantic)
+            _write(self._marks, self._name_index, [self._began], self._semantic)
 
 
 def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) -> None:
-    """Emit the write of a mark or a flag.
+    """Emit the PTX that records a mark or the use of a flag.
 
-    ``operands`` are [begin] of a mark, or [time, address, value] of a flag.
+    Args:
+        kind: index of the mark's name, or ``FLAG_SET`` or ``FLAG_AWAITED``.
+        operands: [begin time] for a mark; [time, address, value] for a flag.
     """
-    first, is_flag = marking.HEADER_WORDS * _WORD, len(operands) > 1
+    first, is_flag = marking.HEADER_WORDS * _WORD_BYTES, len(operands) > 1
     text = _WRITE.format(
         address=marks.address,
         max_marks=marking.MAX_MARKS,
-        nbytes=marking.WORDS_PER_MARK * _WORD,
+        nbytes=marking.WORDS_PER_MARK * _WORD_BYTES,
         name=kind,
         begin=first,
-        end=first + _WORD,
-        last=first + 2 * _WORD,
+        end=first + _WORD_BYTES,
+        last=first + 2 * _WORD_BYTES,
         second="$2" if is_flag else "now",
-        more=f"@one st.global.u64 [at+{first + 3 * _WORD}], $3;\n" if is_flag else "",
+        more=f"@one st.global.u64 [at+{first + 3 * _WORD_BYTES}], $3;\n" if is_flag else "",
     )
     tl.inline_asm_elementwise(
         text, "=r" + ",l" * len(operands), operands, dtype=tl.int32, is_pure=False, pack=1,
@@ -102,7 +104,7 @@ def _write(marks: marking.Marks, kind: int, operands: list[Any], semantic: Any) 
 
 class _InterpretedMark:
     def __init__(self, name: Any, pipelined: Any = False) -> None:
-        self._number = _number_of(name)
+        self._name_index = _index_of_name(name)
 
     def __enter__(self) -> None:
         self._marks = marking.current()
@@ -111,7 +113,7 @@ class _InterpretedMark:
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            name, program = (marking.MARK_NAMES[self._number], current_program_number())
+            name, program = marking.MARK_NAMES[self._name_index], current_program_number()
             self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))
 
 
@@ -161,13 +163,14 @@ def _note_interpreted_flags(kind: Any, when: Any, ptr: Any, value: Any, mask: An
 
 FLAG_AWAITED, FLAG_SET = tl.constexpr(marking.FLAG_AWAITED), tl.constexpr(marking.FLAG_SET)
 flag_clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
-"""Return the time on the clock of marks; ``None`` if no marks are made."""
+"""Return the time on the clock of marks, or ``None`` if no timeline requests marks."""
 note_flags = _note_interpreted_flags if INTERPRETED.value else _note_compiled_flags
 """Record that flags are set or were awaited: ``note_flags(KIND, when, ptr, value, mask)``.
 
-Timelines draw an arrow from the set to the wait. ``when`` is a result of ``flag_clock``, which must
-be called within a mark; if it is ``None``, nothing is compiled. ``ptr`` is a pointer or a block of
-pointers, with ``mask`` or ``None``. ``value`` is the value that a flag gets, or the awaited value.
+Timelines draw an arrow from the program that sets a flag to the program that waits for it. ``when``
+is a result of ``flag_clock``, which must be called within a mark. If ``when`` is ``None``, nothing
+is compiled. ``ptr`` is a pointer, or a block of pointers of which ``mask`` (or ``None``) selects
+some. ``value`` is the new value of the flag, or the awaited value.
 """
 
 
@@ -180,23 +183,24 @@ class MarkType(Protocol):
 mark: MarkType = _InterpretedMark if INTERPRETED.value else _CompiledMark  # type: ignore[assignment]
 """``with mark(name, pipelined=False)``: record the time of the block on timelines.
 
-``name`` is "wait", "load", "mma", "store", "push" (to peers) or "notify" (set a flag). If no
-timeline requests marks, the compiled kernel is bit-identical to one without marks.
+``name`` is "wait", "load", "mma", "store", "push" (store to peers) or "notify" (set a flag). If no
+timeline requests marks, the compiled kernel is bit-identical to a kernel without marks.
 ``pipelined``: the block is inside a loop that the compiler pipelines. A compiled mark would prevent
-the pipelining, so only the interpreter records it.
+the pipelining, so only the interpreter records this block.
 """
 
 
 @jit
 def kernel_read_clock(out_ptr):
-    """Store the clock of marks. Grid (1,)."""
+    """Store the GPU's global timer, which is the clock of marks. Grid (1,)."""
     tl.store(out_ptr, globaltimer())
 
 
 class ClockReading:
-    """Time on the clock of marks.
+    """A reading of the clock of marks.
 
-    In the interpreter, the time of creation; on a GPU, the time at which the stream gets here.
+    In the interpreter, the clock is read on creation. On a GPU, a kernel on the current stream
+    reads the clock.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Body of a wait loop between two polls of a flag.
+"""Code that a wait loop runs between two polls of a flag.
 
-On a GPU it counts polls; in the interpreter it lets other programs, threads and processes run. Both
-stop waiting when a limit is set and reached.
+On a GPU this code counts polls. In the interpreter it lets other programs, threads and processes
+run. If the wait has a limit, this code ends the wait when the limit is reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STR_MESSAGE = tl.constexpr(
     "scope and semantic arguments: a wait acquires at system scope"
 )
 INTERPRETED = tl.constexpr(is_interpreting())
-SIZE_BITS = 20  # a sized flag holds the size in its lowest 20 bits, and a count above them
+CALL_TAG_BITS = 20  # a tagged flag holds the call tag in its lowest 20 bits, and a count above
 _POLLS_PER_CHECK = tl.constexpr(64)
 _MAX_COUNT = tl.constexpr(1 << 30)
 
@@ -40,45 +40,46 @@ def _deadline_interpreted() -> float:
 
 
 def _spin_interpreted(
-    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, timeout_words: Any, sized: Any
+    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, timeout_words: Any, tagged: Any
 ) -> int:
     """Yield to other programs, threads and processes; return the number of polls so far.
 
-    Return -1 if the second timeout word is set, because another wait has found that ranks disagree.
-    Raise ``WaitTimeout`` after the time limit.
+    Return -1 if the second timeout word is set: another wait has found that ranks disagree. Raise
+    ``WaitTimeout`` after the time limit.
     """
-    if timeout_words is not None and _peer_timed_out(timeout_words):
+    if timeout_words is not None and _has_given_up(timeout_words):
         return -1
     debugger.stop_if_requested()
     overdue = deadlines.is_overdue(deadline, waits.interpreted_limit_seconds())
     if waits.on_poll is not None:
-        waits.on_poll(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
+        waits.on_poll(ptr, seen, value, CALL_TAG_BITS if tagged else 0, polls, overdue)
     if overdue:
         latest = int(np.argmin((seen - value).handle.data))  # index in a block of flags
-        size_bits = SIZE_BITS if sized else 0
+        tag_bits = CALL_TAG_BITS if tagged else 0
         raise WaitTimeout(
             rank=knobs.rank.get(),
             program=f"program {current_program()}",
             flag=describe_address(int(ptr.handle.data.flat[latest])),
-            expected=int(value) >> size_bits,
-            seen=int(seen.handle.data.flat[latest]) >> size_bits,
+            expected=int(value) >> tag_bits,
+            seen=int(seen.handle.data.flat[latest]) >> tag_bits,
             seconds=waits.interpreted_limit_seconds(),
         )
     watched = waits.on_poll is not None or debugger.is_active()
-    unchanged = None if watched else _unchanged(ptr, seen, value, deadline, timeout_words)
+    unchanged = None if watched else _unchanged_test(ptr, seen, value, deadline, timeout_words)
     pause(polls, unchanged)
     return polls + 1
 
 
-def _unchanged(
+def _unchanged_test(
     ptr: Any, seen: Any, value: Any, deadline: float, timeout_words: Any
 ) -> Callable[[], bool] | None:
-    """Return a cheap test of whether the late flags still have the values in ``seen``.
+    """Return a cheap function that tests whether the late flags still have the values in ``seen``.
 
     The test reads the memory directly; a poll through the interpreter takes 100 times as long.
-    Return ``None`` if the flags have already changed, or are only a part of their words.
+    Return ``None`` if the words in memory differ from ``seen``: a flag has changed, or ``seen`` has
+    only some bits of each word.
     """
-    word = _word(ptr)
+    word = _word_type(ptr)
     values = seen.handle.data.ravel()
     late = values != int(value)  # excludes masked elements, which equal ``value``
     addresses = np.broadcast_to(ptr.handle.data.ravel(), late.shape)[late].tolist()
@@ -87,7 +88,7 @@ def _unchanged(
 
     def is_unchanged() -> bool:
         if time.monotonic() >= deadline or (
-            timeout_words is not None and _peer_timed_out(timeout_words)
+            timeout_words is not None and _has_given_up(timeout_words)
         ):
             return False
         return _values(words) == before
@@ -99,13 +100,13 @@ def _values(words: list[Any]) -> list[int]:
     return [word.value for word in words]
 
 
-def _word(ptr: Any) -> type[ctypes.c_int64] | type[ctypes.c_int32]:
+def _word_type(ptr: Any) -> type[ctypes.c_int64] | type[ctypes.c_int32]:
     return ctypes.c_int64 if ptr.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
 
 
-def _peer_timed_out(timeout_words: Any) -> bool:
-    """Return whether the second timeout word is set."""
-    word = _word(timeout_words)
+def _has_given_up(timeout_words: Any) -> bool:
+    """Return whether the second timeout word is set: a wait with these words has ended early."""
+    word = _word_type(timeout_words)
     address = int(timeout_words.handle.data.flat[0]) + ctypes.sizeof(word)
     return bool(word.from_address(address).value)
 
@@ -135,14 +136,14 @@ def _deadline_compiled():
 
 
 @jit
-def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, SIZED: tl.constexpr):
+def _spin_compiled(ptr, seen, value, deadline, polls, timeout_words, TAGGED: tl.constexpr):
     """Count a poll of the flag; return -1 when this program must stop waiting.
 
-    All threads of the program must decide alike. The decision therefore depends on a count and the
-    result of an atomic, which are uniform, and not on a clock.
+    All threads of the program must make the same decision. It therefore depends on a count and on
+    the result of an atomic, which are equal in all threads, and not on a clock.
 
-    Without a limit, check the timeout words only at every 64th poll, because the check takes as
-    long as a poll.
+    If the wait has no limit, check the timeout words only at every 64th poll, because the check
+    takes as long as a poll.
     """
     if timeout_words is not None:
         max_polls = tl.load(timeout_words)

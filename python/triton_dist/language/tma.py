@@ -24,11 +24,12 @@ _barrier: Any = _barrier_interpreted if INTERPRETED.value else tl.debug_barrier
 def publish_tile():
     """Make the program's TMA stores visible to other GPUs; call it between stores and ``notify``.
 
-    Triton 3.6 waits only until the store has *read* shared memory, and moves even this wait into
-    the next iteration. Without this call, a release would publish the flag before the data (seen in
-    PTX for sm_90; Triton 3.9 waits in full). A second full wait is cheap. Below compute capability
-    9.0, descriptor stores are ordinary stores and a barrier suffices. In the interpreter, only the
-    detection of races (``TRITON_DIST_DEBUG=interp:race``) uses this function.
+    After a TMA store, Triton 3.6 waits only until the store has *read* shared memory, and moves
+    even this wait into the next iteration. Without this call, the flag could become visible before
+    the data (seen in PTX for sm_90). Triton 3.9 waits until the store is complete; waiting again
+    here is cheap. Below compute capability 9.0, descriptor stores are ordinary stores and a barrier
+    suffices. In the interpreter, this function only informs the race check
+    (``TRITON_DIST_DEBUG=interp:race``).
     """
     if not INTERPRETED and target_info.cuda_capability_geq(9, 0):
         tl.inline_asm_elementwise(

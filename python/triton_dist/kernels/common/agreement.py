@@ -1,4 +1,4 @@
-"""Compare the arguments of a call over ranks."""
+"""Comparison of a call's arguments between ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triton_dist.runtime.ranks import Group, group_for
 
 
 def every_call_compares() -> bool:
-    """Return whether contexts and layers created now compare the arguments of every call."""
+    """Return whether contexts and layers created now must compare the arguments of every call."""
     return "agree" in knobs.debug.get()
 
 
 def as_text(name: str, tensor: torch.Tensor) -> str:
     """Return the shape and a digest of a tensor as text, for comparison between ranks.
 
-    Waits for the device. Meta tensors and tensors in a graph capture have no digest.
+    Computing the digest waits for the device. Meta tensors and tensors in a graph capture get none.
     """
     size = f"{name} {tuple(tensor.shape)}"
     if tensor.is_meta or current_device().is_capturing():
@@ -35,8 +35,8 @@ def as_text(name: str, tensor: torch.Tensor) -> str:
 def compare_over_ranks(function: str, name: str, tensor: torch.Tensor, group: Group) -> None:
     """Raise unless all ranks call ``function`` with equal values of ``tensor``. Collective.
 
-    Skipped during a graph capture, where tensors have no values, and while candidates are tried,
-    because the tuner has compared the arguments.
+    The comparison is skipped during a graph capture, where tensors have no values, and while the
+    tuner tries candidates, because the tuner has already compared the arguments.
 
     Raises:
         RankDisagreement: values or shapes differ between ranks.

@@ -1,4 +1,4 @@
-"""Base classes of the ops' contexts, which own symmetric memory, and checks of arguments."""
+"""Base classes of op contexts, which own an op's symmetric memory, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
 
 Check: TypeAlias = tuple[str, object, bool, str]
 """Name of an argument, its value, whether it is valid, and the expected value."""
-C = TypeVar("C", bound="OpContext[Any]")
-K = TypeVar("K")
+ContextT = TypeVar("ContextT", bound="OpContext[Any]")
+KeyT = TypeVar("KeyT")
 
 
 class Memory(Protocol):
     """Memory that a context owns, resets and frees."""
 
     def reset(self) -> None:
-        """Bring all ranks to one state after a call that failed on some rank. Collective."""
+        """Return to the initial state after a call failed on some rank. Collective."""
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
@@ -52,7 +52,7 @@ class OpContext(Generic[B]):
     """Context manager that owns the memories of an op.
 
     The constructor of a subclass sets ``buffer`` and allocates further memories inside
-    ``allocating``. Contexts have the attributes ``group``, ``rank``, ``num_ranks`` and ``device``.
+    ``allocating``. A context has the attributes ``group``, ``rank``, ``num_ranks`` and ``device``.
     """
 
     def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
@@ -68,7 +68,7 @@ class OpContext(Generic[B]):
     def allocating(self) -> Iterator[Callable[[M], M]]:
         """Yield a function that registers a memory with the context and returns it.
 
-        If anything fails, such as the second allocation, the registered memories are freed.
+        If the block raises, for example in a later allocation, the registered memories are freed.
         """
 
         def add(memory: M) -> M:
@@ -93,30 +93,29 @@ class OpContext(Generic[B]):
         self._buffer = buffer
 
     def check(self) -> None:
-        """Wait for the device and raise if ranks called with different numbers of rows.
+        """Wait for the device, and raise if ranks called an op with different numbers of rows.
 
-        The next call of an op checks this without waiting. Use ``check`` after the last replay of a
-        CUDA graph.
+        Each call of an op checks the previous calls without waiting. Use ``check`` after the last
+        replay of a CUDA graph.
 
         Raises:
-            RankDisagreement: names the ranks and their values.
+            RankDisagreement: the numbers differ. The message has the number of each rank.
         """
         self.buffer.disagreements.check_when_done()
 
     def barrier_all(self) -> None:
-        """Align all ranks on their current streams."""
+        """Wait for all ranks, on the host and on the current stream of each rank."""
         ranks = group_for(self.group)
         ranks.barrier("barrier_all")
         ranks.align_devices()
 
     def sleep(self, straggler_option: tuple[int, int] | None) -> None:
-        """Delay one rank: ``straggler_option`` is (rank, cycles) or ``None``."""
+        """Delay one rank's stream. ``straggler_option`` is (rank, GPU clock cycles) or ``None``."""
         if straggler_option is not None and straggler_option[0] == self.rank:
             self.device.sleep(straggler_option[1])
 
     def reset(self) -> None:
-        """Bring the memories of all ranks to one state after a call that failed on some rank.
-        Collective.
+        """Return all memories to their initial state after a call failed on some rank. Collective.
 
         Raises:
             ContextFinalized: the memories have been freed.
@@ -127,14 +126,14 @@ class OpContext(Generic[B]):
             memory.reset()
 
     def finalize(self) -> None:
-        """Free the memories; idempotent. Collective: wait until every rank has called it."""
+        """Free the memories; idempotent. Collective: wait until every rank calls ``finalize``."""
         if self._buffer is None:
             return
         self.device.synchronize()
         group_for(self.group).barrier(f"finalize of the {self._op} context")
         self.free()
 
-    def __enter__(self: C) -> C:
+    def __enter__(self: ContextT) -> ContextT:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
@@ -158,10 +157,11 @@ def agree_to_create(
     checks: Iterable[Check],
     group: Group,
 ) -> None:
-    """Raise on every rank unless all ranks can create ``a_context`` with equal arguments.
-    Collective.
+    """Raise on every rank unless all ranks can create a context with equal arguments. Collective.
 
     Args:
+        function: name of the caller's public function, for errors.
+        a_context: kind of context with its article, for errors.
         equal_arguments: arguments that must be equal on all ranks, by name.
         checks: checks of this rank's arguments.
     """
@@ -173,7 +173,7 @@ def agree_to_create(
     except TypeError as failure:
         error = InvalidArgument(function, "an argument", str(failure), "int sizes")
     ranks = group_for(group)
-    # Send values that are not numbers as text, which can always be compared.
+    # Send other values as text, because any two texts can be compared.
     values = [
         each if isinstance(each, numbers.Integral | str) else repr(each)
         for each in equal_arguments.values()
@@ -202,18 +202,21 @@ def raise_first_error(function: str, checks: Iterable[Check]) -> None:
 
 
 def int_checks(**sizes: object) -> Iterator[Check]:
-    """Yield checks that arguments are ints; run them before checks that compare the arguments."""
+    """Yield checks that arguments are ints. Run them before checks of the arguments' values."""
     for name, size in sizes.items():
         yield name, size, is_int(size), "an int"
 
 
 def is_int(number: object) -> bool:
-    """Return whether an argument is an integer, including NumPy's, but not a bool."""
+    """Return whether an argument is a Python or NumPy integer, but not a bool."""
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
-    """Yield checks of the caller's ``rank``, group size and local size, given by argument name."""
+    """Yield checks of the caller's ``rank`` and of two ``sizes``, whose keywords are their names.
+
+    The first size is the number of ranks of the group, the second the number of ranks per host.
+    """
     yield from int_checks(rank=rank, **sizes)
     ranks, ((name, size), (local_name, local_size)) = group_for(group), sizes.items()
     yield name, size, size == ranks.size, f"{ranks.size}, the size of the group"
@@ -226,7 +229,10 @@ def from_1_to(maximum: int, name: str, value: int) -> Check:
 
 
 def checked_buffer(ctx: Any, ctx_type: type[OpContext[B]], function: str, creator: str) -> B:
-    """Return ``ctx.buffer``, of a context of ``ctx_type`` or a substitute that has a ``buffer``."""
+    """Return ``ctx.buffer``. Raise unless ctx is a ``ctx_type`` or a substitute with a ``buffer``.
+
+    ``creator`` is the public function that creates contexts, for errors.
+    """
     if isinstance(ctx, ctx_type):
         if ctx._buffer is None:
             raise ContextFinalized(ctx_type.__name__)
@@ -244,7 +250,7 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def gradient_check(name: str, tensor: torch.Tensor) -> Check:
-    """Return the check that ``tensor`` needs no gradient: ops have no backward."""
+    """Return the check that ``tensor`` needs no gradient, because ops have no backward."""
     expected = "False: use layers.nvidia.functional, which has a backward, or torch.no_grad()"
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected
 
@@ -257,7 +263,7 @@ class GEMMContext(OpContext[B]):
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(self.title, group)
-        # Cache of accepted signatures: a check takes several us, a lookup less than 1 us.
+        # Signatures of operands that passed the checks: checking takes several us, a lookup < 1 us.
         self.checked_keys: BoundedDict[Any, Any] = BoundedDict()
 
 
@@ -269,8 +275,8 @@ def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
 def operand_signature(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Return all properties of the tensors that the checks of operands depend on.
 
-    This includes the address of ``aligned`` modulo 16, because TMA requires 16-byte alignment. The
-    signature of other objects is one that no tensor has, so such a call is checked.
+    This includes the address of ``aligned`` modulo 16, because TMA requires 16-byte alignment. If
+    an argument is not a tensor, the result differs from all accepted signatures, so the checks run.
     """
     try:
         properties = tuple(
@@ -284,16 +290,16 @@ def operand_signature(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> t
 
 
 def tensor_checks(**tensors: object) -> Iterator[Check]:
-    """Yield checks that arguments are tensors; run them before checks that read attributes."""
+    """Yield checks that arguments are tensors. Run them before checks that read attributes."""
     for name, tensor in tensors.items():
         yield name, tensor, isinstance(tensor, torch.Tensor), "a tensor"
 
 
 class ProductKey(NamedTuple):
-    """Tuning key of a GEMM across ranks, without options of the op.
+    """Tuning key of a GEMM across ranks, without the options of a particular op.
 
-    ``M`` counts the rows of all ranks; ``N``, ``K``, ``layout`` (of B) and ``contiguous`` (of A)
-    describe this rank's operands.
+    ``M`` is the sum of rows over all ranks. ``N``, ``K``, ``layout`` (of B) and ``contiguous`` (of
+    A) describe this rank's operands.
     """
 
     M: int
@@ -310,20 +316,23 @@ def checked_once(
     signature: Hashable,
     function: str,
     checks: Callable[[], Iterable[Check]],
-    make: Callable[[], K],
-) -> K:
-    """Return the cached ``make()`` of this signature; the first call runs ``checks`` before it."""
-    known: K | None = cache.get(signature)
-    if known is None:
+    make: Callable[[], KeyT],
+) -> KeyT:
+    """Return ``make()``, cached by ``signature``. The first call of a signature runs ``checks``."""
+    accepted: KeyT | None = cache.get(signature)
+    if accepted is None:
         raise_first_error(function, checks())
-        known = cache[signature] = make()
-    return known
+        accepted = cache[signature] = make()
+    return accepted
 
 
 def operand_checks(
     dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
 ) -> Iterator[Check]:
-    """Yield checks that operands have the context's dtype and device, and need no gradient."""
+    """Yield checks that operands have the context's dtype and device, and need no gradient.
+
+    An operand may be ``None``.
+    """
     for name, tensor in tensors.items():
         if tensor is not None:
             yield gradient_check(name, tensor)
@@ -336,7 +345,7 @@ def operand_checks(
 
 
 def layout_of(B: torch.Tensor) -> str:
-    """Return how B is read: by TMA as row-major or column-major, or else by pointers (strided)."""
+    """Return "row-major" or "column-major" if TMA can read B, else "strided" (read by pointers)."""
     if not fits_descriptor(B):
         return "strided"
     return "column-major" if B.stride(0) == 1 else "row-major"

@@ -1,17 +1,19 @@
 """Memory words with which kernels address peers and wait for them: tables, flags and timeout words.
 
-*Flags* are int64. The lowest 20 bits hold the size of the call that set the flag, for example its
-number of rows; the bits above count calls (``language.sized``). A waiting kernel compares both, so
-it detects a peer that called with another size.
+*Flags* are int64. The lowest 20 bits hold the *call tag* of the call that set the flag: a number
+computed from the call's sizes, for example its number of rows. The bits above count calls
+(``language.tagged``). A waiting kernel compares the call tag with its own, so it detects a peer
+that called with other sizes.
 
-*Timeout words*: each memory has a few control words per slot. In production a wait has no limit.
-During tuning, a wait gives up after a number of polls (``runtime/waits.py``) and notes this in the
-timeout words, which ends all further waits that use them.
+*Timeout words* are control words. A memory has two buffers, called slots, each with its own timeout
+words. In production a wait has no limit. During tuning, a wait gives up after a number of polls
+(``runtime/waits.py``). It records this in the timeout words, which ends all waits that use them.
 
-*Disagreements*: a kernel that sees another size notes it in its timeout words and sets a word in
-host memory. The timeout words of a context form a ring, through which all its waits end, in this
-call and in later calls. The results of these calls are invalid. The host reads its word around each
-launch, without device time, and raises. It waits for the device only if the word is set.
+*Disagreements*: a kernel that sees another call tag records it in its timeout words and sets a word
+in host memory. All timeout words of a context form a ring, through which the kernel also ends the
+other waits of the context, in this call and in later calls. The results of these calls are invalid.
+The host reads its word around each launch, which takes no device time, and raises. It waits for the
+device only if the word is set.
 """
 
 from __future__ import annotations
@@ -29,66 +31,66 @@ import triton.language as tl
 from triton_dist import knobs
 from triton_dist._jit import jit
 from triton_dist.errors import RankDisagreement, WaitTimeout
-from triton_dist.language.signals import SIZE_BITS, sized
+from triton_dist.language.signals import CALL_TAG_BITS, tagged
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 
-# Alignment of all targets in bytes. Without this hint, Triton stores 2 bytes at a time to an
-# address that it loaded from a table.
+# Alignment of all target addresses in bytes. Without this hint, Triton stores 2 bytes at a time to
+# an address that it loaded from a table.
 TARGET_ALIGNMENT = tl.constexpr(16)
-# Index in a slot's line at which the timeout words begin, after the epoch.
+# The control words of a slot are one 128-byte line: the epoch, then the timeout words from here.
 TIMEOUT_WORD = tl.constexpr(1)
 _PRIME = 2**20 - 3
 
 
 @jit
-def target_at(targets_ptr, row_block, like_ptr):
-    """Return the address of the memory for tiles of ``row_block``.
+def target_at(targets_ptr, index, like_ptr):
+    """Return entry ``index`` of a table of target addresses, with the type of ``like_ptr``.
 
     The alignment hint must be here: Triton 3.6 loses a hint on the result of an inlined call.
     """
-    return tl.multiple_of(tl.load(targets_ptr + row_block).to(like_ptr.dtype), TARGET_ALIGNMENT)
+    return tl.multiple_of(tl.load(targets_ptr + index).to(like_ptr.dtype), TARGET_ALIGNMENT)
 
 
 @jit
 def epoch_at(epoch_ptr):
-    """Return the epoch of the slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
-    return tl.load(epoch_ptr) >> SIZE_BITS
+    """Return the epoch of the slot whose control words begin at ``epoch_ptr``."""
+    return tl.load(epoch_ptr) >> CALL_TAG_BITS
 
 
 @jit
 def timeout_word_of(epoch_ptr):
-    """Return the timeout words of the slot whose line begins at ``epoch_ptr``."""
+    """Return the timeout words of the slot whose control words begin at ``epoch_ptr``."""
     return epoch_ptr + TIMEOUT_WORD
 
 
 @jit
-def flag_of(epoch_ptr, size):
-    """Return the flag that a call of ``size`` sets and awaits in the slot's current use."""
-    return sized(epoch_at(epoch_ptr), size)
+def flag_of(epoch_ptr, call_tag):
+    """Return the flag that a call with ``call_tag`` sets and awaits in the slot's current use."""
+    return tagged(epoch_at(epoch_ptr), call_tag)
 
 
-def flag_size(flag: int) -> int:
-    """Return the size in a flag modulo 2**20, on the host."""
-    mask: int = (1 << SIZE_BITS.value) - 1
+def flag_tag(flag: int) -> int:
+    """Return the lowest 20 bits of a flag, its call tag, on the host."""
+    mask: int = (1 << CALL_TAG_BITS.value) - 1
     return flag & mask
 
 
 def flag_count(flag: int) -> int:
-    size_bits: int = SIZE_BITS.value
-    return flag >> size_bits
+    tag_bits: int = CALL_TAG_BITS.value
+    return flag >> tag_bits
 
 
-def flag_value(count: int, size: int) -> int:
-    """Compute ``language.sized`` on the host: an int64 that wraps around as on the device."""
-    size_bits: int = SIZE_BITS.value
-    flag = (count << size_bits | flag_size(size)) % 2**64
+def flag_value(count: int, call_tag: int) -> int:
+    """Compute ``language.tagged`` on the host: an int64 that wraps around as on the device."""
+    tag_bits: int = CALL_TAG_BITS.value
+    flag = (count << tag_bits | flag_tag(call_tag)) % 2**64
     return flag - 2**64 if flag >= 2**63 else flag
 
 
 def fold_to_tag(number: int) -> int:
-    """Fold an element count or a checksum into the 20-bit tag of a call, which flags contain.
+    """Fold an element count or a checksum into a call tag of 20 bits.
 
     The divisor is the largest prime below 2**20, because counts tend to differ by powers of two.
     """
@@ -97,10 +99,10 @@ def fold_to_tag(number: int) -> int:
 
 @dataclass(frozen=True)
 class ShardPush:
-    """Memory of a consumer kernel that sends this rank's shard itself (``gemm/work_items.py``).
+    """Memory of a GEMM kernel that sends this rank's shard of A itself (``gemm/work_items.py``).
 
     Attributes:
-        shards, arrivals: int64 [num_ranks], addresses of each rank's gathered rows and flags.
+        shards, arrivals: int64 [num_ranks], addresses of the gathered rows and flags on each rank.
         consumed: int32 [num_ranks], the last epoch whose shards each peer has consumed.
         num_comm_sms: number of programs that send.
         num_chunks: number of chunks of a shard, along K.
@@ -118,13 +120,14 @@ class GatheredShards:
     """The gathered shards, and the flags that report which rows have arrived.
 
     Flag ``arrivals[s * flags_per_rank + c]`` covers rows ``[c * chunk_rows, (c + 1) * chunk_rows)``
-    of shard s, which have arrived when the flag reaches ``epoch[0]``. Timeout words follow the
-    epoch. With a ``push``, the consumer sends this rank's shard, and a flag covers a chunk along K.
+    of shard s. These rows have arrived when the flag reaches ``epoch[0]``. Timeout words follow the
+    epoch. If ``push`` is set, the consumer kernel sends this rank's shard, and a flag covers a
+    chunk along K.
 
     Attributes:
         rows: [M, K], contiguous.
-        arrivals, epoch: int64, with the flag format of this module.
-        scales: fp32, scales of the shards of an fp8 A, one shard after the other.
+        arrivals, epoch: int64, in the flag format of this module.
+        scales: fp32, scales of the shards of an fp8 A, in the order of ranks.
     """
 
     rows: torch.Tensor
@@ -142,61 +145,65 @@ DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
 """Flags that peers set, and a function from a flag's index to the rank that sets it."""
-# Longest run time of a call's kernels in seconds, without waits and compilation.
+# Assumed maximum run time of a call's kernels in seconds, without waits and compilation.
 _LAUNCH_SECONDS = 10.0
 
 
 class Disagreements:
-    """Disagreements on sizes that kernels have noted in the memories of one context.
+    """Different call tags that kernels have recorded in the memories of one context.
 
     Args:
-        what: the value that must be equal on all ranks, for errors.
-        describe: returns a size as errors print it.
+        compared: the value that must be equal on all ranks, in words, for errors.
+        describe: converts a call tag to the text in errors.
     """
 
     def __init__(
-        self, what: str, group: dist.ProcessGroup | None, describe: Callable[[int], object] = int
+        self,
+        compared: str,
+        group: dist.ProcessGroup | None,
+        describe: Callable[[int], object] = int,
     ) -> None:
-        self._what, self._group, self._describe = what, group, describe
+        self._compared, self._group, self._describe = compared, group, describe
         self._device = current_device()
         memory = self._device.host_word()
         self.address = memory.data_ptr()
         self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
-        # Weak: TimeoutWords refers to this object, and its memory must be freed with its owner.
-        self._timeouts: WeakValueDictionary[int, TimeoutWords] = WeakValueDictionary()
+        # Weak references, because each TimeoutWords refers to this object: a cycle would delay the
+        # release of the memory.
+        self._members: WeakValueDictionary[int, TimeoutWords] = WeakValueDictionary()
 
     def add(self, timeout_words: TimeoutWords) -> None:
         """Add the timeout words of a memory to the ring."""
-        self._timeouts[id(timeout_words)] = timeout_words
+        self._members[id(timeout_words)] = timeout_words
         self.link()
 
     def link(self) -> None:
-        """Write the next element of the ring and the address of the host word to each slot."""
+        """Write the address of the next slot's timeout words and of the host word to each slot."""
         all_words = [
             words
-            for timeout_words in self._timeouts.values()
+            for timeout_words in self._members.values()
             for words in timeout_words.slot_words()
         ]
         for words, following in zip(all_words, all_words[1:] + all_words[:1], strict=True):
             words[REPORT], words[NEXT] = self.address, following.data_ptr()
 
     def find(self) -> RankDisagreement | None:
-        """Return the disagreement that a kernel has noted, if any. Requires a finished device."""
+        """Return the disagreement that a kernel has recorded, if any. Kernels must have ended."""
         return next(
             filter(
-                None, (timeout_words.disagreement() for timeout_words in self._timeouts.values())
+                None, (timeout_words.disagreement() for timeout_words in self._members.values())
             ),
             None,
         )
 
     def check(self) -> None:
-        """Raise if a kernel found that ranks disagree; else return within some tens of ns.
+        """Raise if a kernel has recorded a disagreement; otherwise return within some tens of ns.
 
         Raises:
             RankDisagreement: raised by every call until the context is reset.
         """
         if self.word[0]:
-            # The error of an earlier call: raise it after the capture.
+            # The error is of a call before the graph capture. Raise it after the capture.
             if self._device.is_capturing():
                 return
             self._device.synchronize(knobs.wait_timeout.get())
@@ -214,31 +221,31 @@ class Disagreements:
     def build_error(
         self, rank: int, timeout_words: Sequence[int], flags: Iterable[Flags]
     ) -> RankDisagreement:
-        """Return the error of group rank ``rank``.
+        """Return the error for the timeout words of group rank ``rank``.
 
-        ``flags`` are searched for the flag with another size, to name the rank that set it.
+        ``flags`` are searched for the flag with another call tag, to name the rank that set it.
         """
-        own_size, other_size = flag_size(timeout_words[AWAITED]), flag_size(timeout_words[SEEN])
-        by_rank: dict[int, object] = {self._global_rank(rank): self._describe(own_size)}
+        own_tag, other_tag = flag_tag(timeout_words[AWAITED]), flag_tag(timeout_words[SEEN])
+        by_rank: dict[int, object] = {self._global_rank(rank): self._describe(own_tag)}
         for words, source_of in flags:
-            # Find the flag by the address that the kernel noted.
+            # Find the flag by the address that the kernel has recorded.
             index, rest = divmod(timeout_words[FLAG] - words.data_ptr(), words.element_size())
             if rest == 0 and 0 <= index < words.numel():
-                by_rank[self._global_rank(source_of(index))] = self._describe(other_size)
+                by_rank[self._global_rank(source_of(index))] = self._describe(other_tag)
         remedy = (
             "All ranks must call with the same value. The result of this call is invalid. Call "
             "the context's reset() on all ranks before the next call."
         )
-        return RankDisagreement(self._what, dict(sorted(by_rank.items())), remedy)
+        return RankDisagreement(self._compared, dict(sorted(by_rank.items())), remedy)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
 FindLateFlag: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
-"""Returns the name of the flag that a wait gave up on, its expected value and its present value.
+"""Function that returns (name, expected value, present value) of the flag that a wait gave up on.
 
-The argument maps slots to their timeout words.
+The argument maps each slot in which a wait gave up to the timeout words of the slot.
 """
 
 
@@ -247,12 +254,13 @@ class TimeoutWords:
     """Host view of the timeout words of a memory's slots.
 
     Attributes:
-        name, kernels: names of the memory and of the kernels that wait in it, for errors.
+        name, kernels: names of the memory and of the kernels that wait for its flags, for errors.
         lines: int64 [slots, control words]; the timeout words begin at word ``first``.
         consecutive_waits: number of waits in one call that can each last until the limit.
         find_late_flag: finds the flag that a wait gave up on, for errors.
-        flags: returns the flags of a slot that carry sizes.
-        disagreements: disagreements of the context.
+        flags: returns the flags of a slot that carry call tags.
+        disagreements: object of the context that collects disagreements.
+        max_polls: current limit of waits in polls; 0 means no limit.
     """
 
     name: str
@@ -281,16 +289,17 @@ class TimeoutWords:
         max_polls = waits.limit_polls()
         if max_polls != self.max_polls:
             if not self.max_polls:
-                self._clear()  # Earlier trials may have left values.
+                self._clear()  # Candidates tried earlier may have left values.
             self.lines[:, self.first + MAX_POLLS] = max_polls
             self.max_polls = max_polls
         return max_polls
 
     def end(self) -> None:
-        """Check the waits of a call that has been queued.
+        """Check the waits of a call whose kernels have been queued.
 
         Raises:
-            RankDisagreement: ranks called with different sizes. On a GPU a later call raises it.
+            RankDisagreement: ranks called with different sizes. On a GPU, the error of a call is
+                raised by a later call.
             WaitTimeout: a wait gave up during tuning outside of ``waits.deferred_checks``.
         """
         if self.max_polls:
@@ -299,7 +308,7 @@ class TimeoutWords:
             self.disagreements.check()
 
     def check_waits(self) -> None:
-        """During tuning, pass the check of waits to the tuner, or check them now."""
+        """Let the tuner check the waits later, or check them now if it does not defer checks."""
         if waits.defer(self.timeout_error) or self._device.is_capturing():
             return
         limit = waits.limit_seconds() or 0.0
@@ -309,18 +318,15 @@ class TimeoutWords:
             raise overdue
 
     def timeout_error(self) -> WaitTimeout | RankDisagreement | None:
-        """Return the error of the first wait that gave up since the last call, if any.
-
-        Requires a finished device.
-        """
+        """Return the error of the first wait that gave up, if any. All kernels must have ended."""
         late = {
             slot: timeout_words
-            for slot, timeout_words in enumerate(self._timeouts())
+            for slot, timeout_words in enumerate(self._words_per_slot())
             if timeout_words[GAVE_UP]
         }
         if not late:
             return None
-        # A disagreement also ends waits. It is then the cause, not a timeout.
+        # A disagreement also ends waits. If there is one, it is the cause.
         disagreed = self.disagreements.find()
         if disagreed is not None:
             return disagreed
@@ -337,7 +343,7 @@ class TimeoutWords:
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
-        """Context manager in which no rank uses the memory, so that all can refill it.
+        """Context manager in which no rank uses the memory, so that ranks can reinitialise it.
         Collective."""
         self._device.synchronize(waits.limit_seconds())
         self.ranks.barrier(f"no rank uses the memory of {self.name}")
@@ -353,19 +359,20 @@ class TimeoutWords:
         self.lines = torch.empty(0, self.lines.shape[1])
 
     def slot_words(self) -> Iterable[torch.Tensor]:
-        """Return the timeout words of each slot, int64 [slots, words]."""
+        """Return the timeout words of all slots, int64 [slots, words]."""
         return self.lines[:, self.first :]
 
     def disagreement(self) -> RankDisagreement | None:
-        """Return the error if a peer has another size. Requires a finished device."""
-        for slot, timeout_words in enumerate(self._timeouts()):
+        """Return the error if a peer has another call tag, else ``None``. All kernels must have
+        ended."""
+        for slot, timeout_words in enumerate(self._words_per_slot()):
             if timeout_words[GAVE_UP] == DISAGREED:
                 return self.disagreements.build_error(
                     self.ranks.rank, timeout_words, self.flags(slot)
                 )
         return None
 
-    def _timeouts(self) -> list[list[int]]:
+    def _words_per_slot(self) -> list[list[int]]:
         return [line[self.first :] for line in self.lines.tolist()]
 
     def _clear(self) -> None:

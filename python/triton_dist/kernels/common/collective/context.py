@@ -1,4 +1,4 @@
-"""Base of the contexts of plain collectives, and checks of their tensors."""
+"""Base class of the contexts of collectives without a GEMM, and checks of their tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     """Context manager that owns the symmetric memory of one kind of collective.
 
     Attributes:
-        workspace_nbytes: largest tensor of one launch; larger tensors take several launches.
+        workspace_nbytes: bytes of the largest tensor of one launch. Larger tensors take several
+            launches.
     """
 
     name: str
@@ -57,21 +58,21 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         return 0
 
 
-_C = TypeVar("_C", bound=CollectiveContext)
+_ContextT = TypeVar("_ContextT", bound=CollectiveContext)
 
 
 def create(
-    ctx_type: type[_C],
+    ctx_type: type[_ContextT],
     function: str,
     workspace_nbytes: int,
     rank: int,
     world_size: int,
     local_world_size: int,
     group: Group,
-) -> _C:
+) -> _ContextT:
     """Create a context of class ``ctx_type`` for ``function``. Collective over ``group``.
 
-    Raises the errors of ``agree_to_create`` and of the allocation.
+    Raise the errors of ``agree_to_create`` and of the allocation.
     """
 
     group = process_group_of(group)
@@ -89,12 +90,12 @@ def create(
 
 
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
-    """Return the text on which ranks must agree in addition to the key (``agree_fn``)."""
+    """Return a text that, like the tuning key, must be equal on all ranks (``agree_fn``)."""
     return f"x of {x.numel()} elements"
 
 
 def fits_vectors(x: torch.Tensor, elements: int) -> bool:
-    """Return whether x and its shards of ``elements`` elements begin at multiples of 16 bytes."""
+    """Return whether kernels can read x, in shards of ``elements`` elements, in 16-byte vectors."""
     return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % VECTOR_BYTES == 0
 
 
@@ -128,9 +129,10 @@ def check_output(
     device: torch.device,
     allowed_offset: int | None = None,
 ) -> None:
-    """Raise ``InvalidArgument`` for an unsuitable tensor for a result of ``numel`` elements.
+    """Raise ``InvalidArgument`` if ``output`` cannot hold a result of ``numel`` elements.
 
-    It must not share memory with x, unless x is exactly its bytes that begin at ``allowed_offset``.
+    ``output`` must not share memory with x. Exception: x may begin ``allowed_offset`` bytes after
+    the begin of ``output``.
     """
     check_tensor(function, "output", output, device)
     if output.dtype != x.dtype:

@@ -1,8 +1,8 @@
-"""Plain collectives whose shards are pushed by copy engines: many bytes without SMs.
+"""All-gather and reduce-scatter whose shards are pushed by copy engines, for many bytes.
 
-Slots alternate by the protocol of ``slots/epochs.py``. A slot has on each rank ``shards`` uint8
-[source rank, bytes of a shard] and ``arrivals`` int64 [MAX_CHUNKS, source rank], the flags of
-chunks. Both are written by copy engines of the source.
+Calls alternate between two slots by the protocol of ``slots/epochs.py``. On each rank a slot has
+``shards`` uint8 [source rank, bytes of a shard] and ``arrivals`` int64 [MAX_CHUNKS, source rank].
+``arrivals`` are flags, one per chunk. Copy engines of the source rank write both regions.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class PushedShards(PushedSlots):
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Push x, and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what arrives.
+        """Push x, then add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) received
+        shards.
 
-        x and out are flat. Every rank must make the same call.
+        x and out are 1-D. Every rank must make the same call.
         """
         slots, awaited, transfer = self.slots, False, None
         slots.take(exchange.call_tag, copied=True)
@@ -97,7 +98,7 @@ class PushedShards(PushedSlots):
 
 
 def _chunks(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
-    """Yield the first element and the end of each chunk of a shard, as the kernels cut it."""
+    """Yield (first element, end) of each chunk of a shard. The kernels use the same chunks."""
     params = exchange.params
     round_elements = params.num_ctas * params.block_bytes // item_bytes
     rounds = -(-exchange.elements // round_elements)

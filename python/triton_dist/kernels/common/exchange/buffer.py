@@ -1,4 +1,4 @@
-"""Symmetric memory of the exchanges, and the parameters of their launches."""
+"""Symmetric memory for exchanges (kernels that send shards to peers), and launch parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     kernel_reduce_scatter,
 )
 from triton_dist.kernels.common.peers import AWAITED, FLAG, Disagreements, Flags, TimeoutWords
-from triton_dist.language.signals import SIZE_BITS
+from triton_dist.language.signals import CALL_TAG_BITS
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
@@ -41,7 +41,7 @@ _PACKET_ALIGNMENT: int = protocol.PACKET_ALIGNMENT.value
 _LINE_WORDS: int = protocol.LINE_WORDS.value
 _SLOTS, _PHASES = 2, protocol.PHASES.value
 _LINE = 16  # int64 words in a 128-byte line
-VECTOR_ELEMENTS = 16  # Triton compiles whole vectors for sizes that are multiples of it.
+VECTOR_ELEMENTS = 16  # Triton compiles vector accesses for sizes that are multiples of 16.
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class LaunchParams:
     """Parameters of a launch.
 
     Attributes:
-        num_ctas: programs, at most ``MAX_CTAS``.
+        num_ctas: number of programs, at most ``MAX_CTAS``.
         block_bytes: bytes that a program moves at a time, a power of two, at least 512.
-        num_chunks: chunks of a program's blocks, at most ``MAX_CHUNKS``.
+        num_chunks: number of chunks into which a program's blocks are divided, at most
+            ``MAX_CHUNKS``. A program sends one chunk while it waits for another.
     """
 
     num_ctas: int
@@ -60,7 +61,7 @@ class LaunchParams:
 
     @property
     def values(self) -> tuple[int, int, int]:
-        """Values of ``TUNABLES``."""
+        """Values of the parameters in the order of ``TUNABLES``."""
         return self.num_ctas, self.block_bytes, self.num_chunks
 
     @property
@@ -70,8 +71,8 @@ class LaunchParams:
 
     @property
     def num_warps_in_packets(self) -> int:
-        """Warps of a launch with packets: one line per thread, up to 32 warps. More lines per
-        thread would cost shared memory."""
+        """Warps of a launch with packets: one line (8 bytes of data) per thread, up to 32 warps.
+        More lines per thread would require shared memory."""
         return max(1, min(32, self.block_bytes // (32 * LINE_BYTES)))
 
 
@@ -80,11 +81,11 @@ SMALL_PARAMS = (
     *(LaunchParams(ctas, 2048) for ctas in (8, 16, 32, 64)),
     *(LaunchParams(ctas, 8192) for ctas in (16, 32, 64, 128)),
 )
-"""For few bytes, where the latency of the last program counts."""
+"""For few bytes, where latency determines the time of a call."""
 LARGE_PARAMS = tuple(
     LaunchParams(ctas, 16384, chunks) for ctas in (32, 64, 128) for chunks in (1, 4, 8)
 )
-"""For many bytes, where the number of bytes in flight counts."""
+"""For many bytes, where the number of bytes in flight determines the time of a call."""
 
 
 def params_in(config: Mapping[str, Any]) -> LaunchParams:
@@ -93,14 +94,15 @@ def params_in(config: Mapping[str, Any]) -> LaunchParams:
 
 @functools.cache
 def params_for_device(params: LaunchParams = DEFAULT_PARAMS) -> LaunchParams:
-    """Limit ``params`` in the interpreter to the programs that run concurrently there."""
+    """Return ``params``; in the interpreter, with at most as many programs as run concurrently."""
     device = current_device()
     max_ctas = device.num_sms if device.interprets else params.num_ctas
     return replace(params, num_ctas=min(params.num_ctas, max_ctas))
 
 
 def small_params(nbytes: int) -> LaunchParams:
-    """Return the first of ``SMALL_PARAMS`` that moves ``nbytes`` at a time, or the last."""
+    """Return the first of ``SMALL_PARAMS`` whose grid moves ``nbytes`` in one block per program, or
+    else the last."""
     sufficient = (each for each in SMALL_PARAMS if each.num_ctas * each.block_bytes >= nbytes)
     return params_for_device(next(sufficient, SMALL_PARAMS[-1]))
 
@@ -113,7 +115,10 @@ def checked_params(
     num_chunks: int | None,
     default: LaunchParams = DEFAULT_PARAMS,
 ) -> LaunchParams:
-    """Return the parameters that a caller passed; for ``None`` use the value of ``default``."""
+    """Return the parameters that a caller passed; ``default`` has the values for ``None``.
+
+    ``function`` is the name of the caller's function, for errors.
+    """
     passed = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_chunks": num_chunks}
     changes = {name: n for name, n in passed.items() if n is not None}
     params = replace(params_for_device(default), **changes)
@@ -128,9 +133,9 @@ def checked_params(
 
 
 def is_worth_trying(params: LaunchParams, shard_bytes: int) -> bool:
-    """Return whether a shard of ``shard_bytes`` has a block for each program and chunk.
+    """Return whether a shard of ``shard_bytes`` has a block for each chunk of each program.
 
-    The smallest parameters always pass, so that at least one config is left.
+    The smallest parameters are always worth trying, so that at least one config is left.
     """
     blocks = -(-shard_bytes // params.block_bytes)
     return params == SMALL_PARAMS[0] or blocks >= params.num_ctas * params.num_chunks
@@ -141,11 +146,11 @@ class Exchange:
     """Description of one launch of an exchange kernel.
 
     Attributes:
-        elements, total: elements of a shard and of the full tensor.
+        elements, total: number of elements of a shard and of the full tensor.
         call_tag: number computed from the sizes of the call. Flags contain it; ranks raise if their
-            numbers differ.
-        phases: number of times a program waits for flags of every peer per chunk.
-        in_packets: the kernel uses packets (``exchange/packets.py``) instead of flags.
+            call tags differ.
+        phases: how often a program waits for flags of every peer, per chunk.
+        in_packets: whether the kernel sends packets (``exchange/packets.py``) instead of flags.
     """
 
     kernel: Any
@@ -158,12 +163,12 @@ class Exchange:
 
 
 def shard_elements(elements: int) -> int:
-    """Return the padded size of a shard of ``elements`` elements in a slot."""
+    """Return the number of elements that a shard of ``elements`` elements occupies in a slot."""
     return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
 
 
 def shard_bytes(nbytes: int, num_ranks: int) -> int:
-    """Return the maximum padded bytes of a shard of ``nbytes / num_ranks`` bytes, for any dtype."""
+    """Return the bytes that a shard of ``nbytes / num_ranks`` bytes occupies, for any dtype."""
     return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
 
 
@@ -185,7 +190,10 @@ def plan_of(num_ranks: int, params: LaunchParams, x: torch.Tensor, num_chunks: i
 def reduce_scatter_exchange(
     addend: torch.Tensor, num_ranks: int, params: LaunchParams
 ) -> tuple[Exchange, torch.Tensor]:
-    """Describe the launch that sums ``addend`` [M, N] over ranks, and allocate this rank's rows."""
+    """Describe the launch that sums ``addend`` [M, N] over ranks.
+
+    Also return a new tensor for this rank's rows of the sum.
+    """
     M, N = addend.shape
     rows = addend.new_empty((M // num_ranks, N))
     return Exchange(kernel_reduce_scatter, M // num_ranks * N, M * N, params, M), rows
@@ -198,9 +206,10 @@ def all_gather_exchange(
     call_tag: int,
     rows: torch.Tensor | None = None,
 ) -> tuple[Exchange, torch.Tensor]:
-    """Describe the launch that gathers ``shard`` [m, N] of all ranks into ``rows`` or a new matrix.
+    """Describe the launch that gathers ``shard`` [m, N] of all ranks; also return its result.
 
-    Flags contain ``call_tag``, which ranks compare.
+    The result is written to ``rows`` [m * num_ranks, N], or to a new tensor. Flags contain
+    ``call_tag``, which ranks compare.
     """
     if rows is None:
         rows = shard.new_empty((shard.shape[0] * num_ranks, shard.shape[1]))
@@ -215,14 +224,17 @@ class ExchangeBuffer:
         slots uint8 [2 * slot_bytes]: shards and sums of the last two calls, written by peers.
         arrivals int64 [slot, phase, program, source rank]: flags, written by kernels of the source.
         packets int64 [packet_slots, source rank, shard_words]: written by kernels of the source.
-        calls int64 [control words]: the first counts programs of calls.
-        guard int64 [control words]: timeout words.
+        calls int64 [16]: word 0 is the call counter; the other words are padding.
+        guard int64 [16]: timeout words.
 
     Args:
-        packet_bytes: size of the largest tensor that travels as packets. Packets have separate
+        slot_bytes: bytes of one slot.
+        name: name of the memory, for errors.
+        packet_bytes: bytes of the largest tensor that is sent in packets. Packets have separate
             slots, because other data could look like packets.
-        packet_slots: slots of packets; 2, unless several programs read a word.
-        disagreements: disagreements of the context; by default only of this memory.
+        packet_slots: number of slots for packets; 2, unless several programs read one word.
+        disagreements: collects calls with different call tags. Pass one object to all memories of a
+            context; by default this memory has its own.
         regions: shapes and dtypes of further symmetric regions, by name.
     """
 
@@ -254,7 +266,7 @@ class ExchangeBuffer:
             },
             group,
         )
-        # Both tables in one cache line: a program that loads its targets also gets its flags.
+        # Both address tables share one cache line, so that one load fetches both.
         self._tables = torch.cat(
             [self.memory[region].pointers for region in ("slots", "arrivals")]
         ).split(self.num_ranks)
@@ -297,7 +309,7 @@ class ExchangeBuffer:
         return Launch(exchange.kernel, (params.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch an exchange; every rank must launch the same.
+        """Launch an exchange. Every rank must launch an equal exchange.
 
         Raises:
             RankDisagreement, WaitTimeout: see ``TimeoutWords.end``.
@@ -336,9 +348,9 @@ class ExchangeBuffer:
         return self._late_packet(gave_up[0]) or self._late_flag(*self._last_call)
 
     def _late_packet(self, timeout_words: Sequence[int]) -> tuple[str, int, int] | None:
-        """Return the late packet of the last call, its expected and its seen tag, if any."""
+        """Return (name, expected tag, seen tag) of the late packet of the last call, if any."""
         address = timeout_words[FLAG]
-        # Only a wait for packets notes an address.
+        # Only waits for packets store the address of the late word.
         if not address:
             return None
         words = self.memory["packets"].local
@@ -346,13 +358,13 @@ class ExchangeBuffer:
         return describe_address(address), timeout_words[AWAITED], (word >> 32) & 0xFFFFFFFF
 
     def _late_flag(self, phases: int, num_ctas: int, num_chunks: int) -> tuple[str, int, int]:
-        """Return the first late flag of the last call, its expected count and its seen count."""
+        """Return (name, expected count, seen count) of the first late flag of the last call."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
         expected = epoch * MAX_CHUNKS + num_chunks - 1
         flags = self.memory["arrivals"].local.view(_SLOTS, _PHASES, MAX_CTAS, self.num_ranks)
         flags = flags[epoch % _SLOTS]
-        # The low bits of a flag are the size of the call.
-        seen = flags[:phases, :num_ctas] >> SIZE_BITS.value
+        # The low bits of a flag are the call tag.
+        seen = flags[:phases, :num_ctas] >> CALL_TAG_BITS.value
         late = seen < expected
         late[..., self.rank] = False
         positions = late.nonzero()

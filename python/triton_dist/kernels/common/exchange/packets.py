@@ -1,36 +1,36 @@
 """All-reduce of few bytes by packets: words that carry data and mark their own arrival.
 
-A flag must follow its data: the stores cross the link and are acknowledged before the flag may be
-sent. Here every 8 bytes hold 4 bytes of data and a 4-byte tag that identifies the call, and the
-receiver polls the data itself. Twice the bytes cross the link, but only once, without waiting for
-an acknowledgement.
+A separate flag may be sent only after the data has crossed the link and was acknowledged. In a
+packet, every 8 bytes hold 4 bytes of data and a 4-byte tag that identifies the call. The receiver
+polls the data itself. Twice the bytes cross the link, but nothing waits for an acknowledgement.
 
     word      int64     tag << 32 | payload: four 8-bit, two 16-bit elements or one 32-bit element
     line      2 words   sent and polled by one thread at a time; 8, 4 or 2 elements
     packets   [2, NUM_RANKS, shard] int64    written by peers: slot, source rank, word
 
 *No fence.* An aligned 8-byte access is atomic, also in a vector of two. A receiver that sees the
-tag of a word therefore has its payload.
+tag of a word therefore also sees the payload of the word.
 
-*Tags.* A tag has the size of the call (``common/peers.py``) in the lowest 20 bits, the lowest 11
-bits of the epoch above them, and the highest bit set. A tag is never 0, the initial value of
-the memory. A nonzero word with another tag comes from a peer that called with another size.
+*Tags.* The lowest 20 bits of a tag are the call tag (``common/peers.py``), by which ranks detect
+calls of different sizes. Then follow the lowest 11 bits of the call's number, its epoch. The
+highest bit is set. A tag is therefore never 0, the initial value of the memory. A nonzero word with
+another tag was sent by a peer whose call has another call tag.
 
-*No stale words.* A receiver clears each word after reading it. Tags are not sufficient: a word
-that later, smaller calls do not use would soon appear new. Clearing never hits a new word, because
-a peer writes to the slot again two calls later. By then every rank has begun the call in between
-(``exchange/protocol.py``), so the clearing kernel has ended. A call must therefore read all words
-sent to it. If a call gave up, ``reset()`` of the context clears all packets.
+*No stale words.* A receiver clears each word after reading it. Without clearing, a word that
+smaller calls do not use would look new after 2**11 calls. The receiver never clears a new word,
+because a peer writes to the slot again only two calls later. By then every rank has begun the call
+in between (``exchange/protocol.py``), so the clearing kernel has ended. A call must therefore read
+all words sent to it. If a wait of a call gave up, ``reset()`` of the context clears all packets.
 
-*Waiting.* A program with blocks waits for words of every peer, a program without blocks does not
-wait. A call has at least one element, so it waits for every peer, as ``exchange/protocol.py``
-requires. Here, too, a program sends before it waits.
+*Waiting.* A program that has blocks waits for words of every peer; a program without blocks does
+not wait. A call has at least one element, so it waits for every peer, as ``exchange/protocol.py``
+requires. As in that protocol, a program sends before it waits.
 
-*Polling.* Each thread polls its own words of all peers together, so that all loads are in flight
-and no thread waits for another. ``tl`` cannot keep a block of ``ld.relaxed.sys`` in registers over
-a loop (Triton 3.6), hence the PTX. If a block has fewer lines than the program has threads, two
-threads may have the same words. Words are therefore cleared after a barrier, and sent by
-``tl.store``, which handles duplicates.
+*Polling.* Each thread polls its own words of all peers together. All loads are then in flight, and
+no thread waits for another. The polling loop is PTX, because in Triton 3.6 ``tl`` cannot keep a
+block of ``ld.relaxed.sys`` in registers over a loop. If a block has fewer lines than the program
+has threads, two threads may have the same words. Words are therefore cleared after a barrier, and
+sent by ``tl.store``, which handles duplicates.
 
 ======================  =====  =================================  ===========================
 argument                dtype  shape                              written by
@@ -62,7 +62,7 @@ from triton_dist.kernels.common.exchange.protocol import (
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.language._marks import FLAG_AWAITED, FLAG_SET, flag_clock, note_flags
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
-from triton_dist.language.signals import DISAGREED, note_disagreement, sized
+from triton_dist.language.signals import DISAGREED, note_disagreement, tagged
 
 _NEVER_ZERO = tl.constexpr(-(2**31))
 # Indices of the timeout words (``language.wait``).
@@ -70,21 +70,21 @@ _GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = 1, 2, 3, 4, 5, 6
 
 
 @jit
-def tag_of(epoch, size):
-    """Return the int32 tag of call number ``epoch`` of ``size``."""
-    return sized(epoch, size).to(tl.int32) | _NEVER_ZERO
+def tag_of(epoch, call_tag):
+    """Return the int32 tag of packets of call number ``epoch``."""
+    return tagged(epoch, call_tag).to(tl.int32) | _NEVER_ZERO
 
 
 @jit
 def packet_offset(epoch, source, shard_words, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr = 2):
-    """Return the begin of the packets of rank ``source`` in call ``epoch``, in words."""
+    """Return the index of the first word of rank ``source``'s packets in call ``epoch``."""
     index = (epoch % SLOTS) * NUM_RANKS + source
     return tl.multiple_of(index * shard_words.to(tl.int64), PACKET_ALIGNMENT)
 
 
 @jit
 def payload_of(values):
-    """Return a block of 8-, 16- or 32-bit elements, in flat order, as int32 [lines, 2]."""
+    """Return a block of 8-, 16- or 32-bit elements, flattened, as int32 [lines, 2]."""
     if values.dtype.primitive_bitwidth == 32:
         payload = tl.reshape(values, [values.numel // 2, 2]).to(tl.int32, bitcast=True)
     elif values.dtype.primitive_bitwidth == 8:
@@ -104,7 +104,7 @@ def payload_of(values):
 
 @jit
 def values_of(payload, DTYPE: tl.constexpr):
-    """Invert ``payload_of``; the result is flat."""
+    """Return the elements of a ``payload_of`` result as a 1-D block of DTYPE."""
     if DTYPE.primitive_bitwidth == 32:
         values = tl.reshape(payload.to(DTYPE, bitcast=True), [payload.numel])
     elif DTYPE.primitive_bitwidth == 8:
@@ -120,9 +120,9 @@ def values_of(payload, DTYPE: tl.constexpr):
 
 @jit
 def peers_at(packets, rank, NUM_RANKS: tl.constexpr):
-    """Return pointers to the packets of each of the NUM_RANKS - 1 peers.
+    """Return pointers to the packet memory on each of the NUM_RANKS - 1 peers.
 
-    Call it before data is ready to send, because these loads take as long as loads of data.
+    Call this function before the data to send is ready, to overlap its loads with loads of data.
     """
     targets = tl.tuple([])
     for step in tl.static_range(1, NUM_RANKS):
@@ -137,9 +137,10 @@ def send_lines(targets, offset, payload, line, mask, tag):
 
     Args:
         targets: result of ``peers_at``.
-        offset: begin of this rank's packets, in words.
+        offset: index of the first word of this rank's packets (``packet_offset``).
         line: [lines], index of the target line of each row of ``payload``. The receiver must await
             the same indices.
+        mask: [lines], which lines to send.
     """
     low = payload.to(tl.uint32, bitcast=True).to(tl.int64)
     words = low | (tag.to(tl.int64) << 32)
@@ -148,18 +149,18 @@ def send_lines(targets, offset, payload, line, mask, tag):
         at = flag_clock()
         for peer in tl.static_range(len(targets)):
             tl.store(targets[peer] + offset + word, words, mask=mask[:, None])
-            if at is not None:  # the first line stands for all
+            if at is not None:  # record only the first line
                 first_ptr = targets[peer] + offset + tl.min(line) * LINE_WORDS
                 note_flags(FLAG_SET, at, first_ptr, tag, None)
 
 
 @jit
 def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
-    """Wait for lines ``line`` [lines] of every peer; return their payloads in the order of ranks.
+    """Wait for the lines with indices ``line`` [lines] of every peer; return their payloads.
 
-    The result is NUM_RANKS - 1 blocks of int32 [lines, 2]. A wait that gives up or sees another
-    size ends as in ``language.wait``: the result is invalid, and word ``_FLAG`` holds the address
-    of a late or mismatching line.
+    The result is NUM_RANKS - 1 blocks of int32 [lines, 2], in the order of ranks. If a wait gives
+    up or sees another call tag, it ends as in ``language.wait``. The result is then invalid, and
+    timeout word ``_FLAG`` holds the address of a late or mismatching line.
     """
     lines = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
@@ -171,7 +172,10 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
 
 @jit
 def poll_lines(lines, tag, mask, timeout_ptr):
-    """Wait for each block of pointers in the tuple ``lines``; return payloads int32 [lines, 2]."""
+    """Wait for the lines at each block of pointers in the tuple ``lines``, a block per peer.
+
+    Return the payload of each block, int32 [lines, 2].
+    """
     with dl.mark("wait"):
         if INTERPRETED:
             payloads = _poll_interpreted(lines, tag, mask, timeout_ptr)
@@ -187,7 +191,7 @@ def poll_lines(lines, tag, mask, timeout_ptr):
 
 @jit
 def _poll_together(lines, tag, mask, timeout_ptr):
-    """Each thread polls the words that it needs."""
+    """Wait for ``lines`` of all peers together: each thread polls its own words."""
     PEERS: tl.constexpr = len(lines)
     max_polls = tl.load(timeout_ptr.to(tl.pointer_type(tl.int32)))  # lower half of an int64
     # Operands of the assembly must have one pointer type.
@@ -209,8 +213,8 @@ def _poll_together(lines, tag, mask, timeout_ptr):
 
 @jit
 def _poll_interpreted(lines, tag, mask, timeout_ptr):
-    """Poll one peer after another, and let other programs run in between."""
-    # Compare unsigned numbers: a missing word is smaller than any tag.
+    """Wait for ``lines`` of one peer after another, and let other programs run between polls."""
+    # Compare unsigned numbers: the tag of a missing word is 0, smaller than any valid tag.
     expected_tag = tag.to(tl.uint32, bitcast=True).to(tl.int64)
     valid = mask[:, None]
     payloads = tl.tuple([])
@@ -236,7 +240,10 @@ def _poll_interpreted(lines, tag, mask, timeout_ptr):
 
 @jit
 def add_lines(payload, payloads, rank, NUM_RANKS: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the flat fp32 sum of ``payload`` and ``payloads`` over all ranks, in rank order."""
+    """Return the fp32 sum, 1-D, of this rank's ``payload`` and the peers' ``payloads``.
+
+    The addends are added in the order of ranks.
+    """
     values = values_of(payload, DTYPE)
     sums = tl.zeros(values.shape, dtype=tl.float32)
     for source in tl.static_range(NUM_RANKS):
@@ -251,7 +258,7 @@ def add_lines(payload, payloads, rank, NUM_RANKS: tl.constexpr, DTYPE: tl.conste
 
 @jit
 def clear_lines(packets, epoch, line, mask, rank, NUM_RANKS: tl.constexpr):
-    """Set the awaited lines to 0 after all threads have read them."""
+    """Set the received lines with indices ``line`` to 0, after all threads have read them."""
     tl.debug_barrier()
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
     for peer in tl.static_range(NUM_RANKS - 1):
@@ -267,7 +274,10 @@ def _payload_types(peers: int) -> tuple[Any, ...]:
 
 @triton.constexpr_function
 def _constraints(peers: int) -> str:
-    """Return the constraints. Out: two payloads per peer; in: lines, tag, mask, limit, words."""
+    """Return the constraints of the polling PTX.
+
+    Outputs: two payloads per peer. Inputs: a line per peer, tag, mask, max_polls, timeout words.
+    """
     return ",".join(["=&r"] * (2 * peers) + ["l"] * peers + ["r", "r", "r", "l"])
 
 
@@ -275,9 +285,9 @@ def _constraints(peers: int) -> str:
 def _polling_ptx(peers: int) -> str:
     """Return PTX that polls a line of each peer until all words have the tag.
 
-    It gives up if another thread has given up, if a word has the tag of another size, or after
-    ``max_polls`` polls if ``max_polls`` > 0. ``t`` is the exclusive or of a word's upper half with
-    the tag: 0 for a word that has arrived, negative for a missing word, positive for another tag.
+    It gives up if another thread has given up, if a word has another tag, or after ``max_polls``
+    polls if ``max_polls`` > 0. ``t`` is the exclusive or of a word's upper half with the expected
+    tag: 0 if the word has arrived, negative if it is missing, positive if it has another tag.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
     tag, mask, max_polls, timeout_words = (f"${3 * peers + place}" for place in range(4))
@@ -364,11 +374,11 @@ def _polling_ptx(peers: int) -> str:
     return "{\n" + "\n".join(instructions) + "\n}"
 
 
-@jit(do_not_specialize=["size", "rank"])
+@jit(do_not_specialize=["call_tag", "rank"])
 def kernel_all_reduce_packets(
-    x_ptr, out_ptr, packets, lengths, size, rank, plan: tl.constexpr
+    x_ptr, out_ptr, packets, lengths, call_tag, rank, plan: tl.constexpr
 ):  # fmt: skip
-    """Send all of x [total] to all ranks, and add what arrives into out [total].
+    """Send all of x [total] to all ranks, and store the sum over ranks in out [total].
 
     Blocks of ``BLOCK`` elements are distributed over the programs. Grid: (up to ``MAX_CTAS``,).
     """
@@ -376,14 +386,15 @@ def kernel_all_reduce_packets(
     BLOCK: tl.constexpr = plan.BLOCK
     LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
     PER_LINE: tl.constexpr = BLOCK // LINES
-    # Operations that do not need the epoch come first, to overlap with counting the call.
+    # Operations that do not need the epoch come first, to overlap with the atomic of
+    # ``begin_call``.
     targets = peers_at(packets, rank, plan.NUM_RANKS)
     index = block_begin(0, BLOCK) + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
     epoch = begin_call(packets.calls)
-    tag = tag_of(epoch, size)
+    tag = tag_of(epoch, call_tag)
     offset = packet_offset(epoch, rank, packets.shard_words, plan.NUM_RANKS)
-    # Loop over this program's blocks only: packets need no flag for an empty block.
+    # Loop only over blocks that exist. With flags, a program would also announce empty blocks.
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
     for block in range(blocks):
         if block > 0:
@@ -403,15 +414,16 @@ def kernel_all_reduce_packets(
         clear_lines(packets, epoch, line, valid, rank, plan.NUM_RANKS)
 
 
-@jit(do_not_specialize=["size", "rank"])
+@jit(do_not_specialize=["call_tag", "rank"])
 def kernel_all_reduce_two_shot_packets(
-    x_ptr, out_ptr, packets, lengths, size, rank, plan: tl.constexpr
+    x_ptr, out_ptr, packets, lengths, call_tag, rank, plan: tl.constexpr
 ):  # fmt: skip
-    """Send each shard of x [total] to its owner, which adds it and sends the sum to all ranks.
+    """Send each shard of x [total] to its owner, which adds the shards and sends the sum to all.
 
-    The packets of a source rank hold its addend [stride], then its sums [stride]. All ranks send
-    full shards, with zeros after the end of x, so that every rank waits for every peer. x and out
-    may be the same tensor: a program reads and writes the same elements.
+    The packets of a source rank hold the addend [stride] that it sends to this owner, then the sums
+    [stride] of its own shard. All ranks send full shards, with zeros after the end of x, so that
+    every rank waits for every peer. x and out may be the same tensor, because each program writes
+    only elements that it has read itself.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     BLOCK: tl.constexpr = plan.BLOCK
@@ -420,7 +432,7 @@ def kernel_all_reduce_two_shot_packets(
     PER_LINE: tl.constexpr = BLOCK // LINES
     targets = peers_at(packets, rank, NUM_RANKS)
     epoch = begin_call(packets.calls)
-    tag = tag_of(epoch, size)
+    tag = tag_of(epoch, call_tag)
     offset = packet_offset(epoch, rank, packets.shard_words, NUM_RANKS)
     stride, total = lengths.stride, lengths.total
     shard_lines = stride // PER_LINE

@@ -1,35 +1,37 @@
 """Device functions of an exchange between ranks, and the kernels of reduce-scatter and all-gather.
 
-An exchange is one launch of up to ``MAX_CTAS`` programs. Each program counts its call, stores
-shards directly into the memory of peers, sets flags, waits, and adds or copies the received shards.
-Program p of a rank only talks to programs p of its peers, so no grid barrier is needed.
+An exchange is one launch of up to ``MAX_CTAS`` programs. Each program determines the number of the
+call, stores shards directly into the memory of peers, sets flags, waits for the peers' flags, and
+adds or copies the received shards. Program p of a rank exchanges data only with the programs p of
+its peers, so no grid barrier is needed.
 
     slots     [2, slot]                               written by peers, alternating by call
-    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   progress of each source rank
-    calls     int64                                   counts calls, MAX_CTAS for each
+    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   flags: progress of each source rank
+    calls     int64                                   call counter, grows by MAX_CTAS per call
 
-*Epochs.* Each program derives the number of the call, its epoch, from ``calls`` by one atomic add.
-Together the programs add ``MAX_CTAS`` per call: each adds 1, and program 0 adds the rest. They may
-start in any order. The counter is in device memory, so replays of a CUDA graph continue to count.
-It has 64 bits and does not wrap.
+*Epochs.* The number of a call is its epoch. Each program derives it from ``calls`` by one atomic
+add. Together the programs add ``MAX_CTAS`` per call: each adds 1, and program 0 adds the rest.
+Programs may execute the add in any order. The counter is in device memory, so replays of a CUDA
+graph continue the count. The counter has 64 bits and does not wrap around.
 
 *A slot is free when it is written.* Call n + 2 uses the slot of call n. A rank that begins call n +
 2 has ended call n + 1, in which each of its programs waited for every peer. A peer that sent in
 call n + 1 had ended call n before, on the same stream. No acknowledgement is needed. This requires
-that every call waits for every peer and that a kernel starts after the previous one has ended.
+that every call waits for every peer and that a kernel starts after the previous kernel has ended.
 
 *No deadlock.* A program sends before it waits, so it only waits until its peers have started. Each
 GPU starts programs in the order of their numbers. Let p be the smallest number of a program that
-waits on any rank. Programs below p end without waiting, so every program p starts and sends.
+waits on any rank. Programs below p have ended, so program p starts on every rank and sends.
 
-*Chunks.* The blocks of a program may be cut into up to ``MAX_CHUNKS`` chunks, so that it sends one
-chunk while it waits for another. A flag counts ``epoch * MAX_CHUNKS + chunks - 1``.
+*Chunks.* The blocks of a program may be divided into up to ``MAX_CHUNKS`` chunks, so that it sends
+one chunk while it waits for another. The count in a flag is ``epoch * MAX_CHUNKS + chunk``, with
+the index of the last finished chunk.
 
-*Sizes.* A flag also carries the size of the call (``common/peers.py``), and the waiting program
-compares it with its own. A peer may already be in the next call, with another size. Flags therefore
-alternate with the slots. The size leaves 40 bits for the epoch. Calls with fewer chunks or programs
-do not write some flags. After 2**39 of these calls an old flag would look like a new one, which
-takes more than a month of continuous calls.
+*Call tags.* A flag also carries the call tag (``common/peers.py``), a number computed from the
+call's sizes. The waiting program compares this number with its own. A peer may already be in the
+next call, with another call tag, so flags alternate with the slots. The call tag leaves 40 bits for
+the epoch. Calls with fewer chunks or programs do not write all flags. An unwritten flag would look
+new after 2**39 of these calls, which take more than a month.
 
 Kernels take these tuples (rules: ``how-to/wait-for-a-peer.md``); x, out and slots have one dtype:
 
@@ -43,7 +45,7 @@ peers.table           int64      [NUM_RANKS], addresses of ``arrivals``  host, o
 peers.calls           int64      one word                                kernels of this rank
 peers.timeout_words   int64      see ``language.wait``                   this rank and its host
 lengths               ints       shard, stride, total: elements          host
-size, rank            int        not specialised; all pass one size      host
+call_tag, rank        int        not specialised; one tag on all ranks   host
 plan                  constants  NUM_RANKS, LANES, BLOCK, NUM_CHUNKS     host
 ====================  =========  ======================================  ======================
 """
@@ -57,16 +59,16 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.language.signals import SIZE_BITS, sized
+from triton_dist.language.signals import CALL_TAG_BITS, tagged
 
 MAX_CTAS = tl.constexpr(256)
 MAX_CHUNKS = tl.constexpr(16)
 PHASES = tl.constexpr(2)
-_EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # bit of a flag at which the epoch begins
+_EPOCH_BIT = tl.constexpr(CALL_TAG_BITS.value + 4)  # lowest bit of the epoch in a flag
 # Shards in a slot are padded to multiples of this number of elements, which aligns each shard to at
 # least 16 bytes.
 SHARD_ALIGNMENT = tl.constexpr(128)
-# Line of packets (``exchange/packets.py``): bytes of data, and words.
+# Line of packets (``exchange/packets.py``): bytes of data, and number of 8-byte words.
 LINE_BYTES = tl.constexpr(8)
 LINE_WORDS = tl.constexpr(2)
 # Alignment in words of the packets of one source rank; each line is aligned to 16 bytes.
@@ -74,8 +76,8 @@ PACKET_ALIGNMENT = tl.constexpr(16)
 
 
 class Slots(NamedTuple):
-    """Memory that receives shards: this rank's two slots, the addresses of the slots of each rank,
-    and the number of elements of a slot."""
+    """Memory that receives shards: this rank's two slots, a table with the address of the slots on
+    each rank, and the number of elements of one slot."""
 
     data: Any
     table: Any
@@ -83,8 +85,8 @@ class Slots(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """Flags between ranks: this rank's flags, the addresses of the flags of each rank, and the
-    counter of calls."""
+    """Flags between ranks: this rank's flags, a table with the address of the flags on each rank,
+    the call counter, and the timeout words."""
 
     arrivals: Any
     table: Any
@@ -93,7 +95,7 @@ class Peers(NamedTuple):
 
 
 class Packets(NamedTuple):
-    """Memory that receives packets (``exchange/packets.py``)."""
+    """Memory that receives packets; ``exchange/packets.py`` describes the members."""
 
     words: Any
     table: Any
@@ -103,9 +105,9 @@ class Packets(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Numbers of elements: of a shard, between the beginnings of two shards in a slot, and of x.
+    """Numbers of elements: of a shard, between the begins of two shards in a slot, and in total.
 
-    In an all-gather ``total`` is the number of elements of out.
+    ``total`` is the number of elements of x; in an all-gather, of out.
     """
 
     shard: Any
@@ -116,8 +118,8 @@ class Lengths(NamedTuple):
 class Plan(NamedTuple):
     """Constants of a launch.
 
-    LANES is NUM_RANKS rounded up to a power of two, BLOCK the number of elements that a program
-    moves at a time, NUM_CHUNKS the number of chunks of its blocks.
+    LANES is NUM_RANKS rounded up to a power of two. BLOCK is the number of elements that a program
+    moves at a time. NUM_CHUNKS is the number of chunks into which its blocks are divided.
     """
 
     NUM_RANKS: Any
@@ -129,35 +131,35 @@ class Plan(NamedTuple):
 class Call(NamedTuple):
     """State of a call in a kernel.
 
-    ``flags`` [LANES] are the addresses of this program's first-phase flags at each rank, ``epoch``
-    is the number of the call, ``offset`` the begin of its slot in elements.
+    ``flags`` [LANES] are the addresses of this program's first-phase flags on each rank. ``epoch``
+    is the number of the call. ``offset`` is the begin of its slot in elements.
     """
 
     flags: Any
     epoch: Any
     offset: Any
-    size: Any
+    call_tag: Any
     rank: Any
 
 
 @jit
-def begin(slots, peers, size, rank, plan: tl.constexpr):
-    """Begin a call of ``size``; once per program.
+def begin(slots, peers, call_tag, rank, plan: tl.constexpr):
+    """Begin a call, and return its ``Call``. Each program calls this function once.
 
-    The addresses of the flags are loaded here, before they are needed. Loaded after the data was
-    sent, they would delay the flags by the latency of a load.
+    The addresses of the flags are loaded here, before they are needed. If they were loaded after
+    the data is sent, the flags would be late by the latency of a load.
     """
     peer = tl.arange(0, plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * plan.NUM_RANKS + rank
     epoch = begin_call(peers.calls)
     offset = slot_offset(epoch, slots.elements)
-    return Call(flags=flags, epoch=epoch, offset=offset, size=size, rank=rank)
+    return Call(flags=flags, epoch=epoch, offset=offset, call_tag=call_tag, rank=rank)
 
 
 @jit
 def begin_call(calls_ptr):
-    """Return the number of this call, from 1; once per program."""
+    """Return the number of this call, from 1. Each program must call this function once."""
     ctas = tl.num_programs(0)
     increment = tl.where(tl.program_id(0) == 0, MAX_CTAS - ctas + 1, 1).to(tl.int64)
     return tl.atomic_add(calls_ptr, increment, sem="relaxed", scope="gpu") // MAX_CTAS + 1
@@ -170,23 +172,26 @@ def slot_offset(epoch, slot_elements):
 
 @jit
 def chunk_flag(call, chunk):
-    """Return the flag value of a program that has finished ``chunk`` of ``call``."""
-    return sized(call.epoch * MAX_CHUNKS + chunk, call.size)
+    """Return the flag value that reports the end of ``chunk`` in ``call``."""
+    return tagged(call.epoch * MAX_CHUNKS + chunk, call.call_tag)
 
 
 @jit
 def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
-    """Return the offset of the flags of ``phase`` and ``value`` from this program's first flags."""
-    parity = (value >> _EPOCH_FROM).to(tl.int32) & 1
+    """Return the offset of the flags of ``phase`` from the flags of phase 0 in slot 0.
+
+    The epoch in ``value`` selects the slot.
+    """
+    parity = (value >> _EPOCH_BIT).to(tl.int32) & 1
     return (parity * PHASES + phase) * MAX_CTAS * NUM_RANKS
 
 
 @jit
 def notify_ranks(call, phase, value, plan: tl.constexpr):
-    """Set this program's flag at every rank, including this rank, after all its stores (release).
+    """Set this program's flag on every rank, including this rank, after all its stores (release).
 
-    One thread per rank: releases in sequence would each wait until the previous one has crossed the
-    link.
+    One thread sets the flag of each rank. If one thread set all flags, each release would wait
+    until the previous release has crossed the link.
     """
     valid = tl.arange(0, plan.LANES) < plan.NUM_RANKS
     values = tl.full((plan.LANES,), 0, tl.int64) + value
@@ -196,10 +201,10 @@ def notify_ranks(call, phase, value, plan: tl.constexpr):
 
 @jit
 def await_programs(peers, phase, programs, value, plan: tl.constexpr):
-    """Wait until program ``programs[r]`` of each rank r has reached ``value`` (acquire). Return a
-    token.
+    """Wait until the flag of program ``programs[r]`` of each rank r has reached ``value``
+    (acquire).
 
-    Poll all flags together: polled in sequence, each takes as long as the first.
+    Return a token. All flags are polled together, because polling each flag takes equally long.
     """
     first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
     flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)
@@ -208,36 +213,42 @@ def await_programs(peers, phase, programs, value, plan: tl.constexpr):
 
 @jit
 def await_peers(peers, phase, value, plan: tl.constexpr):
-    """Wait until this program of every rank has reached ``value`` (acquire); return a token."""
+    """Wait until the flags of this program on every rank have reached ``value`` (acquire).
+
+    Return a token.
+    """
     programs = tl.full((plan.LANES,), 0, tl.int32) + tl.program_id(0)
     return await_programs(peers, phase, programs, value, plan)
 
 
 @jit
 def blocks_per_chunk(elements, plan: tl.constexpr):
-    """Return the blocks of a program per chunk, equal in all programs and on all ranks."""
+    """Return the number of blocks per chunk, which is equal in all programs and on all ranks."""
     blocks = tl.cdiv(elements, plan.BLOCK)
     return tl.cdiv(tl.cdiv(blocks, tl.num_programs(0)), plan.NUM_CHUNKS)
 
 
 @jit
 def block_begin(block, BLOCK: tl.constexpr):
-    """Return the begin of this program's block number ``block`` in a shard, in elements."""
+    """Return the first element, within a shard, of this program's block number ``block``."""
     return (tl.num_programs(0).to(tl.int64) * block + tl.program_id(0)) * BLOCK
 
 
 @jit
 def after_wait(offset, token):
-    """Return ``offset`` [elements] with a data dependency on the wait that returned ``token``.
+    """Return ``offset``, in elements, with a data dependency on the wait that returned ``token``.
 
-    The hint restores the alignment that adding the token hides from the compiler.
+    Adding the token hides the alignment of the offset from the compiler; the hint restores it.
     """
     return tl.multiple_of(offset + token * SHARD_ALIGNMENT, SHARD_ALIGNMENT)
 
 
 @jit
 def send_block(values, index, mask, slots, offset, stride, rank, plan: tl.constexpr):
-    """Store ``values`` at ``index`` of this rank's shard in every peer's slot."""
+    """Store ``values`` at ``index`` of this rank's shard in every peer's slot.
+
+    ``offset`` is the begin of the shards in a peer's memory, in elements.
+    """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     with dl.mark("push"):
         for step in tl.static_range(1, NUM_RANKS):
@@ -264,7 +275,7 @@ def send_to_all(
 
 @jit
 def send_to_owners(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
-    """Store this program's blocks of each peer's shard of x [total] in the slot of that peer."""
+    """Store this program's blocks of x [total] in the slots of the ranks that own their shards."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
         index = block_begin(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
@@ -294,12 +305,16 @@ def add_shards(
     slots=None,
     sums_offset=None,
 ):
-    """Add this program's blocks of a shard over all ranks and store the sum in out.
+    """Sum this program's blocks of a shard over all ranks, and store the sum in out.
 
-    Ranks are added in order in fp32, and the sum is rounded once. With ``slots``, also send it to
-    every peer, ``sums_offset`` elements from the begin of its slots. x and out point to the begin
-    of this rank's shard, ``shard_begin`` elements into the full tensor. Shards of peers begin
-    ``offset`` elements after ``shards_ptr``.
+    The shards of all ranks are added in fp32 in the order of ranks, and the sum is rounded once.
+
+    Args:
+        x_ptr, out_ptr: begin of this rank's shard in x and in out.
+        shards_ptr, offset: the peers' shards begin ``offset`` elements after ``shards_ptr``.
+        shard_begin: index of this rank's first element in the full tensor.
+        slots, sums_offset: if passed, also send the sum to every peer, to ``sums_offset`` elements
+            from the begin of its slots.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
@@ -309,8 +324,8 @@ def add_shards(
         sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
             shard_ptr = received_ptr + source * lengths.stride.to(tl.int64)
-            # Select a pointer instead of branching, so that all loads are in flight together.
-            # Bypass L1, which may hold stale data.
+            # Select a pointer instead of branching, so that all loads are in flight together. The
+            # load bypasses L1, which may hold stale data.
             shard_ptr = tl.where(rank == source, x_ptr, shard_ptr)
             sums += tl.load(shard_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
         total = sums.to(out_ptr.dtype.element_ty)
@@ -323,9 +338,9 @@ def add_shards(
 def copy_shards(
     out_ptr, shards_ptr, offset, first_block, end_block, token, lengths, rank, plan: tl.constexpr
 ):
-    """Copy this program's blocks of every peer's shard to ``out[peer * shard:]``; out: [total].
+    """Copy this program's blocks of every peer's shard to ``out[peer * shard:]``; out is [total].
 
-    Shards begin ``offset`` elements after ``shards_ptr``.
+    The received shards begin ``offset`` elements after ``shards_ptr``.
     """
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
@@ -344,10 +359,12 @@ def copy_shards(
 # Kernels of ranks that exchange shards. Each sends one chunk while it processes the previous chunk.
 
 
-@jit(do_not_specialize=["size", "rank"])
-def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
+@jit(do_not_specialize=["call_tag", "rank"])
+def kernel_reduce_scatter(
+    x_ptr, out_ptr, slots, peers, lengths, call_tag, rank, plan: tl.constexpr
+):  # fmt: skip
     """Add this rank's shard of x over all ranks into out."""
-    call = begin(slots, peers, size, rank, plan)
+    call = begin(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     shard_begin = rank.to(tl.int64) * lengths.shard
     for chunk in range(plan.NUM_CHUNKS + 1):
@@ -363,10 +380,10 @@ def kernel_reduce_scatter(x_ptr, out_ptr, slots, peers, lengths, size, rank, pla
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["size", "rank"])
-def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr):
+@jit(do_not_specialize=["call_tag", "rank"])
+def kernel_all_gather(x_ptr, out_ptr, slots, peers, lengths, call_tag, rank, plan: tl.constexpr):
     """Send x to all ranks and copy the received shards into out."""
-    call = begin(slots, peers, size, rank, plan)
+    call = begin(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     for chunk in range(plan.NUM_CHUNKS + 1):
         first = chunk * blocks

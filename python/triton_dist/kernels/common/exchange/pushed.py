@@ -1,11 +1,12 @@
-"""Kernels that add or copy shards pushed by copy engines, while they arrive.
+"""Kernels that add or copy shards while copy engines of the peers push them.
 
-Other arguments are described in ``exchange/protocol.py``.
+``exchange/protocol.py`` describes the arguments that this table does not list.
 
 ===============  =====  =========================================  =====================
 argument         dtype  shape                                      written by
 ===============  =====  =========================================  =====================
-x_ptr, out_ptr   of x   add: [total], [shard]; copy: the reverse   caller, this kernel
+x_ptr, out_ptr   of x   add: [total], [shard]; copy: [shard],      caller, this kernel
+                        [total]
 pushed.shards    of x   [NUM_RANKS, stride]                        copy engines of peers
 pushed.arrivals  int64  [NUM_CHUNKS, NUM_RANKS], by source rank    copy engines of peers
 pushed.epoch     int64  line of a slot (``slots/epochs.py``)       kernels of this rank
@@ -39,7 +40,7 @@ class Pushed(NamedTuple):
 
 @jit
 def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
-    """Wait until ``chunk`` of every peer has arrived and its flag is ``value``. Return a token."""
+    """Wait until the flags of ``chunk`` of every peer have reached ``value``. Return a token."""
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
@@ -48,10 +49,13 @@ def await_pushed(pushed, value, chunk, rank, NUM_RANKS: tl.constexpr):
     return token
 
 
-@jit(do_not_specialize=["size", "rank"])
-def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
-    """Add the pushed shards and this rank's shard of x into out, chunk by chunk as they arrive."""
-    value = flag_of(pushed.epoch, size)
+@jit(do_not_specialize=["call_tag", "rank"])
+def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, call_tag, rank, plan: tl.constexpr):
+    """Store the sum of the pushed shards and of this rank's shard of x in out.
+
+    Each chunk is added as soon as it has arrived from all peers.
+    """
+    value = flag_of(pushed.epoch, call_tag)
     begin_of_shards = tl.zeros((), tl.int64)
     shard_begin = rank.to(tl.int64) * lengths.shard
     blocks = blocks_per_chunk(lengths.shard, plan)
@@ -66,10 +70,10 @@ def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.cons
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["size", "rank"])
-def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
-    """Copy x and the pushed shards into out, chunk by chunk as they arrive."""
-    value = flag_of(pushed.epoch, size)
+@jit(do_not_specialize=["call_tag", "rank"])
+def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, call_tag, rank, plan: tl.constexpr):
+    """Copy x and the pushed shards into out. Each chunk is copied as soon as it has arrived."""
+    value = flag_of(pushed.epoch, call_tag)
     begin_of_shards = tl.zeros((), tl.int64)
     blocks = blocks_per_chunk(lengths.shard, plan)
     out_shard_ptr = out_ptr + rank.to(tl.int64) * lengths.shard

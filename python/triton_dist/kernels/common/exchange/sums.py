@@ -1,8 +1,8 @@
 """All-reduce kernels in one shot and in two shots, and memory for them.
 
-In one shot every rank sends all its data to all ranks, and each adds everything. Very few bytes
-are sent as packets, which contain their own flags. In two shots every rank adds one shard and sends
-the sum to all ranks.
+In one shot every rank sends all its data to all ranks, and every rank computes the whole sum. In
+two shots every rank computes the sum of one shard and sends this sum to all ranks. Few bytes are
+sent in packets, which contain their own flags (``exchange/packets.py``).
 ``exchange/protocol.py`` describes the protocol and the arguments; x and out are [total].
 """
 
@@ -55,21 +55,21 @@ ONE_SHOT_BYTES = 4 << 20
 PACKET_BYTES = 256 << 10
 # Maximum bytes of a tensor sent in packets in two shots, for more than two ranks.
 TWO_SHOT_PACKET_BYTES = 2 << 20
-# Size up to which one shot uses packets by default, and their layout.
+# Bytes of a tensor up to which one shot uses packets by default, and the parameters of the launch.
 PACKETS_UP_TO = 64 << 10
 PACKET_PARAMS = LaunchParams(32, 2048)
 TWO_SHOT_PACKET_CANDIDATES = tuple(
     LaunchParams(*each) for each in ((32, 2048), (64, 2048), (128, 1024), (128, 2048), (128, 4096))
 )
-# Size from which two shots are the default. Tuning finds the faster algorithm.
+# Bytes of a tensor from which two shots are the default. Tuning finds the faster algorithm.
 TWO_SHOT_FROM = 256 << 10
 
 
-@jit(do_not_specialize=["size", "rank"])
+@jit(do_not_specialize=["call_tag", "rank"])
 def kernel_all_reduce_one_shot(
-    x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr
+    x_ptr, out_ptr, slots, peers, lengths, call_tag, rank, plan: tl.constexpr
 ):
-    """Send all of x to all ranks and add the received tensors; the shard is the full tensor.
+    """Send all of x to all ranks and add the received tensors. A shard is the full tensor here.
 
     ``NUM_CHUNKS`` is 1, because a program sets one flag for all its data.
     """
@@ -78,7 +78,7 @@ def kernel_all_reduce_one_shot(
     index = block_begin(0, plan.BLOCK) + tl.arange(0, plan.BLOCK)
     mask = index < lengths.shard
     x = tl.load(x_ptr + index, mask=mask)
-    call = begin(slots, peers, size, rank, plan)
+    call = begin(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     send_block(x, index, mask, slots, call.offset, lengths.stride, rank, plan)
     send_to_all(x_ptr, None, slots, call, 1, blocks, lengths, plan)
@@ -90,17 +90,17 @@ def kernel_all_reduce_one_shot(
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["size", "rank"])
+@jit(do_not_specialize=["call_tag", "rank"])
 def kernel_all_reduce_two_shot(
-    x_ptr, out_ptr, slots, peers, lengths, size, rank, plan: tl.constexpr
+    x_ptr, out_ptr, slots, peers, lengths, call_tag, rank, plan: tl.constexpr
 ):
-    """Add this rank's shard of x and send the sum to all ranks.
+    """Sum this rank's shard of x over all ranks, and send the sum to all ranks.
 
     The last shards of x may be shorter or empty. A slot holds shards [NUM_RANKS, stride], then sums
-    [NUM_RANKS, stride]. Three chunks are in flight: one is sent, the previous one is added and its
-    sums are sent, and the one before is copied to out.
+    [NUM_RANKS, stride]. Each step processes three chunks: it sends chunk n, adds chunk n - 1 and
+    sends its sums, and copies the received sums of chunk n - 2 to out.
     """
-    call = begin(slots, peers, size, rank, plan)
+    call = begin(slots, peers, call_tag, rank, plan)
     blocks = blocks_per_chunk(lengths.shard, plan)
     sums = call.offset + plan.NUM_RANKS * lengths.stride.to(tl.int64)
     shard_begin = rank.to(tl.int64) * lengths.shard
@@ -131,7 +131,7 @@ def max_one_shot_bytes(num_ranks: int) -> int:
 def slot_bytes(nbytes: int, num_ranks: int) -> int:
     """Return the bytes of a slot for tensors of up to ``nbytes`` per launch.
 
-    It holds one addend per rank in one shot, or shards and sums in two shots.
+    A slot holds one full tensor per rank in one shot, or shards and sums in two shots.
     """
     one_shot = shard_bytes(min(nbytes, max_one_shot_bytes(num_ranks)), 1)
     return num_ranks * max(one_shot, 2 * shard_bytes(nbytes, num_ranks))
@@ -139,7 +139,10 @@ def slot_bytes(nbytes: int, num_ranks: int) -> int:
 
 def packet_bytes(nbytes: int, num_ranks: int) -> int:
     """Return the maximum bytes that a rank sends to a peer in packets, for launches of up to
-    ``nbytes``: all elements in one shot, or one shard of addends and one of sums in two shots."""
+    ``nbytes``.
+
+    A rank sends all elements in one shot, or one shard of addends and one shard of sums in two.
+    """
     if num_ranks == 1:
         return 0
     two_shot = shard_bytes(min(nbytes, max_two_shot_packet_bytes(num_ranks)), num_ranks)
@@ -156,7 +159,7 @@ def max_elements(
 ) -> int:
     """Return the maximum number of elements of a launch in a buffer for sums of ``nbytes`` bytes.
 
-    It is a multiple of ``VECTOR_ELEMENTS`` if at least one vector fits.
+    The number is a multiple of ``VECTOR_ELEMENTS``, if that many elements fit.
     """
     if one_shot:
         nbytes = min(nbytes, PACKET_BYTES if in_packets else max_one_shot_bytes(num_ranks))
@@ -193,7 +196,8 @@ def two_shot_exchange(
 
 
 class SumBuffer(ExchangeBuffer):
-    """Symmetric memory in which an op sums its products. A launch sums up to ``sum_nbytes``."""
+    """Symmetric memory in which an op sums its products. One launch sums up to ``sum_nbytes``
+    bytes; larger products take several launches."""
 
     def __init__(
         self,
@@ -239,7 +243,7 @@ class SumBuffer(ExchangeBuffer):
         block_bytes: int | None = None,
         num_chunks: int | None = None,
     ) -> Iterator[tuple[slice, Exchange]]:
-        """Yield the description of each launch with the slice of elements that it sums."""
+        """Yield, for each launch, the slice of elements that it sums, and its description."""
         elements, item_bytes = product.numel(), product.element_size()
         # Round up the number of rows. Ranks with different numbers then usually launch the same
         # kernel, which detects the difference.

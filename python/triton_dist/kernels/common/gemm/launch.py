@@ -1,8 +1,9 @@
 """Launches of the sharded GEMM: configs for split-K and fused push, and the choice of the kernel.
 
-``gemm/work_items.py`` explains both. With split-K, two programs share a tile of the last wave if
-this wave does not fill the GPU: each computes one half of K. With fused push, programs of the GEMM
-kernel send this rank's shard to the other ranks.
+The sharded GEMM multiplies shards of A, gathered from all ranks, by B. ``gemm/work_items.py``
+describes split-K and fused push. With split-K, two programs share a tile of the last wave if this
+wave does not fill the GPU: each program multiplies one half of K. With fused push, programs of the
+GEMM kernel send this rank's shard to the other ranks.
 
 For 2048 gathered rows, 7168 columns and K = 8192 on four H200, split-K takes 349 us instead of
 380 us. More splits, splits in all waves, and smaller tiles were slower for all measured shapes. A
@@ -36,9 +37,9 @@ from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.launch import Launch, dot_precision, fits_descriptor
 
-# GROUP_SIZE_SHARDS that covers all shards of up to 8 ranks.
+# Value of GROUP_SIZE_SHARDS (shards whose tiles are traversed together) for all of up to 8 shards.
 GROUP_ALL_SHARDS = 8
-# A grid with at least this number of waves does not need small tiles.
+# A GEMM with at least this number of waves does not need small tiles.
 _MANY_WAVES = 16
 # Minimum saving of waves by a split, because writing and reading partials takes time.
 _MIN_WAVE_SAVING = 0.03
@@ -49,7 +50,7 @@ _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
 def _split_k_configs(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
-    """Build configs from tuples in the order of the loop below."""
+    """Build configs from tuples, whose order the loop in this function shows."""
     names = (
         "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "SPLIT_K",
         "GROUP_SIZE_SHARDS",
@@ -75,8 +76,8 @@ WARP_SPECIALIZED_SPLIT_K_TILES = tuple(
         (128, 256, 64, 8, 3, 8, 2, 1), (128, 256, 64, 8, 3, 16, 2, 1), (128, 256, 64, 8, 4, 8, 2, 1)
     )
 )
-# For tests with few blocks along K: split counts equal to and above the number of blocks, and
-# groups of one, two and all shards.
+# For tests in the interpreter: SPLIT_K equal to and above the number of blocks along K, and groups
+# of one, two and all shards.
 INTERPRETED_SPLIT_K_TILES = _split_k_configs(
     (32, 64, 64, 4, 2, 2, 2, 1),
     (16, 32, 64, 4, 2, 4, 5, GROUP_ALL_SHARDS),
@@ -85,7 +86,7 @@ INTERPRETED_SPLIT_K_TILES = _split_k_configs(
 
 
 def _fused_push_configs(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]:
-    """Build (config, num_comm_sms, num_chunks) from tuples, in the order of the loop below."""
+    """Build (config, num_comm_sms, num_chunks) from tuples, whose order the loop below shows."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "GROUP_SIZE_SHARDS")
     return tuple(
         (
@@ -115,7 +116,7 @@ INTERPRETED_FUSED_TILES = _fused_push_configs(
 
 
 def split_k_tiles() -> list[triton.Config]:
-    """Return the tiles of the persistent kernel that split the last wave along K."""
+    """Return the configs of the persistent kernel that split tiles of the last wave along K."""
     if current_device().interprets:
         return list(INTERPRETED_SPLIT_K_TILES)
     specialized = WARP_SPECIALIZED_SPLIT_K_TILES if can_specialize_warps(torch.bfloat16) else ()
@@ -133,13 +134,14 @@ def split_workspace_size(num_sms: int) -> tuple[int, int]:
 class LazySplitWorkspace:
     """This rank's workspace for split-K.
 
-    Counters are allocated immediately, the larger partials when ``workspace`` is first read.
+    The counters are allocated immediately. The partials, which are larger, are allocated when
+    ``workspace`` is first read.
     """
 
     def __init__(self) -> None:
         self._device = current_device()
         self._partials, counters = split_workspace_size(self._device.num_sms)
-        # Zero the counters now: in a capture, they would be zeroed by replays only.
+        # Zero the counters now: a zeroing in a graph capture would run only in replays.
         self._counters = self._new(torch.int32, counters)
         self.reset()  # also waits for the device: calls may use any stream
 
@@ -161,7 +163,7 @@ class LazySplitWorkspace:
 
 
 def fused_tiles() -> list[tuple[triton.Config, int, int]]:
-    """Return (tiles, ``num_comm_sms``, ``num_chunks``) to try for a fused push."""
+    """Return the tuples (config, ``num_comm_sms``, ``num_chunks``) to try for a fused push."""
     return list(INTERPRETED_FUSED_TILES if current_device().interprets else FUSED_TILES)
 
 
@@ -182,11 +184,12 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
 
 def is_worth_trying(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Return whether ``config`` is worth trying for the row counts in the bucket of ``rows``.
+    """Return whether ``config`` is worth trying for shards of ``rows`` rows.
 
-    All of these conditions must hold:
+    The number of rows is first rounded up, because one tuning key covers a range of row counts.
+    All of these conditions must be true:
 
-    * A split along K saves at least ``_MIN_WAVE_SAVING`` of the waves.
+    * A split along K saves at least the fraction ``_MIN_WAVE_SAVING`` of the waves.
     * Shards are grouped only if one shard has fewer tiles than the GPU has SMs.
     * Tiles of 64 rows need fewer than ``_MANY_WAVES`` waves.
     """
@@ -222,20 +225,21 @@ def sharded_gemm(
     """Return the launch that computes ``C = concat(shards) @ B``.
 
     Args:
-        local_shard: [M / num_ranks, K], this rank's shard. Without ``gathered``, it is all of A.
+        local_shard: [M / num_ranks, K], this rank's shard of A; all of A if ``gathered`` is
+            ``None``.
         B: [K, N], any strides.
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M. Optional, for the persistent
             kernel: EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K, WARP_SPECIALIZED.
             WARP_SPECIALIZED selects the warp-specialized kernel if ``can_specialize_warps``. For
             this kernel, num_warps is the number of warps that multiply: 8.
-        num_sms: programs of the persistent kernel.
+        num_sms: number of programs of the persistent kernel.
         persistent: use the persistent kernel, which loads by tensor descriptors. If TMA does not
             support the operands, the pointer kernel is used instead. The pointer kernel is also
             used for fp32 without tf32: loads of B by descriptor then spill registers (12 KB per
             thread at the default tile, sm_90).
         rank, num_ranks: this rank and the number of shards.
-        gathered: shards of the other ranks.
+        gathered: memory with the gathered shards of all ranks; ``None`` on a single rank.
         split: workspace, required for SPLIT_K above 1.
         scales: result of ``Scaling.kernel_argument``.
 
@@ -282,7 +286,7 @@ def sharded_gemm(
     for name in _DESCRIPTOR_ONLY:
         options.pop(name, None)
     along_k = config.kwargs["BLOCK_SIZE_K"] * max(source.rows.stride(1), B.stride(0))
-    # Constants that the pointer kernel does not read would only cause further compilations.
+    # Reset constants that the pointer kernel does not read, to avoid needless compilations.
     plan = plan._replace(
         B_COLUMN_MAJOR=False, NUM_SMS=0, NUM_WARPS=0, INT64_OFFSETS=along_k >= 2**31
     )

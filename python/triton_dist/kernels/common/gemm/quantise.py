@@ -1,4 +1,4 @@
-"""Quantise rows to fp8, with one scale per row or per 128 elements of a row, or a static scale."""
+"""Quantise rows to fp8, with a scale per row, per 128 elements of a row, or per tensor (static)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def kernel_quantise(
     BLOCK_SIZE_K: tl.constexpr,
     STATIC_SCALES: tl.constexpr,
 ):
-    """Divide each BLOCK_SIZE_K elements of a row by their scale. Grid (row blocks, blocks of K).
+    """Divide every BLOCK_SIZE_K elements of a row by their scale. Grid (row blocks, blocks of K).
 
-    out: [rows, columns]. With SILU_MUL, x has twice the columns, and out is
-    silu(left half) * right half. If ``static_scale_ptr`` is not ``None``, the largest of its
-    numbers is the scale of all elements. STATIC_SCALES: ``num_static_scales``, rounded up to a
-    power of two. If ``used_rows_ptr`` is not ``None``, rows from the number there on are skipped.
+    out: [rows, columns]. With SILU_MUL, x has twice the columns, and silu(left half) * right half
+    is quantised. If ``static_scale_ptr`` is not ``None``, the largest of its numbers is the scale
+    of all elements. STATIC_SCALES: ``num_static_scales``, rounded up to a power of two. If
+    ``used_rows_ptr`` is not ``None``, it points to the number of rows to quantise.
     """
     if used_rows_ptr is not None:
         rows = tl.load(used_rows_ptr)
@@ -51,7 +51,7 @@ def kernel_quantise(
         up = tl.load(x_block + columns, mask=inside, other=0.0).to(tl.float32)
         x = x / (1.0 + tl.exp(-x)) * up
     if static_scale_ptr is None:
-        # A row of zeros keeps a scale that can divide.
+        # The lower bound avoids a division by 0 for a row of zeros.
         scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / _MAXIMUM
         tl.store(scale_ptr + row * stride_sm + tl.program_id(1) * stride_sk, scale, mask=row < rows)
         x = x / scale[:, None]
@@ -73,15 +73,15 @@ def quantisation(
     static_scale: torch.Tensor | None = None,
     used_rows: torch.Tensor | None = None,
 ) -> Launch:
-    """Return the launch that quantises x to ``out`` [rows, K].
+    """Return the launch that quantises x into ``out`` [rows, K].
 
     Args:
         x: [rows, K] with unit stride along K; with ``silu_mul`` [rows, 2 * K], and
             silu(left half) * right half is quantised.
         out: result.
         scale: result, [rows], or [rows, K / 128] with strides (1, rows); [1] with a static scale.
-        static_scale: known before the call; if it has several elements, the largest is used.
-            Quotients beyond the range of fp8 become its largest number.
+        static_scale: scale that is known before the call. If it has several elements, the largest
+            is used. Quotients beyond the range of fp8 are clamped to the largest fp8 number.
         used_rows: int32, number of rows to quantise; default: all.
     """
     rows, K = out.shape

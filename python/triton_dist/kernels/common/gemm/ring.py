@@ -1,7 +1,8 @@
 """Shared parts of the warp-specialized GEMM kernels for Hopper, in Gluon.
 
-A producer fills the stages of a ring in shared memory. Two groups of four consumer warps each
-multiply one half of a tile's rows. ``gemm/warp_specialized.py`` describes the ring.
+A producer warp fills the stages of a ring buffer in shared memory. There are two groups of four
+consumer warps; each group multiplies one half of a tile's rows. ``gemm/warp_specialized.py``
+describes the ring.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from triton_dist.kernels.common.gemm.scales import BLOCKWISE
 
 
 class BlockScales(NamedTuple):
-    """BLOCK scales of a group's half of a tile at the first step along K. Strides are in elements.
+    """Addresses of the scales of one group's half of a tile, at the first step along K.
 
-    ``a`` has one address per row. The scale of the right half of the columns is at ``b + right``.
+    Scales are per 128 elements of K. ``a`` is a block with one address per row. The scale of the
+    left half of the columns is at ``b``, of the right half at ``b + right``. Strides are in
+    elements.
     """
 
     a: Any
@@ -34,7 +37,7 @@ class BlockScales(NamedTuple):
 
 
 @gluon.jit
-# The phase bit of the barriers flips each time the ring wraps around.
+# The phase bit of the barriers flips each time ``stage`` wraps around to 0.
 def next_stage(stage, phase, NUM_STAGES: gl.constexpr):
     wraps = stage == NUM_STAGES - 1
     return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
@@ -45,15 +48,17 @@ def multiply_promoted(
     GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps, block_scales,
     LAYOUT: gl.constexpr, SCALING: gl.constexpr, IS_COPIED: gl.constexpr = False,
 ):  # fmt: skip
-    """Multiply fp8 of the next ``num_steps`` stages; add the product of each step in fp32.
+    """Multiply the fp8 tiles of the next ``num_steps`` stages; add the product of each step in
+    fp32.
 
-    Return the left and the right half of the columns separately: the products of both would not fit
-    in registers. ``IS_COPIED``: A was stored by threads, not by TMA.
+    Return (sum of the left half of the columns, sum of the right half, stage, phase). The halves
+    are multiplied one after the other, because the products of both would not fit in registers.
+    ``IS_COPIED``: threads, not TMA, stored A in the ring.
     """
     NUM_STAGES: gl.constexpr = a_ring.shape[0]
     HALF_M: gl.constexpr = a_ring.shape[1] // 2
     HALF_N: gl.constexpr = b_ring.shape[1] // 2
-    # Each product replaces the previous product, or they would take more registers.
+    # Reuse one variable for all products. Separate variables would take more registers.
     product = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     left = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)
     right = gl.zeros((HALF_M, HALF_N), gl.float32, layout=LAYOUT)

@@ -1,7 +1,7 @@
 """Scales of fp8 operands: recipes, checks, and their application inside the GEMM kernels.
 
-A scale is an fp32 factor that was divided out before rounding to fp8. Three recipes exist, in the
-layouts of ``torch.nn.functional.scaled_mm``:
+Before rounding to fp8, numbers were divided by a scale, an fp32 factor. There are three recipes, in
+the layouts of ``torch.nn.functional.scaled_mm``:
 
 =======  ======================================  =================================================
 recipe   ``A_scale``                             ``B_scale``
@@ -12,10 +12,11 @@ BLOCK    [M, K / 128], strides (1, M)            [K / 128, N / 128] with strides
                                                  [N / 128, K / 128], contiguous (DeepSeek-V3)
 =======  ======================================  =================================================
 
-Divisions round up. Experts B [E, K, N] have E such scales of B, stacked, and TENSOR may have one
-for all experts. With experts, BLOCK scales of A may also be row-major. A ROW call may have TENSOR
-scales on one side. TENSOR and ROW scales multiply the accumulator once. BLOCK scales multiply the
-product of every 128 elements of K, which is then added in fp32.
+Divisions round up. If B holds the weights of E experts, [E, K, N], ``B_scale`` has a leading
+dimension E; TENSOR may have a single scale for all experts. With experts, BLOCK scales of A may
+also be row-major. In a ROW call, one of the operands may have a single scale. TENSOR and ROW scales
+multiply the accumulator once. BLOCK scales multiply the product of every 128 elements of K, and the
+scaled products are added in fp32.
 
 Hopper's tensor cores add fp8 products with fewer bits than fp32. Unless ``use_fast_accum`` is set,
 partial sums over 128 elements of K are added in fp32, as cuBLAS does. BLOCK always does this.
@@ -34,11 +35,11 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.context import Check, gradient_check, operand_signature
 from triton_dist.runtime.device import current_device
 
-K = TypeVar("K")
+KeyT = TypeVar("KeyT")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK_ELEMENTS = 128
 """Length of a block along K, and along N for B."""
-BLOCK = tl.constexpr(BLOCK_ELEMENTS)
+SCALE_BLOCK = tl.constexpr(BLOCK_ELEMENTS)
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,8 +53,8 @@ class Recipe(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-# Values of SCALING, ordered. They are ints because Triton 3.6 rejects a str as a default. From
-# FAST on, a bias is optional.
+# Values of the kernels' constant SCALING, in an order that kernels compare. They are ints because
+# Triton 3.6 rejects a str as a default. With FAST and larger values, a bias is optional.
 UNSCALED = tl.constexpr(0)
 """Neither scales nor a bias."""
 BIAS_ONLY = tl.constexpr(1)
@@ -66,11 +67,12 @@ BLOCKWISE = tl.constexpr(4)
 
 
 class Scales(NamedTuple):
-    """Kernel argument: fp32 scales of A and B, and a bias of the output's dtype, or ``None``.
+    """Kernel argument: fp32 scales of A and B, and a bias of the output's dtype or ``None``.
 
-    Strides are in elements: 0 for a single scale. ``gathered_scales`` has the scales of all shards
-    of A, ``stride_shard`` apart. The kernels' constant SCALING tells which members are used:
-    Triton 3.6 can neither compare a tuple with ``None`` nor nest it in another tuple.
+    Strides are in elements; the stride of a single scale is 0. ``gathered_scales`` has the scales
+    of all shards of A, ``stride_shard`` elements apart. The kernels' constant SCALING selects the
+    members that are used, because Triton 3.6 can neither compare a tuple with ``None`` nor nest it
+    in another tuple.
     """
 
     a_scale: Any
@@ -89,23 +91,24 @@ def scaled_dot(
     accumulator, a, b, k, column, scales, a_scale_ptr, row, rows, N,
     INPUT_PRECISION: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Add ``a @ b`` at ``k`` to a tile's accumulator; apply BLOCK scales.
+    """Return ``accumulator + a @ b`` for a step along K; apply BLOCK scales, if there are any.
 
     Args:
+        k, column: first element of the step along K, and first column of the tile.
         a_scale_ptr: result of ``scales_of_shard``.
-        row, rows: first row of the tile in its shard, and rows of the shard.
+        row, rows: first row of the tile in its shard, and number of rows of the shard.
     """
     a_scale = 0
     b_scale_ptr = 0
     if SCALING == BLOCKWISE:
         # Load the scales before the product, to overlap with it.
-        a_scale_ptr += k // BLOCK * scales.stride_ak
+        a_scale_ptr += k // SCALE_BLOCK * scales.stride_ak
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
         b_scale_ptr = scales.b_scale
     # Both sizes are powers of two, so a tile lies in one block of columns or covers whole blocks.
     return add_product(
         accumulator, a, b, k, column, N, a_scale, b_scale_ptr, scales,
-        accumulator.shape[1] <= BLOCK, INPUT_PRECISION, SCALING,
+        accumulator.shape[1] <= SCALE_BLOCK, INPUT_PRECISION, SCALING,
     )  # fmt: skip
 
 
@@ -114,35 +117,37 @@ def add_product(
     accumulator, a, b, k, column, N, a_scale, b_scale_ptr, scales,
     SINGLE_B_SCALE: tl.constexpr, INPUT_PRECISION: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Add ``a @ b`` at ``k`` and ``column`` to a tile's accumulator; apply BLOCK scales.
+    """Return ``accumulator + a @ b`` for a step along K; apply BLOCK scales, if there are any.
 
     Args:
-        a_scale: scales of the tile's rows at ``k``; like ``b_scale_ptr``, for BLOCK scales only.
-        b_scale_ptr: address of the scales of B.
-        scales: strides ``stride_bk`` and ``stride_bn`` of the scales of B.
-        SINGLE_B_SCALE: the columns of the tile lie in one block.
+        k, column: first element of the step along K, and first column of the tile.
+        a_scale: scales of the tile's rows for this step. Only used with BLOCK scales.
+        b_scale_ptr: address of the scales of B. Only used with BLOCK scales.
+        scales: only the strides ``stride_bk`` and ``stride_bn`` of the scales of B are used.
+        SINGLE_B_SCALE: all columns of the tile lie in one block of 128 columns.
     """
     if SCALING == BLOCKWISE:
-        b_scale_ptr += k // BLOCK * scales.stride_bk
+        b_scale_ptr += k // SCALE_BLOCK * scales.stride_bk
         if SINGLE_B_SCALE:
-            factor = (a_scale * tl.load(b_scale_ptr + column // BLOCK * scales.stride_bn))[:, None]
+            b_scale = tl.load(b_scale_ptr + column // SCALE_BLOCK * scales.stride_bn)
+            factor = (a_scale * b_scale)[:, None]
         else:
             columns = column + tl.arange(0, accumulator.shape[1])
-            b_ptr = b_scale_ptr + columns // BLOCK * scales.stride_bn
+            b_ptr = b_scale_ptr + columns // SCALE_BLOCK * scales.stride_bn
             factor = a_scale[:, None] * tl.load(b_ptr, mask=columns < N, other=0.0)[None, :]
         zeros = tl.zeros(accumulator.shape, dtype=tl.float32)
         return accumulator + tl.dot(a, b, zeros) * factor
     elif SCALING == PROMOTED:
-        return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(a.shape[1], BLOCK))
+        return tl.dot(a, b, accumulator, max_num_imprecise_acc=min(a.shape[1], SCALE_BLOCK))
     else:
         return tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
 
 
 @jit
 def scales_of_shard(scales, shard, SCALING: tl.constexpr):
-    """Return the address of the scales of a gathered shard of A, or of A if ``shard`` is ``None``.
+    """Return the address of the scales of the gathered shard number ``shard`` of A.
 
-    Return 0 if there are no scales.
+    If ``shard`` is ``None``, return the address of the scales of A. Without scales, return 0.
     """
     if SCALING < FAST:
         return 0
@@ -154,7 +159,10 @@ def scales_of_shard(scales, shard, SCALING: tl.constexpr):
 
 @jit
 def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
-    """Return the scales [BLOCK_SIZE_M] of rows of A. Bypass L1, which may hold outdated scales."""
+    """Return the scales [BLOCK_SIZE_M] of the rows of A that begin at ``row``.
+
+    The load bypasses L1, which may hold outdated scales.
+    """
     row_index = row + tl.arange(0, BLOCK_SIZE_M)
     return tl.load(
         a_scale_ptr + row_index * scales.stride_am,
@@ -164,7 +172,7 @@ def load_row_scales(scales, a_scale_ptr, row, rows, BLOCK_SIZE_M: tl.constexpr):
 
 @jit
 def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALING: tl.constexpr):
-    """Return a tile's accumulator after TENSOR and ROW scales."""
+    """Return a tile's accumulator, multiplied by TENSOR or ROW scales if there are any."""
     if SCALING >= FAST and SCALING != BLOCKWISE:
         a_scale = load_row_scales(scales, a_scale_ptr, row, rows, accumulator.shape[0])
         accumulator = apply_scales(accumulator, a_scale, scales.b_scale, scales, column, N)
@@ -173,7 +181,7 @@ def finish_scales(accumulator, scales, a_scale_ptr, row, rows, column, N, SCALIN
 
 @jit
 def apply_scales(accumulator, a_scale, b_scale_ptr, scales, column, N):
-    """Multiply a tile by the scales of its rows and columns."""
+    """Return a tile multiplied by the scales of its rows (``a_scale``) and of its columns."""
     columns = column + tl.arange(0, accumulator.shape[1])
     b_ptr = b_scale_ptr + columns * scales.stride_bn
     b_scale = tl.load(b_ptr, mask=columns < N, other=0.0)
@@ -200,12 +208,12 @@ NO_SCALES = Scales(*(None,) * 9)
 
 
 class ScaledKey(NamedTuple):
-    """Tuning key of a call with fp8 operands or a bias. Has the attributes of ``key``."""
+    """Tuning key of a call with fp8 operands or a bias. It also has the attributes of ``key``."""
 
     key: Any
     recipe: str
     single_scales: tuple[bool, bool]
-    """Whether A and whether B has a single scale. A ROW call may have one for one operand."""
+    """Whether A has a single scale, and whether B has a single scale."""
     out_dtype: torch.dtype
     use_fast_accum: bool
     has_bias: bool
@@ -214,25 +222,24 @@ class ScaledKey(NamedTuple):
         return getattr(self.key, name)
 
 
-_SIZE_BITS = 18
+_ROW_BITS = 18
 _LAYOUTS = ("no scales", "one scale", "scales of rows", "scales of blocks")
 
 
 def call_tag(key: Any, rows: int) -> int:
-    """Return ``rows`` and the layout of A's scales as one number.
+    """Return the call tag for ``rows`` and the layout of A's scales, packed into one number.
 
-    The flags of the call with this ``key`` contain the number, which ranks compare
-    (``common/peers.py``).
+    Flags contain the call tag. Ranks compare it to detect unequal calls (``common/peers.py``).
     """
     if not isinstance(key, ScaledKey) or not key.recipe:
         return rows
     layout = 3 if key.recipe == Recipe.BLOCK.value else 2 - key.single_scales[0]
-    return rows % (1 << _SIZE_BITS) | layout << _SIZE_BITS
+    return rows % (1 << _ROW_BITS) | layout << _ROW_BITS
 
 
-def describe_tag(size: int) -> str:
+def describe_tag(tag: int) -> str:
     """Return a result of ``call_tag`` as text."""
-    return f"{size % (1 << _SIZE_BITS)} rows, {_LAYOUTS[size >> _SIZE_BITS]}"
+    return f"{tag % (1 << _ROW_BITS)} rows, {_LAYOUTS[tag >> _ROW_BITS]}"
 
 
 class Scaling(NamedTuple):
@@ -247,9 +254,9 @@ class Scaling(NamedTuple):
     def checks(
         self, A: torch.Tensor, B: torch.Tensor, a: str = "A", b: str = "B"
     ) -> Iterator[Check]:
-        """Yield checks for operands [M, K] and [K, N] or [E, K, N] of valid shapes.
+        """Yield the checks of these arguments, for valid A [M, K] and B [K, N] or [E, K, N].
 
-        ``a`` and ``b`` are the names of the operands.
+        ``a`` and ``b`` are the names of the operands in errors.
         """
         A_scale, B_scale, bias, out_dtype, _ = self
         is_fp8 = A.dtype in FP8
@@ -273,7 +280,7 @@ class Scaling(NamedTuple):
             yield "bias.device", bias.device, bias.device == A.device, f"{A.device}, like {a}"
 
     def signature(self, B: torch.Tensor) -> tuple[object, ...]:
-        """Return what the checks read from the scaling, except a bias; empty for ``NO_SCALING``."""
+        """Return all properties that ``checks`` reads, except the bias; () for ``NO_SCALING``."""
         if self is NO_SCALING:
             return ()
         scales = operand_signature(B, self.A_scale, self.B_scale)
@@ -284,7 +291,7 @@ class Scaling(NamedTuple):
         return self.out_dtype or (torch.bfloat16 if A.dtype in FP8 else A.dtype)
 
     def recipe(self, A: torch.Tensor, B: torch.Tensor) -> Recipe | None:
-        """Return the recipe of the scales' shapes and strides; ``None`` if there is none."""
+        """Return the recipe that the scales' shapes and strides match, or ``None``."""
         a, b = self.A_scale, self.B_scale
         if a is None or b is None:
             return None
@@ -298,11 +305,11 @@ class Scaling(NamedTuple):
         fits = a.t().is_contiguous() or (experts and a.is_contiguous())
         if a_shape != (M, blocks(K)) or not fits or b.ndim != B.ndim:
             return None
-        in_memory = [*experts, blocks(N), blocks(K)]  # of both layouts of B_scale
+        in_memory = [*experts, blocks(N), blocks(K)]  # both layouts of B_scale are equal in memory
         has_blocks = any(list(x.shape) == in_memory and x.is_contiguous() for x in (b, b.mT))
         return Recipe.BLOCK if has_blocks else None
 
-    def key_of(self, key: K, A: torch.Tensor, B: torch.Tensor) -> K:
+    def key_of(self, key: KeyT, A: torch.Tensor, B: torch.Tensor) -> KeyT:
         """Return the tuning key of a checked call: ``key``, or a ``ScaledKey`` that extends it."""
         has_bias = self.bias is not None
         if A.dtype not in FP8 and not has_bias:
@@ -313,17 +320,18 @@ class Scaling(NamedTuple):
         dtype, fast = self.output_dtype(A), self.use_fast_accum
         return ScaledKey(key, name, single, dtype, fast, has_bias)  # type: ignore[return-value]
 
-    def constant(self, recipe: Recipe | None) -> int:
-        """Return the kernels' SCALING for scales of this recipe."""
+    def scaling_constant(self, recipe: Recipe | None) -> int:
+        """Return the kernels' constant SCALING for scales of this recipe."""
         whole = FAST if self.use_fast_accum else PROMOTED
         return int((BLOCKWISE if recipe is Recipe.BLOCK else whole).value)
 
     def kernel_argument(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
     ) -> tuple[Scales, int]:
-        """Return the kernels' ``scales`` and SCALING for a checked call.
+        """Return the kernels' arguments ``scales`` and SCALING for a checked call.
 
-        ``gathered`` has the scales of all shards of A, each in the layout of ``A_scale``.
+        ``gathered`` has the scales of all shards of A. Those of each shard have the layout of
+        ``A_scale``.
         """
         A_scale, B_scale, recipe = self.A_scale, self.B_scale, self.recipe(A, B)
         if A_scale is None or B_scale is None:
@@ -333,15 +341,15 @@ class Scaling(NamedTuple):
         if recipe is Recipe.BLOCK:
             strides = (1, A.shape[0], 1, blocks(A.shape[1]))
         scales = Scales(A_scale, B_scale, self.bias, *strides, gathered, A_scale.numel())
-        return scales, self.constant(recipe)
+        return scales, self.scaling_constant(recipe)
 
-    def factors(
+    def scales_by_block(
         self, A: torch.Tensor, B: torch.Tensor
     ) -> tuple[Recipe, torch.Tensor, torch.Tensor]:
         """Return (recipe, scales of A, scales of B) of a checked call, as views.
 
-        The scales are [M, 1 or K / 128] and [..., 1 or K / 128, N or N / 128], where ``...`` are
-        the experts.
+        With BLOCK the scales are [M, K / 128] and [..., K / 128, N / 128], else [M, 1] and
+        [..., 1, N]. ``...`` is the dimension of experts, if B has one.
         """
         found: Any = self.recipe(A, B), self.A_scale, self.B_scale
         recipe, a, b = found
@@ -355,17 +363,21 @@ class Scaling(NamedTuple):
     def row_wise(
         self, A: torch.Tensor, B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
-        """Return scales [M, 1] and [1, N] and ``use_fast_accum``; ``None`` without scales."""
+        """Return (scales of A [M, 1], scales of B [1, N], ``use_fast_accum``) of a ROW or TENSOR
+        call.
+
+        Return ``None`` without scales.
+        """
         if self.A_scale is None:
             return None
-        _, a, b = self.factors(A, B)
+        _, a, b = self.scales_by_block(A, B)
         return a.contiguous(), b.contiguous(), self.use_fast_accum
 
     def dequantised(
         self, A: torch.Tensor, B: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B multiplied by their scales, in ``dtype``."""
-        recipe, a, b = self.factors(A, B)
+        recipe, a, b = self.scales_by_block(A, B)
         if recipe is Recipe.BLOCK:
             *_, K, N = B.shape
             a, b = (x.repeat_interleave(BLOCK_ELEMENTS, -1) for x in (a, b))
@@ -384,17 +396,14 @@ def scaling_of(
     use_fast_accum: bool = False,
     **_: Any,
 ) -> Scaling:
-    """Return the scaling of a call's keywords: ``NO_SCALING`` if the kernels need none."""
+    """Return the ``Scaling`` of a call's keywords, or ``NO_SCALING`` if they are defaults."""
     if A_scale is None and B_scale is None and bias is None and out_dtype is None:
         return NO_SCALING
     return Scaling(A_scale, B_scale, bias, out_dtype, use_fast_accum)
 
 
 def fits_library(A: torch.Tensor, B: torch.Tensor, scaling: Scaling) -> bool:
-    """Return whether torch can multiply the operands. cuBLAS restricts sizes of fp8 operands.
-
-    Its products with BLOCK scales require e4m3.
-    """
+    """Return whether torch can multiply the operands: cuBLAS restricts fp8 operands."""
     if A.dtype not in FP8 or A.device.type == "cpu":
         return True
     (K, N), is_block = B.shape, scaling.recipe(A, B) is Recipe.BLOCK
@@ -424,7 +433,7 @@ def library_matmul(
 ) -> torch.Tensor:
     """Return ``A @ B`` by torch's ``matmul`` or ``scaled_mm``, in ``out`` or new memory.
 
-    On CPU, multiply fp8 operands in fp32.
+    On CPU, fp8 operands are multiplied in fp32.
     """
     if A.dtype not in FP8:
         return torch.matmul(A, B, out=out)
@@ -434,7 +443,7 @@ def library_matmul(
     if A.device.type == "cpu":
         product = torch.matmul(*scaling.dequantised(A, B)) + (0 if bias is None else bias)
         return product.to(dtype) if out is None else out.copy_(product)
-    recipe, a_scale, b_scale = scaling.factors(A, B)
+    recipe, a_scale, b_scale = scaling.scales_by_block(A, B)
     if recipe is Recipe.ROW:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     elif recipe is Recipe.TENSOR:

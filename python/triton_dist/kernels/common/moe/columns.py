@@ -58,7 +58,7 @@ def cut_columns(rows: int, N: int, num_chunks: int, multiple: int) -> Columns:
     return Columns(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
 
 
-@jit(do_not_specialize=["rows", "size", "rank"])
+@jit(do_not_specialize=["rows", "call_tag", "rank"])
 def kernel_add_columns(
     x_ptr,
     out_ptr,
@@ -67,7 +67,7 @@ def kernel_add_columns(
     N,
     width,
     shard_stride,
-    size,
+    call_tag,
     rank,
     NUM_RANKS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -79,7 +79,7 @@ def kernel_add_columns(
     Any grid. Chunks are ``width`` wide. ``shard_stride`` is the number of elements from one
     source's row block to the next.
     """
-    value = flag_of(pushed.epoch, size)
+    value = flag_of(pushed.epoch, call_tag)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     own = x_ptr + rank.to(tl.int64) * rows * N
     for chunk in range(tl.cdiv(N, width)):
@@ -144,14 +144,14 @@ class PushedColumns(PushedSlots):
         )
         super().__init__(slots)
 
-    def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
+    def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, call_tag: int) -> Launch:
         """Return the launch that adds row blocks of x, as they arrive, into out [rows, N]."""
         slots, item = self.slots, x.element_size()
         pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
         block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(columns.width))
         block_m = _BLOCK_ELEMENTS // block_n
         tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.width, block_n)
-        sizes = (columns.rows, columns.N, columns.width, self._shard_stride, size, self.rank)
+        sizes = (columns.rows, columns.N, columns.width, self._shard_stride, call_tag, self.rank)
         # A vector holds 8 elements of 16 bits.
         aligned = item == 2 and columns.N % 8 == 0 and columns.width % 8 == 0
         return Launch(
@@ -172,7 +172,7 @@ class PushedColumns(PushedSlots):
         columns: Columns,
         x: torch.Tensor,
         out: torch.Tensor,
-        size: int,
+        call_tag: int,
         compute: Callable[[int, int], None],
     ) -> None:
         """Reduce-scatter x, [num_ranks, rows, N] elements, into this rank's rows out [rows, N].
@@ -181,7 +181,7 @@ class PushedColumns(PushedSlots):
         on all ranks.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take(size, copied=True)
+        slots.take(call_tag, copied=True)
         stream = self._device.current_stream()
         try:
             for chunk, (first, end) in enumerate(columns):
@@ -191,8 +191,8 @@ class PushedColumns(PushedSlots):
                 )
                 transfer.start(x.view(-1, 1), stream)
             slots.launcher.run(
-                (slots.index, columns, size),
-                lambda: self.launch(columns, x, out, size),
+                (slots.index, columns, call_tag),
+                lambda: self.launch(columns, x, out, call_tag),
                 {"x_ptr": x, "out_ptr": out},
             )
             awaited = True

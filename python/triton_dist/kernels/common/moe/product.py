@@ -25,10 +25,10 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.scales import (
-    BLOCK,
     BLOCK_ELEMENTS,
     BLOCKWISE,
     FAST,
+    SCALE_BLOCK,
     UNSCALED,
     add_product,
     apply_scales,
@@ -211,7 +211,7 @@ def kernel_grouped_gemm(
                 if SCALING == BLOCKWISE:
                     # Bypass L1, which may hold the scales of an earlier call.
                     a_scale = tl.load(
-                        scale_rows + at // BLOCK * scales.stride_ak,
+                        scale_rows + at // SCALE_BLOCK * scales.stride_ak,
                         mask=inside, other=0.0, cache_modifier=".cg",
                     )  # fmt: skip
                 product = add_product(

@@ -49,8 +49,8 @@ class OperandScales(NamedTuple):
         """Return the scales of a checked call; ``None`` for operands that are not fp8."""
         if A.dtype not in FP8:
             return None
-        recipe, a, b = scaling.factors(A, B)
-        return cls(a, b, scaling.constant(recipe))
+        recipe, a, b = scaling.scales_by_block(A, B)
+        return cls(a, b, scaling.scaling_constant(recipe))
 
     @property
     def is_block(self) -> bool:

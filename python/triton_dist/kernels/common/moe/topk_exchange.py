@@ -66,7 +66,7 @@ def token_sum(
     return total.to(dtype)
 
 
-@jit(do_not_specialize=["rows", "E", "size", "rank"])
+@jit(do_not_specialize=["rows", "E", "call_tag", "rank"])
 def kernel_topk_exchange(
     products_ptr,
     weights_ptr,
@@ -79,7 +79,7 @@ def kernel_topk_exchange(
     N,
     E,
     shard_stride,
-    size,
+    call_tag,
     rank,
     TOPK: tl.constexpr,
     ALL_ROWS: tl.constexpr,
@@ -90,7 +90,7 @@ def kernel_topk_exchange(
     Without ``ALL_ROWS``, out has the ``rows`` tokens of this rank. With ``ALL_ROWS``, it has all
     tokens, and every rank sends its sums of all tokens to every rank.
     """
-    call = begin(slots, peers, size, rank, plan)
+    call = begin(slots, peers, call_tag, rank, plan)
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     blocks_per_row = tl.cdiv(N, plan.BLOCK)

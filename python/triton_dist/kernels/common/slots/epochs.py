@@ -1,22 +1,24 @@
 """Double-buffered symmetric memory whose uses are counted by epochs.
 
-Protocol per slot; calls alternate between two slots:
+The two buffers are called slots, and calls alternate between them. The protocol of a slot:
 
 * The *epoch* of a slot counts its uses. It is in device memory and ``finish`` increments it, so
   replays of a CUDA graph continue the count. A sender sets a flag to the epoch, and the receiver
   waits until the flag has reached the epoch. Flags are therefore never reset.
-* ``finish`` reports to every peer that this rank has *consumed* the received data, then increments
-  the epoch. It is one block on the main stream after the call's kernels and copies.
+* ``finish`` queues a kernel of one program on the main stream, after the call's kernels and copies.
+  The kernel reports to every peer that this rank has *consumed* the received data. Then it
+  increments the epoch.
 * A sender may overwrite a peer's slot once the peer has consumed the previous contents. Alternating
-  calls guarantee this without a check. Call n uses the slot of call n - 2. Call n - 1 waited here
-  for data from each peer, and a peer sends it only after its own call n - 2 has ended.
-* If the host cannot prove that order, the call begins with a *peer check*, a one-block kernel. This
-  concerns calls in CUDA graphs (a replay repeats one slot) and all later calls, calls during
-  tuning, and calls after a call that did not wait for all peers. The check runs on the main stream:
-  on a side stream it might never get an SM next to a full grid that waits for it.
+  calls guarantee this without a check. Call n uses the slot of call n - 2. On this rank, call n - 1
+  waited for data from each peer, which each peer sent only after its own call n - 2 had ended.
+* If the host cannot prove this order, the call begins with a *peer check*: a kernel of one program
+  that waits until every peer has consumed the slot. Three kinds of calls need it: calls in CUDA
+  graphs (a replay repeats one slot) and all calls after them, calls during tuning, and calls after
+  a call that did not wait for all peers. The check runs on the main stream. On a side stream it
+  might never get an SM, because a full grid that waits for the check may occupy all SMs.
 
 All ranks must make the same sequence of calls and replay graphs equally often. The calls of one
-``EpochSlots`` must execute in order on the device, whatever streams they use.
+``EpochSlots`` must execute in order on the device, even if they use several streams.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from triton_dist.kernels.common.peers import (
     flag_value,
     timeout_word_of,
 )
-from triton_dist.language.signals import SIZE_BITS
+from triton_dist.language.signals import CALL_TAG_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
@@ -58,8 +60,8 @@ T = TypeVar("T")
 
 SLOTS = 2
 _LINE = 16  # int64 words in a 128-byte line; each slot has its own line
-# Control words of a slot's "epoch" line. The first is the flag of the slot's current use: the
-# epoch of this use, and the size of the last call with a peer check. The timeout words follow.
+# Control words of a slot, in the region "epoch". The first is the flag of the slot's current use:
+# the epoch, and the call tag of the last call with a peer check. The timeout words follow.
 EPOCH, _TIMEOUT_WORD = 0, TIMEOUT_WORD.value
 GAVE_UP = tl.constexpr(_TIMEOUT_WORD + _GAVE_UP)
 LAST_COMPLETE = tl.constexpr(_TIMEOUT_WORD + TIMEOUT_WORDS)  # last epoch before a wait gave up
@@ -70,17 +72,17 @@ _CONSECUTIVE_WAITS = 3
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
 Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
-"""Returns the indices of the flags that the kernels of a slot's last use wait for, by region."""
+"""Function that returns the indices of the flags that a call's kernels wait for, by region."""
 
 
 @jit(do_not_specialize=["size", "rank", "num_ranks"])
-def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
+def kernel_await_consumption(epoch_ptr, consumed_ptr, call_tag, rank, num_ranks):
     """Wait until every peer has consumed the data of the slot's last use. Grid (1,).
 
-    Also store ``size`` in the slot's flag, which copy engines copy to the peers.
+    Also store ``call_tag`` in the slot's flag word, which copy engines copy to the peers.
     """
     last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
-    tl.store(epoch_ptr, flag_of(epoch_ptr, size))
+    tl.store(epoch_ptr, flag_of(epoch_ptr, call_tag))
     peer = 0
     while peer < num_ranks:
         if peer != rank:
@@ -99,7 +101,7 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
             consumed = dl.symm_at(consumed_ptr, consumed_table, peer) + rank
             dl.notify(consumed, epoch.to(tl.int32))
         peer += 1
-    # Keep LAST_COMPLETE at the epoch before the first wait that gave up: errors then find its flag.
+    # After a wait gave up, keep LAST_COMPLETE. The error message then names the flag of this wait.
     tl.store(epoch_ptr + LAST_COMPLETE, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
     tl.store(epoch_ptr, flag + _ONE_EPOCH)
 
@@ -108,17 +110,17 @@ class EpochSlots:
     """Two slots of named symmetric regions. Creation is collective.
 
     Each slot also has ``consumed`` int32 [num_ranks]: each peer writes the last epoch that it has
-    consumed. ``epoch`` int64 [slots, control words] holds each slot's flag and timeout words.
+    consumed. ``epoch`` int64 [slots, 16] holds each slot's flag word and timeout words.
 
     Args:
         name, kernels: names of the memory and of the kernels that wait for its flags, for errors.
         regions: regions of each slot.
         zeroed: regions that are zero initially and after ``reset``, such as flags and sums.
         single_regions: regions that exist once instead of once per slot.
-        disagreements: collects mismatched sizes. Pass one object to all memories of a context; by
-            default this memory has its own.
-        flags_of_rank: by region, the number of consecutive flags of one peer. By default the
-            last index of a region is the source rank.
+        disagreements: collects calls with different call tags. Pass one object to all memories of a
+            context; by default this memory has its own.
+        flags_of_rank: by region, the number of consecutive flags that one peer sets. Default: the
+            last dimension of a region is the source rank.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class EpochSlots:
         )
         self.disagreements = disagreements or Disagreements(f"the size of a call of {name}", group)
         self._flags_of_rank = dict(flags_of_rank or {})
-        self._sizes = [0] * SLOTS
+        self._call_tags = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
         self._begun = [0] * SLOTS  # calls begun per slot, for the rank status
         self._previous_awaited_all = self._in_graphs = self._capturing = False
@@ -168,7 +170,7 @@ class EpochSlots:
         self._status = rank_status.Slots(
             self.memory["epoch"],
             EPOCH,
-            SIZE_BITS.value,
+            CALL_TAG_BITS.value,
             self._begun,
             weak_method(self._late_flags),
             flags,
@@ -188,23 +190,23 @@ class EpochSlots:
 
     @property
     def epoch(self) -> torch.Tensor:
-        """int64 words of the current slot: its flag, then its timeout words."""
+        """int64 control words of the current slot: its flag word, then its timeout words."""
         return self.epoch_of(self.index)
 
     def epoch_of(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
-    def take(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
+    def take(self, call_tag: int = 0, peer_check: bool = True, copied: bool = False) -> None:
         """Switch to the other slot, and queue a peer check if peers may still use it.
 
         Args:
-            size: size of this call, which must be equal on all ranks.
+            call_tag: number that must be equal on all ranks, such as the number of rows.
             peer_check: ``False`` if the call's kernel checks its peers itself.
-            copied: copy engines copy the slot's flag word to the peers. If the size has changed, a
-                peer check must first store the new size in this word.
+            copied: ``True`` if copy engines copy the slot's flag word to the peers. A changed call
+                tag then requires a peer check, which stores the tag in this word.
 
         Raises:
-            RankDisagreement: ranks made an earlier call with different sizes.
+            RankDisagreement: ranks made an earlier call with different call tags.
         """
         self.index = self.next_index
         if self.num_ranks == 1:
@@ -214,29 +216,28 @@ class EpochSlots:
         self._capturing = self.device.is_capturing()
         if self._capturing and not max_polls:  # graphs of tuning are not replayed later
             self._in_graphs = True
-        # The peer check is redundant if the previous call, on the other slot, waited for every
-        # peer.
+        # If the previous call, on the other slot, waited for every peer, no peer check is needed.
         unknown = self._in_graphs or max_polls or not self._previous_awaited_all
-        if peer_check and (unknown or (copied and self._sizes[self.index] != size)):
-            self._check_peers(self.index, size)
+        if peer_check and (unknown or (copied and self._call_tags[self.index] != call_tag)):
+            self._check_peers(self.index, call_tag)
         self._previous_awaited_all = False
 
     def skip(self) -> None:
         """Switch to the other slot without incrementing an epoch.
 
-        For a call that synchronises ranks itself.
+        Use this method for a call that synchronises ranks itself.
         """
         self.index = self.next_index
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
         """Queue the end of a call: report consumption to the peers and increment the epoch.
 
-        The current stream must have joined the call's side streams.
+        The current stream must already wait for the call's side streams.
 
         Args:
-            awaited: the call waits for data that every peer sends in the same call. The next call
-                then needs no peer check.
-            expected: flags that the call's kernels wait for; evaluated only for an error.
+            awaited: ``True`` if the call waits for data that every peer sends in this call. The
+                next call then needs no peer check.
+            expected: flags that the call's kernels wait for; called only for an error.
 
         Raises:
             RankDisagreement, WaitTimeout: see ``TimeoutWords.end``.
@@ -251,17 +252,17 @@ class EpochSlots:
         self.timeout_words.end()
 
     def run_without_slots(self, call: Callable[[], T]) -> T:
-        """Return ``call()``, which does not use this memory, such as a library algorithm.
+        """Return the result of ``call()``, which does not use this memory (a library algorithm).
 
-        During tuning, calls with slots begin with a peer check that production calls skip. Queue it
-        before ``call`` too, so that all candidates have the same overhead.
+        During tuning, calls that use slots begin with a peer check, which production calls skip. To
+        give all candidates the same overhead, queue a peer check before ``call`` too.
         """
         self.disagreements.check()
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
         self.timeout_words.begin()
         slot = self.next_index  # the next call still uses this slot
-        self._check_peers(slot, self._sizes[slot])
+        self._check_peers(slot, self._call_tags[slot])
         result = call()
         self.timeout_words.check_waits()
         return result
@@ -272,7 +273,7 @@ class EpochSlots:
                 for slot in range(SLOTS):
                     self.of_slot(slot, region).local.zero_()
             self._clear_lines()
-            self._sizes = [0] * SLOTS
+            self._call_tags = [0] * SLOTS
             self._begun[:] = [0] * SLOTS
             self.index = 0
             self._previous_awaited_all = False
@@ -287,16 +288,17 @@ class EpochSlots:
         lines.zero_()
         lines[:, EPOCH] = flag_value(1, 0)
 
-    def _check_peers(self, slot: int, size: int) -> None:
-        """Queue a wait until every peer is done with ``slot``, whose next call has ``size``."""
-        self._sizes[slot] = size
+    def _check_peers(self, slot: int, call_tag: int) -> None:
+        """Queue the peer check of ``slot``, which also stores ``call_tag`` in its flag word."""
+        self._call_tags[slot] = call_tag
         self.launcher.run(
-            (kernel_await_consumption, slot, size), lambda: self._peer_check_launch(slot, size)
+            (kernel_await_consumption, slot, call_tag),
+            lambda: self._peer_check_launch(slot, call_tag),
         )
 
-    def _peer_check_launch(self, slot: int, size: int = 0) -> Launch:
+    def _peer_check_launch(self, slot: int, call_tag: int = 0) -> Launch:
         consumed = self.of_slot(slot, "consumed").local
-        arguments = (self.epoch_of(slot), consumed, size, self.rank, self.num_ranks)
+        arguments = (self.epoch_of(slot), consumed, call_tag, self.rank, self.num_ranks)
         return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
     def _finish_launch(self) -> Launch:
@@ -315,12 +317,13 @@ class EpochSlots:
         return words, lambda index: index // number
 
     def _find_late_flag(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
-        """Return the first late flag of the oldest call that gave up, its epoch, and its value."""
+        """Return the first late flag of the oldest call that gave up, the awaited epoch, and the
+        flag's epoch."""
         oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
         epoch = gave_up[slot][LAST_COMPLETE.value - _TIMEOUT_WORD] + 1
         lines = self.memory["epoch"].local
-        lines[:, LAST_COMPLETE.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
+        lines[:, LAST_COMPLETE.value] = (lines[:, EPOCH] >> CALL_TAG_BITS.value) - 1
         for flag in self._late_flags(slot, epoch, torch.Tensor.cpu):
             return flag["flag"], epoch, flag["seen"]
         return "(it has arrived since)", epoch, epoch
@@ -328,7 +331,7 @@ class EpochSlots:
     def _late_flags(
         self, slot: int, epoch: int, read: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the flags for which the slot's use number ``epoch`` still waits."""
+        """Yield the flags that have not reached ``epoch``, for which this use of the slot waits."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for region, indices, value in (
             *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
@@ -347,7 +350,7 @@ class EpochSlots:
 
 
 class SlotMemory:
-    """Base of memories whose calls alternate between the slots of ``slots``."""
+    """Base class of memories that consist of ``EpochSlots``."""
 
     def __init__(self, slots: EpochSlots) -> None:
         self.slots = slots
@@ -367,7 +370,7 @@ class SlotMemory:
         self.slots.free()
 
 
-PUSH_STREAMS = 2  # two, because one fills the gaps between the copies of the other
+PUSH_STREAMS = 2  # two, because each stream fills the gaps between the copies of the other stream
 
 
 class PushedSlots(SlotMemory):
@@ -380,11 +383,11 @@ class PushedSlots(SlotMemory):
         self._transfers: BoundedDict[Any, Any] = BoundedDict()
 
     def transfer(self, key: Hashable, steps: Callable[[], Iterable[Step]]) -> Any:
-        """Return the transfer of ``key``; build it from ``steps()`` the first time."""
-        known = self._transfers.get(key)
-        if known is None:
-            known = self._transfers[key] = self._device.transfer(list(steps()), self._streams)
-        return known
+        """Return the transfer for ``key``, which is built from ``steps()`` the first time."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            transfer = self._transfers[key] = self._device.transfer(list(steps()), self._streams)
+        return transfer
 
     def free(self) -> None:
         for stream in self._streams:

@@ -1,12 +1,14 @@
-"""All-gather producers: copy each rank's shard to a local buffer and set a flag per chunk.
+"""All-gather that overlaps with its consumer, a GEMM kernel that waits for a flag per chunk.
 
-Slots alternate by the protocol of ``slots/epochs.py``. The producers use no SM: a copy engine moves
-the data, and a flag is an 8-byte copy of this rank's epoch that follows its data on the same
-stream. Source and target of a flag must be on different GPUs: the driver may run a copy within one
-GPU on an SM, which a full grid that waits for the flag never releases.
+Each rank copies its shard of rows into a buffer on every peer, in chunks, and sets a flag after
+each chunk. Calls alternate between two slots by the protocol of ``slots/epochs.py``. The transfer
+uses no SM: a copy engine moves the data. A flag is an 8-byte copy of this rank's flag word (epoch
+and call tag), which follows its data on the same stream. Source and target of a flag must be on
+different GPUs. The driver may run a copy within one GPU on an SM, and a full grid that waits for
+the flag would never release an SM.
 
-In a fused method the consumer kernel is also the producer. It uses the same slots and protocol, and
-checks its peers itself (``gemm/work_items.py``).
+In a fused method the consumer kernel also sends this rank's shard. It uses the same slots and
+protocol, and checks itself that peers have consumed the slot (``gemm/work_items.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from triton_dist.runtime.launch import BoundedDict, Launch
 MAX_CHUNKS = 8
 """Maximum number of chunks of a shard: along its rows, or along K in a fused method."""
 MAX_COMM_SMS = 32
-"""Maximum number of programs of a consumer that send."""
+"""Maximum number of programs of a consumer kernel that send."""
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # per source rank
 _GAVE_UP = epochs.GAVE_UP
 
@@ -39,50 +41,51 @@ _GAVE_UP = epochs.GAVE_UP
 class AllGatherMethod(enum.Enum):
     """Method of an all-gather.
 
-    Copy engines deliver the shards of rank + 1, rank + 2, … in this order.
+    With copy engines, a rank receives the shards of rank + 1, rank + 2, … in this order.
     """
 
     FULL_MESH_PUSH = "full_mesh_push"
     """Every rank copies its shard to each peer directly."""
     RING_PUSH_1D = "ring_push_1d"
-    """Every rank forwards shards to rank - 1; for hosts with links between neighbours only."""
+    """Every rank forwards shards to rank - 1; for hosts whose GPUs are linked in a ring."""
     FUSED_PUSH = "fused_push"
     """A few programs of the consumer's grid copy the shard to all peers, in chunks along K.
 
-    For small shards: it needs neither a copy engine nor a second launch.
+    For small shards, because it needs neither a copy engine nor a second launch.
     """
     SERIAL = "serial"
-    """One launch of our all-gather gathers all shards, then ``torch.matmul`` runs, without overlap.
+    """A kernel gathers all shards, then ``torch.matmul`` runs, without overlap.
 
-    For few rows, where the transfer takes less time than overlapping it would cost.
+    For few rows, where the transfer takes less time than the overhead of overlapping.
     """
 
     __repr__ = enum.Enum.__str__
 
     @property
     def is_fused(self) -> bool:
-        """True if the consumer does the transfer instead of copy engines."""
+        """True if the consumer kernel sends the shard, instead of copy engines."""
         return self is AllGatherMethod.FUSED_PUSH
 
     @property
     def by_copy_engine(self) -> bool:
-        """True if copy engines do the transfer while the consumer runs."""
+        """True if copy engines send the shard while the consumer kernel runs."""
         return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot of an all-gather buffer, as seen by rank ``rank``.
+    """Addresses of one slot of an all-gather buffer on all ranks, for the copies of rank ``rank``.
 
     Attributes:
-        shards: gathered rows [num_ranks * rows, K] of each rank, by rank.
-        arrivals: flags of each rank, by rank.
-        epoch: [1], source of this rank's flags. A ring forwards the flag that arrived with the
-            chunk, because it contains the origin's number of rows.
-        forward: flags of a ring that allow a chunk to be forwarded, by rank.
+        rows: rows of a shard.
+        shards: by rank, the buffer [num_ranks * rows, K] on that rank.
+        arrivals: by rank, the flags on that rank.
+        epoch: [1], this rank's flag word, the source of its flags. A ring forwards the flag that
+            arrived with the chunk, because this flag contains the call tag of the chunk's origin.
+        forward: by rank, flags that allow a copy stream on that rank to forward a chunk of a ring.
         one: [1], contains 1.
-        scales: scales [num_ranks * number of a shard] of an fp8 A on each rank, by rank; empty if
-            there are none.
+        scales: by rank, the scales [num_ranks * scales of a shard] of an fp8 A on that rank; empty
+            for other dtypes.
     """
 
     rank: int
@@ -100,16 +103,17 @@ class Slot:
     ) -> Iterator[Copy]:
         """Yield the copy of a shard's scales to ``peer``, once per stream, before its first flag.
 
-        A consumer may wait for any chunk first, so scales precede the first chunk of each stream.
+        A consumer may wait for any chunk first. On each stream, scales therefore precede all
+        chunks.
         """
         if self.scales and chunk < num_streams:
-            number = len(self.scales[peer]) // self.num_ranks
-            part = slice(shard * number, (shard + 1) * number)
-            yield Copy(stream, self.scales[peer][part], self.scales[self.rank][part])
+            per_shard = len(self.scales[peer]) // self.num_ranks
+            of_shard = slice(shard * per_shard, (shard + 1) * per_shard)
+            yield Copy(stream, self.scales[peer][of_shard], self.scales[self.rank][of_shard])
 
 
 def rows_per_chunk(rows: int, num_chunks: int) -> int:
-    """Return the rows per flag when a shard of ``rows`` rows is cut into ``num_chunks``."""
+    """Return the rows per chunk of a shard of ``rows`` rows that has ``num_chunks`` chunks."""
     return max(1, -(-rows // num_chunks))
 
 
@@ -122,7 +126,7 @@ def schedule(
 
 
 def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
-    """Yield (stream, chunk, first row, end row) of a shard, after ``step`` other shards."""
+    """Yield (stream, chunk, first row, end row) of the shard that is queued in step ``step``."""
     chunk_rows = rows_per_chunk(slot.rows, num_chunks)
     starts = range(0, slot.rows, chunk_rows)
     for chunk, first in enumerate(starts):
@@ -149,7 +153,7 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
         for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
             rows = slice(shard * slot.rows + first, shard * slot.rows + end)
             flag = shard * MAX_CHUNKS + chunk
-            # Another rank's shard: wait for it, and reset the flag before its next use.
+            # This is another rank's shard. Wait until it has arrived, and reset the flag.
             if step > 0:
                 yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
                 yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
@@ -164,7 +168,7 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
 
 @jit(do_not_specialize=["num_flags"])
 def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
-    """Release copy streams that wait to forward a chunk if a wait gave up. Grid (1,)."""
+    """If a wait of a kernel gave up, release the copy streams that wait for chunks. Grid (1,)."""
     if tl.load(epoch_ptr + _GAVE_UP) != 0:
         flag = 0
         while flag < num_flags:
@@ -177,10 +181,10 @@ class _Plan:
     """Prepared all-gather of one shape and method in one slot.
 
     Attributes:
-        gathered: what its consumer reads.
-        expected: flags that its kernels wait for.
-        transfer: copy-engine work; ``None`` if the consumer sends.
-        is_forwarding: whether copies wait for data from peers.
+        gathered: rows and flags that the consumer kernel reads.
+        expected: function that returns the flags that the kernels wait for.
+        transfer: prepared copies; ``None`` if the consumer kernel sends.
+        is_forwarding: whether copies wait for data from peers, as in a ring.
     """
 
     gathered: GatheredShards
@@ -195,13 +199,14 @@ class AllGatherBuffer(SlotMemory):
     Creation is collective. Each slot has on each rank:
         shards [max_M * K] of ``dtype``: the gathered rows, written by peers.
         arrivals int64 [source rank, MAX_CHUNKS]: flags of the chunks, written by peers.
-        pushed int64 [source rank, sender, chunk]: flags written by fused consumers of peers.
-        forward int32 [source rank, MAX_CHUNKS]: chunks to forward in a ring; set by the neighbour,
-            reset by this rank's copy engines.
+        pushed int64 [source rank, sending program, chunk]: the same for fused methods.
+        forward int32 [source rank, MAX_CHUNKS]: flags of chunks to forward in a ring; set by the
+            neighbour, reset by this rank's copy engines.
         scales fp32 [source rank, scales of a shard]: scales of an fp8 A, written by peers. A copy
             engine reads this rank's scales from here, because transfers have fixed sources.
-    ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it. ``max_scales``:
-    scales of all shards. ``describe_tag``: text of a call's size, for errors.
+    ``workspace`` [max_M, K] exists once and is for the caller; no transfer uses it. ``max_scales``
+    is the maximum number of scales of all shards together. ``describe_tag`` converts a call tag (a
+    number that must be equal on all ranks) to the text in errors.
     """
 
     def __init__(
@@ -249,35 +254,36 @@ class AllGatherBuffer(SlotMemory):
         num_streams: int,
         num_chunks: int,
         scales: torch.Tensor | None = None,
-        size: int | None = None,
+        call_tag: int | None = None,
     ) -> GatheredShards:
         """Queue the all-gather of ``local_shard`` [rows, K], contiguous. The caller queues the
-        consumer next.
+        consumer kernel next.
 
-        ``scales`` of the shard, fp32 [number], travel before its flags. ``size`` must be equal on
+        ``scales`` of the shard, fp32, 1-D, arrive before its flags. ``call_tag`` must be equal on
         all ranks; default: the number of rows.
         """
         if not method.by_copy_engine:
             expected = "a method that uses copy engines; for fused methods call start_fused"
             raise InvalidArgument("start", "method", method, expected)
         rows = local_shard.shape[0]
-        self.slots.take(rows if size is None else size, copied=True)
+        self.slots.take(rows if call_tag is None else call_tag, copied=True)
         if self.num_ranks == 1:
             return self.describe(rows, num_chunks)
-        number = 0 if scales is None else len(scales)
-        key = (self.slots.index, rows, method, num_streams, num_chunks, number)
+        num_scales = 0 if scales is None else len(scales)
+        key = (self.slots.index, rows, method, num_streams, num_chunks, num_scales)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks, number)
+            plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks, num_scales)
         if scales is not None:
-            self.slots["scales"].local[self.rank * number : (self.rank + 1) * number].copy_(scales)
+            of_shard = slice(self.rank * num_scales, (self.rank + 1) * num_scales)
+            self.slots["scales"].local[of_shard].copy_(scales)
         self._started = plan
         plan.transfer.start(local_shard, self._device.current_stream())
         return plan.gathered
 
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
-        """Begin an all-gather of ``rows`` rows per rank that the next launch, of ``sharded_gemm``,
-        performs."""
+        """Begin an all-gather of ``rows`` rows per rank. The next launch, of ``sharded_gemm``,
+        sends the rows."""
         self.slots.take(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
@@ -291,15 +297,15 @@ class AllGatherBuffer(SlotMemory):
         return plan.gathered
 
     def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
-        """Return what a consumer of shards of ``rows`` rows reads in the current slot.
+        """Return the rows and flags that a consumer kernel reads in the current slot.
 
-        If ``num_comm_sms`` is positive, that number of the consumer's programs send this rank's
-        shard, and the result contains their targets.
+        A shard has ``rows`` rows. If ``num_comm_sms`` is positive, this number of the consumer's
+        programs send this rank's shard, and the result contains their target addresses.
         """
         key = (self.slots.index, rows, num_chunks, num_comm_sms)
-        known = self._gathered.get(key)
-        if known is None:
-            known = self._gathered[key] = GatheredShards(
+        gathered = self._gathered.get(key)
+        if gathered is None:
+            gathered = self._gathered[key] = GatheredShards(
                 self._shards(self.rank, rows),
                 self.slots["pushed" if num_comm_sms else "arrivals"].local,
                 self.slots.epoch,
@@ -308,27 +314,27 @@ class AllGatherBuffer(SlotMemory):
                 self._push(num_comm_sms, num_chunks) if num_comm_sms else None,
                 self.slots["scales"].local if self._max_scales else None,
             )
-        return known
+        return gathered
 
     def finish(self, awaited: bool = False) -> None:
-        """Queue the end of the all-gather, after its consumer.
+        """Queue the end of the all-gather, after its consumer kernel.
 
-        ``awaited``: the queued consumer waits for every chunk of every peer, so the next call needs
-        no peer check.
+        ``awaited``: whether the queued consumer waits for every chunk of every peer. The next call
+        then needs no peer check.
         """
         plan, self._started = self._started, None
         if plan is None:  # a single rank
             return
         if plan.transfer is not None:
             if plan.is_forwarding:
-                # If a wait gave up, a copy stream may wait for a chunk that will not arrive, and
-                # would block the join.
+                # If a wait gave up, a copy stream may wait for a chunk that will not arrive. The
+                # current stream would then wait forever for this copy stream.
                 self._release_copies()
             plan.transfer.join(self._device.current_stream())
         self.slots.finish(awaited, plan.expected)
 
     def reset(self) -> None:
-        # If the consumer was not launched, no kernel has released the waiting copy streams.
+        # If the call failed before its end, no kernel has released the waiting copy streams.
         forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
         self._device.run_on_side_stream(lambda: [flags.fill_(1) for flags in forward])
         super().reset()
@@ -372,8 +378,8 @@ class AllGatherBuffer(SlotMemory):
         gathered = self.describe(rows, num_chunks)
         is_forwarding = method is AllGatherMethod.RING_PUSH_1D
         if is_forwarding:
-            # Load the kernel now: loading may wait for the device, whose copies would wait for the
-            # kernel (a ring with a missing rank hung, 4 H200).
+            # Load the kernel now. Later, loading may wait for the device, while the device's copies
+            # wait for this kernel (a ring with a missing rank hung, 4 H200).
             self._release_copies()
         return _Plan(
             gathered,
@@ -382,12 +388,12 @@ class AllGatherBuffer(SlotMemory):
             is_forwarding=is_forwarding,
         )
 
-    def _expected_flags(self, region: str, number: int, distance: int) -> Expected:
-        """Return the first ``number`` flags of each peer, whose flags start ``distance`` apart."""
+    def _expected_flags(self, region: str, number: int, flags_per_rank: int) -> Expected:
+        """Return a function that returns the indices of the first ``number`` flags of each peer."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
 
         def expected() -> dict[str, list[int]]:
-            flags = [peer * distance + flag for peer in peers for flag in range(number)]
+            flags = [peer * flags_per_rank + flag for peer in peers for flag in range(number)]
             return {region: flags}
 
         return expected

@@ -218,7 +218,7 @@ class Arrivals(_Gathering):
             AllGatherMethod(call.gather),
             num_streams=1,
             num_chunks=1,
-            size=call_tag(call.key, len(call.a)),
+            call_tag=call_tag(call.key, len(call.a)),
         )
         call.ctx.sleep(call.straggler_option)
         try:

@@ -45,7 +45,7 @@ from triton_dist.kernels.nvidia.decode_attention.kernel import (
     rows_of_item,
     with_sink,
 )
-from triton_dist.language.signals import SIZE_BITS
+from triton_dist.language.signals import CALL_TAG_BITS
 
 
 @jit
@@ -53,7 +53,7 @@ def arrive(counter_ptr):
     """Count this program after its parts are stored. All programs add MAX_CTAS in a call."""
     programs = tl.num_programs(0)
     added = tl.where(tl.program_id(0) == 0, MAX_CTAS - programs + 1, 1)
-    dl.notify(counter_ptr, added.to(tl.int64) << SIZE_BITS, op="add")  # a size of 0
+    dl.notify(counter_ptr, added.to(tl.int64) << CALL_TAG_BITS, op="add")  # a size of 0
 
 
 @jit
@@ -169,8 +169,8 @@ def kernel_decode_packets(
     items = batch * spec.TILES * spec.ITEMS * spec.CHUNKS
     rounds = tl.cdiv(items - program, programs)
     if rounds > 0:
-        arrived = (epoch * MAX_CTAS) << SIZE_BITS
-        dl.wait(counter_ptr, 1, arrived, packets.timeout_words, SIZED=True)
+        arrived = (epoch * MAX_CTAS) << CALL_TAG_BITS
+        dl.wait(counter_ptr, 1, arrived, packets.timeout_words, TAGGED=True)
     for index in range(rounds):
         item = program + index * programs
         if item_exists(item, spec):

@@ -194,7 +194,7 @@ def kernel_combine(
     peer = tl.arange(0, ep_plan.LANES)
     table = tl.load(peers.table + peer, mask=peer < ep_plan.NUM_RANKS, other=0)
     flags = table.to(peers.arrivals.dtype) + rank
-    call = Call(flags=flags, epoch=epoch, offset=epoch * 0, size=digest, rank=rank)
+    call = Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=digest, rank=rank)
     if program == 0:
         notify_ranks(call, 0, chunk_flag(call, 0), ep_plan)
         tl.store(peers.calls, epoch * MAX_CTAS)  # The host finds late flags by this word.

@@ -141,7 +141,7 @@ def begin_call_of(peers, size, rank, continues: tl.constexpr, ep_plan: tl.conste
             tl.atomic_add(peers.calls, MAX_CTAS, sem="relaxed", scope="gpu")
     else:
         epoch = tl.load(peers.calls + 1) // _PROGRAMS
-    return Call(flags=flags, epoch=epoch, offset=epoch * 0, size=size, rank=rank)
+    return Call(flags=flags, epoch=epoch, offset=epoch * 0, call_tag=size, rank=rank)
 
 
 @jit
