@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "release: all threads' stores come before it",
         _SIGNALS,
-        "tl.debug_barrier()  # one thread releases; the barrier",
-        "pass  # one thread releases; the barrier",
+        '    tl.debug_barrier()\n    with mark("notify"):',
+        '    with mark("notify"):',
         ("tests/compile/test_language.py",),
     ),
     Mutant(

@@ -153,17 +153,14 @@ class Disagreements:
     """Different call tags that kernels have recorded in the memories of one context.
 
     Args:
-        compared: the value that must be equal on all ranks, in words, for errors.
+        value: description of the value that must be equal on all ranks, for errors.
         describe: converts a call tag to the text in errors.
     """
 
     def __init__(
-        self,
-        compared: str,
-        group: dist.ProcessGroup | None,
-        describe: Callable[[int], object] = int,
+        self, value: str, group: dist.ProcessGroup | None, describe: Callable[[int], object] = int
     ) -> None:
-        self._compared, self._group, self._describe = compared, group, describe
+        self._value, self._group, self._describe = value, group, describe
         self._device = current_device()
         memory = self._device.host_word()
         self.address = memory.data_ptr()
@@ -189,12 +186,8 @@ class Disagreements:
 
     def find(self) -> RankDisagreement | None:
         """Return the disagreement that a kernel has recorded, if any. Kernels must have ended."""
-        return next(
-            filter(
-                None, (timeout_words.disagreement() for timeout_words in self._members.values())
-            ),
-            None,
-        )
+        errors = (timeout_words.disagreement() for timeout_words in self._members.values())
+        return next(filter(None, errors), None)
 
     def check(self) -> None:
         """Raise if a kernel has recorded a disagreement; otherwise return within some tens of ns.
@@ -236,7 +229,7 @@ class Disagreements:
             "All ranks must call with the same value. The result of this call is invalid. Call "
             "the context's reset() on all ranks before the next call."
         )
-        return RankDisagreement(self._compared, dict(sorted(by_rank.items())), remedy)
+        return RankDisagreement(self._value, dict(sorted(by_rank.items())), remedy)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
